@@ -294,6 +294,7 @@ def together(names: Sequence[str]) -> str:
     """Join names that differ in one number: ``layers.{0-3,7}.mlp``."""
     if len(names) == 1:
         return names[0] or "(the model)"
+    # Words and numbers in turn. The names have one pattern, so the lists have one length.
     parts = [re.split(r"(\d+)", n) for n in names]
     varying = [i for i in range(len(parts[0])) if len({p[i] for p in parts}) > 1]
     # Names that differ in several numbers, or in none, have no short form.
@@ -306,6 +307,7 @@ def together(names: Sequence[str]) -> str:
 def _ranges(numbers: Sequence[int]) -> str:
     runs: list[list[int]] = []
     for n in sorted(numbers):
+        # It continues the run before.
         if runs and n == runs[-1][1] + 1:
             runs[-1][1] = n
         else:

@@ -170,6 +170,7 @@ def _where(error: Exception) -> str | None:
     skipped += [] if torch is None else [str(Path(torch).parent)]
     found = module = None
     trace = error.__traceback__
+    # From the outermost frame inwards: the last match is the innermost.
     while trace is not None:
         code = trace.tb_frame.f_code
         # A model of a library that is in torch has no frame of the user's; its class is the next best.
@@ -260,6 +261,7 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
 def _is_model(found: Any) -> bool:
     """Return whether a value is an ``nn.Module`` or a class of them. If torch is not imported, nothing is."""
     torch = sys.modules.get("torch")
+    # A target can only have a model if it has imported torch; do not import it for this.
     if torch is None:
         return False
     return isinstance(found, torch.nn.Module) or (
@@ -290,6 +292,7 @@ def _check_no_arguments(function: Callable[[], Any], text: str) -> None:
 
 
 def _target(text: str, made: Any) -> Target:
+    # Errors in keys are found here, where the message can name the target.
     if isinstance(made, Mapping):
         wrong = [f"unknown key {key!r}" for key in made if key not in _KEYS]
         wrong += [f"no key {key!r}" for key in ("model", "batch") if key not in made]

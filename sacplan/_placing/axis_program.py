@@ -268,7 +268,7 @@ class _AxisProgram:
 
     def solve(self, work_limit: int) -> LinearSolution:
         here = self.program._choice[self.program.axis]
-        # The choice so far is a feasible start for a solver that can use one.
+        # The choice so far, as a start for a solver that can use one. It need not keep the rows of memory.
         start = {
             x: float(k == here[c]) for c, own in enumerate(self.x) if here[c] in own for k, x in own.items()
         }

@@ -73,7 +73,7 @@ class PlacedCall:
         return self.on(self.inputs, self.outputs)
 
     def on(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Call | None:
-        """The same call of other tensors."""
+        """Return the same call of other tensors; None as for ``call``."""
         func = op_named(self.name)
         if func is None:
             return None
@@ -87,6 +87,8 @@ class PlacedCall:
 def _returned(call: Call, outputs: Sequence[Any]) -> list[Any]:
     """Return the results of an op: its outputs, and None where it was asked for none (``output_mask``)."""
     mask = call.arguments.get("output_mask")
+    # Such as ``convolution_backward``, which always returns three results; a recording has the tensors among
+    # them.
     if mask is None or len(outputs) != sum(mask):
         return list(outputs)
     left = iter(outputs)
@@ -244,14 +246,12 @@ class StrategyGraph:
         self._value_of: dict[StrategyValue, int] = {}
         self._call_of: dict[Hashable, int] = {}
         self._tensor_value: dict[int, int] = {}  # tensors of the program
-        self._storage_value: dict[int, list[tuple[int, int]]] = defaultdict(
-            list
-        )  # from which moment on, which
+        # By storage, in order: from which moment on it has which value.
+        self._storage_value: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._uses: dict[tuple[int, int], set[User]] = defaultdict(set)
         self.gradient_moves: list[GradientMove] = []
-        self._owner: dict[
-            int, int
-        ] = {}  # storages of gradients and of the optimizer, by storage of the parameter
+        # By storage of a gradient or of the optimizer, that of the parameter.
+        self._owner: dict[int, int] = {}
         self._add_parameters()
         self.order = [arg for code, arg in program.events if code == Event.OP]
         self.moments = len(self.order)
@@ -302,6 +302,8 @@ class StrategyGraph:
                 shapes=(p.shape,),
                 dtypes=(dtype,),
             )
+            # Equal parameters of repeated layers are one class. Their value is alive from before the step
+            # (moment -1).
             found.parameters.append(p)
             self.homes[p.storage] = found.index
             self._storage_value[p.storage].append((-1, self._value(StrategyValue(found.index, 0))))
@@ -355,6 +357,7 @@ class StrategyGraph:
         return len(placed) == 1 and (op.name in _SHAPED_LIKE or not (op.writes or op.mutates))
 
     def _add_follower(self, arg: int, op: Op, inputs: tuple[int | None, ...], moment: int) -> None:
+        # ``_follows`` has checked that there is exactly one.
         parent = next(v for v in inputs if v is not None)
         self.call_of[arg] = call = self._call(op, inputs)
         self.rest_ms += op.time_ms  # none of a view's
@@ -370,6 +373,7 @@ class StrategyGraph:
         follows = op.phase != Phase.FORWARD or op.scope == ROOT_SCOPE
         unit = pattern_of(self.program.scopes[op.scope].fqn) if op.scope != ROOT_SCOPE else ""
         found = self._class(
+            # Equal layers, equal site in them, equal call: one strategy for all.
             (unit, site, op.phase, call, follows),
             name=op.name,
             unit=unit,
@@ -423,6 +427,7 @@ class StrategyGraph:
     @cached_property
     def _exposed(self) -> frozenset[ValueUse]:
         """The flows of the parameters that are gathered first, and of the gradients that are reduced last."""
+        # Reversed, so that of several entries of a class the first one stays.
         first = {c: moments[0] for (c, _), moments in reversed(self.at.items())}
         used = {
             flow: min(first[u.user] for u in flow.users)
@@ -484,6 +489,7 @@ class StrategyGraph:
             for group in found:
                 if owners := [owner[s] for t in group if (s := tensors[t].storage) in owner]:
                     parts[self.homes[owners[0]]] += math.prod(shape_of[owners[0]])
+            # One op for all parameters (``foreach``): its time is shared by elements.
             total = sum(parts.values())
             for home, n in parts.items():
                 self.optimizer_ms[home] += op.time_ms * n / total
@@ -511,6 +517,8 @@ class StrategyGraph:
                 yield Hold(self.home(self._owner[storage]), n_bytes, start, end)
                 continue
             known = self._storage_value.get(storage, [])
+            # A storage is cut as the value that was written to it last, so a hold is split where that
+            # changes.
             changes = [start, *(moment for moment, _ in known if start < moment < end), end]
             for a, b in itertools.pairwise(changes):
                 before = [v for moment, v in known if moment <= a]
@@ -547,6 +555,8 @@ class _Sites:
 
     def step(self, code: int, scope: int) -> None:
         """Note that the forward of a module begins or ends."""
+        # A site is named by what the module called last: that is the same in equal layers, where a count over
+        # the whole step is not.
         if code == Event.EXIT:
             self._last[self._program.scopes[scope].parent] = scope
 
@@ -554,6 +564,7 @@ class _Sites:
         """Return the site of an op that runs now."""
         op, scopes = self._program.ops[index], self._program.scopes
         fqn = scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
+        # A backward op has the site of its forward op, and a number among those of its name.
         if op.forward_of in self._known:
             here: Hashable = (op.forward_of, op.phase, op.name)
             site = (self._known[op.forward_of], op.name, self._seen[here])

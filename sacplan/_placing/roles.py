@@ -26,7 +26,7 @@ def _is_new(offer: StrategyOffer, cuts: Sequence[int]) -> bool:
 
 
 def data_parallel(offer: StrategyOffer) -> bool:
-    """Data parallelism, with parameters sharded or not."""
+    """Allow data parallelism, with parameters sharded or not."""
     if offer.subject.is_parameter:
         # A parameter may be sharded or not: what runs with it is restricted below.
         return True
@@ -41,14 +41,14 @@ def data_parallel(offer: StrategyOffer) -> bool:
 
 
 def replicas(offer: StrategyOffer) -> bool:
-    """``ddp``: data parallelism with replicated parameters."""
+    """Allow ``ddp``: data parallelism with replicated parameters."""
     if offer.subject.is_parameter:
         return not offer.strategy.outputs[0].is_cut
     return data_parallel(offer)
 
 
 def fully_sharded(offer: StrategyOffer) -> bool:
-    """``fsdp``: data parallelism with parameters sharded along dimension 0.
+    """Allow ``fsdp``: data parallelism with parameters sharded along dimension 0.
 
     A parameter whose first dimension the ranks do not divide has no strategy that is allowed, and is replicated.
     """
@@ -58,7 +58,7 @@ def fully_sharded(offer: StrategyOffer) -> bool:
 
 
 def tensor_parallel(offer: StrategyOffer) -> bool:
-    """Tensor parallelism: parameters are cut, and what is computed with them; batch and sequence are not."""
+    """Allow tensor parallelism: parameters are cut, and what is computed with them; batch and sequence are not."""
     if offer.subject.is_parameter:
         return True
     cuts = [i for i, placement in enumerate(offer.strategy.inputs) if placement.is_cut]
@@ -73,7 +73,7 @@ def tensor_parallel(offer: StrategyOffer) -> bool:
 
 
 def megatron(offer: StrategyOffer) -> bool:
-    """Tensor parallelism in which every matrix is cut that can be, as in Megatron."""
+    """Allow tensor parallelism in which every matrix is cut that can be, as in Megatron."""
     # Vectors, such as biases and norms, may be replicated.
     if offer.subject.is_parameter and len(offer.subject.shapes[0]) > 1:
         return offer.strategy.outputs[0].is_cut

@@ -264,5 +264,5 @@ class ShardingSearch:
 
 @derived
 def _strategy_graph(program: Program, parameters: tuple[Parameter, ...]) -> StrategyGraph:
-    """Made once, so that all searches of a program share it."""
+    """Return the graph of a program. It is made once, and all searches of the program share it."""
     return StrategyGraph(program, parameters)

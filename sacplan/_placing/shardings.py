@@ -62,6 +62,7 @@ def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mes
     search = _search(profile, parameters, Mesh(((name, ranks),)), ("megatron",))
     found = search.cheapest() or search.smallest
     alone = sharding_of(search.evaluation, found.choice)
+    # Nothing is cut: on this axis all ranks would do the same.
     if not alone.homes:
         raise PlanError(
             f"{ranks} ranks of axis {name!r} divide no dimension of a parameter of {profile.fingerprint.model_class}: "

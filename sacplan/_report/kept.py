@@ -154,6 +154,7 @@ class KeptAndDiscarded:
         """Return the peak if the outputs of these ops were discarded as well, with the whole model as one unit."""
         program = self.program
         units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
+        # The plan's own numbers of times win over 1.
         discarded = dict.fromkeys(ops, 1) | self.ops_discarded
         return program.with_(recompute_ops(program, discarded, units)).footprint.peak_bytes
 

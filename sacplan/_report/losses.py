@@ -94,6 +94,7 @@ def _head(program: Program, deferred: Iterable[int]) -> tuple[LossRegion, int] |
     # A cross entropy on what no matrix product has made.
     if not products:
         return None
+    # The logits are by far the largest product before a cross entropy.
     head, shape = max(products, key=lambda each: math.prod(each[1]))
     made = {s for _, op in forward for s in op.writes}
     read = {s for _, op in forward for s in op.reads} - made

@@ -166,6 +166,7 @@ class _Rows:
         """Return by module the bytes that autograd would save of ops in slices. They never exist as a whole."""
         recorded, found = profile.program, dict[str, int]()
         runs = {i for code, i in self.program.events if code == Event.OP}
+        # What autograd saves of the recorded step and no longer does with chunks.
         asked = set(recorded.handle_storages) - self.state.asked
         for i, op in enumerate(recorded.ops):
             if op.phase == Phase.FORWARD and i not in runs:
@@ -181,6 +182,7 @@ class _Rows:
         # Discarding frees nothing, or nothing that is alive at the peak: no need to try it.
         if own.cost is None or self.at_peak.isdisjoint(own.discardable):
             return False
+        # Equal layers have equal peaks: one program for all of them.
         alike = (pattern_of(module), own.cost.n_bytes, len(own.cost.ops))
         if alike not in self._peaks:
             self._peaks[alike] = self.state.peak_with(own.cost.ops)
@@ -227,6 +229,7 @@ class _Rows:
         return NOTHING
 
     def _why_discarded(self, cost: Cost) -> str:
+        # All ops behind it run again for others.
         if not cost.ops:
             n_bytes = format_bytes(cost.n_bytes)
             return f"discarded at no extra cost: what makes its {n_bytes} runs again for other modules anyway"
@@ -236,6 +239,7 @@ class _Rows:
 
     def _why_kept(self, module: str) -> str:
         own = self.own[module]
+        # Recipes would have to hold as much as is freed.
         if own.cost is None:
             return "kept: it could only be recomputed from tensors that are no smaller"
         took = f"would take {_ms(own.cost.recompute_ms)} and save {format_bytes(own.cost.n_bytes)}"

@@ -147,6 +147,7 @@ def _facts(profile: Profile, plan: Plan | None) -> list[str]:
     found = profile.fingerprint
     parameters = f"{found.n_parameters:,} parameters"
     if plan is None:
+        # Without a plan the page is about what is installed here; a plan says what it was made with.
         made = f"sacplan {sacplan.__version__}, torch {torch.__version__}"
         date = datetime.now(timezone.utc)
     else:

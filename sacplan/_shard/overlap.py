@@ -57,7 +57,7 @@ class Overlap:
         return self.free
 
     def wait(self, end: float) -> float:
-        """Wait until a time; returns the exposed part."""
+        """Have computation wait until a time, and return the exposed part: 0.0 if that time is past."""
         exposed = max(0.0, end - self.now)
         self.now += exposed
         return exposed

@@ -42,9 +42,8 @@ class Agreement:
         self._device_type, self._check = device_type, check
         self._shared: list[torch.Generator] = []  # those that are known to agree in this step
         self._checked: set[tuple[bool, bool]] = set()
-        self._seen: WeakIdKeyDictionary | None = (
-            None  # plain tensors of the step that is checked, and versions
-        )
+        # The plain tensors of the step that is checked, and their versions; None in other steps.
+        self._seen: WeakIdKeyDictionary | None = None
 
     def begin(
         self, module: torch.nn.Module, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -137,6 +136,7 @@ class Agreement:
         """Compare generators, and set those that differ to the state of rank 0; returns what ranks sent as ``more``."""
         state = _states(generators)
         sent = _exchanged(_digest_of([state.numpy().tobytes()]) + more, self._device_type)
+        # All ranks see the same digests, so all take part in the broadcast or none.
         if any(theirs[:_DIGEST] != sent[0][:_DIGEST] for theirs in sent):
             state = state.to(self._device_type)
             dist.broadcast(state, src=0)
@@ -155,6 +155,7 @@ class Agreement:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         first = everyone[0]
+        # Every rank comes here, as all have seen the same digests: one more collective is safe.
         others = [rank for rank, theirs in enumerate(everyone) if theirs != first]
         theirs = everyone[others[0]]
         ours, other = next(((a, b) for a, b in zip(first, theirs, strict=False) if a != b), (None, None))
@@ -207,6 +208,7 @@ def _bytes_of(value: Any) -> Iterator[bytes]:
 
     Ranks have other parts of a DTensor. A tensor that is not strided, or has no values, has no digest.
     """
+    # Nothing to compare, or parts that are meant to differ.
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.numel():
         return
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:

@@ -162,9 +162,8 @@ class Grid:
 
         Those that have the same part draw the same numbers; the others have other seeds. Afterwards all agree again.
         """
-        if (
-            active_fake_mode() is not None
-        ):  # nothing is drawn, and a generator's state is no tensor of the step
+        # Nothing is drawn from fake tensors, and a generator's state is no tensor of the step.
+        if active_fake_mode() is not None:
             yield
             return
         self.agreement.share(generator)
@@ -172,9 +171,8 @@ class Grid:
             yield
             return
         with modes_off():  # ops on states are none of the step's
-            state = (
-                generator.get_state().numpy().tobytes()
-            )  # a tensor would be alive beside what the op makes
+            # As bytes: a tensor would be alive beside what the op makes.
+            state = generator.get_state().numpy().tobytes()
             where = ",".join(str(self.coordinate[axis]) for axis in axes)
             # The seed depends on the common state and on the position along ``axes``. So ranks with the same
             # part draw alike, and a run with the same seed draws the same again.
@@ -185,9 +183,8 @@ class Grid:
         finally:
             with modes_off():
                 generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-                torch.empty(4, device=generator.device).uniform_(
-                    generator=generator
-                )  # the next op draws others
+                # The state moves on in the same way on all ranks, so that the next op draws other numbers.
+                torch.empty(4, device=generator.device).uniform_(generator=generator)
 
 
 def placements_of(layout: Placements, ranks: Sequence[int]) -> list[Any]:

@@ -107,10 +107,12 @@ class RankDraft:
     def swap_kinds(self, old: int, new: int) -> None:
         """Give a storage the kind of the one whose place it takes."""
         kinds = self.builder.storage_kinds
+        # What leaves its place is alive only until it is freed.
         kinds[new], kinds[old] = kinds[old], StorageKind.TEMPORARY
 
     def forbid_recomputation(self, storage: int) -> None:
         """Keep what is on a storage: no plan may discard it and run its ops again."""
+        # The ops of the rank that were written so far, not those of the recording.
         for writer in self._writers[storage]:
             self.change_op(writer, recomputable=False)
 
@@ -148,6 +150,8 @@ class RankDraft:
         storage = self.builder.numbering(known, piece.sizes)
         # The recorded op must stay one op, since saved tensors and recipes refer to it by its index.
         carrier = _carrier(piece, like) if main is not None else -1
+        # The piece's own events: ops, and what they allocate and free between them. Storages are renumbered
+        # on the way.
         for code, arg in piece.events:
             if code == _OP:
                 op = piece.ops[arg]

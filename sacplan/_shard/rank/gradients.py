@@ -28,7 +28,7 @@ class GradientHooks:
         self._due: tuple[Op, list[int]] | None = None
 
     def _complete_after(self, program: Program) -> dict[int, list[int]]:
-        """By op, the gradients that are complete when its node is done."""
+        """Return, by op, the gradients that are complete when its node is done."""
         ops, last = program.ops, dict[int, int]()
         for index, op in enumerate(ops):
             # A detached gradient is no new value: AccumulateGrad detaches what it is given.

@@ -114,6 +114,7 @@ class LocalRuns:
         asked: Sequence[WantedPlacements | None] | None,
         weights: Sequence[bool],
     ) -> tuple[CallSharding, Piece]:
+        # Three steps, as in ``executor/prepare.py``: choose, redistribute the inputs, run the local call.
         full = self._full_call(op)
         try:
             choice = choose(full, have, self._mesh, asked, weights)

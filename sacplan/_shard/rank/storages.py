@@ -49,7 +49,7 @@ class RankStorages:
         self._freed_after[op].append(storage)
 
     def freed(self, recorded: int) -> Iterator[int]:
-        """The storages to free where the recorded step frees one: what stands for it, and what goes with it."""
+        """Yield the storages to free where the recorded step frees one: what stands for it, and what goes with it."""
         # ``pop``: a storage of the recording may be made again later, and is then itself again.
         yield self._now.pop(recorded, recorded)
         yield from self._freed_with.pop(recorded, ())
