@@ -163,6 +163,7 @@ class _Policy:
         follows_input = _is_view(func) or (func is _CLONE and in_dropout)
         discarded = follows_input and self._is_discarded((args, kwargs))
         for name in _eager_names(func, args, in_dropout):
+            # Each eager op that this one stands for is counted, or all later places of that name would be off.
             site = (name, self._seen[name])
             self._seen[name] += 1
             if site in self._sites:

@@ -153,6 +153,8 @@ def draw_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw |
         return None
     if isinstance(tensor, FakeTensor):
         spec = active_device()
+        # On a CPU the state takes memory that the fake step has to show; on a GPU it lies on the host, which is
+        # not counted.
         return None if spec is not None and spec.kind != "cpu" else Draw(_FakeGenerator())
     values = (*args, *kwargs.values())
     generator = next((v for v in values if isinstance(v, torch.Generator)), None)
@@ -184,6 +186,7 @@ def _moved(before: torch.Tensor, after: torch.Tensor) -> int:
     first, last = _bytes(before), _bytes(after)
     if len(first) == GENERATOR_STATE_BYTES:
         return (_left(first) - _left(last)) % _STATE_WORDS
+    # With another seed there is no distance. The hash stands for one that no known call has.
     return hash((first[:8], last[:8])) if first[:8] != last[:8] else _offset(last) - _offset(first)
 
 

@@ -57,6 +57,8 @@ class RecipeHandle:
             RecipeError: the tensor was written after autograd saved it, or comes out with other bits.
         """
         slot, original = self.slot, self.original()
+        # ``written`` tells of writes that the recorder saw. While the original is alive, its version and storage
+        # tell of those after the forward pass, too.
         if slot.written or (
             original is not None
             and (original._version != slot.version or original.untyped_storage() is not slot.storage())

@@ -132,6 +132,7 @@ class Lookup:
             )  # no computation; or a gradient inside a forward pass, which is not recomputed
         description = described(facts.name, [t.dim() for t in tensors_in((args, kwargs)) if is_plain(t)])
         around = self._module_calls()
+        # Only for the first op behind a schedule; see ``_resume``.
         if self._likely is not None:
             self._resume(around, description)
         place = self._places.at(around)

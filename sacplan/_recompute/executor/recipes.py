@@ -127,8 +127,10 @@ class PlannedForward(StandIn):
             self.differences.note(recorder.difference, may_warn=self._first_in_training is not None)
         if self._first_in_training is None:
             self._first_in_training = self.module.training
+        # The schedule of the latest call comes first, since the next call most likely does the same.
         latest = recorder.learned or recorder.followed
         if latest is not None and (not known or latest is not known[0]):
+            # Kinds that keep changing would fill memory; starting over costs one lookup each.
             if len(self._schedules) == _MAX_KINDS and kind not in self._schedules:
                 self._schedules = {}
             others = tuple(schedule for schedule in known if schedule is not latest)

@@ -169,6 +169,7 @@ class UnitRecorder(Watching):
         if self.paused:
             return func(*args, **(kwargs or {}))
         given = with_lent_number(args) if func in TAKES_A_NUMBER else args
+        # From cheap to expensive: the schedule's next op, another schedule that began alike, a lookup.
         expected, op = self._ops[self._at]
         if expected is func:
             self._at += 1
@@ -213,6 +214,7 @@ class UnitRecorder(Watching):
         traits, site = op.traits, op.site
         assert traits is not None
         assert site is not None
+        # Both before the op runs: it moves the generator, and changes the storages that it writes.
         draw = draw_of(func, args, kwargs) if traits.random else None
         overwritten = self._slots.before_write(traits, args, kwargs) if traits.written_names else None
         out = func(*given, **kwargs)
@@ -265,6 +267,7 @@ class UnitRecorder(Watching):
         """End a call that did not fail: say which schedule it followed, or make one of what it did."""
         draft = self._draft
         if draft is None:
+            # None marks the end of a schedule: the call ran all of its ops, or all of another one's.
             if self._ops[self._at][0] is None or self._follows_another(None):  # it did what the schedule says
                 self.followed = self._schedule
                 self.difference = self.followed.difference if self.followed is not None else None
