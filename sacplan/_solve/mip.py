@@ -174,6 +174,8 @@ class LinearProgram:
         objective = math.fsum(
             cost * value for value, (_, _, _, cost) in zip(values, self._variables, strict=True)
         )
+        # A bound may come in above the objective: by a tolerance, or because it is infinite where CBC prints
+        # none (``_run_cbc``).
         least = None if bound is None else min(bound, objective)
         return LinearSolution(status, values, objective, least, work)
 
