@@ -155,6 +155,8 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
     for before, operation in zip((None, *operations), operations, strict=False):
         if operation.kind in (OperationKind.LOSS, OperationKind.BACKWARD):
             continue
+        # Each forward of a stage is a run. It also drops the boundary before it, if it keeps nothing and the
+        # stage before has just made that boundary.
         runs[operation.stage] += 1
         if (
             operation.kind is OperationKind.FORWARD_KEEP_NOTHING
@@ -167,6 +169,7 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
     for k in range(len(stages)):
         found.update(dict.fromkeys(stages.makers[k], dropped[k]))
         found.update(dict.fromkeys(stages.path[k], runs[k] - 1))
+        # At most once: no later run of the stage's forward asks for it, only its backward.
         found.update(dict.fromkeys(stages.side[k], int(runs[k] > 1)))
     return {op: times for op, times in sorted(found.items()) if times > 0}
 
@@ -179,6 +182,8 @@ def _homes(
     initial = frozenset(program.initial)
     for stage, ops in enumerate(cuts.ops):
         for op in ops:
+            # Each rule overwrites those before it: what autograd saves; boundaries; what is there throughout;
+            # the input.
             stays = op not in droppable and stage < len(cuts.boundary)  # it cannot run again
             home = _FIXED if stays else stage
             for s in program.ops[op].writes:
@@ -308,6 +313,7 @@ def _roles(
         needed = {boundary}
         for op in reversed(ops):
             made = program.ops[op]
+            # Backwards, so that every reader on the path is known before the op that it reads from.
             written = {*made.writes, *made.mutates}
             role = "side"
             if any(cuts.base[s] == cuts.base[boundary] for s in written):
