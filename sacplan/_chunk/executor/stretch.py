@@ -162,6 +162,7 @@ class StretchMode(Watching):
             return device  # the device of a fake tensor was asked for, which runs nothing
         if self.paused:
             return func(*args, **kwargs)
+        # Inference mode leaves out the keys of autograd, at which composite ops are otherwise taken apart.
         if torch.is_inference_mode_enabled() and is_composite(func):
             with self:  # elsewhere it would have come in parts
                 return run_composite(func, *args, **kwargs)
@@ -207,6 +208,7 @@ class StretchMode(Watching):
             frame.give_up(stretch, name)
         if stretch is None or stretch.is_over:
             return self._run(func, args, kwargs, tensors, name)
+        # Other stretches first: the op may read what they have put off, or overwrite what they will read.
         self._settle(func, args, kwargs, tensors, name, but=stretch)
         out = stretch.defer(func, args, kwargs, frame.unit.kept.get(site, ()))
         if frame.is_last(site):
@@ -302,6 +304,7 @@ class SlicedForward(StandIn):
         mode.frames.append(frame)
         try:
             out = self.original(*args, **kwargs)
+            # What ``end`` computes is no op of the model: the frames must not look for it in the recording.
             mode.paused = True
             frame.end()
         finally:
