@@ -141,6 +141,8 @@ class _ModuleCalls:
         for child in inner:
             members = self.members(child)
             kinds[tuple(ops[group[0]].name for group in members)].append(members)
+        # Children of one kind run the same ops in the same order; the kind with the most ops is the stack, if
+        # there is one.
         same = max(kinds.values(), key=lambda group: sum(map(len, group)))
         share = sum(map(len, same)) / max(1, n_members)
         if len(same) < 2 or share < _MIN_SHARE:
@@ -216,6 +218,7 @@ def _attached(program: Program, whole: list[OpGroup], rest: list[OpGroup]) -> li
             added[near[max(0, bisect_right(starts, op) - 1)]].append(op)
     found = [part for part in whole if not part.once] + left
     for i, part in enumerate(single):
+        # With ops of other modules the unit is wider: the smallest module around all of them.
         ops = sorted([*(op for (op,) in part.members), *added[i]])
         if added[i]:
             part = OpGroup(_unit_of(program, ops), tuple((op,) for op in ops), True, part.family)

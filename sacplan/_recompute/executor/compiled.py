@@ -119,6 +119,7 @@ def checkpointed_for_compile(planned: TaggedForward, args: Any, kwargs: Any) -> 
 
 
 def _contexts(tags: Tags) -> Any:
+    # No graph is being traced here: it broke inside the unit.
     graph = torch._guards.TracingContext.try_get()
     if graph is None:
         raise PlanError(
@@ -215,6 +216,8 @@ class _Checked(TorchDispatchMode):
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         self._mode.__exit__(exc_type, exc_value, traceback)
         missing = sorted((self._tags.sites - self._met) | self._tags.unknown)
+        # Not after another error; and only while a graph is traced, when the calls of the first trace have been
+        # seen (see above).
         if missing and exc_type is None and get_proxy_mode() is not None:
             shown = ", ".join(f"{name} #{occurrence}" for name, occurrence in missing[:3])
             more = ", ..." if len(missing) > 3 else ""
@@ -250,6 +253,7 @@ def _is_view(func: Any) -> bool:
 
 def _called_by_dropout() -> bool:
     """Whether torch's Python decomposition of dropout asked for the op that is dispatched now."""
+    # The decomposition is a few frames above the dispatch; a bound keeps the cost down where it is not there.
     frame = sys._getframe(1).f_back
     for _ in range(16):
         if frame is None:

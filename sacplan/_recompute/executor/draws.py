@@ -43,9 +43,9 @@ _STEADY = aten_names(
 _moves: dict[Any, int] = {}  # of known draws: kind of call to how far it moves the generator
 _own: dict[torch.device, torch.Generator] = {}
 _own_lock = threading.Lock()
-_mixed_up: set[torch.device] = (
-    set()
-)  # devices on which another thread was seen to draw in between: checks are exact
+# Devices on which another thread was seen to draw in between. A distance proves nothing there any more, so the last
+# check decides.
+_mixed_up: set[torch.device] = set()
 
 
 class Draw:

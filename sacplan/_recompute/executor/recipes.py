@@ -113,6 +113,7 @@ class PlannedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             return checkpointed_for_compile(self, args, kwargs)
+        # Without gradients autograd saves nothing, so there is nothing to discard.
         if here.recorder is not None or not torch.is_grad_enabled():
             return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
         if self._first_in_training is None:
