@@ -99,9 +99,8 @@ class DeferredRun:
         self.computed: list[int] = []
         self.expected: dict[int, tuple[tuple[int, ...], Window | None]] = {}
         self._real: dict[int, torch.Tensor] = {}
-        self._makers: dict[
-            int, int
-        ] = {}  # number of a node of the engine to the deferred op that it belongs to
+        # Number of a node of the engine to the deferred op that it belongs to.
+        self._makers: dict[int, int] = {}
 
     def enter(self) -> None:
         """Begin the region with what enters the module."""

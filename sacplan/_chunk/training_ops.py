@@ -176,9 +176,8 @@ class BackwardWalk:
             self.exits.update((t, known[t]) for t in lazy if t not in self.exits)
             self.boundary.append(index)
         for t in op.outputs:
-            self.run.tensors.lazy.pop(
-                t, None
-            )  # a view of what has left: others read it as it is from here on
+            # A view of what has left: others read it as it is from here on.
+            self.run.tensors.lazy.pop(t, None)
 
     def _makes_temporary(self, index: int, op: Op) -> bool:
         """Whether an op computes what its backward formula frees again, in a formula that is deferred in part.

@@ -110,9 +110,8 @@ class Stretch:
         self._region = SlicedRegion(1, 1)
         self._fake = _local.mode
         self._nodes: list[DeferredOp] = []
-        self._like: dict[
-            DeferredTensor, torch.Tensor
-        ] = {}  # fake: results have the strides that kernels give
+        # Fake tensors: results have the strides that kernels give.
+        self._like: dict[DeferredTensor, torch.Tensor] = {}
         self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps
         self._lazies: list[weakref.ref[StretchTensor]] = []
         self._buffers: list[torch.Tensor] = []

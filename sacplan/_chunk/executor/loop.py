@@ -304,6 +304,7 @@ class _Loop:
             raise AssertionError(f"{node.func} makes a whole tensor in the loop")
         if v.combined is Kind.MEAN:
             assert node.cut is not None
+            # The mean of the whole is the sum of the slices' means, each by its share of the axis.
             t = t * (length / node.cut.axis.size)
         total = self.results.get(v)
         if total is None:
@@ -331,6 +332,8 @@ class _Loop:
 
 def needed_nodes(values: Sequence[DeferredTensor]) -> list[DeferredOp]:
     """Return the nodes that values need, in the order in which they were deferred."""
+    # By number, since a node can be reached in several ways; sorted, they are in an order in which they can
+    # run.
     found: dict[int, DeferredOp] = {}
     waiting = [v for v in values if v.node is not None]
     while waiting:

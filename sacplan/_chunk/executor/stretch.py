@@ -204,6 +204,7 @@ class StretchMode(Watching):
         """Defer an op of a stretch, and run the loop if it is the last one."""
         name = str(func)
         stretch = frame.stretch_of(site)
+        # What was put off so far runs now, and this op after it, as it is.
         if stretch is not None and not stretch.may_defer(func, args, kwargs):
             frame.give_up(stretch, name)
         if stretch is None or stretch.is_over:
@@ -283,6 +284,7 @@ class SlicedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return self.original(*args, **kwargs)
+        # Asked anew in each call: modules may have been added or replaced since.
         names = {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
         frame = _Frame(self._unit, names, sys._getframe(0), self._differences)
         if _here.mode is not None:
