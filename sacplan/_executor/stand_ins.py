@@ -73,9 +73,8 @@ class StandIn:
         """The forward that this one stands in for."""
         if self.replaced is not None:
             return self.replaced
-        found = inspect.getattr_static(
-            type(self.module), "forward"
-        )  # a function, or a static or class method, ...
+        # A function, or a static or class method, ... Bound by hand, since the instance's own ``forward`` is this.
+        found = inspect.getattr_static(type(self.module), "forward")
         bind = getattr(type(found), "__get__", None)
         forward: Callable[..., Any] = found if bind is None else bind(found, self.module, type(self.module))
         return forward
