@@ -396,6 +396,5 @@ def _run_cbc(problem: pulp.LpProblem, more: list[str], options: _Options) -> _En
         return _Ended(status, None, nodes)
     if match := _CBC_BOUND.search(text):  # printed unless the bound has reached the objective
         return _Ended(status, float(match.group(1)) - _CBC_ROUNDING, nodes)
-    return _Ended(
-        status, math.inf if status == "optimal" else None, nodes
-    )  # _read lowers it to the objective
+    # ``_read`` lowers the infinite bound to the objective.
+    return _Ended(status, math.inf if status == "optimal" else None, nodes)
