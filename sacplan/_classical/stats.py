@@ -53,6 +53,7 @@ def module_info(
     stats = []
     for fqn in _with_root(pre_order(runtime)):
         scopes = memory.calls.get(fqn, ())
+        # Of a module that is called several times, the end of its last call.
         at_end = boundaries.get((int(Event.EXIT), scopes[-1])) if scopes else None
         grad_total, act_bw, act_grad = _backward_peaks(memory, spans.get(fqn))
         parameters = root_parameters if fqn == "" else own_parameters.get(fqn, 0)

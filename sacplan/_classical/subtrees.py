@@ -93,6 +93,7 @@ def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
     choices = []
     for c, subtree in enumerate(subtrees):
         freed = np.array([way.freed for way in subtree.ways])
+        # By row, how many units of the subtree have ended: so much of what they discard is freed by then.
         uses[c][:, :n_memory] = -freed[:, np.searchsorted(subtree.units, tree.n_units)]
         ms = np.array([way.ms for way in subtree.ways])
         choices.append(Choice(subtree.kind, ms, uses[c], -freed[:, -1]))
