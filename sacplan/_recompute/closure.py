@@ -96,8 +96,8 @@ class ClosureProblem:
                         f"storage {storage} is written by op {other} and by op {index}: what is written in "
                         "place has to be kept, so pass both with discardable=False"
                     )
-        # A storage that no discardable op writes is a constant of the problem: either it is kept, or it costs
-        # nothing.
+        # A storage that no discardable op writes is never made again: what needs it in the backward pass has to
+        # hold it.
         writer = tuple(w if w >= 0 and self.ops[w].discardable else _NO_WRITER for w in first)
         charge = tuple(0 if s in self.free else size for s, size in enumerate(self.storage_bytes))
         object.__setattr__(self, "_writer", writer)
@@ -246,9 +246,10 @@ class Hull:
     """The lower hull of kept bytes against recompute time, vertex by vertex.
 
     Attributes:
-        units_per_ms: of the costs, which are exact: a float is a binary fraction.
+        units_per_ms: how many units of cost are a millisecond. Costs are integers, and exact, since a float is a binary
+            fraction.
         first: the vertex that discards nothing.
-        last: the one with the fewest bytes, and of those with the least time.
+        last: the vertex with the fewest bytes; of several, the one with the least time.
     """
 
     def __init__(self, problem: ClosureProblem) -> None:
@@ -336,8 +337,8 @@ def _cut(
                 terminal[here] += per_byte * charge[storage]
         for storage in set(ops[op].reads):
             made_by = writer[storage]
-            # It costs something only if it has bytes, is not there already, and nothing that surely runs again
-            # makes it. An op that reads its own output makes it.
+            # It costs something only if it has bytes, is not there already, and is made neither by an op that
+            # surely runs again nor by the reader itself.
             if storage not in available and charge[storage] and made_by not in low and made_by != op:
                 readers.setdefault(storage, []).append(here)
 

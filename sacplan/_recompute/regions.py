@@ -147,8 +147,7 @@ class Regions:
     def _may_be_discarded(self, part: OpGroup, group: tuple[int, ...]) -> bool:
         """Whether the ops themselves and the pins allow ops of a part to be discarded together."""
         program, pins = self.program, self._pins
-        # A pin, a border between units, or the ops themselves (random numbers that cannot be drawn again,
-        # writes in place).
+        # A pin, a border between units, or the ops themselves (``discardable``).
         if not self._kept.isdisjoint(group) or not discardable(program, group):
             return False
         if pins.widest_units is None:

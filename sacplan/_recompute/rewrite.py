@@ -105,7 +105,7 @@ class _DiscardedOp:
 
     def __init__(self, op: int, times: int) -> None:
         self.op = op
-        self.times = times  # that its values are still to be dropped
+        self.times = times  # how many times its values are still to be dropped
         self.args: list[_DiscardedOutput] = []
         self.held: list[int] = []  # handles on arguments that are kept
         self.pending = True
@@ -124,8 +124,8 @@ class _DiscardedOutput:
         self.storage = storage
         self.refs = 1  # the table of the module call that is being recorded, while the original lives
         self.value = -1
-        self.instances = 0
-        self.readers = 0
+        self.instances = 0  # unpacked tensors on the value that are alive
+        self.readers = 0  # nodes that have it as an argument
 
 
 class _RecomputeRewriter:

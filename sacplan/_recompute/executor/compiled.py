@@ -119,7 +119,7 @@ def checkpointed_for_compile(planned: TaggedForward, args: Any, kwargs: Any) -> 
 
 
 def _contexts(tags: Tags) -> Any:
-    # No graph is being traced here: it broke inside the unit.
+    # None where no graph is being traced: it broke inside the unit.
     graph = torch._guards.TracingContext.try_get()
     if graph is None:
         raise PlanError(

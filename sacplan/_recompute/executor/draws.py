@@ -191,12 +191,18 @@ def _moved(before: torch.Tensor, after: torch.Tensor) -> int:
 
 
 def _left(state: bytes) -> int:
-    """Return how many numbers a CPU's generator (``CPUGeneratorImplState``) has left in this round."""
+    """Return how many numbers a CPU's generator has left in this round.
+
+    The count is behind the seed in its state (``aten/src/ATen/CPUGeneratorImpl.cpp``).
+    """
     return int(struct.unpack_from("<i", state, 8)[0])
 
 
 def _offset(state: bytes) -> int:
-    """Return the offset of a GPU's generator; its state is a seed and an offset."""
+    """Return the offset of a GPU's generator.
+
+    Its state is a seed and an offset of 8 bytes each (``aten/src/ATen/cuda/CUDAGeneratorImpl.cpp``).
+    """
     return int(struct.unpack_from("<q", state, 8)[0])
 
 

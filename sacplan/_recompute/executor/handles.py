@@ -2,7 +2,8 @@
 
 A discarded tensor leaves a handle on its slot. A kept one is packed with its version.
 
-A saved-tensor hook disables autograd's own check for in-place writes, so these do the check themselves.
+A saved-tensor hook disables autograd's own check for in-place writes (``torch/csrc/autograd/saved_variable.cpp``), so
+these do the check themselves.
 """
 
 from __future__ import annotations

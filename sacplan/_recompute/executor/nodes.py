@@ -133,10 +133,10 @@ class RecipeNode:
 
     Attributes:
         args, kwargs: the op's arguments, with None for tensors.
-        held, slot_args: those tensors.
-        rng: what a random op drew.
-        settings: those that chose its kernel, if there are any.
-        outputs: empty once it is settled.
+        held, slot_args: the tensors among them: kept ones, and views of slots.
+        rng: the draw of a random op.
+        settings: the settings that chose its kernel; None if no setting does.
+        outputs: its slots, as weak references; empty once it is settled.
         times: how many runs are left. It settles after the last one.
     """
 
