@@ -61,9 +61,8 @@ class Shape:
     """A stretch, with op numbers relative to its last op.
 
     Attributes:
-        start, until: the first op; the last one at which the stretch changes memory. Python may hold results for a
-        while
-            after the loop that the stretch never makes.
+        start, until: the first op; the last one at which the stretch changes memory. In the plain step Python may hold
+            results for a while after the loop, which the stretch never makes.
         members: ops of the loop.
         axis: what is sliced of the first output of the last op.
         exits: (op, output) of each result that is needed after the loop.

@@ -84,7 +84,7 @@ class ChunkPatch:
             events[self._at(i)] = self._put(self.run.ran[i], op.phase, op.scope)
         made_at = {program.tensors[t].storage: self.end for t in results}
         made_at |= {program.tensors[t].storage: self.exit for t in outputs}
-        # This uses ``setdefault``: events that ran in the place of a deferred op stay.
+        # After the deferred ops, and with ``setdefault``: what runs in the place of one stays.
         self._drop_lazy(made_at)
         if self.left is not None:
             events[self.exit] = self._put(self.left.seen, Phase.FORWARD, self.span.entry.scope)

@@ -68,7 +68,7 @@ class Lazy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: DeferredTensor) -> Lazy:
-        """A lazy tensor without history."""
+        """Make a lazy tensor without history."""
         t: Lazy = torch.Tensor._make_wrapper_subclass(
             cls, value.shape, strides=value.stride, dtype=value.dtype, device=value.device
         )
@@ -106,7 +106,7 @@ class Lazy(torch.Tensor):
         return memo.setdefault(id(self), real(self).clone())
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a tensor."""
+        """Return the computed tensor as an array."""
         if self.requires_grad and not force:
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
@@ -114,15 +114,15 @@ class Lazy(torch.Tensor):
         return real(self).numpy(force=force)
 
     def tolist(self) -> Any:
-        """As of a tensor."""
+        """Return the computed tensor's values."""
         return real(self).tolist()
 
     def data_ptr(self) -> int:
-        """As of a tensor."""
+        """Return the address of the computed tensor."""
         return real(self).data_ptr()
 
     def untyped_storage(self) -> Any:
-        """As of a tensor."""
+        """Return the storage of the computed tensor."""
         return real(self).untyped_storage()
 
 

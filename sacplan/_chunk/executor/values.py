@@ -152,7 +152,7 @@ class SlicedRegion:
 
     @property
     def pending(self) -> list[DeferredTensor]:
-        """See above."""
+        """The scalars that the next loop computes along, see the class."""
         alive = [value for value in (ref() for ref in self._pending) if value is not None]
         # Computed ones are dropped on the way, so the list does not grow with the step.
         self._pending = [weakref.ref(value) for value in alive if value.data is None]
