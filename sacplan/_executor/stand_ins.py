@@ -177,7 +177,10 @@ def _clear(attributes: dict[str, Any], stand_in: StandIn) -> None:
 
 
 class _Replicate:
-    """The ``_replicate_for_data_parallel`` of a module."""
+    """The ``_replicate_for_data_parallel`` of a module.
+
+    PyTorch's own copies the module's ``__dict__`` (``torch/nn/modules/module.py``), the stand-in with it.
+    """
 
     def __init__(self, module: torch.nn.Module, stand_in: StandIn) -> None:
         self._module = module

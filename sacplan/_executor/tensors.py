@@ -53,7 +53,8 @@ def is_ordinary(t: torch.Tensor) -> bool:
 
 def history_free_aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return aliases on the same storages and version counters, without history; for real tensors no mode sees it."""
-    # Inside of a dispatch mode the key is off that makes an alias share the version counter.
+    # Inside of a dispatch mode the key is off that makes an alias share the version counter (``detach`` in
+    # ``torch/csrc/autograd/VariableTypeManual.cpp``).
     below = _is_excluded(_ADINPLACEORVIEW)
     if below:
         _set_excluded(_ADINPLACEORVIEW, False)
