@@ -94,10 +94,12 @@ class LinearProgram:
         integer: bool = False,
         cost: float = 0.0,
     ) -> int:
+        """Add a variable, and return its number."""
         self._variables.append((lower, upper, integer, cost))
         return len(self._variables) - 1
 
     def binary(self, *, cost: float = 0.0) -> int:
+        """Add a variable that is 0 or 1, and return its number."""
         return self.variable(upper=1.0, integer=True, cost=cost)
 
     def row(
