@@ -148,4 +148,6 @@ class PlannedForward(StandIn):
             self._parameters = [(m._parameters, n) for m in self.module.modules() for n in m._parameters]
         flags = [p is not None and p.requires_grad for p in (d.get(n) for d, n in self._parameters)]
         flags += [isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())]
+        # Training decides which ops run, gradients what autograd saves, and hooks around the unit whether ours
+        # may be switched.
         return self.module.training, current_saved_tensors_hooks() is None, tuple(flags)

@@ -203,6 +203,8 @@ class UnitRecorder(Watching):
         """Return what to do about an op in this call: one that was not recorded follows its inputs."""
         if op.action is not Action.FOLLOW:
             return op.action
+        # It reads something discarded, so it may stand for an op that the plan discards. Keeping its output
+        # would hold memory that the plan counts as free.
         if any(self._slots.slot_of(t) is not None for t in tensors_in((args, kwargs)) if is_plain(t)):
             return Action.DISCARD
         kept = func_facts(func).kept
