@@ -139,6 +139,9 @@ class BackwardWalk:
                 break
             if op.phase is not Phase.BACKWARD:
                 continue
+            # Four cases below: an op of the chunk that reads something lazy is deferred; one that makes a
+            # temporary for such ops runs, but belongs to them; one that adds to the entry's gradient and all
+            # others run where they ran.
             belongs = op.forward_of in self.run.ran or op.forward_of in self.own
             in_module = belongs and op.forward_of < self.span.end_op
             if belongs and op.forward_of in self.run.expected:
