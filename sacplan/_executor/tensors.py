@@ -90,6 +90,8 @@ def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
     dimensions, neither decides the type of the result.
     """
     tensor, number = args[0], args[1]
+    # In order: no number (``type``, since a bool is an int, too); a subclass, another device, or a type of result that
+    # the number could decide; modes below this one, which would see a tensor; a number that int64 does not hold.
     if (
         type(number) not in _TYPE_OF_NUMBER
         or type(tensor) not in _REAL
