@@ -72,6 +72,7 @@ class _LinearProgram:
         ]
         self.largest_ms = max((offered.ms for offered in self._offered), default=0.0)
         self.ms_scale = self.largest_ms / _SCALE or 1.0
+        # Rows ask for what is over the budget, so the largest such need gives the scale.
         self._byte_scale = largest_need / _SCALE
         self._chosen, self._shares = [], []
         for i, (unit, offered) in enumerate(zip(tree.units, self._offered, strict=True)):
