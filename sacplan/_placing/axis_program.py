@@ -136,9 +136,9 @@ class AxisProgram:
         best: Solved | None = None
         bound: float | None = None
         # The loop: solve with the rows known so far; evaluate what was found exactly; stop if it keeps the
-        # limit, else add rows and solve again. Each solution is a relaxation of the full program (fewer
-        # rows), so bounds only rise and stay valid. It ends when nothing is over the limit, when no row can
-        # be added, or when the work or ``_ROUNDS`` are used up.
+        # limit, else add rows and solve again. A program with fewer rows is a relaxation of the full one, so
+        # its bound holds for that. The loop ends when nothing is over the limit, when no row can be added, or
+        # when the work or ``_ROUNDS`` are used up.
         self._excess.clear()
         self._rows.clear()
         self.infeasible = self.limited = False
@@ -151,7 +151,8 @@ class AxisProgram:
             self.limited = self.limited or found.limited
             if found.bound is not None:
                 told = encoding.bound(found.bound)
-                # The bounds of several rounds all hold, so the largest does.
+                # Every round's bound holds, so the largest does. (A row that ``_excess`` tightened makes it
+                # too high by about the solver's tolerance.)
                 bound = told if bound is None else max(bound, told)
             # No solution. It proves infeasibility only for the true rows: not if a row was tightened by
             # ``_excess``, and not after an earlier round had found something.
@@ -381,9 +382,9 @@ class _AxisProgram:
                 edges[p, q] = self._variable(cost=self._cost(waited * count))
                 if hidden:
                     self._beside[half_of(flow.phase)][edges[p, q]] = ms * count
-        # With one user the edges form a transportation polytope, whose relaxation is tight: flows out of p
-        # equal the producer's x, flows into q the user's. With several, a value may be moved to several
-        # layouts.
+        # With one user the edges are a transport: what leaves p is the producer's x, what arrives at q the
+        # user's. For integral x its vertices are integral, so edges need no branching. With several users a
+        # value may be moved to several layouts.
         if len(wanted) == 1:
             (only,) = wanted.values()
             self._transport(made, only, edges)

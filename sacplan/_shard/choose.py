@@ -346,7 +346,7 @@ def _best_first(
     start = (0,) * len(ranked)
     # Best-first over the grid of indices: each list is sorted, so a combination never ranks before those with
     # a smaller index on one axis. The heap holds the frontier, and ``seen`` keeps a combination from being
-    # reached on two ways.
+    # reached in two ways.
     queue, seen = [(rank(start), start)], {start}
     while queue:
         _, at = heapq.heappop(queue)
