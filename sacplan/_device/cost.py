@@ -119,6 +119,7 @@ def _rnn_backward(a: Arguments) -> int:
 
 def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """FLOPs of one op, as ``FlopCounterMode`` counts them; 0 for ops without a formula."""
+    # Ours first: torch's formulas for attention refuse grouped queries before 2.12, and it has none for some ops.
     own = flops.get(func._schema.name)
     if own is not None:
         return own(arguments_by_name(func, args, kwargs))
@@ -195,7 +196,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
     shape = tensor.shape
-    if 0 in shape:
+    if 0 in shape:  # whatever the strides: the product below would leave out an empty dimension of stride 0
         return 0
     elements = prod(size for size, stride in zip(shape, tensor.stride(), strict=True) if stride != 0)
     return elements * tensor.element_size()
@@ -206,12 +207,14 @@ def op_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     traits = _cost_traits(func)
     if traits.free:
         return 0
+    # An op that writes in place may return nothing (``_foreach_add_``): what it wrote is then among its arguments.
     written = _bytes_in(out) or _bytes_in(op_traits(func).written(args, kwargs))
     read = 0
     for i, arg in enumerate(args):
         if i == 0 and traits.overwrites:
             continue
         nbytes = _bytes_in(arg)
+        # Of a table it reads the rows that it looks up, not all.
         read += min(nbytes, written) if i == 0 and traits.gathers else nbytes
     outs = op_traits(func).written_names  # among the keyword arguments: ``out=``, which is not read
     read += sum(_bytes_in(value) for name, value in kwargs.items() if name not in outs)
@@ -268,6 +271,7 @@ class CostModel:
         """(FLOPs, milliseconds) of one call of ``func`` that returned ``out``."""
         if _cost_traits(func).free:
             return 0, 0.0
+        # The output is in the key: where its size depends on data, equal arguments may give another one.
         key = (func, signature(args), signature(kwargs) if kwargs else None, signature(out))
         try:
             known = self._known.get(key)

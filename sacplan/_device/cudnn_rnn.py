@@ -67,6 +67,7 @@ def _run(
         return run_composite(
             op, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
         )
+    # Empty: on CUDA the parameters are views of this buffer, so one of full size would count the weights twice.
     flat_weight = params[0].new_empty(0)  # stands for the buffer that all weights are views of
     output, last_hidden, last_cell, _reserve, _ = aten._cudnn_rnn.default(
         input, params, 4 if has_biases else 2, flat_weight, hidden, cell, mode, hidden.shape[2], 0, num_layers,
@@ -105,6 +106,7 @@ def reserve_bytes(
 def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Output, last hidden state, last cell state, reserve [bytes], and the flat weights as given."""
     a = arguments_by_name(func, args, kwargs)
+    # Packed sequences and projections: only somebody who calls the op itself gets here, and has torch's own kernel.
     if len(a["batch_sizes"]) or a["proj_size"]:
         return NotImplemented
     directions = 2 if a["bidirectional"] else 1

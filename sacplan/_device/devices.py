@@ -86,6 +86,7 @@ class DeviceSpec:
     source: str = ""
 
     def __post_init__(self) -> None:
+        # A copy, so that the caller's dictionary can change. Frozen instances are written through ``object``.
         object.__setattr__(self, "flops", dict(self.flops))
         if None in (self.inner_link, self.outer_link, self.ranks_per_node):
             for what, value in _links_of(self.name, self.kind).items():
@@ -270,9 +271,11 @@ def _here(index: int | None) -> DeviceSpec:
         "memory_bytes": props.total_memory,
         "sm_count": props.multi_processor_count,
     }
+    # A board of the table: peaks and links from there, memory and multiprocessors as reported (MIG slices have fewer).
     for row in _table().values():
         if row.board and re.search(row.board, props.name, re.IGNORECASE):
             return replace(row.spec, **measured)
+    # Any other board is scaled from the nearest one that is not newer, the smallest of several.
     rocm = getattr(torch.version, "hip", None) is not None
     capability = None if rocm else (props.major, props.minor)
     if capability is None:
@@ -303,6 +306,7 @@ def known_devices() -> list[str]:
 
 
 def _compact(name: str) -> str:
+    # Vendors and families are left out, however many lead the name: "NVIDIA GeForce RTX 4090".
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     return re.sub(r"^(nvidia|amd|instinct|geforce|tesla)+", "", key)
 
@@ -317,6 +321,8 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
         DeviceError: an unknown name (the message lists the known ones and the near ones), or ``"cuda"``
             where there is none.
     """
+    # In this order: a spec; a name with the suffix, which the rest would not know; the two that mean what is here; the
+    # table; and last the full name of a local board, since asking CUDA is slow.
     if isinstance(device, DeviceSpec):
         return device
     import torch  # the table is of use without it, and it takes seconds

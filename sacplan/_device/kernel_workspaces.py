@@ -43,6 +43,7 @@ def kernel_workspace_bytes(
         return 0
     formula = workspace.get(func._schema.name)
     if formula is None:
+        # cuBLAS: until torch 2.14 the workspace stays allocated, and a rewrite of the program counts it once.
         if func._schema.name in PRODUCTS and not workspaces_stay():
             return spec.round_up(library_workspace_bytes(spec))
         return 0
@@ -98,6 +99,7 @@ def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     Smaller heads fit one block of keys and are accumulated in registers; a float32 output is its own accumulator.
     """
     query, value = a["query"], a["value"]
+    # ``kNeedsOutputAccumulatorBuffer``: not in registers, and not of the output's type.
     if query.element_size() == 4 or max(query.shape[-1], value.shape[-1]) <= 128:
         return ()
     batch, heads, seq_q, _ = query.shape
@@ -115,6 +117,7 @@ def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     batch, heads, seq_q, dim = query.shape
     dim_v = value.shape[-1]
     workspace = 4 * batch * heads * _ceil_to(seq_q, 64) * _ceil_to(dim, 64)
+    # ``kNeedsAccumGradK``: half outputs that do not fit the registers are summed in float32 outside of them.
     if query.element_size() == 2 and max(dim, dim_v) > 128:
         workspace += (
             4 * batch * heads * _ceil_to(key.shape[2], 64) * (_ceil_to(dim, 64) + _ceil_to(dim_v, 64))
@@ -148,6 +151,7 @@ def _embedding_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 def _index_put(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """With accumulate: four int64 buffers over the indices, to sort them (Indexing.cu; from memory)."""
     indices = [i for i in a["indices"] if isinstance(i, torch.Tensor)]
+    # Without accumulate the last write wins, and nothing has to be sorted.
     if not a["accumulate"] or not indices:
         return ()
     return (4 * 8 * max(i.numel() for i in indices),)

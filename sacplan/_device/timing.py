@@ -78,6 +78,7 @@ class MeasuredTimes:
                 if self._device.type == "cuda":
                     _check_context(func, error)
                 known = self._stand_in(func, args, kwargs, out, error)
+            # The operands of a large op would stay cached, and the next one might not fit beside them.
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             _times[key] = known
@@ -94,7 +95,7 @@ class MeasuredTimes:
         out: Any,
         error: Exception,
     ) -> float:
-        if isinstance(error, SacplanError):
+        if isinstance(error, SacplanError):  # our own, such as a lost context, and no op's refusal
             raise error
         name = str(func)
         if name not in self.not_timed:
