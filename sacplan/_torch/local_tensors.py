@@ -114,6 +114,7 @@ def wrapping_of(tensor: torch.Tensor) -> Wrapping:
     dtensor: Any = tensor
     kind = type(dtensor)
     base = sys.modules["torch.distributed.tensor"].DTensor
+    # A subclass that flattens itself differently has parts that the constructor below knows nothing of.
     if kind.__tensor_unflatten__ is not base.__tensor_unflatten__:
         return Wrapping(functools.partial(_unflattened, *_flattened(dtensor)))
     attributes = None if kind is base else dict(vars(dtensor))  # a copy: what it says may change later
@@ -148,6 +149,7 @@ def _hide_sharding_propagation() -> None:
     (``torch/distributed/tensor/_sharding_prop.py``). A mode would record these as ops of the step. The cached method is
     made anew, since its cache wraps the function that is replaced.
     """
+    # The bound methods are replaced on the propagator, which the process has one of, and stay replaced.
     propagator = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
     propagator._propagate_tensor_meta_non_cached = _unseen(propagator._propagate_tensor_meta_non_cached)
     find = propagator.propagate_op_sharding_non_cached = _unseen(propagator.propagate_op_sharding_non_cached)
@@ -156,6 +158,7 @@ def _hide_sharding_propagation() -> None:
 
 def _unseen(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def unseen(schema: Any) -> Any:
+        # Only where one of ours watches: a user's own mode sees what it would see without us.
         if not any(isinstance(mode, Watching) for mode in _get_current_dispatch_mode_stack()):
             return find(schema)
         with _disable_current_modes():
