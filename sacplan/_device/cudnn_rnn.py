@@ -104,7 +104,7 @@ def reserve_bytes(
 
 @fake_kernel(aten._cudnn_rnn.default)
 def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Output, last hidden state, last cell state, reserve [bytes], and the flat weights as given."""
+    """Make fake output, last hidden state, last cell state, reserve [bytes], and the flat weights as given."""
     a = arguments_by_name(func, args, kwargs)
     # Packed sequences and projections: only somebody who calls the op itself gets here, and has torch's own kernel.
     if len(a["batch_sizes"]) or a["proj_size"]:
@@ -134,7 +134,7 @@ def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @fake_kernel(aten._cudnn_rnn_backward.default)
 def fake_backward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gradients of input, hidden state, cell state, and of each weight."""
+    """Make fake gradients of input, hidden state, cell state, and of each weight."""
     a = arguments_by_name(func, args, kwargs)
     contiguous = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
     weights = a["weight"] if a["output_mask"][3] else []

@@ -35,7 +35,7 @@ def kernel_workspace_bytes(
     outputs: Any,
     spec: DeviceSpec,
 ) -> int:
-    """Bytes that the kernel of ``func`` allocates for itself while it runs on ``spec``, outputs aside.
+    """Return the bytes that the kernel of ``func`` allocates for itself while it runs on ``spec``, outputs aside.
 
     Each allocation is rounded as the allocator does. 0 for ops without a formula and on a CPU.
     """
@@ -60,7 +60,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _copy_to_bshd(tensor: torch.Tensor) -> int:
-    """Bytes of the copy that a [B, H, S, D] tensor needs unless it lies in memory as [B, S, H, D]."""
+    """Return the bytes of the copy that a [B, H, S, D] tensor needs, 0 if it lies in memory as [B, S, H, D]."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else _nbytes(tensor)
 
 
@@ -94,7 +94,7 @@ def _flash_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::_scaled_dot_product_efficient_attention")
 def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """float32 accumulator of the output, 4 B Sq H Dv bytes, for half heads over 128 (``kernel_forward.h``).
+    """Count the float32 accumulator of the output, 4 B Sq H Dv bytes, for half heads over 128 (``kernel_forward.h``).
 
     Smaller heads fit one block of keys and are accumulated in registers; a float32 output is its own accumulator.
     """
@@ -108,7 +108,7 @@ def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::_scaled_dot_product_efficient_attention_backward")
 def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """The workspace of ``kernel_backward.h``, delta, and a copy of grad_out (``attention_backward.cu``).
+    """Count the workspace of ``kernel_backward.h``, delta, and a copy of grad_out (``attention_backward.cu``).
 
     The workspace has dQ in float32, with Sq and D rounded up to 64: 4 B H Sq D bytes. For half heads over 128 it has dK
     and dV, too. Delta, the row sums of dO * O, has 4 B H Sq bytes.
@@ -159,7 +159,7 @@ def _index_put(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::convolution", "aten::convolution_backward")
 def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """Copies of operands that are not in the memory format of the kernel. cuDNN's own workspace is unknown."""
+    """Count copies of operands that are not in the memory format of the kernel. cuDNN's own workspace is unknown."""
     tensors = [t for t in (a.get("grad_output"), a["input"], a["weight"]) if t is not None and t.dim() >= 3]
     last = tensors[0].dim() == 4 and any(
         t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()

@@ -61,7 +61,7 @@ _device: ContextVar[DeviceSpec | None] = ContextVar("device", default=None)
 
 
 def active_device() -> DeviceSpec | None:
-    """The device whose kernels are emulated in this thread: the innermost one, None outside."""
+    """Return the device whose kernels are emulated in this thread: the innermost one, None outside."""
     return _device.get()
 
 
@@ -192,7 +192,7 @@ def device_kernels(device: str | DeviceSpec | torch.device = "h100") -> Iterator
 
 @contextmanager
 def kernel_layouts(kind: str) -> Iterator[None]:
-    """Fake tensors get the strides that kernels of this kind of device make (``layouts.py``); no other kernels.
+    """Give fake tensors the strides that kernels of this kind of device make (``layouts.py``), and change nothing else.
 
     For sizes of results of a real step that are needed before they are computed. Does nothing where a device is active.
     """

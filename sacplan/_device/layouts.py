@@ -357,7 +357,7 @@ def _native_dropout_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: An
 
 
 def _dense_format(t: torch.Tensor) -> torch.memory_format | None:
-    """The memory format in which a tensor is contiguous, the usual one first."""
+    """Return the memory format in which a tensor is contiguous, the usual one first; None if there is none."""
     formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
     dims = {torch.channels_last: 4, torch.channels_last_3d: 5}
     for memory_format in formats:
@@ -375,7 +375,7 @@ def _dense_format(t: torch.Tensor) -> torch.memory_format | None:
     aten._batch_norm_no_update.default,
 )
 def _batch_norm(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    """Output in the memory format of an input [N, C, ...] that has one, else contiguous."""
+    """Lay out the output in the memory format of an input [N, C, ...] that has one, else contiguously."""
     input = a["input"]
     others = [a.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
     # The kernel for a dense input takes contiguous parameters only. Any other call goes by the strides of the input.
@@ -437,7 +437,7 @@ def _in_format_of_input(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) ->
     aten.as_strided_scatter.default,
 )
 def _scatter(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    """A copy of the input's storage, all of it, if the elements of the input do not overlap."""
+    """Copy the input's whole storage, if the elements of the input do not overlap."""
     input = a["self"]
     # Overlapping elements (an expanded input) are cloned densely instead, and torch's formula says so.
     if own.stride() != input.stride():
@@ -469,7 +469,7 @@ def _embedding_bag(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
 
 
 def _waited_for(mode: FakeTensorMode, args: Mapping[str, Any], own: Any) -> Any:
-    """The tensor itself."""
+    """Return the tensor itself, as the real op does."""
     return args["tensor"]
 
 

@@ -59,7 +59,7 @@ class MeasuredTimes:
     def cost(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> tuple[int, float]:
-        """(FLOPs, milliseconds) of one call of ``func`` that returned ``out``; a view takes no time.
+        """Return (FLOPs, milliseconds) of one call of ``func`` that returned ``out``; a view takes no time.
 
         An op that cannot be run with made-up operands, or does not fit the memory, gets the roofline's
         time, one warning, and an entry in ``not_timed``.
@@ -109,7 +109,7 @@ class MeasuredTimes:
 
 
 def _check_context(func: torch._ops.OpOverload, error: Exception) -> None:
-    """``DeviceError`` if the op has ended the CUDA context, after which no op can run in this process."""
+    """Raise ``DeviceError`` if the op has ended the CUDA context, after which no op can run in this process."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as lost:
