@@ -88,7 +88,7 @@ def held_base(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """``local_part``, after a collective has filled it."""
+    """Return ``local_part``, once a collective that fills it has finished."""
     while stands_for_another(tensor):
         one: Any = tensor
         tensor = one._local_tensor if _is_dtensor(type(one)) else one.trigger_wait()
@@ -108,7 +108,10 @@ def _as_it_is(local: torch.Tensor) -> torch.Tensor:
 
 
 def wrapping_of(tensor: torch.Tensor) -> Wrapping:
-    """Of a tensor that ``stands_for_another``; what a collective sent is its local part once it has arrived."""
+    """Return how a tensor that ``stands_for_another`` is made around its local part.
+
+    The pending result of a collective is its local part once it has arrived, so nothing is put around that.
+    """
     if not _is_dtensor(type(tensor)):
         return Wrapping(_as_it_is)
     dtensor: Any = tensor

@@ -38,7 +38,7 @@ class RuleTable(dict[Any, Rule]):
 
 
 def aten_names(names: str) -> frozenset[str]:
-    """Schema names (``"aten::mm"``) of the ops in a list separated by white space (``"mm bmm"``)."""
+    """Return the schema names (``"aten::mm"``) of the ops in a list separated by white space (``"mm bmm"``)."""
     return frozenset(f"aten::{name}" for name in names.split())
 
 
@@ -247,7 +247,7 @@ def is_between_ranks(func: Any) -> bool:
 
 @functools.cache
 def op_named(name: str) -> torch._ops.OpOverload | None:
-    """The op of this name and overload (``"aten.mm.default"``); None if its library is not imported here."""
+    """Return the op of this name and overload (``"aten.mm.default"``); None if its library is not imported here."""
     try:
         func = functools.reduce(getattr, name.split("."), torch.ops)
     except (AttributeError, RuntimeError):
@@ -293,7 +293,7 @@ def is_alias(name: str) -> bool:
 def arguments_by_name(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of one call, defaults included, in the order of the schema."""
+    """Return the arguments of one call, defaults included, in the order of the schema."""
     defaults = _defaults(func)
     return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
@@ -333,7 +333,7 @@ def is_ordinary_tensor(t: torch.Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in an argument or a result: nested tuples, lists and dicts."""
+    """Yield the tensors in an argument or a result: nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
