@@ -196,9 +196,11 @@ class ModuleCalls:
         """
         if number is None:
             return self._backward_call
+        # ``bisect_right``: of several marks at one number the last is right, since no node was made between them.
         at = bisect_right(self._marks, number, key=lambda mark: mark[0])
         call = self._marks[at - 1][1] if at else ROOT_SCOPE
         self._backward_call = call
+        # Calls around it that have not been met yet come first, outermost at the front.
         chain = []
         while call != ROOT_SCOPE and call not in self.backward_order:
             chain.append(call)
