@@ -20,7 +20,7 @@ FingerprintEntry = tuple[Name, tuple[Count, ...], Name]
 
 
 class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Identity of a model and a batch, as far as a plan depends on it.
+    """The identity of a model and a batch, as far as a plan depends on it.
 
     Attributes:
         model_class: name of the model's class.

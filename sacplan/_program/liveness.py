@@ -334,6 +334,7 @@ class Liveness:
 
     def held_otherwise(self, op: int) -> set[int]:
         """Return storages that something other than a handle of autograd keeps alive while an op runs."""
+        # Code holds it from where it was made to where it was freed. A formula that has unpacked it holds it, too.
         at = int(self.op_events[op])
         held = {
             s for s, (made, freed) in enumerate(zip(self.made, self.freed, strict=True)) if made <= at < freed
