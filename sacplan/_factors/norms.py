@@ -27,6 +27,7 @@ def _layer_norm(call: RuleBuilder) -> Rule:
 
 @register("native_layer_norm_backward", "_fused_rms_norm_backward")
 def _layer_norm_backward(call: RuleBuilder) -> Rule:
+    # Gradients of scale and shift are sums over rows; statistics have size 1 where the input is normalized.
     rows, row = _normalized(call, call["input"].shape)
     by_name = dict.fromkeys(("grad_out", "input"), rows + row)
     by_name |= dict.fromkeys(("mean", "rstd"), rows + ((),) * len(row))
@@ -73,6 +74,7 @@ def _group_norm(call: RuleBuilder) -> Rule:
 )
 def _batch_norm(call: RuleBuilder) -> Rule:
     """Channels pass; all else does where nothing trains."""
+    # In training the statistics of a channel are over all samples and pixels, so these must be whole.
     trains = bool(call.arguments.get("training", False))
     x = call["input"]
     other = Kind.BLOCK if trains else Kind.PASS

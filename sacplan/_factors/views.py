@@ -17,6 +17,8 @@ def _common_factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[i
 
     Both shapes have the same number of elements, and no size 1 or 0.
     """
+    # Walk both shapes from the slowest dimension. Each turn splits off the smaller of the two remainders, which must
+    # divide the larger: (6, 4) and (4, 6) share none, (6, 4) and (2, 12) share 2, 3 and 4.
     found = []
     i = j = 0
     left, right = list(before), list(after)
@@ -62,6 +64,7 @@ def _view(call: RuleBuilder) -> Rule | None:
         return None  # what a damaged recording may say
     if math.prod(before) == 0:
         return call.rule([call.blocked(before)], [call.blocked(after)])
+    # Only the runs without common factors are blocked: the others of the same view may still be sliced.
     dims: list[Factors] = [()] * len(before)
     new_dims: list[Factors] = [()] * len(after)
     for old, new in _groups(before, after):
@@ -178,6 +181,8 @@ def _split(call: RuleBuilder) -> Rule:
 def _slice(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     dim = call["dim"] % len(x.shape)
+    # The whole dimension: a view of everything, as ``x[:]`` leaves it. An ``end`` that is the size shrinks with a
+    # slice; a larger one, which stands for "to the end", stays.
     if x.shape[dim] == out.shape[dim]:
         dims = call.dims(x.shape)
         if call["end"] == x.shape[dim]:
@@ -320,7 +325,7 @@ def _pad(call: RuleBuilder) -> Rule:
 
 
 def _shuffled(call: RuleBuilder, shape: Sequence[int], r: int) -> tuple[Dims, Dims]:
-    """The factors of (..., channels r r, height, width) and of (..., channels, height r, width r)."""
+    """Return the factors of (..., channels r r, height, width) and of (..., channels, height r, width r)."""
     *front, channels, height, width = shape
     before = call.dims(front)
     c, h, w = call.factor(channels // (r * r)), call.factor(height), call.factor(width)
