@@ -345,7 +345,7 @@ def run_for_real(
     device: torch.device,
     measure: Callable[[RealOp], _T],
 ) -> _T:
-    """``measure(op)``, where ``op()`` runs ``func`` on real operands, outside of all modes that are on.
+    """Return ``measure(op)``, where ``op()`` runs ``func`` on real operands, outside of all modes that are on.
 
     Raises:
         RUN_ERRORS: what the op says to made-up values, and to zeros.
