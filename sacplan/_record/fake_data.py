@@ -198,6 +198,7 @@ class DataRules(KnownValues, Watching):
         ]
         if not fresh:
             return  # too large to follow
+        # A tensor on an input's storage is a view, or the input itself, and needs no values of its own.
         inputs = list(tensors_in((args, kwargs)))
         own = {storage_key(t.untyped_storage()) for t in inputs}
         fresh = [t for t in fresh if storage_key(t.untyped_storage()) not in own]
@@ -290,6 +291,7 @@ class _PythonValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _array(self, func: Any, tensor: torch.Tensor) -> Any:
+        # Known values, zeros for floats, and a refusal for integers: an array of those is mostly used as sizes.
         value = self._rules.value(tensor)
         name = f"Tensor.{func.__name__}"
         if value is not None:

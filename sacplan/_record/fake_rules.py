@@ -219,6 +219,7 @@ def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) ->
 
 def balanced_indices(shape: tuple[int, ...], dim: int, candidates: int) -> torch.Tensor:
     """Return int64 of ``shape``: slot j along ``dim`` of row r chooses (r * k + j) mod ``candidates``."""
+    # Counting through all slots in order, modulo the candidates: each is chosen as often as any other, up to one.
     if not shape:
         return torch.zeros((), dtype=torch.int64)
     dim %= len(shape)

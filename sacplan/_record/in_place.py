@@ -116,6 +116,8 @@ class InPlaceWrites:
             op, reads, writes: as they are recorded.
             n_storages: how many storages there were before the op.
         """
+        # Sums wait until it is known whether the engine made them: they are dropped if another op of the same node
+        # follows, and committed if another node begins.
         if node != self._node:
             self._commit()  # the node before has returned, so its last additions were the engine's
             self._node = node

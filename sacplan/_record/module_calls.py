@@ -133,6 +133,8 @@ class ModuleCalls:
             self._begin(module, args)
 
     def _begin(self, module: torch.nn.Module, args: Any) -> None:
+        # Not a call of the forward pass: one inside of a backward pass, one in another thread (an error if it is of the
+        # model, since its ops would be missing), and one of a module that nobody has named.
         if in_backward():
             # A custom autograd.Function may call modules in its backward: those ops belong to the node that runs.
             fqn = self._fqns.get(id(module))

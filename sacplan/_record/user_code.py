@@ -243,6 +243,7 @@ def _remove(container: Any, value: Any, attributes: bool) -> None:
 
 def _name_of(container: Any) -> tuple[str, bool]:
     """Return a name for a container, and whether it holds the attributes of an object or the globals of a module."""
+    # The first referrer that can name it. Our own frames and lists refer to it, too, and match none of these.
     kind = type(container).__name__
     for holder in gc.get_referrers(container):
         if isinstance(holder, types.ModuleType) and vars(holder) is container:
