@@ -111,6 +111,8 @@ class _Indexed:
     """Factors of a tensor that is indexed by tensors, and of what is found there."""
 
     def __init__(self, call: RuleBuilder, x: Any, indices: Sequence[Any], kind: Kind) -> None:
+        # ``at``: the dimensions that are indexed, any part of which an index may ask for. Indices are broadcast against
+        # each other, and their common shape takes the place of these dimensions.
         at = [d for d, i in enumerate(indices) if i is not None]
         self.found_shape = torch.broadcast_shapes(*(tuple(indices[d].shape) for d in at))
         positions = call.dims(self.found_shape, kind)

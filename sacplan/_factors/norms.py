@@ -42,6 +42,7 @@ def _layer_norm_backward(call: RuleBuilder) -> Rule:
 @register("native_group_norm", "native_group_norm_backward")
 def _group_norm(call: RuleBuilder) -> Rule:
     """Samples pass, and so do groups: a dimension of channels is groups times the channels of one."""
+    # Statistics are over the channels of one group and all pixels of one sample, so these are blocked.
     x = call["input"]
     batch, groups = call.factor(x.shape[0]), call.factor(call["group"])
     channels = groups + call.factor(x.shape[1] // call["group"], Kind.BLOCK)
@@ -122,6 +123,7 @@ def _batch_norm_backward(call: RuleBuilder) -> Rule:
 @register("_weight_norm_interface", "_weight_norm_interface_backward")
 def _weight_norm(call: RuleBuilder) -> Rule:
     """Each index of one dimension has a norm of its own; the other dimensions must be whole."""
+    # The backward op has the same tensors under other names.
     direction = call["saved_v" if "saved_v" in call.arguments else "v"]
     dim = call["dim"] % len(direction.shape)
     dims = blocked_at(call, direction.shape, frozenset(range(len(direction.shape))) - {dim})

@@ -111,6 +111,7 @@ def _expand(call: RuleBuilder) -> Rule:
 
 @register("repeat")
 def _repeat(call: RuleBuilder) -> Rule:
+    # A dimension of the output is (times, size): a slice of either factor is a repeat of a slice or fewer repeats.
     x, repeats = call.inputs[0], call["repeats"]
     dims = call.dims(x.shape)
     times = tuple(call.factor(n) for n in repeats)
@@ -149,6 +150,7 @@ def _unsqueeze(call: RuleBuilder) -> Rule:
 @register("squeeze", "squeeze_copy")
 def _squeeze(call: RuleBuilder) -> Rule:
     """Dimensions of size 1 go; of another that it would squeeze, no slice may have length 1."""
+    # A dimension that is named and has another size stays. A slice of it with length 1 would be squeezed away.
     shape = call.inputs[0].shape
     given = call.arguments.get("dim")
     given = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
