@@ -204,8 +204,10 @@ _HEAD = """\
 
 <!-- Written by `python -m benchmarks.compatibility --table` from benchmarks/results/compatibility.json. -->
 
-Every architecture of `transformers` that can be built small from its config, without weights: a training step without a
-plan and at three budgets, on the CPU, predicted and measured. One command makes the figures and this page:
+This page shows for which architectures of `transformers` plans were checked, and with what result. It has every
+architecture that can be built small from its config, without weights. Each runs a training step without a plan and at
+three budgets on the CPU, and predicted peaks are compared with measured ones. One command makes the figures and this
+page:
 
 <!-- not run by the tests: takes an hour -->
 ```bash
@@ -214,15 +216,15 @@ python -m benchmarks.compatibility
 """
 
 _COLUMNS = """\
-- **class**: what was trained. The first class of the architecture that a step runs with, those with a loss of their own
-  first.
-- **trace**: `fake`, or `real` where sizes depend on data (routing, matching, masks drawn at random).
-- **peak**: measured, of the unplanned step, in MiB.
-- **predicted**: `exact` where the predicted peak of all four steps is the measured one to the byte; else the largest
-  difference; the end of the page says why.
-- **budgets**: as shares of the unplanned peak. 85, 70 and 55 %, or the smallest feasible one (`≥`) and two above it.
-- **within**: planned steps whose measured peak is at most the budget.
-- **bits**: planned steps whose loss, gradients and buffers are bit by bit those of the unplanned step.
+- **class**: the class that was trained: the first one of the architecture whose training step runs. Classes with a loss
+  of their own are tried first.
+- **trace**: `fake`, or `real` if sizes depend on data (routing, matching, masks drawn at random).
+- **peak**: the measured peak of the unplanned step, in MiB.
+- **predicted**: `exact` if the predicted peaks of all four steps equal the measured ones to the byte. Otherwise the
+  largest difference; the end of the page says why.
+- **budgets**: shares of the unplanned peak: 85, 70 and 55 %, or the smallest feasible one (`≥`) and two above it.
+- **within**: the number of planned steps whose measured peak is at most the budget.
+- **bits**: the number of planned steps with the same loss, gradients and buffers as the unplanned step, bit by bit.
 """
 
 

@@ -1,13 +1,13 @@
-"""From a model to a plan that holds, without a GPU: the example that sacplan started from.
+"""Plan a transformer for an H100 and check the plan, without a GPU.
 
     python examples/transformer.py [--out OUT]
 
-1. The model of PyTorch's "ILP for Auto SAC" example (PR #137908) through the classical interface: three
-   estimators, the module graph, and ``sac_milp`` at 1.75 GiB.
-2. The same model through ``profile``, ``plan``, ``apply`` and ``verify``, for an H100.
-3. A GPT-2 of Hugging Face in bfloat16 with AdamW (left out where transformers is not installed).
+1. The classical interface on the model of PyTorch's "ILP for Auto SAC" example (PR #137908): three estimators, the
+   module graph, and ``sac_milp`` at 1.75 GiB.
+2. ``profile``, ``plan``, ``apply`` and ``verify`` on the same model, for an H100.
+3. The same for a GPT-2 of Hugging Face in bfloat16 with AdamW, if transformers is installed.
 
-Prints tables, and writes a picture of memory over the step, before and after, to OUT.
+The script prints tables, and writes a picture of memory over the step without and with a plan to the folder OUT.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Transformer(nn.Module):
 
 
 def classical(budget_gib: float) -> None:
-    """The three estimators and the mixed-integer program, as in PyTorch's example."""
+    """Run the three estimators and the mixed-integer program, as in PyTorch's example."""
     print("1. The classical interface, on the kernels of an H100, nothing computed")
     with sacplan.fake_device("h100"):
         model = Transformer()
@@ -144,7 +144,7 @@ def classical(budget_gib: float) -> None:
 
 
 def sum_of_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss of PyTorch's example."""
+    """Return the loss of PyTorch's example."""
     logits: torch.Tensor = model(tokens)
     return logits.sum()
 
@@ -156,7 +156,7 @@ def main_road(
     loss_fn: Callable[[nn.Module, Any], Any] | None = None,
     optimizer: object = None,
 ) -> tuple[sacplan.Profile, list[sacplan.Plan]]:
-    """Profile once, plan for each budget, check each plan by a fake step with it applied."""
+    """Profile once, plan for each budget, and check each plan with a fake step."""
     profile = sacplan.profile(model, batch, loss_fn, optimizer, device="h100")
     print(f"   {profile}")
     plans, rows = [], []
@@ -181,14 +181,14 @@ def main_road(
 
 
 def picture(profile: sacplan.Profile, plan: sacplan.Plan, path: Path) -> None:
-    """Memory over the step by kind, before and after, with the budget."""
+    """Draw memory over the step by kind, without and with the plan, and the budget."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sacplan.memory_figure(profile, plan, columns=1).savefig(path, dpi=180)
     print(f"   picture: {path}\n")
 
 
 def hugging_face() -> None:
-    """A GPT-2 with 124 million parameters, made without weights."""
+    """Plan a GPT-2 with 124 million parameters, made without weights."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel, logging
     except ImportError:

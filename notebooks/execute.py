@@ -1,8 +1,8 @@
 """Execute a notebook: ``python notebooks/execute.py IN.ipynb OUT.ipynb``. Fails if a cell fails.
 
-Runs in the folder it is started from (the root of the repository, so that ``examples`` can be imported). What
-differs from run to run without a reason is left out of OUT: times of execution, the version of Python, log lines
-of torch's profiler, progress bars, and a warning of tqdm's.
+Start it in the root of the repository, so that the notebooks can import ``examples``. What changes from run to run is
+left out of OUT, so that a diff shows only real changes: times of execution, the version of Python, log lines of torch's
+profiler, progress bars, and a warning of tqdm.
 """
 
 from __future__ import annotations
