@@ -127,7 +127,7 @@ def test_a_profile_is_of_a_step_that_finds_its_caches_filled(share: bool, trace:
 
 
 def test_only_a_step_that_leaves_something_behind_is_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sacplan._profile import profile as module
+    from sacplan._profile import tracing as module
 
     record, runs = module._record, []
     monkeypatch.setattr(module, "_record", lambda *args: runs.append(1) or record(*args))
