@@ -164,7 +164,7 @@ class _ModelSites:
 
     def __init__(self, index: int, fqn: str, unit: UnitPlan, sequences: Sequence[OpSequence]) -> None:
         self.index, self.fqn = index, fqn
-        self.known: dict[str, tuple[int, str]] = {}  # by place, its number in order of execution and its module
+        self.known: dict[str, tuple[int, str]] = {}  # place to (order, module around it)
         for i in unit.calls:
             for caller, place, _ in sequences[i]:
                 self.known.setdefault(place, (len(self.known), caller))

@@ -76,8 +76,8 @@ class Advice:
         op, module: The op that runs at the peak, and its module.
         moment: Phase, op and module in words.
         alive: Everything that is alive at the peak, in parts, the largest first. Their bytes add up to the peak.
-        remedies: Those that save memory, the one that saves most first. Each was tried alone; two together may save more
-            or less than the sum.
+        remedies: Those that save memory, the one that saves most first. Each was tried alone; two together may save
+            more or less than the sum.
     """
 
     model: str
@@ -121,9 +121,9 @@ def advise(
         print(sacplan.advise(profile))
         for remedy in sacplan.advise(profile, plan).remedies: ...
 
-    Remedies are the loss in slices, recomputation (the plan with the smallest peak), and other optimizers. Each is tried
-    alone: the recorded step is rewritten, and its peak is computed. A remedy that saves nothing is left out. The peak is
-    a maximum, so saving memory at one moment helps only down to the next highest one.
+    Remedies are the loss in slices, recomputation (the plan with the smallest peak), and other optimizers. Each is
+    tried alone: the recorded step is rewritten, and its peak is computed. A remedy that saves nothing is left out. The
+    peak is a maximum, so saving memory at one moment helps only down to the next highest one.
 
     With the model, and the other arguments that the profile was recorded with, more is tried if the model keeps memory
     for nothing: keys and values that nobody reads (``use_cache``), or attention scores. These are kept with ``"eager"``
@@ -217,7 +217,8 @@ class _Tried:
 
         If there is a plan, this is tried in its place: a plan with both would take minutes to search for.
         """
-        # Without gradients there is no loss to slice; a plan with chunks has tried it; and chunks need a whole batch.
+        # An inference profile has no loss; the plan has chunks already; or the step is spread over ranks, and slices
+        # are planned for one device (``Chunking.one_device``).
         if not self._trains or (self.plan is not None and self.plan.chunks) or self._is_spread:
             return
         found = loss_chunks(self.profile.program, self.profile.spec)
@@ -239,7 +240,8 @@ class _Tried:
 
     def recomputation(self) -> Iterator[Remedy]:
         """Try the plan with the smallest peak."""
-        # A step on a mesh is planned for with a search over shardings, which takes too long here.
+        # In inference there is nothing to recompute. On a mesh, a plan chooses the sharding as well
+        # (``plan_on_meshes``).
         if not self._trains or self.profile.ranks.sharding is not None:
             return
         names = ("recompute",) if self.plan is None else tuple(self.plan.provenance.techniques)

@@ -210,8 +210,8 @@ class BatchSizes:
     def refine(self, looks: int) -> None:
         """Try sizes around the fastest one: halve the wider gap to its neighbours, at most ``looks`` times.
 
-        This finds the best size only if samples per second rise and then fall. Rounding to tiles and kernels that change
-        with the size may break that.
+        This finds the best size only if samples per second rise and then fall. Rounding to tiles and kernels that
+        change with the size may break that.
         """
         for _ in range(looks):
             best = self.fastest

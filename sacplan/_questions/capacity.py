@@ -139,30 +139,30 @@ def max_batch(
         found = sacplan.max_batch(model, lambda n: torch.empty(n, 3, 224, 224, device="meta"), device="rtx-4090")
         handle = sacplan.apply(model, found.plan)  # and train with batches of found.batch_size
 
-    The largest batch needs the most recomputation, so a smaller one is often faster. ``found.fastest`` is the fastest of
-    the sizes that were tried on the way; ``throughput`` searches for the fastest.
+    The largest batch needs the most recomputation, so a smaller one is often faster. ``found.fastest`` is the fastest
+    of the sizes that were tried on the way; ``throughput`` searches for the fastest.
 
     Args:
         model: As for ``sacplan.profile``.
-        make_batch: A function: ``make_batch(n)`` returns a batch of n samples, in any form that ``profile`` takes. It is
-            also called with sizes that do not fit; tensors on the meta device take no memory here.
-        budget: Limit for the peak of the step. A number is in GiB, a string has a unit (``"22GiB"``). None: the device's
-            memory less the headroom. A share (``"90%"``) is refused: elsewhere it is a share of the peak without a plan,
-            and here each size has another one.
+        make_batch: A function: ``make_batch(n)`` returns a batch of n samples, in any form that ``profile`` takes. It
+            is also called with sizes that do not fit; tensors on the meta device take no memory here.
+        budget: Limit for the peak of the step. A number is in GiB, a string has a unit (``"22GiB"``). None: the
+            device's memory less the headroom. A share (``"90%"``) is refused: elsewhere it is a share of the peak
+            without a plan, and here each size has another one.
         device: The target device, see ``sacplan.devices()``.
         **options: By keyword.
 
             - ``loss_fn``, ``optimizer``, ``trace``: As for ``profile``. A real trace runs each size that is tried,
               without a plan, so all of them have to fit here.
             - ``headroom``: Memory of the device to leave free if no budget is given: a share of it (``0.05``, ``"5%"``)
-              or bytes (``"2GiB"``). The default is 15%, see below.
+              or bytes (``"2GiB"``). The default is ``DEFAULT_HEADROOM``, 15%; see below.
             - ``solver``, ``techniques``: As for ``sacplan.plan``.
             - ``at_most``: The largest size to try.
             - ``progress``: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is
               called with each ``CapacityPoint`` as soon as it is known.
 
-    The peak of a plan is the sum of everything that is alive, rounded as the allocator rounds it, with the workspaces of
-    cuBLAS. The headroom is for memory that is not part of it:
+    The peak of a plan is the sum of everything that is alive, rounded as the allocator rounds it, with the workspaces
+    of cuBLAS. The headroom is for memory that is not part of it:
 
     - Holes between blocks. In a simulation of PyTorch's default allocator (``benchmarks/allocator.py``; free segments
       are returned when memory runs out; not compared with a GPU), the plans of ``python -m benchmarks.capacity`` need
@@ -198,14 +198,14 @@ def throughput(
         found = sacplan.throughput(model, lambda n: torch.randint(0, 50257, (n, 1024)), device="h100")
         found.to_frame()["samples_per_s"]
 
-    Launches, the optimizer's step and reading the parameters are paid for once per batch, so larger batches use a device
-    better. From the largest unplanned batch on, they cost recomputation. So samples per second rise at first and then
-    fall. If at most 16 sizes fit, all are tried. Otherwise we try powers of two, the largest sizes with and without a
-    plan, and three between those; then the gaps next to the best size are halved, at most 16 times. The result is the
-    best of ``points``, and no more than that is claimed.
+    Launches, the optimizer's step and reading the parameters are paid for once per batch, so larger batches use a
+    device better. From the largest unplanned batch on, they cost recomputation. So samples per second rise at first and
+    then fall. If at most 16 sizes fit, all are tried. Otherwise we try powers of two, the largest sizes with and
+    without a plan, and three between those; then the gaps next to the best size are halved, at most 16 times. The
+    result is the best of ``points``, and no more than that is claimed.
 
-    Times are predicted by the roofline of the device (``sacplan/_device/cost.py``): each kernel runs at a fixed share of
-    the peak, whatever its shape. The roofline has no waves and no tiles, so it cannot tell 63 samples from 64.
+    Times are predicted by the roofline of the device (``sacplan/_device/cost.py``): each kernel runs at a fixed share
+    of the peak, whatever its shape. The roofline has no waves and no tiles, so it cannot tell 63 samples from 64.
 
     Arguments and errors are those of ``max_batch``.
     """
@@ -219,9 +219,7 @@ def throughput(
 
 
 def _spread(unplanned: int, largest: int) -> list[int]:
-    """Return powers of two, both edges, and three sizes between them, which are multiples of 8 if the edges are far
-    apart.
-    """
+    """Return powers of two, both edges, and three sizes between them; those are multiples of 8 if there is room."""
     sizes = {2**k for k in range(largest.bit_length()) if 2**k <= largest} | {unplanned, largest}
     for quarter in (1, 2, 3):
         n = unplanned + (largest - unplanned) * quarter // 4
