@@ -309,9 +309,8 @@ def liger(region: LossRegion, spec: DeviceSpec) -> Alternative:
         if region.bias:
             prices.sweep(3 * logits, kernels=3)
     peak = prices.operands() + prices.gradients()
-    peak += prices.total(
-        most * vocabulary * size, _FLOAT32_BYTES * tokens, tokens
-    )  # logits, losses, which count
+    # Logits of a slice, the losses, and which of them count.
+    peak += prices.total(most * vocabulary * size, _FLOAT32_BYTES * tokens, tokens)
     installed = importlib.util.find_spec("liger_kernel") is not None
     note = f"slices of {most} tokens"
     if spec.kind != "cuda":

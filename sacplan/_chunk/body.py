@@ -136,6 +136,8 @@ def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedSt
     inputs: dict[int, None] = {}
     for i in range(sites[0], end + 1):
         op = program.ops[i]
+        # Sites name ops that compute. Views of what the loop makes belong to it as well; an op in between that
+        # computes something else from it would read what is not there yet.
         reads = any(t in made for t in op.inputs)
         if i in inside or (reads and is_alias(op.name)):
             members.append(i)
@@ -215,6 +217,7 @@ class _LoopInputs:
         key = t.storage, t.dtype
         if key not in self.bases:
             reach = 1 + t.offset + sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True))
+            # The whole storage, so that other tensors on it find their place, too.
             elements = max(reach, program.storage_bytes[t.storage] // dtype_of(t).itemsize)
             self.bases[key] = self._rehearsal.like(Tensor(-1, t.dtype, (elements,), (1,), 0))
         return self.bases[key].as_strided(t.shape, t.stride, t.offset)
@@ -236,6 +239,7 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
         buffers, allocations = _collected(program, stretch, loop, inputs, rehearsal)
         bases = inputs.bases.values()
         piece = rehearsal.piece([*bases, *buffers], run)
+    # The engine then ran all ops whole. That is no error in a step, but a plan must not count on it.
     if not in_slices:
         raise PlanError(f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices.")
     number = {s: i for i, s in enumerate(_input_storages(program, stretch))}
@@ -355,6 +359,7 @@ class _LoopRewriter:
                 if output >= len(flow.outputs[i]):
                     raise PlanError(f"{program.ops[i].name} does not return as many tensors as a plan says.")
                 found[i, output] = flow.storage[flow.outputs[i][output]]
+        # Members are in order, so later versions of a storage replace earlier ones.
         latest = {flow.origin[s]: s for i in stretch.members for s in program.ops[i].writes}
         return {key: latest.get(flow.origin[s], s) for key, s in found.items()}
 

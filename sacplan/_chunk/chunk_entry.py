@@ -47,6 +47,8 @@ class ChunkEntry:
         read = (t for i in inside for t in program.ops[i].inputs)
         for t in read:
             tensor = program.tensors[t]
+            # Passed over are the model's own tensors, and scalars. The first other tensor that is read decides,
+            # since the executor slices the module's first floating-point argument.
             if program.storage_kinds[tensor.storage] in _OF_MODEL or not tensor.shape:
                 continue
             if "float" in tensor.dtype and program.writer.get(tensor.storage, -1) not in inside:

@@ -114,6 +114,7 @@ class Dataflow:
         viewed: set[int] = set()
         for i, op in enumerate(ops):
             inputs, outputs = op.inputs, op.outputs
+            # It returns the tensor that it was given, so nothing flows through it.
             if outputs and set(outputs) <= set(inputs) and not op.mutates:
                 inputs = outputs = ()
             self.inputs.append(inputs)
@@ -122,6 +123,7 @@ class Dataflow:
                 self.maker[s] = i
             if op.replaces >= 0:
                 self.origin[op.writes[0]] = self.origin[op.replaces]
+                # A slice of the loop writes its own memory, and views of the old one would not see it.
                 if op.replaces in viewed:
                     self.rules[i] = None
             for t in inputs:
@@ -135,6 +137,7 @@ class Dataflow:
                     viewed.add(self.storage[t])
             for s in op.reads:
                 readers[s].append(i)
+            # No version says what it wrote, or two results share memory: slices of them would not.
             if op.mutates or len({self.storage[t] for t in outputs}) < len(outputs) * self.computes[i]:
                 self.rules[i] = None
         self.consumers = [tuple(dict.fromkeys(c)) for c in consumers]
@@ -148,6 +151,7 @@ class Dataflow:
 
     def _first_uses(self) -> list[int]:
         """Return by op the first op that computes something from what it gives: itself, unless it is a view."""
+        # Backwards, so that the readers of a view are known before the view.
         found = list(range(self.n_ops))
         for i in range(self.n_ops - 1, -1, -1):
             if not self.computes[i]:

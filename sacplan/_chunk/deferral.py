@@ -99,9 +99,8 @@ class DeferredRun:
         self.computed: list[int] = []
         self.expected: dict[int, tuple[tuple[int, ...], Window | None]] = {}
         self._real: dict[int, torch.Tensor] = {}
-        self._makers: dict[
-            int, int
-        ] = {}  # number of a node of the engine to the deferred op that it belongs to
+        # Number of a node of the engine to the deferred op that it belongs to.
+        self._makers: dict[int, int] = {}
 
     def enter(self) -> None:
         """Begin the region with what enters the module."""
@@ -162,6 +161,7 @@ class DeferredRun:
             out, seen = self.rehearsal.seen(lambda: run(func, args, kwargs))
         except (Opaque, ChunkError) as error:
             raise CannotChunk(str(error), index) from error
+        # To defer it ran a loop: it needs a number that the slices make.
         if self.region.tally.loops > loops:
             self.computed.append(index)
         outputs = list(tensors_in(out))
@@ -175,6 +175,7 @@ class DeferredRun:
             else:
                 self._real[t] = made
                 self.rehearsal.is_made(made, storage)
+        # A deferred op keeps what it reads alive until a loop has run it. One that ran at once does not.
         for t in op.inputs if any(isinstance(made, Lazy) for made in outputs) else ():
             if t not in known:
                 self.held[self.program.tensors[t].storage, index] = None

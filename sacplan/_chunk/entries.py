@@ -126,6 +126,8 @@ def loss_chunks(
             refused.append(Refusal(unit, str(error)))
             continue
         most = most_bytes(program, training_chunk(program, chunk, device))
+        # Entries are tried from the loss backwards, and a longer chunk has to save clearly more than a shorter
+        # one.
         if best is None or most * _SAME < best[0]:
             best = most, chunk
     if best is None:
@@ -169,8 +171,11 @@ def module_chunks(
     Worked out once for a program.
     """
     found: Chunk | None = None
+    # Outwards: the last one that works is the largest.
     for around in (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ():
         unit = program.scopes[around].fqn
+        # The search ends at the model itself, at a module that is called several times, and where there are too
+        # many ops to rehearse.
         if not unit or len(program.calls[unit]) != 1 or len(program.ops_in(around)) > _MOST_OPS:
             break
         try:
@@ -219,6 +224,7 @@ def _first_axis(
     shape = program.tensors[ChunkEntry.of(program, unit).tensor].shape
     why = CannotChunk(f"what enters {unit!r} has shape {shape}")
     for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
+        # An axis of one element has no slices.
         if size < 2:
             continue
         chunk = Chunk(unit, span, min(_PROBE, size), dim, accumulate=_sums(program, unit, accumulate))

@@ -43,6 +43,7 @@ class _Kinship:
             other.name, other.arguments, other.phase, other.workspace_bytes, len(other.inputs), len(other.outputs)
         ):  # fmt: skip
             return False
+        # Layouts decide what a kernel allocates and how a slice lies in memory.
         tensors = program.tensors
         for a, b in zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True):
             x, y = tensors[a], tensors[b]
@@ -110,6 +111,7 @@ def transferred(
     Returns:
         None if the calls are not alike in all that the patch refers to.
     """
+    # Each exit with None means that the second call is rehearsed by itself, which is slower and never wrong.
     kin = _kinship(program, here, there)
     if kin is None:
         return None
@@ -169,6 +171,7 @@ def merged(program: Program, patches: Sequence[Patch]) -> Patch:
         return patches[0]
     draft = PatchBuilder(program)
     for patch in patches:
+        # Offsets are those of now: all that the patch refers to is renamed before anything of it is added.
         indices = Indices(
             storage=_behind(draft.storage_bytes),
             op=_behind(draft.ops),

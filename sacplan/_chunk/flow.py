@@ -125,6 +125,8 @@ class _FlowWalk:
                 if graph.producer[t] in flow.within:
                     raise Conflict(graph.producer[t])  # what runs before the loop reads what the loop makes
         last = max(flow.within)
+        # A partial sum is complete only after the loop. Making its reader run before is no help, since it needs
+        # the sum; -1 says so.
         for t in flow.partial:
             if graph.readers(t, last):
                 raise Conflict(-1)
@@ -143,6 +145,7 @@ class _FlowWalk:
         graph = self.graph
         axis, maker = self.flow.axes[tensor], graph.producer[tensor]
         rule = graph.rules[maker]
+        # Without a rule, or where the axis is no factor of it, the maker sees whole tensors only.
         if rule is None:
             raise Conflict(maker)
         within = axis_in(rule.outputs[graph.outputs[maker].index(tensor)], rule.sizes, axis)
@@ -167,12 +170,15 @@ class _FlowWalk:
         """Cut an op. ``backward``: since what it makes is cut, not what it reads."""
         known = self.flow.within.get(op)
         if known is not None:
+            # Two factors of one op. Going backward the op itself can run before the loop; going forward it
+            # reads what the loop makes, and so cannot.
             if known != within:
                 raise Conflict(op if backward else -1)
             return
         graph = self.graph
         self.flow.within[op] = within
         for t, dims in zip(graph.inputs[op], rule.inputs, strict=True):
+            # From outside: it may be cut in several ways, or read whole.
             if not self._is_inside(t):
                 continue
             axis = axis_of(dims, rule.sizes, within)

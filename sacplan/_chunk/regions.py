@@ -61,9 +61,8 @@ class Shape:
     """A stretch, with op numbers relative to its last op.
 
     Attributes:
-        start, until: the first op; the last one at which the stretch changes memory. Python may hold results for a
-        while
-            after the loop that the stretch never makes.
+        start, until: the first op; the last one at which the stretch changes memory. In the plain step Python may hold
+            results for a while after the loop, which the stretch never makes.
         members: ops of the loop.
         axis: what is sliced of the first output of the last op.
         exits: (op, output) of each result that is needed after the loop.
@@ -196,6 +195,8 @@ class _Finder:
             return []
         floor = self.program.liveness.initial_bytes
         hot = np.flatnonzero(self.total > floor + _HOT * (int(self.total.max()) - floor)).tolist()
+        # By kind, the ops at which a stretch could end: they compute into memory of their own, have a rule, and
+        # much is alive in their window.
         by_kind: dict[Any, list[int]] = defaultdict(list)
         for end in range(flow.n_ops):
             if flow.computes[end] and flow.rules[end] is not None and self.program.ops[end].writes:
@@ -284,6 +285,7 @@ class _Finder:
         seen: set[Any] = set()
         for axis in self._axes(rule, seed):
             for found in self._flows(end, seed, axis):
+                # A loop that begins behind the last hot op lowers nothing.
                 starts = sorted(i for i in found.within if flow.computes[i] and i <= last_hot)
                 for start in starts:
                     members = self._members(found, start, end)
@@ -338,6 +340,7 @@ class _Finder:
         for i in sorted(found.within):
             if i < start:
                 continue
+            # A view of an input is taken outside of the loop.
             if not flow.computes[i] and not any(t in made for t in flow.inputs[i]):
                 continue
             members.append(i)
@@ -376,6 +379,7 @@ class _Finder:
         made = {s for i in members for s in self.program.ops[i].writes}
         kept = {self.flow.origin[e.storage] for e in exits}
         lost = [s for s in made if self.flow.origin[s] not in kept]
+        # How long Python holds what the loop never makes as a whole: its bytes are saved up to there.
         held = max((self.flow.last_op[s] for s in lost), default=end)
         held = min(held, end + _BEYOND, self.flow.n_ops - 1)
         fixed, by_length = self._loop_bytes(found, members, lost)
@@ -385,10 +389,12 @@ class _Finder:
             change = np.zeros(until - start + 1, dtype=np.int64)
             for s in lost:
                 first, last = max(self.flow.maker[s], start), min(self.flow.last_op[s], until)
+                # Never allocated as a whole: less at each op at which it was alive.
                 change[first - start : last - start + 1] -= self.program.storage_bytes[s]
             for s in self._input_storages(members):
                 last = self.flow.last_op[s]
                 if last < end and s not in made:
+                    # The loop runs at the end, so an input that was freed before is held until then.
                     change[max(last + 1, start) - start : end - start + 1] += self.program.storage_bytes[s]
             others = np.array([i not in inside for i in range(start, until + 1)])
             yield Shape(
@@ -527,6 +533,7 @@ class _Finder:
         others = np.where(shape.others, held + self.total[span] - self.live[span], 0)
         outside, base = others.max(axis=1, initial=0), held[:, -shape.start]
         inside = float((shape.fixed + shape.by_length).max())
+        # Judged by slices of one element, the most that slicing can do.
         helps = np.maximum(outside, base + inside) < self.total[span].max(axis=1, initial=0)
         return Candidates(shape, at[helps], outside[helps], base[helps])
 

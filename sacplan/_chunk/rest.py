@@ -79,6 +79,7 @@ def _rehearsed(program: Program, entry: ChunkEntry, chunk: Chunk, device: Device
         run.enter()
         forward = ForwardWalk(run)
         forward.walk()
+        # In the order of the step: the module's outputs are there before its backward begins.
         left = leave_module(run) if span.is_module else None
         outputs = frozenset(left.results) if left is not None else frozenset()
         backward = BackwardWalk(run, frozenset(forward.own), outputs)

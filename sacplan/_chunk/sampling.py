@@ -21,8 +21,8 @@ class SampledSlices:
     """Chooses the slices of the loops of one rehearsal (``SlicedRegion``'s ``choose``), and remembers what they ran.
 
     Attributes:
-        windows: Where tensors begin and end that have only a part of the axis, as shifted ones do. A slice may lie in
-            one, beside it or across its edge.
+        windows: begin and end, in the region's axis, of tensors that have only a part of it, such as shifted ones. A
+            slice may lie in one, beside it or across its edge.
     """
 
     def __init__(self, rehearsal: Rehearsal) -> None:
@@ -65,7 +65,7 @@ class SampledSlices:
         return found
 
     def _lengths(self, bounds: tuple[int, int]) -> tuple[int, ...]:
-        """How long a slice is, and how much of it each window has."""
+        """Return how long a slice is, and how much of it lies in each window."""
         start, stop = bounds
         return stop - start, *(
             max(0, min(stop, end) - max(start, begin)) for begin, end in sorted(self.windows)

@@ -181,6 +181,7 @@ class StretchSearch:
             if found.peak_bytes <= budget:
                 return
             corrected = self._learn(picks, decisions)
+            # Nothing new to learn at this limit, and the peak is too high: ask for less by what is missing.
             if known or not corrected:
                 asked -= max(1, found.peak_bytes - budget)  # what estimates leave out altogether
 
@@ -215,6 +216,8 @@ class StretchSearch:
         by_start: list[list[tuple[int, int]]] = [[] for _ in range(n)]
         for start, until, peak in edges:
             by_start[start].append((until, peak))
+        # Invariant: when the sweep reaches node i, ``best[i]`` is the least maximum over all paths to i, since
+        # all edges go forward.
         best = [0] + [1 << 62] * n
         total = self._total.tolist()
         for i in range(n):
@@ -229,6 +232,8 @@ class StretchSearch:
         starts, untils, costs, slices, which = (each.tolist() for each in self._edges(budget))
         order = np.lexsort((costs, untils, starts))
         fits = (self._total <= budget).tolist()
+        # The same sweep with sums: ``cost[i]`` is final when i is reached. Edges come sorted by where they
+        # start.
         cost = [0.0] + [float("inf")] * n
         via: list[int] = [-1] * (n + 1)
         edges = iter([*order.tolist(), -1])

@@ -65,6 +65,8 @@ def leave_module(run: DeferredRun) -> RehearsedLoop:
     unit = span.entry.unit
     outputs: dict[int, None] = {}
     views: set[int] = set()  # that others take of the outputs, perhaps as the module did
+    # Outputs are what others read after the call. Backward ops of the module itself read its inside, which is
+    # lazy again by then.
     for op in program.ops[span.end_op :]:
         if not (op.phase is Phase.BACKWARD and op.forward_of in span.forward):
             outputs.update(dict.fromkeys(t for t in op.inputs if t in lazy and t not in views))
@@ -97,6 +99,7 @@ def run_final_loop(run: DeferredRun, exits: dict[int, Lazy], outputs: frozenset[
     died, tensors = run.program.liveness.died, run.program.tensors
     end = int(run.program.liveness.op_events[run.last])
     handles = _lazy_handles(run, outputs)
+    # Such as a loss that code still refers to: alive at the end of the loop, so it is computed along.
     numbers = {
         t: lazy.value
         for t, lazy in run.tensors.lazy.items()

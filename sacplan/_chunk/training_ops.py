@@ -139,6 +139,9 @@ class BackwardWalk:
                 break
             if op.phase is not Phase.BACKWARD:
                 continue
+            # Four cases below: an op of the chunk that reads something lazy is deferred; one that makes a
+            # temporary for such ops runs, but belongs to them; one that adds to the entry's gradient and all
+            # others run where they ran.
             belongs = op.forward_of in self.run.ran or op.forward_of in self.own
             in_module = belongs and op.forward_of < self.span.end_op
             if belongs and op.forward_of in self.run.expected:
@@ -176,9 +179,8 @@ class BackwardWalk:
             self.exits.update((t, known[t]) for t in lazy if t not in self.exits)
             self.boundary.append(index)
         for t in op.outputs:
-            self.run.tensors.lazy.pop(
-                t, None
-            )  # a view of what has left: others read it as it is from here on
+            # A view of what has left: others read it as it is from here on.
+            self.run.tensors.lazy.pop(t, None)
 
     def _makes_temporary(self, index: int, op: Op) -> bool:
         """Whether an op computes what its backward formula frees again, in a formula that is deferred in part.

@@ -84,6 +84,7 @@ class ChunkPatch:
             events[self._at(i)] = self._put(self.run.ran[i], op.phase, op.scope)
         made_at = {program.tensors[t].storage: self.end for t in results}
         made_at |= {program.tensors[t].storage: self.exit for t in outputs}
+        # After the deferred ops, and with ``setdefault``: what runs in the place of one stays.
         self._drop_lazy(made_at)
         if self.left is not None:
             events[self.exit] = self._put(self.left.seen, Phase.FORWARD, self.span.entry.scope)
@@ -96,6 +97,7 @@ class ChunkPatch:
         if self.left is not None:
             events[self.exit].append(program.events[self.exit])
         body = self._put(self.final.loop.seen, Phase.BACKWARD, self.span.entry.scope)
+        # First what the loop held goes, then the additions that wait for its results run.
         after = [(_DROP, instance), *((_RELEASE, handle) for handle in until_end)]
         after += self._put_off()
         after += [(_FREE, self.run.rehearsal.stands_for(made)) for made in summed]
@@ -148,12 +150,15 @@ class ChunkPatch:
         for s in (*tensors.storages, tensors.begins):
             for at in program.liveness.events_of[s]:
                 code, arg = program.events[at]
+                # Autograd's handles on lazy tensors keep no storage; those that others have on the same storage
+                # stay.
                 handle = arg if code in (_PACK, _RELEASE) else -1
                 if code in (_UNPACK, _DROP):
                     handle = program.instance_handles[arg]
                 if handle >= 0:
                     if handle in self.final.handles:
                         self.events.setdefault(at, [])
+                # A result lives as in the program once its loop has made it, so later events of it stay.
                 elif code != _OP and s in tensors.storages and not (s in made_at and at > made_at[s]):
                     self.events.setdefault(at, [])
 

@@ -38,6 +38,8 @@ def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSo
         program = _LinearProgram(tree, asked, allowed)
         found = program.solve(options, max(1, work))
         work -= found.work
+        # Only the first program is a relaxation of the problem. Later ones have fewer units and a smaller
+        # budget.
         if allowed is None and found.bound is not None:
             bound_ms = found.bound * program.ms_scale
         if not found.values:
@@ -46,6 +48,8 @@ def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSo
         hidden = int(tree.used(plan).max()) - budget_bytes
         if hidden <= 0:
             break
+        # With the same units only the shares are left, so a few rounds suffice; a free choice could hide other
+        # bytes each time.
         asked, allowed = asked - hidden, frozenset(plan)
     else:
         return TreeSolution(None, False, bound_ms)
@@ -68,6 +72,7 @@ class _LinearProgram:
         ]
         self.largest_ms = max((offered.ms for offered in self._offered), default=0.0)
         self.ms_scale = self.largest_ms / _SCALE or 1.0
+        # Rows ask for what is over the budget, so the largest such need gives the scale.
         self._byte_scale = largest_need / _SCALE
         self._chosen, self._shares = [], []
         for i, (unit, offered) in enumerate(zip(tree.units, self._offered, strict=True)):
@@ -108,6 +113,7 @@ class _LinearProgram:
         before: list[tuple[int, float]] = []
         added = 0
         for n_units, n_bytes in zip(self._tree.n_units.tolist(), self._tree.base.tolist(), strict=True):
+            # Nothing to free: the row holds for every plan.
             if n_bytes <= budget_bytes:
                 continue
             total = self._program.variable(lower=(n_bytes - budget_bytes) / self._byte_scale - _SLACK)
@@ -129,6 +135,8 @@ class _LinearProgram:
             key = (unit.memory, unit.options, unit.segments)
             first = last_alike.get(key)
             last_alike[key] = i
+            # Nothing alike before it, or one is inside the other: only one of them can be taken, so no order
+            # holds between them.
             if first is None or first in unit.above or i in units[first].above:
                 continue
             in_use = [

@@ -76,6 +76,7 @@ class _Estimator:
         spec = self._spec()
         times = MeasuredTimes(spec) if self._mode in _BENCHMARK else CostModel(spec)
         fake = active_fake_mode() is not None
+        # Empty handles have no values to give back, so on real tensors copies take their place.
         saved: SavedMode = self._saved
         if saved == "virtual" and not fake:
             saved = "clone"

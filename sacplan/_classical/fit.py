@@ -160,6 +160,7 @@ def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
     Andrew's monotone chain: a vertex is dropped as soon as the next point shows that it is not below the chord.
     """
+    # A vertex that lies on the chord up to rounding would make a segment with a slope of noise.
     straight = _ROUNDING * max(y for _, y in points)
     hull: list[tuple[float, float]] = []
     for x, y in points:

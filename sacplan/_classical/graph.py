@@ -347,6 +347,7 @@ def get_peak_memory_runtime_baseline(graph: Graph) -> tuple[int, float]:
 def _parent_of(fqn: str, root: str, index: dict[str, int]) -> int:
     if fqn == root:
         return -1
+    # The nearest name around it that ran: a container such as ``ModuleList`` has no call of its own.
     path = fqn
     while "." in path:
         path = path.rpartition(".")[0]

@@ -106,6 +106,8 @@ def _op_groups(sac_stats: SACStats) -> list[int]:
     if outside := sorted(op for op in mentioned if not 0 <= op < n_ops):
         raise PlanError(f"op indices {outside[:5]} are not among the {n_ops} ops")
     group = list(range(n_ops))
+    # Each pair joins two groups under the smaller number, which is thus the first op. Quadratic, for the ops of
+    # one module.
     for one, other in pairs:
         first, second = sorted((group[one], group[other]))
         group = [first if g == second else g for g in group]
@@ -123,6 +125,7 @@ def _knapsack(
     """
     free = {key for key, n_bytes, _ in items if n_bytes == 0}
     fitting = [item for item in items if 0 < item[1] <= budget_bytes]
+    # Everything that fits alone fits together: there is nothing to choose.
     if sum(n_bytes for _, n_bytes, _ in fitting) <= budget_bytes:
         return free | {key for key, _, _ in fitting}
     ms_scale = max(ms for _, _, ms in fitting) / _SCALE or 1.0
@@ -132,6 +135,8 @@ def _knapsack(
     excess = sum(n_bytes for _, n_bytes, _ in fitting) - budget_bytes
     program.row(
         [
+            # An item larger than the excess frees enough by itself, so its weight is cut to the excess: the
+            # same choices, a tighter relaxation.
             (x, min(n_bytes, excess) * _SCALE / excess)
             for x, (_, n_bytes, _) in zip(left_out, fitting, strict=True)
         ],

@@ -40,7 +40,7 @@ class SacMilpResult(_Triple):
         ac_decisions: fqn to share of ``sac_memory`` discarded, in execution order.
         recomputation_time_ms: what the plan adds to the step.
         peak_bytes: the largest memory row under the plan, exact.
-        status: "optimal" (proved, within the asked gap) or "feasible" (the time limit came first).
+        status: "optimal" (proved, within the asked gap) or "feasible" (the limit of work came first).
         bound_ms: no plan takes less than this; None where the solver proved nothing.
         gap: (recomputation_time_ms - bound_ms) / recomputation_time_ms; None like the bound.
     """
@@ -129,6 +129,7 @@ def sac_milp(
         answer = _solve_reachable(tree, budget_bytes, options)
     plan, proved = answer.plan, answer.proved
     if plan is None:
+        # The plan with the smallest peak may fit all the same; otherwise this raises, and says what is the least.
         plan, proved = _smallest(tree, budget_bytes, options, proved), False
     recompute_ms, peak_bytes = cost_ms(plan), int(tree.used(plan).max())
     if peak_bytes > budget_bytes:
@@ -165,6 +166,7 @@ def _smallest(tree: UnitTree, budget_bytes: int, options: Milp, infeasible: bool
     smallest_bytes = int(used.max())
     if smallest_bytes <= budget_bytes:
         return plan
+    # Without one of the two proofs, to call the budget infeasible could be wrong.
     if not (infeasible or exact):
         raise SolverError(
             f"neither a plan for {format_bytes(budget_bytes)} nor a proof that there is none was found with the work "

@@ -53,6 +53,7 @@ def module_info(
     stats = []
     for fqn in _with_root(pre_order(runtime)):
         scopes = memory.calls.get(fqn, ())
+        # Of a module that is called several times, the end of its last call.
         at_end = boundaries.get((int(Event.EXIT), scopes[-1])) if scopes else None
         grad_total, act_bw, act_grad = _backward_peaks(memory, spans.get(fqn))
         parameters = root_parameters if fqn == "" else own_parameters.get(fqn, 0)
@@ -182,6 +183,8 @@ def _backward_peaks(program: Program, span: tuple[int, int] | None) -> tuple[int
     moments = program.liveness.moments[1:]  # the first is the state before the step
     first, last = span
     op = program.ops[first]
+    # The moment is that of the first op while it runs. Without its workspace and what it makes it is the state
+    # before.
     before = list(moments[first].by_kind)
     before[StorageKind.TEMPORARY] -= program.inside_bytes[first]
     for s in op.writes:
@@ -217,6 +220,7 @@ def segments_of(program: Program) -> tuple[MemorySegment, ...]:
         if code == Event.EXIT:
             fqn = program.scopes[arg].fqn
             calls_left[fqn] -= 1
+            # In the order of ends, so that position counts modules whose last call is over.
             while position < len(order) and calls_left[order[position]] <= 0:
                 position += 1
         elif code == Event.OP:
@@ -224,6 +228,7 @@ def segments_of(program: Program) -> tuple[MemorySegment, ...]:
             if op.phase == Phase.OPTIMIZER:
                 position = 0
             elif op.phase == Phase.BACKWARD:
+                # What a module discarded is being computed again from its backward on, so it counts no longer.
                 position = min([position, *(place[fqn] for fqn in names[op.scope])])
             name = program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
             note(next(moments).by_kind, "optimizer step" if op.phase == Phase.OPTIMIZER else name)

@@ -83,6 +83,7 @@ def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
     choice_of = {unit: c for c, subtree in enumerate(subtrees) for unit in subtree.units}
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for c, subtree in enumerate(subtrees):
+        # A subtree without a module around it needs no row: nothing can nest with it.
         if subtree.around:
             groups[subtree.kind].append(c)
     n_memory, n_rows = len(tree.base), len(tree.base) + len(groups)
@@ -92,6 +93,7 @@ def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
     choices = []
     for c, subtree in enumerate(subtrees):
         freed = np.array([way.freed for way in subtree.ways])
+        # By row, how many units of the subtree have ended: so much of what they discard is freed by then.
         uses[c][:, :n_memory] = -freed[:, np.searchsorted(subtree.units, tree.n_units)]
         ms = np.array([way.ms for way in subtree.ways])
         choices.append(Choice(subtree.kind, ms, uses[c], -freed[:, -1]))
@@ -124,6 +126,8 @@ def _subtrees(tree: UnitTree) -> list[_Subtree]:
 
     def visit(unit: int, around: tuple[int, ...]) -> None:
         inside = members(unit)
+        # Equal subtrees: the same options in the same places, with the same parents. Their ways are enumerated
+        # once.
         shape = tuple((units[i].options, *_parent(units[i], inside)) for i in inside)
         if shape not in known:
             place = {i: k for k, i in enumerate(inside)}
@@ -172,11 +176,14 @@ def _ways(
         combined: list[_Way] | None = [_nothing(len(place))]
         for child in children[unit]:
             inner = at(child)
+            # Too many to combine: the module becomes a choice of its own, and its children are visited one by
+            # one.
             if combined is None or inner is None or len(inner) * len(combined) > _MOST_COMBINED:
                 return None
             combined = _undominated([a + b for a in combined for b in inner])
         if combined is None:
             return None
+        # Either ways of the children together, or the module itself: an antichain has not both.
         return _undominated([*combined, *_own(units[unit], place[unit], len(place))])
 
     found = at(top)

@@ -155,6 +155,7 @@ def _undominated(node: ModuleStats) -> tuple[Discard, ...]:
     ]
     kept: list[Discard] = []
     for point in sorted(points, key=lambda p: (p.ms, -p.freed)):
+        # By rising time: a point is of use only if it frees more than all cheaper ones.
         if point.freed > (kept[-1].freed if kept else 0):
             kept.append(point)
     return tuple(kept)

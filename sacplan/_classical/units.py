@@ -99,6 +99,7 @@ def _cut_out(program: Program, fqn: str) -> _UnitGraph | None:
     saved: set[int] = set()
     elsewhere: set[int] = set()
     for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
+        # A storage may be in both sets. It then costs nothing here, since someone outside keeps it anyway.
         within = not calls.isdisjoint((scope, *program.ancestors(scope)))
         (saved if within else elsewhere).add(storage)
     if not saved:

@@ -140,6 +140,7 @@ class Alignment:
                 self._at += 1
                 return op
             self._differs(place, description)
+        # None for a module call that the recorded step does not have: its ops were not recorded.
         aligned = self._by_caller.get(caller)
         return aligned.next(place, description) if aligned is not None else None
 
@@ -155,6 +156,7 @@ class Alignment:
             self._differs(self._call[self._at].place, None)
 
     def _expected(self, place: str, description: str) -> RecordedOp | None:
+        # The recorded call that is followed comes first; another one may take over if it began alike.
         for call in (self._call, *self._recorded.calls):
             if self._at >= len(call):
                 continue
@@ -175,6 +177,7 @@ class Alignment:
     def _differs(self, place: str, ran: str | None) -> None:
         expected = self._call[self._at].description if self._at < len(self._call) else None
         self.difference = StepDifference(self._recorded.fqn, place, ran, expected)
+        # Ops that have run already are counted in, so that each place goes on where it is.
         for i, op in enumerate(self._call):
             self._by_caller.setdefault(op.caller, _CallerAlignment()).add(op, done=i < self._at)
 
@@ -204,6 +207,7 @@ class _CallerAlignment:
         """
         if place != self._place:
             self._place, self._skipped = place, None
+            # Each recorded place is a new beginning: what was skipped before it stays skipped.
             self._at = self._first.get(place, self._at)
         skipped, self._skipped = self._skipped, None
         if self._is(self._at, description):
@@ -211,6 +215,7 @@ class _CallerAlignment:
         if skipped is not None and self._is(skipped, description):
             return self._take(skipped)
         for i in range(self._at, len(self._ops)):
+            # A match never jumps over another place: the op there may still run.
             if self._ops[i].place != place:
                 break
             if self._is(i, description):
@@ -219,6 +224,7 @@ class _CallerAlignment:
         site = self._ops[self._at].site if self._at < len(self._ops) else None
         if site is not None and (site.op, site.place) == (op_of(description), place):
             return self._take(self._at)  # on tensors of another rank
+        # An op that was not recorded says nothing about the last match, which still waits to be confirmed.
         self._skipped = skipped
         return None
 

@@ -55,6 +55,7 @@ class StandIn:
 
     def for_replica(self, replica: torch.nn.Module) -> StandIn:
         """Return a stand-in for a replica, which may run on another thread."""
+        # Without ``__init__``: subclasses take other arguments, and a replica shares what has been learned.
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__, module=replica)
         if isinstance(self.replaced, StandIn):
@@ -72,9 +73,8 @@ class StandIn:
         """The forward that this one stands in for."""
         if self.replaced is not None:
             return self.replaced
-        found = inspect.getattr_static(
-            type(self.module), "forward"
-        )  # a function, or a static or class method, ...
+        # A function, or a static or class method, ... Bound by hand, since the instance's own ``forward`` is this.
+        found = inspect.getattr_static(type(self.module), "forward")
         bind = getattr(type(found), "__get__", None)
         forward: Callable[..., Any] = found if bind is None else bind(found, self.module, type(self.module))
         return forward
@@ -135,6 +135,7 @@ class InstalledStandIns:
         """
         for planned in self._planned:
             found = planned.module.__dict__.get("forward")
+            # Down through the stand-ins of the same plan; anything else in between was put there by others.
             while isinstance(found, StandIn) and found is not planned:
                 found = found.replaced
             if found is not planned:
@@ -160,6 +161,7 @@ def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:
 def take_off(module: torch.nn.Module, stand_in: StandIn) -> None:
     """Undo ``put_on``."""
     _clear(module.__dict__, stand_in)
+    # ``_clear`` goes down to what is below the whole plan. What another technique of the plan has there comes back.
     if isinstance(stand_in.replaced, StandIn):
         put_on(module, stand_in.replaced)
 
@@ -175,7 +177,10 @@ def _clear(attributes: dict[str, Any], stand_in: StandIn) -> None:
 
 
 class _Replicate:
-    """The ``_replicate_for_data_parallel`` of a module."""
+    """The ``_replicate_for_data_parallel`` of a module.
+
+    PyTorch's own copies the module's ``__dict__`` (``torch/nn/modules/module.py``), the stand-in with it.
+    """
 
     def __init__(self, module: torch.nn.Module, stand_in: StandIn) -> None:
         self._module = module
@@ -185,6 +190,8 @@ class _Replicate:
         replica: torch.nn.Module = type(self._module)._replicate_for_data_parallel(self._module)
         planned = replica.__dict__.get("forward") is self._stand_in
         _clear(replica.__dict__, self._stand_in)
+        # A forward that others put on the module is bound to the original's weights. DataParallel without a
+        # plan would run it as it is, and so does this.
         if planned and self._stand_in.replaced_by_others is None:
             put_on(replica, self._stand_in.for_replica(replica))
         return replica
@@ -205,6 +212,8 @@ class _State:
         state = dict(state)
         planned = state.get("forward") is self._stand_in
         _clear(state, self._stand_in)
+        # ``copy.copy`` and ``copy.deepcopy`` ask for the state in the same way, so only the caller tells them
+        # apart.
         if planned and sys._getframe(1).f_code is not copy.copy.__code__:
             state["forward" if "forward" in state else _CARRIER] = _Carrier(self._module, self._stand_in)
         return state

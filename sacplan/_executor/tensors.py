@@ -53,11 +53,13 @@ def is_ordinary(t: torch.Tensor) -> bool:
 
 def history_free_aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return aliases on the same storages and version counters, without history; for real tensors no mode sees it."""
-    # Inside of a dispatch mode the key is off that makes an alias share the version counter.
+    # Inside of a dispatch mode the key is off that makes an alias share the version counter (``detach`` in
+    # ``torch/csrc/autograd/VariableTypeManual.cpp``).
     below = _is_excluded(_ADINPLACEORVIEW)
     if below:
         _set_excluded(_ADINPLACEORVIEW, False)
     try:
+        # Without a mode nothing sees the op. A subclass needs its own dispatch, so it goes through the modes.
         if not _number_of_modes():
             return [t.detach() for t in tensors]
         return [_unseen_detach(t) if type(t) in _REAL else t.detach() for t in tensors]
@@ -88,6 +90,8 @@ def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
     dimensions, neither decides the type of the result.
     """
     tensor, number = args[0], args[1]
+    # In order: no number (``type``, since a bool is an int, too); a subclass, another device, or a type of result that
+    # the number could decide; modes below this one, which would see a tensor; a number that int64 does not hold.
     if (
         type(number) not in _TYPE_OF_NUMBER
         or type(tensor) not in _REAL
@@ -113,6 +117,7 @@ def digest(t: torch.Tensor) -> int | None:
     Not checked are tensors on other devices, since reading them would synchronize, and tensors with gaps in their
     memory, where others may write.
     """
+    # See above: other devices, subclasses (a fake tensor has no bytes), and memory that others share.
     if not t.is_cpu or type(t) not in _REAL or not _is_dense(t):
         return None
     address, n_bytes = t.data_ptr(), t.nbytes
@@ -129,6 +134,7 @@ def _is_dense(t: torch.Tensor) -> bool:
     """Whether its elements are all that lies between the first and the last, in any order of dimensions."""
     if t.is_contiguous():
         return t.numel() > 0
+    # ``last`` is the offset of the last element: with one element more than that there are no gaps.
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return 0 < t.numel() == last + 1
 
@@ -136,11 +142,11 @@ def _is_dense(t: torch.Tensor) -> bool:
 def checksum(t: torch.Tensor) -> tuple[int, ...] | None:
     """Return a checksum of the bits, without a temporary of the tensor's size; None where nothing can be computed."""
     if isinstance(t, FakeTensor) or t.is_meta or not t.numel():
-        return None
+        return None  # there are no bits
     if t.numel() <= 2 and not t.is_floating_point():
         return None  # seeds and offsets, which attention kernels without dropout do not fill
     if t.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
+        return None  # to read the result would synchronize, which a capture forbids
     bits = torch.view_as_real(t) if t.is_complex() else t
     bits = bits.view(_INT_OF_SIZE[bits.element_size()])
     # On a CPU the result lies in numpy's memory: PyTorch allocates nothing, at what may be the peak of the step.

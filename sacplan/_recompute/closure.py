@@ -96,6 +96,8 @@ class ClosureProblem:
                         f"storage {storage} is written by op {other} and by op {index}: what is written in "
                         "place has to be kept, so pass both with discardable=False"
                     )
+        # A storage that no discardable op writes is never made again: what needs it in the backward pass has to
+        # hold it.
         writer = tuple(w if w >= 0 and self.ops[w].discardable else _NO_WRITER for w in first)
         charge = tuple(0 if s in self.free else size for s, size in enumerate(self.storage_bytes))
         object.__setattr__(self, "_writer", writer)
@@ -171,6 +173,8 @@ def with_neighbours(
     the fewest bytes are added first, up to ``most`` points in all.
     """
     writer = problem._writer
+    # Only what autograd saves is worth keeping or discarding by itself. All other ops (``unasked``) run again
+    # whenever a target needs them, so they are free to use.
     targets = sorted({writer[s] for s in problem.saved if writer[s] != _NO_WRITER and problem._charge[s]})
     unasked = frozenset(w for w in writer if w != _NO_WRITER) - frozenset(targets)
     found = {point.discarded: point for point in points}
@@ -178,6 +182,8 @@ def with_neighbours(
         for op in targets:
             if len(found) >= most:
                 break
+            # To keep a target needs no further ops: ``evaluate`` drops those that only this one needed. To
+            # discard one also discards what it takes to run it again.
             if op in point.discarded:
                 near = evaluate(problem, point.discarded - {op})
             else:
@@ -240,9 +246,10 @@ class Hull:
     """The lower hull of kept bytes against recompute time, vertex by vertex.
 
     Attributes:
-        units_per_ms: of the costs, which are exact: a float is a binary fraction.
+        units_per_ms: how many units of cost are a millisecond. Costs are integers, and exact, since a float is a binary
+            fraction.
         first: the vertex that discards nothing.
-        last: the one with the fewest bytes, and of those with the least time.
+        last: the vertex with the fewest bytes; of several, the one with the least time.
     """
 
     def __init__(self, problem: ClosureProblem) -> None:
@@ -261,6 +268,7 @@ class Hull:
         """Return the vertex furthest below the line through two others, and its distance in cost; None if none is."""
         if len(right.ops) - len(left.ops) < 2:  # the sets are nested: nothing fits between
             return None
+        # Weighing cost and bytes by the chord makes both ends equally good, so anything better lies below it.
         span, rise = left.kept - right.kept, right.cost - left.cost
         middle = self._solve(left.ops, right.ops, span, rise)
         gap = span * (left.cost - middle.cost) + rise * (left.kept - middle.kept)
@@ -282,6 +290,7 @@ def _hull(problem: ClosureProblem, max_points: int) -> list[Vertex]:
     def look_below(left: Vertex, right: Vertex) -> None:
         found = hull.between(left, right)
         if found is not None:
+            # Each interval has a left end of its own, so the heap never has to compare vertices.
             gap, middle = found
             heapq.heappush(queue, (-gap, -left.kept, left, middle, right))
 
@@ -289,6 +298,8 @@ def _hull(problem: ClosureProblem, max_points: int) -> list[Vertex]:
     vertices = [hull.first, hull.last]
     while queue and len(vertices) < max_points:
         _, _, left, middle, right = heapq.heappop(queue)
+        # The interval with the largest gap first: if ``max_points`` ends the search, what is missing matters
+        # least.
         vertices.append(middle)
         look_below(left, middle)
         look_below(middle, right)
@@ -326,14 +337,18 @@ def _cut(
                 terminal[here] += per_byte * charge[storage]
         for storage in set(ops[op].reads):
             made_by = writer[storage]
+            # It costs something only if it has bytes, is not there already, and is made neither by an op that
+            # surely runs again nor by the reader itself.
             if storage not in available and charge[storage] and made_by not in low and made_by != op:
                 readers.setdefault(storage, []).append(here)
 
     edges: list[tuple[int, int, int]] = []
+    # More than any flow from the source, so that such an edge is never cut.
     unlimited = sum(capacity for capacity in terminal if capacity > 0) + 1
     for storage, reading in readers.items():
         price = per_byte * charge[storage]
         into = node.get(writer[storage])
+        # A single reader needs no node in between, which keeps the graph small: most storages have one.
         if len(reading) == 1:
             if into is None:
                 terminal[reading[0]] -= price
@@ -379,6 +394,8 @@ def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) 
             more = {s for n in new for s in ops[n].reads if s not in held}
             back -= sum(charge[s] for s in more if writer[s] not in new and writer[s] not in current)
             gains[op] = (back, math.fsum(ops[n].cost_ms for n in new))
+        # If no target frees anything by itself, the first is taken all the same: later ones may then be
+        # cheaper, and each round takes at least one, so this ends.
         best, lowest = targets[0], math.inf
         for op in targets:
             back, time = gains[op]
@@ -391,11 +408,13 @@ def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) 
         held.update(s for op in needs[best] - current for s in ops[op].reads)
         current |= needs[best]
         order.append(best)
+        # A gain changes only if the ops that were just added touch a storage that the target touches.
         targets = [op for op in targets if not needs[op] <= current]
         stale = [op for op in targets if not touched[best].isdisjoint(touched[op])]
 
     points: list[TradeoffPoint] = []
     least = right.kept_bytes
+    # By rising time, a candidate is of use only if it keeps fewer bytes than all before it.
     for reached, time, step, op in sorted(looked_at, key=lambda entry: (entry[1], entry[0], entry[2:])):
         if time >= right.recompute_ms:
             break
@@ -414,6 +433,7 @@ def _spread(
     rest = list(points)
     for index in range(1, count + 1):
         target = left.kept_bytes - index * step
+        # ``rest`` ends up with the points that are not chosen.
         rest.remove(min(rest, key=lambda point: abs(point.kept_bytes - target)))
     return [point for point in points if point not in rest]
 

@@ -22,6 +22,8 @@ def in_place_groups(program: Program, groups: Sequence[Group]) -> tuple[Group, .
     if not program.overwritten:
         return tuple(groups)
     group_of = {op: at for at, group in enumerate(groups) for op in group}
+    # A tie is from the group of a reader to the group of the maker. Versions made outside of these groups tie
+    # nothing here; ``discardable`` refuses their readers.
     ties = (
         (at, group_of[program.overwritten[s]])
         for op, at in group_of.items()
@@ -40,6 +42,7 @@ def connected(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[li
 
     def find(item: int) -> int:
         while leader[item] != item:
+            # Path halving: every other item on the way is hung up one level higher.
             leader[item] = item = leader[leader[item]]
         return item
 
@@ -54,8 +57,8 @@ def connected(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[li
 def discardable(program: Program, group: Group) -> bool:
     """Whether a group may run again.
 
-    Each of its ops must be able to. The group must have the op that overwrites each version that one of them reads, and
-    all readers of each overwritten version that one of them makes.
+    Each of its ops must be able to. The group must have the op that made each overwritten version that one of them
+    reads, and all readers of each overwritten version that one of them makes.
     """
     ops, inside = program.ops, set(group)
     return all(
@@ -77,6 +80,8 @@ def without_missing_versions(
     found = {}
     for unit, sites in decisions.items():
         wanted = set(sites)
+        # Calls are looked at one by one, but a site that fails in one call is left out in all: a decision names
+        # sites.
         for scope in program.calls.get(unit, ()) if program.overwritten else ():
             made: set[int] = set()  # ops that run again; makers come before readers
             for op, site in program.sites(scope).items():

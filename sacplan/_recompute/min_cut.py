@@ -56,11 +56,15 @@ def source_side(terminal: list[int], edges: list[tuple[int, int, int]]) -> list[
                     level[tip] = level[v] + 1
                     reached.append(tip)
         if level[sink] < 0:
+            # No augmenting path is left, so the flow is maximal. What the search still reached is the source
+            # side.
             return [depth >= 0 for depth in level[:source]]
         position = [0] * (sink + 1)  # by node, the first edge that is not known to be useless in this phase
         path: list[int] = []  # edges from the source to ``v``
         v = source
         while True:
+            # Invariant: ``path`` is a path of edges with room, one level deeper at each step, from the source to
+            # ``v``.
             if v == sink:
                 pushed = min(room[edge] for edge in path)
                 for edge in path:

@@ -141,6 +141,8 @@ class _ModuleCalls:
         for child in inner:
             members = self.members(child)
             kinds[tuple(ops[group[0]].name for group in members)].append(members)
+        # Children of one kind run the same ops in the same order; the kind with the most ops is the stack, if
+        # there is one.
         same = max(kinds.values(), key=lambda group: sum(map(len, group)))
         share = sum(map(len, same)) / max(1, n_members)
         if len(same) < 2 or share < _MIN_SHARE:
@@ -157,12 +159,15 @@ def partition(program: Program, pins: Pins) -> tuple[list[OpGroup], frozenset[st
     rest: list[OpGroup] = []  # what modules that are split run themselves
 
     def visit(fqn: str) -> None:
+        # A module that several parents share belongs to the one that is visited first.
         members = tuple(group for group in tree.members(fqn) if owned.isdisjoint(group))
         if not members:
             return
         once = len(program.calls[fqn]) == 1
         barred = tree.is_barred(fqn)
         if barred or tree.splits(fqn, len(members)):
+            # Ops of leaves count as run by the module itself, unless pins force the split: then leaves may be
+            # units where their parent may not.
             for child in tree.children[fqn]:
                 if barred or not tree.is_leaf(child):
                     visit(child)
@@ -182,6 +187,7 @@ def partition(program: Program, pins: Pins) -> tuple[list[OpGroup], frozenset[st
     for root in tree.roots:
         visit(root)
     parts = [window for part in _attached(program, whole, rest) for window in _windows(program, part)]
+    # Joining only as much as is needed: 1 leaves the parts as they are.
     at_once = -(-len(parts) // MOST_PARTS)
     return join(program, parts, at_once), frozenset(part.unit for part in rest)
 
@@ -202,6 +208,8 @@ def _attached(program: Program, whole: list[OpGroup], rest: list[OpGroup]) -> li
         if not part.members:
             continue
         near = numbers[_root_of(program, part)]
+        # A part of a module that runs several times has members of several ops each, which cannot be taken
+        # apart. Without a part nearby there is nothing to attach it to.
         if not (part.once and near):
             left.append(replace(part, once=False, family=None))
             continue
@@ -210,6 +218,7 @@ def _attached(program: Program, whole: list[OpGroup], rest: list[OpGroup]) -> li
             added[near[max(0, bisect_right(starts, op) - 1)]].append(op)
     found = [part for part in whole if not part.once] + left
     for i, part in enumerate(single):
+        # With ops of other modules the unit is wider: the smallest module around all of them.
         ops = sorted([*(op for (op,) in part.members), *added[i]])
         if added[i]:
             part = OpGroup(_unit_of(program, ops), tuple((op,) for op in ops), True, part.family)
@@ -298,10 +307,12 @@ def _crossing_bytes(program: Program, part: OpGroup) -> npt.NDArray[np.int64]:
     last: dict[int, int] = {}
     for at, group in enumerate(part.members):
         for op in map(program.ops.__getitem__, group):
+            # Reads before writes: what an op reads and writes in place was made before it.
             last.update((s, at) for s in op.reads if s in made)
             made.update((s, at) for s in op.writes if s not in made)
     change = np.zeros(len(part.members) + 1, dtype=np.int64)
     for s, at in last.items():
+        # It crosses every position from behind its maker to in front of its last reader.
         if made[s] < at <= made[s] + LARGEST_PART:
             change[made[s] + 1] += program.storage_bytes[s]
             change[at + 1] -= program.storage_bytes[s]
@@ -313,6 +324,7 @@ def runs(parts: Sequence[OpGroup]) -> list[list[OpGroup]]:
     found: list[list[OpGroup]] = []
     before: object = None
     for part in parts:
+        # Such a part neither joins a run nor ends one.
         if part.family is None:
             continue
         alike = (part.family, None if part.once else part.unit)
@@ -330,6 +342,7 @@ def most_joined(parts: Sequence[OpGroup]) -> int:
         first = n_ops = 0
         for at, part in enumerate(run):
             n_ops += len(part.members)
+            # Invariant: ``run[first:at + 1]`` is the longest stretch that ends here and is small enough.
             while n_ops > LARGEST_JOINED and first < at:
                 n_ops -= len(run[first].members)
                 first += 1

@@ -67,6 +67,7 @@ class Regions:
         self._packed: dict[int, set[int]] = defaultdict(set)
         for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
             self._packed[storage].add(scope)
+        # These ops are in no group that may be discarded, whatever part they are in.
         self._kept = pins.kept_ops | self._across_widest_units()
         self._parts, self._split = partition(program, pins)
 
@@ -88,6 +89,7 @@ class Regions:
         )
         regions = []
         for part, kind, (problem, late) in zip(parts, kinds, problems, strict=True):
+            # Equal problems have one kind, so each distinct one is solved once for each effort.
             if (kind, effort) not in self._solved:
                 self._solved[kind, effort] = _options(problem, late, effort)
             options = self._solved[kind, effort]
@@ -104,6 +106,8 @@ class Regions:
         """
         if not option.members:
             return ()
+        # The part's own module is the unit where it is called as a whole: a module that was not split, or one
+        # whose calls share their decisions.
         if not part.once or (part.unit not in self._split and len(self.program.calls[part.unit]) == 1):
             return (part.unit,)
         program = self.program
@@ -133,6 +137,7 @@ class Regions:
         for s, op in program.writer.items():
             if program.ops[op].phase != Phase.FORWARD or op in pins.kept_ops:
                 continue
+            # A reader that is never discarded leaves no node, so it may be anywhere.
             users = {program.ops[i].scope for i in self.program.readers.get(s, ()) if i not in pins.kept_ops}
             users.update(self._packed.get(s, ()))
             if {widest_unit(scope) for scope in users} - {widest_unit(program.ops[op].scope)}:
@@ -142,14 +147,14 @@ class Regions:
     def _may_be_discarded(self, part: OpGroup, group: tuple[int, ...]) -> bool:
         """Whether the ops themselves and the pins allow ops of a part to be discarded together."""
         program, pins = self.program, self._pins
+        # A pin, a border between units, or the ops themselves (``discardable``).
         if not self._kept.isdisjoint(group) or not discardable(program, group):
             return False
         if pins.widest_units is None:
             return True  # no pin restricts which modules may be units
         if not part.once:
-            return pins.may_be_a_unit(
-                program, part.unit
-            )  # the unit is the part's own module, for all its calls
+            # The unit is the part's own module, for all its calls.
+            return pins.may_be_a_unit(program, part.unit)
         # A unit that is called several times does the same in each of its calls; a part says what one call does.
         widest_units = {pins.widest_unit(program.ops[i].scope) for i in group}
         return len(widest_units) == 1 and all(
@@ -170,6 +175,7 @@ class Regions:
 
         touched = {s for i in inside for s in (*ops[i].reads, *ops[i].writes)}
         saved = {s for s in touched if not inside.isdisjoint(self._savers[s])}
+        # A storage that autograd also keeps for an op of another part is there whatever this part does.
         elsewhere = {s for s in touched if not inside.issuperset(self._savers[s])}
         problem, place = closure_problem(program, part.members, self.costs, may_go, saved, elsewhere)
         early = problem.free.union(place[s] for s in saved & self._early)
@@ -257,8 +263,10 @@ def _options(
     points = list(closure.tradeoff(problem, effort.vertices, effort.between))
     if late is not None:
         found = closure.tradeoff(late, effort.vertices, effort.between)
+        # The sets come from the problem in which early storages are free, but they are charged as they are.
         points += [closure.evaluate(problem, point.discarded) for point in found]
     distinct = tuple({point.discarded: point for point in points}.values())
+    # Each option costs time in proportion to the ops of the problem, so large problems get fewer.
     most = len(distinct) + min(effort.more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
     points = list(closure.with_neighbours(problem, distinct, most))
     return tuple(

@@ -87,6 +87,8 @@ def _events_that_matter(
     program: Program, discarded: Collection[int], units: Collection[int]
 ) -> list[tuple[int, int, int]]:
     liveness = program.liveness
+    # The op itself, all that happens to the storages that it writes, and where units begin and end. Nothing
+    # else changes.
     positions = {int(liveness.op_events[op]) for op in discarded}
     for op in discarded:
         for s in program.ops[op].writes:
@@ -103,7 +105,7 @@ class _DiscardedOp:
 
     def __init__(self, op: int, times: int) -> None:
         self.op = op
-        self.times = times  # that its values are still to be dropped
+        self.times = times  # how many times its values are still to be dropped
         self.args: list[_DiscardedOutput] = []
         self.held: list[int] = []  # handles on arguments that are kept
         self.pending = True
@@ -122,8 +124,8 @@ class _DiscardedOutput:
         self.storage = storage
         self.refs = 1  # the table of the module call that is being recorded, while the original lives
         self.value = -1
-        self.instances = 0
-        self.readers = 0
+        self.instances = 0  # unpacked tensors on the value that are alive
+        self.readers = 0  # nodes that have it as an argument
 
 
 class _RecomputeRewriter:
@@ -138,9 +140,8 @@ class _RecomputeRewriter:
         self.handles: dict[int, _DiscardedOutput] = {}
         self.instances: dict[int, _DiscardedOutput] = {}
         self.loose: dict[int, int] = {}  # instance to the storage that it alone holds
-        self.passing: dict[
-            _DiscardedOutput, int
-        ] = {}  # while something runs again: slots whose values are dropped after it
+        # While something runs again: slots whose values are dropped after it, and how many times they are read before.
+        self.passing: dict[_DiscardedOutput, int] = {}
         self.draft = PatchBuilder(program)
         self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
 
@@ -155,6 +156,7 @@ class _RecomputeRewriter:
                 return  # what it writes in place was kept
             self._discard(arg, op)
         elif code == _FREE:
+            # The original dies here with or without a plan. The table's reference dies with it (``Slot.storage``).
             out.append((code, arg))
             slot = self.table.pop(arg, None)
             if slot is not None:
@@ -163,6 +165,7 @@ class _RecomputeRewriter:
             slot = self.table.get(self.program.handle_storages[arg])
             if slot is None or self._is_code_s(arg):
                 return  # a kept tensor; or no pack hook is asked
+            # Nothing is put in place of the event: a handle on a slot holds no memory.
             slot.refs += 1
             self.handles[arg] = slot
         elif code == _RELEASE:
@@ -174,6 +177,8 @@ class _RecomputeRewriter:
             slot = self.handles.get(self.program.instance_handles[arg])
             if slot is None:
                 return  # a kept tensor
+            # A value that the slot forgets again belongs to this instance alone, and dies with it. Otherwise
+            # all instances share the slot's value.
             if slot.value < 0 and (value := self._compute(slot, position)) is not None:
                 self.loose[arg] = value
             else:
@@ -197,12 +202,15 @@ class _RecomputeRewriter:
                 return  # the end of a unit inside it
             out.append((code, arg))
             self.unit = ROOT_SCOPE
+            # As ``SlotTable.clear``: from here on only handles, nodes and instances refer to slots.
+            # Unreferencing may free nodes, which changes slots but not this list.
             slots = list(self.table.values())
             self.table.clear()
             for slot in slots:
                 self._unref(slot)
         else:
             return
+        # A patch holds only what changes.
         if out != [(code, arg)]:
             self.draft.events[position] = tuple(out)
 
@@ -213,6 +221,8 @@ class _RecomputeRewriter:
     def _discard(self, index: int, op: Op) -> None:
         node = _DiscardedOp(index, self.discarded[index])
         if op.state_bytes:
+            # As ``Draw``: the state before the op stays until the node has run; room for the state after it is
+            # held while the op runs.
             node.state = self.draft.new_storage(op.state_bytes, StorageKind.OTHER)
             room = self.draft.new_storage(op.state_bytes, StorageKind.OTHER)  # to read it again after the op
             self.out += [(_ALLOC, node.state), (_ALLOC, room), (_OP, index), (_FREE, room)]
@@ -244,6 +254,7 @@ class _RecomputeRewriter:
             self._free_unused(slot)
             node = slot.node
             node.live_slots -= 1
+            # Nobody can ask for an output any more, so the node will never run: its arguments go.
             if node.pending and node.live_slots == 0:
                 stack.extend(self._finish(node))
 
@@ -310,6 +321,7 @@ class _RecomputeRewriter:
     def _run(self, node: _DiscardedOp, asked_by: Op) -> None:
         op = self.program.ops[node.op]
         last = node.times == 1
+        # Before anything is freed: an op that overwrites its argument in place still reads that storage.
         values = {arg.storage: arg.value for arg in node.args}
         if op.replaces >= 0:
             self._overwrite(node, op.replaces)
@@ -331,9 +343,12 @@ class _RecomputeRewriter:
             recomputes=node.op,
         )
         self.out.append((_OP, self.draft.ops.add(again)))
+        # Before ``_finish``, which empties the arguments.
         taken = [arg for arg in node.args if arg in self.passing]
         for slot, storage in zip(node.slots, made, strict=True):
             slot.value = storage
+            # An output that nobody waits for dies at once. In a run that is not the last, only readers in this
+            # recomputation count.
             if not (slot.refs if last else slot in self.passing):
                 self._free(slot)
         if last:

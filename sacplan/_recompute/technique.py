@@ -43,6 +43,7 @@ class Recomputation(Technique):
         """Return call sites of units that do not nest; a unit takes over those of units inside it."""
         gone = frozenset(op for region, option in taken for op in region.ops(option))
         wanted = {unit for region, option in taken for unit in region.units[region.options.index(option)]}
+        # A unit inside a unit belongs to the outer one in the executor, so only the outermost are named.
         scopes = {scope for unit in wanted for scope in program.calls[unit]}
         outer = {
             unit

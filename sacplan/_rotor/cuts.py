@@ -72,9 +72,11 @@ def find_cuts(program: Program) -> ForwardCuts:
     crossing, which, blocked = lives.at_positions()
     starts, boundary = [0], list[int]()
     for p in range(1, len(forward)):
+        # Only between ops of the model, and right behind it: the loss is one stage.
         in_root = root.first_op <= forward[p - 1] and forward[p] <= root.end_op
         if in_root and crossing[p] == 1 and not blocked[p]:
             storage = lives.newest[which[p]]
+            # Of several positions that one storage crosses alone, the first is the cut.
             if not boundary or boundary[-1] != storage:
                 boundary.append(storage)
                 starts.append(p)
@@ -126,6 +128,8 @@ def _without_bare_cuts(
     stages, kept = [ops[-1]], list[int]()
     for at in reversed(range(len(boundary))):
         storage, last = boundary[at], at == 0 and not kept
+        # A boundary that autograd keeps anyway costs nothing. The last cut that is left has to stay, or there
+        # would be no chain.
         if storage in saved or last:
             bare = False
         elif kept:
@@ -176,6 +180,7 @@ class _Lives:
             for s in (*op.reads, *op.mutates)
         )
         for s in op.reads:
+            # An op that writes in place reads too, but that is a write here, which blocks cuts by itself.
             if s not in op.mutates:
                 self.read[self.base[s]] = p
         for s in (*op.writes, *op.mutates):
@@ -201,6 +206,7 @@ class _Lives:
                 to[until + 1] -= what
 
         for s, p in self.made.items():
+            # What no parameter has a part in crosses nothing, as if nobody read it.
             read = self.read.get(s, p) if s in self.learned else p
             if s in initial:  # a buffer that the model computes, and reads
                 add(blocked, p, read, 1)

@@ -189,12 +189,14 @@ def tables_of(chain: Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tabl
     sums, column = np.empty(n * ms), np.arange(ms)
     still_held = [0] * n  # by l: from this m on no held[l] changes
     below: list[int] = []  # by l: from this m on C[:, i + 1, l] does not change
+    # (i, l) needs (i, j - 1) and (j, l) for j > i: rows from the last i on, and within a row by rising l.
     for i in reversed(range(n)):
         own = x[i + 1] + xbar[i + 1] + max(ftmp[i], btmp[i])
         step = x[i + 1] + ftmp[i]
         still, still_run, run_ms = [0] * n, 0, 0.0
         for l in range(i, n):  # noqa: E741
             cell, how = C[l, i], choices[l, i]
+            # ``step`` is the maximum in the condition of the forward sweep; each l adds one term to it.
             if l > i + 1:
                 step = max(step, x[l - 1] + x[l] + ftmp[l - 1])
             low = own if l == i else x[l + 1] + step
@@ -209,22 +211,27 @@ def tables_of(chain: Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tabl
                 which = both.argmin(axis=0)  # the first one, so the least j
                 best = sums[which * width + column[:width]]
                 which += i + 1
+                # ``argmin`` answers 0 where nothing fits.
                 which[best == np.inf] = INFEASIBLE
                 if low_b < high:
                     keep_all = (f[i] + b[i]) + C[l, i + 1, low_b - xbar[i + 1] : high - xbar[i + 1]]
+                    # Strictly less: (a) wins a tie.
                     better = keep_all < best[low_b - low :]
                     np.copyto(best[low_b - low :], keep_all, where=better)
                     which[low_b - low :][better] = KEEP_ALL
                 cell[low:high], how[low:high] = best, which
+                # From ``high - 1`` on nothing that was looked up changes any more.
                 cell[high:], how[high:] = best[-1], which[-1]
                 still[l] = low + int(np.count_nonzero(best != best[-1]))  # a cell never rises with m
             run_ms += f[l]
             np.add(run_ms, cell, out=run[l - i])
+            # Shifted by ``x_i`` once here, so that the sums above are plain additions of rows.
             if i > 0 and x[i] <= slots:
                 held[l][i - 1, x[i] :] = cell[: ms - x[i]]
             still_run = max(still_run, still[l])
             still_held[l] = max(still_held[l], x[i] + still[l])
         below = still
+    # What was stored in the unused half goes: a cell with i > l is infeasible.
     for rows in held:
         rows.fill(np.inf)
     return C.transpose(2, 1, 0), choices.transpose(2, 1, 0)
@@ -252,6 +259,7 @@ def _operations(
             found.append(Operation(kinds.LOSS, i))
         elif choices[m, i, last] == KEEP_ALL:
             found.append(Operation(kinds.FORWARD_KEEP_ALL, i))
+            # Pushed first, so that it comes after all that lies between forward and backward of the stage.
             todo.append(Operation(kinds.BACKWARD, i))
             if i < last:
                 todo.append((m - sizes.xbar[i + 1], i + 1, last))
@@ -260,6 +268,7 @@ def _operations(
             found.append(Operation(kinds.FORWARD_KEEP_INPUT, i))
             found.extend(Operation(kinds.FORWARD_KEEP_NOTHING, k) for k in range(i + 1, j))
             todo.append((m, i, j - 1))
+            # A stack: the segment behind j runs first, then stages i to j - 1 again from ``x_i``.
             todo.append((m - sizes.x[j], j, last))
     return tuple(found)
 
@@ -289,6 +298,9 @@ def peak(sizes: ChainSizes, operations: Sequence[Operation]) -> tuple[int, int]:
         if operation.kind is OperationKind.FORWARD_KEEP_NOTHING:
             now -= x[i]
         elif operation.kind in (OperationKind.BACKWARD, OperationKind.LOSS):
+            # Backward of stage i drops what the stage saved, and the gradient of its output (``x_{i+1}``). The
+            # gradient that it makes takes the place of ``x_i``; where that is part of what stage i - 1 saved,
+            # it comes on top.
             now += (x[i] if saved[i] else 0) - x[i + 1] - xbar[i + 1]
     return largest, where
 
@@ -315,6 +327,8 @@ def _least_slots(sizes: ChainSizes) -> int:
         i, last = np.arange(n - d), np.arange(d, n)
         if d > 1:
             step[i] = np.maximum(step[i], x[last - 1] + x[last] + ftmp[last - 1])
+        # By (i, j): the larger of segment (i, j - 1), and of (j, l) with ``x_j`` held. The columns are reversed
+        # since those of ``held`` count from l down.
         a = np.maximum(need[: n - d, :d], held[d:, :d][:, ::-1]).min(axis=1)
         b = np.maximum(need[i, 0], xbar[i + 1] + need[i + 1, d - 1])
         need[i, d] = np.maximum(x[last + 1] + step[i], np.minimum(a, b))

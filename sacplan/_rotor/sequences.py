@@ -129,7 +129,10 @@ def sequences(
     asked = budget_bytes - stages.fixed_bytes
     # Rotor's budgets: the largest that held, and the smallest that did not.
     low, high = tried[0].result.budget_bytes, None
+    # Invariant: ``low`` held the budget (or is the least that Rotor can ask for), ``high`` did not. The next
+    # one is asked for by the difference that the last one missed; by bisection where that leaves the interval.
     for _ in range(_ROUNDS):
+        # Nothing is left in between, or less is asked for than Rotor can hold.
         if asked <= low or (high is not None and asked >= high):
             break
         result = _result(stages, asked, solver)
@@ -140,6 +143,8 @@ def sequences(
             low = asked
         else:
             high = asked
+        # It holds, and nothing runs again, or less than one slot is left: no larger budget gives a better
+        # sequence.
         if off >= 0 and (not found.footprint.recompute_ms or off < result.budget_bytes // solver.slots):
             break
         asked += off

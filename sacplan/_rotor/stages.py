@@ -113,6 +113,7 @@ def stages_of(program: Program, most: int | None = None) -> Stages:
             x[0] = xbar[0] = x[0] + size[s]
         elif 0 <= home < last:
             xbar[home + 1] += size[s]
+            # What the boundary's op makes with it (indices of a max-pool) is there whenever the boundary is.
             if s == cuts.boundary[home] or program.writer[s] in makers[home]:
                 x[home + 1] += size[s]
     backward_of = _backward_of(program, stage_of)
@@ -121,6 +122,7 @@ def stages_of(program: Program, most: int | None = None) -> Stages:
     backward_ms = [0.0] * (last + 1)
     for op, stage in backward_of.items():
         backward_ms[stage] += program.ops[op].time_ms
+    # The loss runs once, there and back: it is never run again.
     backward_ms[last] += forward_ms.pop()
     chain = Chain(
         tuple(forward_ms),
@@ -155,6 +157,8 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
     for before, operation in zip((None, *operations), operations, strict=False):
         if operation.kind in (OperationKind.LOSS, OperationKind.BACKWARD):
             continue
+        # Each forward of a stage is a run. It also drops the boundary before it, if it keeps nothing and the
+        # stage before has just made that boundary.
         runs[operation.stage] += 1
         if (
             operation.kind is OperationKind.FORWARD_KEEP_NOTHING
@@ -167,6 +171,7 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
     for k in range(len(stages)):
         found.update(dict.fromkeys(stages.makers[k], dropped[k]))
         found.update(dict.fromkeys(stages.path[k], runs[k] - 1))
+        # At most once: no later run of the stage's forward asks for it, only its backward.
         found.update(dict.fromkeys(stages.side[k], int(runs[k] > 1)))
     return {op: times for op, times in sorted(found.items()) if times > 0}
 
@@ -179,6 +184,8 @@ def _homes(
     initial = frozenset(program.initial)
     for stage, ops in enumerate(cuts.ops):
         for op in ops:
+            # Each rule overwrites those before it: what autograd saves; boundaries; what is there throughout;
+            # the input.
             stays = op not in droppable and stage < len(cuts.boundary)  # it cannot run again
             home = _FIXED if stays else stage
             for s in program.ops[op].writes:
@@ -222,6 +229,7 @@ def _backward_of(program: Program, stage_of: Mapping[int, int]) -> dict[int, int
     found: dict[int, int] = {}
     for code, arg in program.events:
         if code == Event.UNPACK:
+            # A handle of no forward op counts as the loss's, which changes nothing.
             now = min(now, stage_of.get(program.handle_ops[program.instance_handles[arg]], loss))
         elif code == Event.OP and arg not in stage_of and program.ops[arg].phase is not Phase.OPTIMIZER:
             now = found[arg] = min(now, latest.stage(arg))
@@ -261,6 +269,7 @@ def _extra_bytes(
         backward_extra[stage] = max(0, most(backward_ops[stage], from_here_on) - output - saved)
         if stage < loss:
             unsaved = liveness.bytes_held(at_home[stage], but_for_autograd=True)
+            # Two ways to run forward, one number for both: the larger, so that neither goes over.
             keeping_nothing = most(cuts.ops[stage], unsaved + elsewhere_unsaved) - output
             keeping_all = most(cuts.ops[stage], held + elsewhere) - saved
             forward_extra[stage] = max(0, keeping_nothing, keeping_all)
@@ -293,6 +302,7 @@ def _unit(program: Program, cuts: ForwardCuts) -> int:
     inside = program.ops_in(root)
     scopes = {program.ops[op].scope for ops in cuts.ops[:-1] for op in ops if op in inside}
     scope = program.common_scope(scopes)
+    # A unit is named by its module, so several calls of it could not be told apart.
     while scope != root and program.calls.get(program.scopes[scope].fqn) != (scope,):
         scope = program.scopes[scope].parent
     return scope
@@ -308,6 +318,7 @@ def _roles(
         needed = {boundary}
         for op in reversed(ops):
             made = program.ops[op]
+            # Backwards, so that every reader on the path is known before the op that it reads from.
             written = {*made.writes, *made.mutates}
             role = "side"
             if any(cuts.base[s] == cuts.base[boundary] for s in written):

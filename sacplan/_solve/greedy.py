@@ -45,6 +45,7 @@ class Greedy:
         start, lowest = starts(problem), problem.with_limit(DEVICE_MEMORY, 0)
         descents = [descend(lowest, start, once=once, beyond=True) for once in _with_and_without(problem)]
         picks = min(descents, key=problem.peak)
+        # The same peak may be had for less: the path down took what freed most, not what was needed.
         at_peak = problem.with_limit(DEVICE_MEMORY, problem.peak(picks))
         return self.solve(at_peak) or Solution(picks, "feasible")
 

@@ -23,12 +23,14 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
     moves = sorted(
         (
             (float(problem.choices[choice].costs[option] - cost), choice, other)
+            # Choices on their first option have nothing to give back, unless a link makes another one cheaper.
             for choice, option in {**dict.fromkeys(linked, 0), **now}.items()
             for other, cost in enumerate(problem.choices[choice].costs)
             if cost < problem.choices[choice].costs[option] or (choice in linked and other != option)
         ),
         key=lambda move: (-move[0], move[1]),
     )
+    # By cost that is paid once, how many choices need it now. It is saved when the last of these moves away.
     taken = [sum(pair in once.pairs for pair in now.items()) for once in problem.once_costs]
     for _, choice, other in moves:
         option = now.get(choice, 0)
@@ -43,9 +45,12 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
         ]
         for once, count, count_after in zip(problem.once_costs, taken, after, strict=True):
             change += once.cost * (bool(count_after) - bool(count))
+        # What a move saves is worked out again, since moves before it may have changed links and costs paid
+        # once.
         if change >= 0:
             continue
         more = problem.choices[choice].uses[other] - problem.choices[choice].uses[option]
+        # Invariant: ``room`` is what each row has left, and never becomes negative if it was not.
         if np.all(more <= room):
             room = room - more
             now[choice] = other
@@ -92,12 +97,15 @@ def descend(
     scales = problem.scales
     excess = problem.excess(start)
     best, least = taken.copy(), np.inf
+    # Each move costs more, so a choice makes fewer moves than it has options. Linked choices could go round in
+    # a circle; the bound ends that, too.
     for _ in range(len(costs)):
         at = int((excess / scales).argmax())
         if excess[at] / scales[at] < least:
             best, least = taken.copy(), excess[at] / scales[at]
         if least <= 0:
             break
+        # By row, the largest excess after a move: that of its resource now. So the largest excess never grows.
         ceiling = np.zeros_like(excess)
         for rows in problem.resources.values():
             ceiling[rows] = max(0, excess[rows].max())
@@ -115,6 +123,7 @@ def descend(
         np.divide(more, freed, out=price, where=worth)
         for move in price.argsort(kind="stable")[: int(worth.sum())]:
             change = uses[move] - uses[now[move]]
+            # Prices are in order, so the first move that keeps the ceiling is the cheapest.
             if np.all(excess + change <= ceiling):
                 excess = excess + change
                 taken[owner[move]] = move

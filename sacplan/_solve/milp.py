@@ -134,6 +134,8 @@ class Refinement:
         self._work = options.work_limit  # that is left
         self._cuts: list[list[_AtLeast]] = []
         linked = {end for link in problem.links for end in (link.first, link.second)}
+        # Choices share variables only if every term treats them alike: same options, the same costs paid once,
+        # and no links. A choice with one option has nothing to decide.
         blocks: dict[Hashable, list[int]] = {}
         for i, choice in enumerate(problem.choices):
             if len(choice.costs) > 1:
@@ -147,6 +149,7 @@ class Refinement:
     def cheapest(self) -> Solution | None:
         """Return the cheapest options that keep all limits, to the gap; see ``Milp.solve``."""
         problem = self.problem
+        # Cheap, and it spares a call of the solver that could only say the same.
         if (problem.least_uses() > problem.limits).any():
             self.infeasible = True
             return None
@@ -156,6 +159,7 @@ class Refinement:
         for _ in range(_ROUNDS):
             found, encoding = self._solve(problem, self.options.gap)
             if found.bound is not None:
+                # Each round solves a tighter relaxation, so the best bound of all rounds holds.
                 least = problem.least_cost() if bound is None else bound
                 bound = max(least, found.bound * encoding.cost_scale)
             if not found.values:
@@ -167,6 +171,8 @@ class Refinement:
             if problem.excess(picks)[over] <= 0:
                 best = self._cheaper(best, picks)
                 break
+            # Split first: only once no block differs in that row was it written exactly, and the excess is the
+            # solver's tolerance.
             if self._split(over):
                 continue
             best = self._cheaper(best, descend(problem, picks))
@@ -174,6 +180,7 @@ class Refinement:
                 break
         else:
             self.limited = True
+        # The last layout is near the optimum, if there was one: go down from there for a feasible answer.
         if best is None and not self.infeasible:
             best = self._cheaper(None, descend(problem, picks, beyond=True))
         if best is None:
@@ -198,6 +205,7 @@ class Refinement:
                 break
             counts = encoding.counts(found)
             picks = self._lay_out(counts, lowest)
+            # The layout must keep the other resources; device memory is what is minimised.
             others = problem.with_limit(DEVICE_MEMORY, NO_LIMIT)
             over = others.tightest(picks)
             if others.fits(picks):
@@ -345,6 +353,8 @@ class _Encoding:
             for block, own in zip(self._blocks, self._variables, strict=True):
                 for option, n in enumerate(own, start=1):
                     if (block[0], option) in once.pairs:
+                        # One row for the block: any of its choices that takes the option makes ``paid``
+                        # positive, so 1.
                         self.program.row([(paid, float(len(block))), (n, -1.0)], lower=0.0)
 
     def _links(self) -> None:
@@ -384,6 +394,7 @@ class _Encoding:
                 peak = self.program.variable(cost=1.0)
             before: tuple[int, int] | None = None
             for row in rows[wanted[rows]]:
+                # ``total`` is what is freed here: the total of the row before, plus the difference of the two.
                 need = float(needs[row])
                 total = self.program.variable(lower=None if peak is not None else need)
                 difference = freed[:, row] if before is None else freed[:, row] - freed[:, before[0]]
@@ -405,6 +416,7 @@ class _Encoding:
             for choice in block[1:]:
                 wanted &= (problem.choices[choice].uses == first).all(axis=0)
             worst += len(block) * np.maximum(first.max(axis=0), 0)
+        # Only a row that some choice of options puts over its limit says anything.
         wanted &= worst > problem.limits
         return wanted
 

@@ -94,10 +94,12 @@ class LinearProgram:
         integer: bool = False,
         cost: float = 0.0,
     ) -> int:
+        """Add a variable, and return its number."""
         self._variables.append((lower, upper, integer, cost))
         return len(self._variables) - 1
 
     def binary(self, *, cost: float = 0.0) -> int:
+        """Add a variable that is 0 or 1, and return its number."""
         return self.variable(upper=1.0, integer=True, cost=cost)
 
     def row(
@@ -174,6 +176,8 @@ class LinearProgram:
         objective = math.fsum(
             cost * value for value, (_, _, _, cost) in zip(values, self._variables, strict=True)
         )
+        # A bound may come in above the objective: by a tolerance, or because it is infinite where CBC prints
+        # none (``_run_cbc``).
         least = None if bound is None else min(bound, objective)
         return LinearSolution(status, values, objective, least, work)
 
@@ -394,6 +398,5 @@ def _run_cbc(problem: pulp.LpProblem, more: list[str], options: _Options) -> _En
         return _Ended(status, None, nodes)
     if match := _CBC_BOUND.search(text):  # printed unless the bound has reached the objective
         return _Ended(status, float(match.group(1)) - _CBC_ROUNDING, nodes)
-    return _Ended(
-        status, math.inf if status == "optimal" else None, nodes
-    )  # _read lowers it to the objective
+    # ``_read`` lowers the infinite bound to the objective.
+    return _Ended(status, math.inf if status == "optimal" else None, nodes)

@@ -177,6 +177,7 @@ class Problem:
         links = sum(
             float(link.costs[picks.get(link.first, 0), picks.get(link.second, 0)]) for link in self.links
         )
+        # A choice that ``picks`` leaves out takes its first option, so no pair may name a first option.
         once = sum(once.cost for once in self.once_costs if not once.pairs.isdisjoint(picks.items()))
         return own + links + once
 
@@ -199,5 +200,7 @@ class Problem:
         excess = self.base - self.limits
         for rows in self.resources.values():
             largest = excess[rows].max()
+            # Bytes and counts of other resources become comparable: 1 is the largest excess of the first
+            # options.
             scales[rows] = max(1, largest if largest > 0 else -excess[rows].min())
         return scales

@@ -59,7 +59,9 @@ def _prices(choice: Choice) -> list[float]:
         steps = [((c - cost) / (kept - k), -i) for i, (c, k) in enumerate(options) if i > at and k < kept]
         if not steps:
             break
+        # ``-i`` breaks ties, so of equal slopes the furthest vertex wins.
         price, place = min(steps)
+        # A little above the slope, where the next vertex is cheaper by more than rounding.
         found.append(price * (1 + 1e-9))
         at = -place
     return found

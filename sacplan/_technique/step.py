@@ -70,4 +70,6 @@ def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
     forward = [op for op in program.ops if op.phase == Phase.FORWARD]
     flops = sum(op.flops for op in forward)
     rate = math.fsum(op.time_ms for op in forward) / flops if flops else 0.0
+    # The share of the time decides between ops of equal FLOPs. Without it, all ops that have none would be
+    # free.
     return tuple(op.flops * rate + _TIE * ms for op, ms in zip(program.ops, times, strict=True))

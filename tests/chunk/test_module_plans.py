@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -63,14 +64,19 @@ def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
 
-@pytest.fixture
-def case() -> tuple[nn.Module, torch.Tensor]:
+def make_case() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return gated_layers(), torch.randint(0, VOCAB, (2, 96))
 
 
-def profile_of(case: tuple[nn.Module, torch.Tensor], device: str = "cpu") -> sacplan.Profile:
-    return sacplan.profile(*case, loss_fn, device=device)
+@pytest.fixture
+def case() -> tuple[nn.Module, torch.Tensor]:
+    return make_case()
+
+
+@functools.cache
+def profile_on(device: str = "cpu") -> sacplan.Profile:
+    return sacplan.profile(*make_case(), loss_fn, device=device)
 
 
 def mlps(slices: int) -> list[Chunk]:
@@ -83,7 +89,7 @@ def test_the_rewritten_step_is_the_fake_one(
     case: tuple[nn.Module, torch.Tensor], slices: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.chunk.test_memory.loss_fn", loss_fn)
-    profile = profile_of(case, device)
+    profile = profile_on(device)
     decisions = [*mlps(slices), Chunk("head", "rest", 4, 1)]
     expected = rewritten(profile.program, decisions, profile.spec)
     seen = fake(*case, decisions, device)
@@ -104,7 +110,7 @@ def test_layers_that_are_alike_are_rehearsed_once(
         return original(program, entry, chunk, device)
 
     monkeypatch.setattr(rest, "_rehearsed", rehearse)
-    profile, again = profile_of(case), profile_of(case)
+    profile, again = (sacplan.profile(*case, loss_fn, device="cpu") for _ in range(2))
     copied = [training_chunk(profile.program, chunk, profile.spec) for chunk in mlps(5)]
     assert rehearsed == ["layers.0.mlp"]
     for chunk, found in zip(mlps(5), copied, strict=True):
@@ -127,9 +133,9 @@ def vars_of(profile: sacplan.Profile) -> dict[str, Any]:
     return found | {"recorded": msgspec.structs.replace(profile.recorded)}
 
 
-def test_effects_add_up_with_those_of_recomputation(case: tuple[nn.Module, torch.Tensor]) -> None:
+def test_effects_add_up_with_those_of_recomputation() -> None:
     """What the solver's numbers say of each chunk is the peak of the rewritten program."""
-    profile = profile_of(case)
+    profile = profile_on()
     asked = Planner.of(profile, techniques=BOTH)
     scope = profile.program.calls["layers.2.mlp"][0]
     chunks = module_chunks(profile.program, scope, profile.spec)
@@ -154,7 +160,7 @@ def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
     case: tuple[nn.Module, torch.Tensor],
 ) -> None:
     model, batch = case
-    profile = profile_of(case)
+    profile = profile_on()
     alone = sacplan.plan_smallest(profile)
     smallest = sacplan.plan_smallest(profile, techniques=BOTH)
     assert {chunk.span for chunk in smallest.chunks} >= {"module"}
@@ -171,7 +177,7 @@ def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
 def test_gradients_of_a_plan_with_both(case: tuple[nn.Module, torch.Tensor]) -> None:
     """Recipes around a chunk, and inside of the same layer."""
     model, batch = case
-    plan = sacplan.plan_smallest(profile_of(case), techniques=BOTH)
+    plan = sacplan.plan_smallest(profile_on(), techniques=BOTH)
     assert plan.discarded
     assert plan.gradients == "close"
 
@@ -194,14 +200,14 @@ def test_gradients_of_a_plan_with_both(case: tuple[nn.Module, torch.Tensor]) -> 
     ("unit", "why"),
     [("layers.1", "goes through its last op as it is"), ("embed", "no floating-point activation")],
 )
-def test_modules_that_cannot_run_in_slices(case: tuple[nn.Module, torch.Tensor], unit: str, why: str) -> None:
-    profile = profile_of(case)
+def test_modules_that_cannot_run_in_slices(unit: str, why: str) -> None:
+    profile = profile_on()
     with pytest.raises(CannotChunk, match=why):
         training_chunk(profile.program, Chunk(unit, "module", 4, 1), profile.spec)
 
 
-def test_patches_about_the_same_ops_are_not_merged(case: tuple[nn.Module, torch.Tensor]) -> None:
-    profile = profile_of(case)
+def test_patches_about_the_same_ops_are_not_merged() -> None:
+    profile = profile_on()
     patch = training_chunk(profile.program, mlps(2)[0], profile.spec).patch
     with pytest.raises(ValueError, match="look at event"):
         merged(profile.program, [patch, patch])

@@ -31,6 +31,11 @@ def test_every_folder_and_file_is_in_a_room(rooms: ModuleType) -> None:
     assert found - {"__init__", "__main__"} == set(rooms.ROOMS)
 
 
+def test_tests_lie_in_the_same_rooms(rooms: ModuleType) -> None:
+    found = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert found - {"invariants", "project", "benchmarks"} <= {room.lstrip("_") for room in rooms.ROOMS}
+
+
 def test_imports_between_rooms_only_go_down(rooms: ModuleType) -> None:
     assert len(rooms.imports()) > len(rooms.ROOMS)
     assert not rooms.arrows_up()

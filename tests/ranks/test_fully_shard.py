@@ -130,11 +130,19 @@ def profiled(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor])
     return sacplan.profile(model, batch, loss_fn=loss_fn, optimizer=optimizer_of, device="cpu")
 
 
+@functools.cache
+def whole_of(
+    make: Callable[[], nn.Module], batch_of: Callable[[], Any], loss_fn: Callable[..., torch.Tensor]
+) -> sacplan.Profile:
+    """The step of one process, of a model that no test changes; most cases have the same one."""
+    return profiled(make(), batch_of(), loss_fn)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
     make, batch_of, loss_fn, units, reshard = CASES[name]
     model, batch = make(), batch_of()
-    whole = profiled(model, batch, loss_fn)
+    whole = whole_of(make, batch_of, loss_fn)
     patch = sharded(
         whole.program, whole.fingerprint.parameters, CPU, RANKS, units, reshard_after_forward=reshard
     )
@@ -166,7 +174,7 @@ def test_state_of_other_optimizers_is_in_shards(
 def test_collectives_come_in_the_order_of_fully_shard(mesh: Any) -> None:
     """The order in which units gather, copy out and reduce, from the names that FSDP gives the profiler."""
     model, batch = lm(), tokens()
-    whole = profiled(model, batch, models.cross_entropy)
+    whole = whole_of(lm, tokens, models.cross_entropy)
     units = ["layers.*", ""]
     program = of_one_rank(whole, RANKS, units).program
     memory = RankMemory(
@@ -225,7 +233,7 @@ def test_shards_gradients_and_state_add_up() -> None:
 
 def test_the_model_does_not_notice() -> None:
     """What modules run, and the names of call sites by which a plan speaks of it, are those of the whole step."""
-    whole = profiled(lm(), tokens(), models.cross_entropy)
+    whole = whole_of(lm, tokens, models.cross_entropy)
     before = copy.deepcopy(whole.program)
     rank = of_one_rank(whole, RANKS, ["layers.*", ""])
     assert whole.program == before
@@ -242,7 +250,7 @@ def test_the_model_does_not_notice() -> None:
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
-    rank = of_one_rank(profiled(lm(), tokens(), models.cross_entropy), RANKS, ["layers.*", ""])
+    rank = of_one_rank(whole_of(lm, tokens, models.cross_entropy), RANKS, ["layers.*", ""])
     rank.save(tmp_path / "rank.json")
     assert sacplan.Profile.load(tmp_path / "rank.json").peak_bytes == rank.peak_bytes
 
@@ -252,7 +260,7 @@ def test_a_planned_step_of_a_rank_has_the_planned_peak(name: str, mesh: Any) -> 
     """Measured with the plan applied, before ``fully_shard``; and traced with the plan applied, then sharded."""
     make, batch_of, loss_fn, units, _ = CASES[name]
     model, batch = make(), batch_of()
-    whole = profiled(model, batch, loss_fn)
+    whole = whole_of(make, batch_of, loss_fn)
     plan = sacplan.plan_smallest(of_one_rank(whole, RANKS, units), solver="greedy")
     assert plan.peak_bytes < plan.baseline_peak_bytes
     traced = trace_step(
@@ -318,7 +326,7 @@ def test_slow_links_are_busy_all_the_time() -> None:
 
 
 def test_cpus_wait_for_each_collective() -> None:
-    whole = profiled(lm(), tokens(), models.cross_entropy)
+    whole = whole_of(lm, tokens, models.cross_entropy)
     rank = of_one_rank(whole, RANKS, ["layers.*", ""]).program
     assert all(ms > 0 for ms in exposed(rank, "fsdp.all_gather_copy_in.default"))
     assert all(ms > 0 for ms in exposed(rank, "c10d._reduce_scatter_base_.default"))
@@ -373,8 +381,8 @@ def _widest_units(program: Program, ops: Sequence[int]) -> set[str]:
 
 def test_what_leaves_a_unit_is_kept() -> None:
     """Nothing that may run again is read, or kept by autograd, outside of the widest unit around it."""
-    whole = profiled(lm(), tokens(), models.cross_entropy).program
-    program = of_one_rank(profiled(lm(), tokens(), models.cross_entropy), RANKS, ["layers.*", ""]).program
+    whole = whole_of(lm, tokens, models.cross_entropy).program
+    program = of_one_rank(whole_of(lm, tokens, models.cross_entropy), RANKS, ["layers.*", ""]).program
     assert sharded_units(whole) == frozenset()
     assert sharded_units(program) == {"", "layers.0", "layers.1", "layers.2"}
     assert too_wide(program) == {""}
@@ -393,7 +401,7 @@ def test_what_leaves_a_unit_is_kept() -> None:
 
 def test_nested_units_limit_to_the_inner_ones() -> None:
     program = of_one_rank(
-        profiled(lm(), tokens(), models.cross_entropy), RANKS, ["layers.*", "layers.*.mlp", ""]
+        whole_of(lm, tokens, models.cross_entropy), RANKS, ["layers.*", "layers.*.mlp", ""]
     ).program
     assert too_wide(program) == {"", "layers.0", "layers.1", "layers.2"}
     again = [i for i, op in enumerate(program.ops) if op.recomputable]
@@ -438,7 +446,7 @@ def _fqn(program: Program, scope: int) -> str:
 
 @pytest.fixture(scope="module")
 def whole() -> sacplan.Profile:
-    return profiled(lm(), tokens(), models.cross_entropy)
+    return whole_of(lm, tokens, models.cross_entropy)
 
 
 def test_patterns(whole: sacplan.Profile) -> None:

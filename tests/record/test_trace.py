@@ -205,7 +205,7 @@ def test_routing_is_balanced_and_said_so():
         seen.append(tuple(model.rows))
         return loss
 
-    with pytest.warns(SacplanWarning, match=r"tests.record.test_trace, line \d+, in forward.*balanced"):
+    with pytest.warns(SacplanWarning, match=r"tests.zoo.experts, line \d+, in forward.*balanced"):
         profile = sacplan.profile(MoE(), torch.randn(64, 16), loss_fn=loss_fn)
     assert set(seen) == {(32, 32, 32, 32)}
     assert len(profile.rules) == 1

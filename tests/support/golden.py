@@ -215,7 +215,7 @@ def _figures(profile: sacplan.Profile, plan: Plan) -> dict[str, Any]:
         "limits_reached": not isinstance(plan.provenance.limits_reached, msgspec.UnsetType),
         "decisions": len(plan.decisions),
         "decisions_digest": _digest(msgspec.json.encode(plan.decisions)),
-        "sharding_digest": _digest(repr(plan.ranks).encode()),
+        "sharding_digest": _digest(msgspec.json.encode(plan.ranks)),
         "program_digest": digest_of(program),
     }
 

@@ -110,9 +110,8 @@ class Stretch:
         self._region = SlicedRegion(1, 1)
         self._fake = _local.mode
         self._nodes: list[DeferredOp] = []
-        self._like: dict[
-            DeferredTensor, torch.Tensor
-        ] = {}  # fake: results have the strides that kernels give
+        # Fake tensors: results have the strides that kernels give.
+        self._like: dict[DeferredTensor, torch.Tensor] = {}
         self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps
         self._lazies: list[weakref.ref[StretchTensor]] = []
         self._buffers: list[torch.Tensor] = []
@@ -185,6 +184,8 @@ class Stretch:
             lambda x: self._like[x] if isinstance(x, DeferredTensor) else x, (of_node, named)
         )
         with modes_off(), self._fake:
+            # Fake tensors on the device give the strides that its kernels would, which the buffers need. No
+            # mode of the program sees this.
             made = func(*likes, **named_likes)
         rule = rule_of(func, likes, named_likes, list(tensors_in(made)))
         node = DeferredOp(func, of_node, named, Stage.LOOP, rule=rule)
@@ -279,6 +280,8 @@ class Stretch:
 
     def _needed(self) -> list[DeferredOp]:
         """Return the ops that compute something, and the views that are kept or that one of these reads."""
+        # Backwards: a view is needed only if a later node, or a buffer, reads it. An op that computes is kept
+        # even if nobody reads it, as in the plain step.
         wanted = set(self._filled())
         found = []
         for node in reversed(self._nodes):
@@ -293,6 +296,7 @@ class Stretch:
         Returns:
             The size of the axis, or 0 if there is none.
         """
+        # Each 0 makes the stretch run whole: slower, never wrong.
         rules = [node.rule for node in nodes if node.rule is not None]
         if len(rules) < len(nodes):
             return 0  # an op must see whole tensors
@@ -324,6 +328,8 @@ def _axes_like(asked: Axis, size: int, rules: Sequence[Rule]) -> Iterator[Axis]:
             if math.prod(sizes) != size or len(sizes) < 2:
                 continue
             for axis in parts_of(Axis(dim, 1, size, 1), sizes):
+                # The planned axis was the innermost part of the dimension, or was not; a guess must agree in
+                # that.
                 if axis not in seen and (axis.inner == 1) == (inner == 1):
                     seen.add(axis)
                     yield axis

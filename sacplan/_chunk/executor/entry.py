@@ -74,8 +74,10 @@ class _ChunkEntryFunction(torch.autograd.Function):
         if root is not None:
             root.data = tensor.detach()  # results may be read after autograd has let go of it
         needed = ctx.needs_input_grad[2:]
+        # Nobody asked for the others, and to compute them would take time in every slice.
         asked = [g if n else None for g, n in zip(gradients, needed, strict=True)]
         lazies = [g.value for g in asked if isinstance(g, Lazy)]
+        # Along with the gradients: code that looks at the loss afterwards would need another loop.
         pending = ctx.region.pending
         computed = compute([*lazies, *pending])
         for value, data in zip(pending, computed[len(lazies) :], strict=True):

@@ -101,12 +101,14 @@ class ChunkedForward(StandIn):
         leaves, spec = tree_flatten((args, kwargs))
         self._calls += 1  # a difference in the first call alone is worth no warning
         at = next((i for i, x in enumerate(leaves) if _is_activation(x)), None)
-        if at is None or isinstance(leaves[at], Lazy):  # inside of another region
+        # No activation, or the module is inside of another region, whose slices it is part of.
+        if at is None or isinstance(leaves[at], Lazy):
             return self.call_original(*args, **kwargs)
         axis = self._axis_of(leaves[at])
         with self._lock:
             places = _parameters(self.module)
             known = {id(p): p for p in (where[name] for where, name in places)}
+            # Everything that gets a gradient goes through the entry's node, so that one loop makes all of them.
             known.update((id(x), x) for i, x in enumerate(leaves) if i != at and _gets_gradient(x))
             if axis is None or not (leaves[at].requires_grad or known):
                 return self.call_original(*args, **kwargs)  # no such axis; or nothing to differentiate

@@ -68,7 +68,7 @@ class Lazy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: DeferredTensor) -> Lazy:
-        """A lazy tensor without history."""
+        """Make a lazy tensor without history."""
         t: Lazy = torch.Tensor._make_wrapper_subclass(
             cls, value.shape, strides=value.stride, dtype=value.dtype, device=value.device
         )
@@ -106,7 +106,7 @@ class Lazy(torch.Tensor):
         return memo.setdefault(id(self), real(self).clone())
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a tensor."""
+        """Return the computed tensor as an array."""
         if self.requires_grad and not force:
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
@@ -114,15 +114,15 @@ class Lazy(torch.Tensor):
         return real(self).numpy(force=force)
 
     def tolist(self) -> Any:
-        """As of a tensor."""
+        """Return the computed tensor's values."""
         return real(self).tolist()
 
     def data_ptr(self) -> int:
-        """As of a tensor."""
+        """Return the address of the computed tensor."""
         return real(self).data_ptr()
 
     def untyped_storage(self) -> Any:
-        """As of a tensor."""
+        """Return the storage of the computed tensor."""
         return real(self).untyped_storage()
 
 
@@ -179,6 +179,7 @@ def defer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
     Raises:
         ChunkError: it writes in place to what another tensor shares.
     """
+    # The cases are those at the top of this file, in the same order.
     lazies = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Lazy)]
     if func in _ALIASES:
         value = lazies[0].value
@@ -224,6 +225,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not written:  # it only reads lazy tensors
         return func(*_real(args), **_real(kwargs))
     lazy = written[0]
+    # Four cases: written anew by an op that returns the result; computed first and written as a whole; computed
+    # already, or to be computed without slices; and memory that others share, which lazy tensors cannot show.
     alone = traits.in_place and not lazy.value.aliased
     if alone and (functional := _without_writing(func)) is not None and not traits.random:
         made = defer(functional, args, kwargs)
@@ -286,6 +289,8 @@ class _Deferral(Call):
         outputs = list(tensors_in(made))
         if not outputs:
             return self._whole("it returns no tensor")
+        # From here on in the order of the rules in ``values.py``: all free; none sliced, so late; sliced with some
+        # reduced, which need a loop first; sliced in one region or several.
         values = [x.value for x in self.lazies]
         if all(value.free for value in values):
             return self._made(made, Stage.FREE, rule=rule_of(self.func, args, kwargs, made))
@@ -304,6 +309,7 @@ class _Deferral(Call):
         if len(regions) > 1:
             return self._whole("it reads tensors that are sliced in different ways")
         self.region = next(value.region for value in values if value.sliced)
+        # Before the factor rule, for which a slice along the sliced axis needs all of its input.
         moved = self._moved(outputs)
         if moved is not None:
             if moved.start < 0 or moved.start + moved.axis.size > self.region.size:
@@ -320,6 +326,7 @@ class _Deferral(Call):
             if isinstance(x, Lazy) and x.value.window is not None:
                 found = into_factor(dims, rule.sizes, x.value.window.axis)
                 here = None if found is None else FactorCut(found, x.value.window.start)
+                # An input is cut where the rule has no factor, or two inputs are cut along different ones.
                 if here is None or (cut is not None and here != cut):
                     return self._whole("its arguments are sliced in different ways")
                 cut = here

@@ -108,6 +108,7 @@ class _Computation:
                 loops[_region_of(node)].append((node, node.cut))
             elif node.stage is Stage.FREE:
                 self._run_whole(node)
+        # Loops make what is asked for, and what late nodes read. All else lives for one slice.
         late = [node for node in self.nodes if node.stage is Stage.LATE]
         wanted = {v for v in self.values if not v.begins}
         wanted.update(v for node in late for v in node.values if not v.begins)
@@ -127,6 +128,7 @@ class _Computation:
         Goes backwards from the values that are asked for (None: as a whole) and from the ops of loops, so that all
         readers of a value are known when its maker is looked at.
         """
+        # By free value, the slices in which it is asked for, or None where somebody asks for all of it.
         asked: dict[DeferredTensor, set[tuple[SlicedRegion, Window] | None]] = defaultdict(set)
         for v in self.values:
             asked[v].add(None)
@@ -178,6 +180,7 @@ class _Loop:
         buffers: Mapping[DeferredTensor, torch.Tensor],
     ) -> None:
         self.region, self.nodes, self.known, self.buffers = region, nodes, known, buffers
+        # Taken once for all slices: ``whole`` may have a saved-tensor hook recompute the tensor.
         self.begins = {v: v.whole() for node, _ in nodes for v in node.values if v.begins}
         self.results = dict(buffers)
         self.windows = [slices_read(node, cut) for node, cut in nodes]
@@ -251,6 +254,7 @@ class _Loop:
         if node.move:
             (x,) = node.values
             out: Any = _moved(node, given(x), x, made[0], start, stop)
+        # The gradient of a weight: as large as the weight in each slice, if it were made apart and then added.
         elif node.func is aten.mm.default and self._adds_products(made[0]):
             self._add_product(made[0], *map(given, node.inputs))
             return
@@ -300,6 +304,7 @@ class _Loop:
             raise AssertionError(f"{node.func} makes a whole tensor in the loop")
         if v.combined is Kind.MEAN:
             assert node.cut is not None
+            # The mean of the whole is the sum of the slices' means, each by its share of the axis.
             t = t * (length / node.cut.axis.size)
         total = self.results.get(v)
         if total is None:
@@ -327,6 +332,8 @@ class _Loop:
 
 def needed_nodes(values: Sequence[DeferredTensor]) -> list[DeferredOp]:
     """Return the nodes that values need, in the order in which they were deferred."""
+    # By number, since a node can be reached in several ways; sorted, they are in an order in which they can
+    # run.
     found: dict[int, DeferredOp] = {}
     waiting = [v for v in values if v.node is not None]
     while waiting:

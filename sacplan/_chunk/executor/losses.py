@@ -37,10 +37,13 @@ def _nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
     Without lazy scores, or with lazy targets, the weight that the kernel returns is used.
     """
     scores, targets, weight, reduction, ignored = args
+    # Each slice sums; the division comes once, after the loop.
     slice_reduction = _SUM if reduction == _MEAN else reduction
     loss, total = deferred(func, (scores, targets, weight, slice_reduction, ignored), {})
     if not (isinstance(loss, Lazy) and isinstance(scores, Lazy)) or isinstance(targets, Lazy):
         return (defer(aten.div.Tensor, (loss, total), {}) if reduction == _MEAN else loss), total
+    # The total weight is a free node of its own: it depends on the targets alone, so it is there before the
+    # loop.
     held = [Held(t) for t in history_free_aliases([targets] if weight is None else [targets, weight])]
     node = DeferredOp(_total_weight, (reduction, ignored, scores.dtype, *held), {}, Stage.FREE)
     like = torch.empty((), dtype=scores.dtype, device="meta")

@@ -162,6 +162,7 @@ class StretchMode(Watching):
             return device  # the device of a fake tensor was asked for, which runs nothing
         if self.paused:
             return func(*args, **kwargs)
+        # Inference mode leaves out the keys of autograd, at which composite ops are otherwise taken apart.
         if torch.is_inference_mode_enabled() and is_composite(func):
             with self:  # elsewhere it would have come in parts
                 return run_composite(func, *args, **kwargs)
@@ -203,10 +204,12 @@ class StretchMode(Watching):
         """Defer an op of a stretch, and run the loop if it is the last one."""
         name = str(func)
         stretch = frame.stretch_of(site)
+        # What was put off so far runs now, and this op after it, as it is.
         if stretch is not None and not stretch.may_defer(func, args, kwargs):
             frame.give_up(stretch, name)
         if stretch is None or stretch.is_over:
             return self._run(func, args, kwargs, tensors, name)
+        # Other stretches first: the op may read what they have put off, or overwrite what they will read.
         self._settle(func, args, kwargs, tensors, name, but=stretch)
         out = stretch.defer(func, args, kwargs, frame.unit.kept.get(site, ()))
         if frame.is_last(site):
@@ -281,6 +284,7 @@ class SlicedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return self.original(*args, **kwargs)
+        # Asked anew in each call: modules may have been added or replaced since.
         names = {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
         frame = _Frame(self._unit, names, sys._getframe(0), self._differences)
         if _here.mode is not None:
@@ -302,6 +306,7 @@ class SlicedForward(StandIn):
         mode.frames.append(frame)
         try:
             out = self.original(*args, **kwargs)
+            # What ``end`` computes is no op of the model: the frames must not look for it in the recording.
             mode.paused = True
             frame.end()
         finally:

@@ -138,6 +138,7 @@ class SlicedRegion:
         """Return the type in which a value's parts are added: float32 if it costs next to nothing, as for a loss."""
         if value.dtype not in (torch.bfloat16, torch.float16):
             return value.dtype
+        # A vector or scalar is small beside its matrix, so a sum in float32 costs next to nothing.
         return torch.float32 if len(value.shape) < 2 else self.accumulate or value.dtype
 
     def note_scalar(self, value: DeferredTensor) -> None:
@@ -151,8 +152,9 @@ class SlicedRegion:
 
     @property
     def pending(self) -> list[DeferredTensor]:
-        """See above."""
+        """The scalars that the next loop computes along, see the class."""
         alive = [value for value in (ref() for ref in self._pending) if value is not None]
+        # Computed ones are dropped on the way, so the list does not grow with the step.
         self._pending = [weakref.ref(value) for value in alive if value.data is None]
         return [value for value in alive if value.data is None]
 
@@ -222,6 +224,7 @@ class DeferredTensor:
         """Whether it is computed, or a view of what is."""
         if self.node is None:
             return self.data is not None
+        # A view of what is there takes no memory: to compute it now costs nothing.
         func = self.node.func
         return getattr(func, "is_view", False) and all(v.there for v in self.node.values)
 

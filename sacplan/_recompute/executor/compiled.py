@@ -119,6 +119,7 @@ def checkpointed_for_compile(planned: TaggedForward, args: Any, kwargs: Any) -> 
 
 
 def _contexts(tags: Tags) -> Any:
+    # None where no graph is being traced: it broke inside the unit.
     graph = torch._guards.TracingContext.try_get()
     if graph is None:
         raise PlanError(
@@ -163,6 +164,7 @@ class _Policy:
         follows_input = _is_view(func) or (func is _CLONE and in_dropout)
         discarded = follows_input and self._is_discarded((args, kwargs))
         for name in _eager_names(func, args, in_dropout):
+            # Each eager op that this one stands for is counted, or all later places of that name would be off.
             site = (name, self._seen[name])
             self._seen[name] += 1
             if site in self._sites:
@@ -214,6 +216,8 @@ class _Checked(TorchDispatchMode):
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         self._mode.__exit__(exc_type, exc_value, traceback)
         missing = sorted((self._tags.sites - self._met) | self._tags.unknown)
+        # Not after another error; and only while a graph is traced, when the calls of the first trace have been
+        # seen (see above).
         if missing and exc_type is None and get_proxy_mode() is not None:
             shown = ", ".join(f"{name} #{occurrence}" for name, occurrence in missing[:3])
             more = ", ..." if len(missing) > 3 else ""
@@ -249,6 +253,7 @@ def _is_view(func: Any) -> bool:
 
 def _called_by_dropout() -> bool:
     """Whether torch's Python decomposition of dropout asked for the op that is dispatched now."""
+    # The decomposition is a few frames above the dispatch; a bound keeps the cost down where it is not there.
     frame = sys._getframe(1).f_back
     for _ in range(16):
         if frame is None:

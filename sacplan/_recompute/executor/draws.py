@@ -43,9 +43,9 @@ _STEADY = aten_names(
 _moves: dict[Any, int] = {}  # of known draws: kind of call to how far it moves the generator
 _own: dict[torch.device, torch.Generator] = {}
 _own_lock = threading.Lock()
-_mixed_up: set[torch.device] = (
-    set()
-)  # devices on which another thread was seen to draw in between: checks are exact
+# Devices on which another thread was seen to draw in between. A distance proves nothing there any more, so the last
+# check decides.
+_mixed_up: set[torch.device] = set()
 
 
 class Draw:
@@ -153,6 +153,8 @@ def draw_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw |
         return None
     if isinstance(tensor, FakeTensor):
         spec = active_device()
+        # On a CPU the state takes memory that the fake step has to show; on a GPU it lies on the host, which is
+        # not counted.
         return None if spec is not None and spec.kind != "cpu" else Draw(_FakeGenerator())
     values = (*args, *kwargs.values())
     generator = next((v for v in values if isinstance(v, torch.Generator)), None)
@@ -184,16 +186,23 @@ def _moved(before: torch.Tensor, after: torch.Tensor) -> int:
     first, last = _bytes(before), _bytes(after)
     if len(first) == GENERATOR_STATE_BYTES:
         return (_left(first) - _left(last)) % _STATE_WORDS
+    # With another seed there is no distance. The hash stands for one that no known call has.
     return hash((first[:8], last[:8])) if first[:8] != last[:8] else _offset(last) - _offset(first)
 
 
 def _left(state: bytes) -> int:
-    """Return how many numbers a CPU's generator (``CPUGeneratorImplState``) has left in this round."""
+    """Return how many numbers a CPU's generator has left in this round.
+
+    The count is behind the seed in its state (``aten/src/ATen/CPUGeneratorImpl.cpp``).
+    """
     return int(struct.unpack_from("<i", state, 8)[0])
 
 
 def _offset(state: bytes) -> int:
-    """Return the offset of a GPU's generator; its state is a seed and an offset."""
+    """Return the offset of a GPU's generator.
+
+    Its state is a seed and an offset of 8 bytes each (``aten/src/ATen/cuda/CUDAGeneratorImpl.cpp``).
+    """
     return int(struct.unpack_from("<q", state, 8)[0])
 
 

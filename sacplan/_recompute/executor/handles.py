@@ -2,7 +2,8 @@
 
 A discarded tensor leaves a handle on its slot. A kept one is packed with its version.
 
-A saved-tensor hook disables autograd's own check for in-place writes, so these do the check themselves.
+A saved-tensor hook disables autograd's own check for in-place writes (``torch/csrc/autograd/saved_variable.cpp``), so
+these do the check themselves.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class RecipeHandle:
             RecipeError: the tensor was written after autograd saved it, or comes out with other bits.
         """
         slot, original = self.slot, self.original()
+        # ``written`` tells of writes that the recorder saw. While the original is alive, its version and storage
+        # tell of those after the forward pass, too.
         if slot.written or (
             original is not None
             and (original._version != slot.version or original.untyped_storage() is not slot.storage())

@@ -65,5 +65,6 @@ class UnitHooks:
         ours = top is not None and top[0] is self._pack
         if ours and not on:
             _pop_hooks()
+        # Only on top of the hooks that were there when the call began: others belong to code inside the unit.
         elif on and not ours and top == self.around and why_no_hooks() is None:
             _push_hooks(self._pack, unpack)

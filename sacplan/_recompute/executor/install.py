@@ -42,6 +42,8 @@ class InstalledRecipes(InstalledStandIns):
         for fqn, sites in discarded.items():
             unit = model.get_submodule(fqn)
             _check_compiled(fqn, unit)
+            # A module that is shared with another part of the model has one name in the recording, which is the
+            # first one.
             elsewhere = frozenset(
                 n for n, m in unit.named_modules() if n and not is_inside(names[id(m)], fqn)
             )

@@ -126,12 +126,11 @@ class Lookup:
         """Return what to do about the next op, and what identifies it; None for an op that cannot be a recorded one."""
         facts = func_facts(func)
         if facts.name is None or (in_backward() and not self._in_backward):
-            return (
-                facts.kept,
-                None,
-            )  # no computation; or a gradient inside a forward pass, which is not recomputed
+            # No computation; or a gradient inside a forward pass, which is not recomputed.
+            return facts.kept, None
         description = described(facts.name, [t.dim() for t in tensors_in((args, kwargs)) if is_plain(t)])
         around = self._module_calls()
+        # Only for the first op behind a schedule; see ``_resume``.
         if self._likely is not None:
             self._resume(around, description)
         place = self._places.at(around)

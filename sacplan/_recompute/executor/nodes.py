@@ -133,10 +133,10 @@ class RecipeNode:
 
     Attributes:
         args, kwargs: the op's arguments, with None for tensors.
-        held, slot_args: those tensors.
-        rng: what a random op drew.
-        settings: those that chose its kernel, if there are any.
-        outputs: empty once it is settled.
+        held, slot_args: the tensors among them: kept ones, and views of slots.
+        rng: the draw of a random op.
+        settings: the settings that chose its kernel; None if no setting does.
+        outputs: its slots, as weak references; empty once it is settled.
         times: how many runs are left. It settles after the last one.
     """
 
@@ -202,7 +202,9 @@ class RecipeNode:
             RecipeError: an argument is not what it was in the forward pass (its version, the last write that a mode
                 saw, its digest), or the random numbers cannot be drawn again.
         """
+        # Copies: a node may run several times, and must not keep the tensors that one run puts in.
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
+        # Three checks of what is kept, from cheap to expensive. The last one alone sees writes that bypass PyTorch.
         for place, tensor, version, before, digested in self.held:
             if tensor._version != version or last_write_to(tensor) != before:
                 raise RecipeError(
@@ -245,8 +247,10 @@ class RecipeNode:
                 args[place] = tensor
             else:
                 _put(args, kwargs, place, tensor)
+        # Only now, since the op may read the slot in another argument as well.
         if taken is not None:
             taken.value = None
+        # ``OutsideForward`` puts the caller's mode back.
         torch._C._set_grad_enabled(self.grad_mode)
         if self.settings is not None and self.settings != (now := kernel_settings()):
             set_kernel_settings(self.settings)
@@ -289,6 +293,7 @@ class RecipeNode:
         for i, ref in enumerate(self.outputs):
             slot = ref() if ref is not None else None
             if slot is not None:
+                # Views that autograd saved are described by sizes, strides and offsets on the forward pass's output.
                 if len(tensors) != len(self.outputs) or view_of(tensors[i]) != slot.view:
                     raise RecipeError(
                         f"output {i} of {self} has another shape or memory layout on recomputation than in the "
@@ -300,6 +305,7 @@ class RecipeNode:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor, with its storage's size and its memory layout."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    # The whole storage: other views of the slot may reach memory that this tensor leaves out.
     whole = torch.as_strided(tensor, (elements,), (1,), 0).clone()
     return torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -347,6 +353,7 @@ def compute(wanted: Slot, view: View) -> torch.Tensor:
     Nodes with runs left pass their values on (``_passing``) and drop them when the last reader has run.
     """
     order = _needed(wanted.node)
+    # A node runs in the gradient mode of the forward pass. Below autograd's dispatch keys it records nothing even so.
     with torch._C._AutoDispatchBelowADInplaceOrView():
         if all(node.times == 1 for node in order):
             for node in order:
@@ -359,12 +366,14 @@ def compute(wanted: Slot, view: View) -> torch.Tensor:
                 _run(order.pop(), passing)
             return wanted.take(view)
         finally:
+            # Also after an error: a value left behind would be taken for one that may stay.
             for slot in passing:
                 slot.value = None
 
 
 def _run(node: RecipeNode, passing: dict[Slot, int]) -> None:
     """Run a node, and drop those of its arguments that no other node of this recomputation reads."""
+    # Before the node settles and forgets its arguments.
     taken = [arg[1] for arg in node.slot_args if arg[1] in passing]
     if node.times > 1:
         node.pass_on(node.compute(), passing)
@@ -380,9 +389,12 @@ def _run(node: RecipeNode, passing: dict[Slot, int]) -> None:
 def _needed(node: RecipeNode) -> list[RecipeNode]:
     """Return the nodes that have to run for this one, itself included, each after those that it needs."""
     order: dict[RecipeNode, None] = {}
+    # A stack of our own, since a chain of nodes may be longer than Python's recursion limit. True: all that it
+    # needs is in the order.
     stack = [(node, False)]
     while stack:
         current, ready = stack.pop()
+        # Settled, so its values are there; or reached on another way.
         if not current.outputs or current in order:
             continue
         if not ready:

@@ -113,6 +113,7 @@ class PlannedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             return checkpointed_for_compile(self, args, kwargs)
+        # Without gradients autograd saves nothing, so there is nothing to discard.
         if here.recorder is not None or not torch.is_grad_enabled():
             return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
         if self._first_in_training is None:
@@ -127,8 +128,10 @@ class PlannedForward(StandIn):
             self.differences.note(recorder.difference, may_warn=self._first_in_training is not None)
         if self._first_in_training is None:
             self._first_in_training = self.module.training
+        # The schedule of the latest call comes first, since the next call most likely does the same.
         latest = recorder.learned or recorder.followed
         if latest is not None and (not known or latest is not known[0]):
+            # Kinds that keep changing would fill memory; starting over costs one lookup each.
             if len(self._schedules) == _MAX_KINDS and kind not in self._schedules:
                 self._schedules = {}
             others = tuple(schedule for schedule in known if schedule is not latest)
@@ -145,4 +148,6 @@ class PlannedForward(StandIn):
             self._parameters = [(m._parameters, n) for m in self.module.modules() for n in m._parameters]
         flags = [p is not None and p.requires_grad for p in (d.get(n) for d, n in self._parameters)]
         flags += [isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())]
+        # Training decides which ops run, gradients what autograd saves, and hooks around the unit whether ours
+        # may be switched.
         return self.module.training, current_saved_tensors_hooks() is None, tuple(flags)

@@ -148,6 +148,8 @@ class UnitRecorder(Watching):
             self._differs = schedule.difference is not None
         self._lookup.enter(sys._getframe(1))
         self._hooks.begin(self._pack, may_switch=schedule is None or schedule.switches)
+        # Without a schedule nobody knows where autograd saves a discarded tensor, so the hooks are on
+        # throughout.
         if schedule is None or not self._hooks.may_switch:
             self._hooks.switch(True)
         super().__enter__()
@@ -159,6 +161,7 @@ class UnitRecorder(Watching):
         super().__exit__(exc_type, exc_value, traceback)
         if exc_type is None:
             self._learn()
+        # Also after an error: hooks left behind would pack what the rest of the program saves.
         self._hooks.end()
         self._lookup.leave()
         self._slots.clear()
@@ -169,6 +172,7 @@ class UnitRecorder(Watching):
         if self.paused:
             return func(*args, **(kwargs or {}))
         given = with_lent_number(args) if func in TAKES_A_NUMBER else args
+        # From cheap to expensive: the schedule's next op, another schedule that began alike, a lookup.
         expected, op = self._ops[self._at]
         if expected is func:
             self._at += 1
@@ -177,9 +181,8 @@ class UnitRecorder(Watching):
             self._at += 1
         else:
             op = self._look_up(func, args, kwargs)
-        if (
-            self._differs and func_facts(func).name is not None
-        ):  # autograd asks for devices, and detaches outputs
+        # Only computations count: autograd asks for devices and detaches outputs in between.
+        if self._differs and func_facts(func).name is not None:
             site = op.site if op else None
             self._last = _LastOp(autograd_sequence_number(), torch.is_grad_enabled(), site)
         if op is None:
@@ -200,6 +203,8 @@ class UnitRecorder(Watching):
         """Return what to do about an op in this call: one that was not recorded follows its inputs."""
         if op.action is not Action.FOLLOW:
             return op.action
+        # It reads something discarded, so it may stand for an op that the plan discards. Keeping its output
+        # would hold memory that the plan counts as free.
         if any(self._slots.slot_of(t) is not None for t in tensors_in((args, kwargs)) if is_plain(t)):
             return Action.DISCARD
         kept = func_facts(func).kept
@@ -213,12 +218,12 @@ class UnitRecorder(Watching):
         traits, site = op.traits, op.site
         assert traits is not None
         assert site is not None
+        # Both before the op runs: it moves the generator, and changes the storages that it writes.
         draw = draw_of(func, args, kwargs) if traits.random else None
         overwritten = self._slots.before_write(traits, args, kwargs) if traits.written_names else None
         out = func(*given, **kwargs)
-        if draw is None or draw.is_pinned(
-            func, args, kwargs
-        ):  # else another thread drew from the same generator
+        # Not pinned: another thread drew from the same generator, so the op could not run again.
+        if draw is None or draw.is_pinned(func, args, kwargs):
             self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten)
         return out
 
@@ -247,12 +252,14 @@ class UnitRecorder(Watching):
         op, known = self._lookup.next(func, args, kwargs)
         self._differs = self._lookup.differs
         draft.add(func, op, known)
+        # Somebody else changes the hooks here, so at which gaps ours are on cannot be a part of the schedule.
         if self._hooks.may_switch and (in_backward() or not self._hooks.on_top()):
             self._hooks.may_switch = False  # other hooks come and go inside the unit
         return op
 
     def _leave_schedule(self) -> ScheduleDraft:
         """Continue as if every op so far had been looked up."""
+        # From here on hooks are on, and ``NO_OPS`` makes every op a lookup, as in the first call.
         done, schedule = self._at, self._schedule
         draft = self._draft = ScheduleDraft() if schedule is None else schedule.beginning(done)
         likely = None if schedule is None else schedule.calls_around(done)
@@ -265,6 +272,7 @@ class UnitRecorder(Watching):
         """End a call that did not fail: say which schedule it followed, or make one of what it did."""
         draft = self._draft
         if draft is None:
+            # None marks the end of a schedule: the call ran all of its ops, or all of another one's.
             if self._ops[self._at][0] is None or self._follows_another(None):  # it did what the schedule says
                 self.followed = self._schedule
                 self.difference = self.followed.difference if self.followed is not None else None
@@ -298,6 +306,8 @@ class UnitRecorder(Watching):
         try:
             if slot is not None:
                 return Wrapped(handle, wrapping_of(t), base_without_history(t, local))
+            # Hooks around the unit get a kept tensor as they would without ours. Else it carries the version
+            # that autograd, with hooks on, does not check.
             if self._hooks.around is not None:
                 pack_hook, unpack_hook = self._hooks.around
                 return PassedOn(pack_hook(t), unpack_hook)

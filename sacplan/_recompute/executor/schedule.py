@@ -135,11 +135,14 @@ class ScheduleDraft:
         made: list[tuple[Any, ScheduledOp | None]] = []
         for gap, (func, op) in enumerate(self.ops, start=1):  # the gap behind this op
             hooks = None
+            # A gap with both kinds needs the hooks: kept tensors pass through them unharmed, discarded ones
+            # would be missed.
             if switches and gap in self.handles and not on:
                 hooks = on = True
             elif switches and gap in self.kept and gap not in self.handles and on:
                 hooks = on = False
             if op is None or op.action is Action.KEEP:
+                # None is the fast path of the recorder: it only runs the op.
                 made.append((func, None if hooks is None else ScheduledOp(Action.KEEP, hooks=hooks)))
             else:
                 made.append((func, ScheduledOp(op.action, op.traits, op.site, op.times, hooks)))

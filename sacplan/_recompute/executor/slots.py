@@ -71,6 +71,7 @@ class SlotTable:
             if is_plain(t):
                 storage = t.untyped_storage()
                 key = storage_key(storage)
+                # Also where no slot is known: a node may hold a tensor on this storage as a kept argument.
                 note_write(key)
                 slot = self._slots.pop(key, None)
                 if slot is not None and slot.storage() is storage:  # else the address was reused
@@ -108,6 +109,7 @@ class SlotTable:
             draw: the random numbers that it drew, if it did.
             overwritten: for an op that writes in place, what ``before_write`` returned.
         """
+        # Each ``return`` keeps the output: autograd then packs the tensor itself. The functions below say why.
         if _overwrites_a_kept_value(traits, overwritten):
             return
         # A batch norm writes its running statistics. It runs again without them, or they would move twice.
@@ -143,6 +145,7 @@ class SlotTable:
         held = []
         for place, t, storage, key in zip(places, taken.tensors, taken.storages, taken.keys, strict=True):
             slot = self._slots.get(key)
+            # ``before_write`` has taken this slot out of the table already.
             if key == written_key:
                 slot = overwritten
             elif slot is not None and (slot.storage() is not storage or slot.version != t._version):
@@ -150,11 +153,14 @@ class SlotTable:
             if slot is None:
                 held.append((place, t, key))
             else:
+                # Nodes are counted, not arguments: ``x * x`` reads a slot once.
                 slot.readers += all(slot is not arg[1] for arg in node.slot_args)
                 node.slot_args.append((place, slot, slot.view_of(t), t.requires_grad))
         if held:
             aliases = history_free_aliases([t for _, t, _ in held])
             for alias, (place, t, key) in zip(aliases, held, strict=True):
+                # Some kernels depend on it (see ``RecipeNode.grad_mode``), and an alias without history has lost
+                # it.
                 if t.requires_grad:
                     alias.requires_grad_()
                 digested = digest(t) if self._digests else None
