@@ -100,5 +100,5 @@ def _rewritten_by(
 def _rewritings(
     program: Program, technique: str, device: DeviceSpec | None
 ) -> dict[tuple[Decision, ...], Program]:
-    """Return the latest programs that a technique made from this one. The dict starts empty, and ``_rewritten_by`` fills it."""
+    """Return the latest programs that a technique made from this one: a dict that ``_rewritten_by`` fills."""
     return {}

@@ -94,5 +94,5 @@ def planning_context(
 
 @derived
 def _contexts(program: Program) -> dict[Hashable, PlanningContext]:
-    """Return the contexts of a program, by what was asked for. The dict starts empty, and ``planning_context`` fills it."""
+    """Return the contexts of a program by what was asked for: a dict that ``planning_context`` fills."""
     return {}

@@ -509,14 +509,14 @@ def _with_rotor(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
     except PlanError:
         return ""  # the model is not a chain
     found = free.best(budget_bytes)
-    if found is None:
+    if found is None:  # Rotor does not hold the budget either
         return ""
     return f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
 
 
 def _with_techniques(asked: Planner, budget_bytes: int) -> str:
     """Return sentences on what other techniques would reach; the first one with which the budget holds ends it."""
-    if asked.profile.mode == "inference":
+    if asked.profile.mode == "inference":  # only chunks help there, and they are the default
         return ""
     said = ""
     for name in TECHNIQUES:
@@ -540,6 +540,7 @@ def _with_techniques(asked: Planner, budget_bytes: int) -> str:
 def _with_optimizers(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
     """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
     profile = asked.profile
+    # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
     if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
         return ""
     bare = without_optimizer(profile)
@@ -550,7 +551,7 @@ def _with_optimizers(asked: Planner, search: PlanSearch, budget_bytes: int) -> s
         if peaks[one.says] <= budget_bytes:
             return f"With {one.says} the budget holds: {format_bytes(peaks[one.says])}. "
     best = min(peaks, key=peaks.__getitem__)
-    if peaks[best] >= search.smallest.footprint.peak_bytes:
+    if peaks[best] >= search.smallest.footprint.peak_bytes:  # neither of them lowers the peak
         return ""
     return f"With {best} the smallest is {format_bytes(peaks[best])}. "
 
@@ -562,7 +563,7 @@ def _pinned_share(asked: Planner, search: PlanSearch) -> str:
     free = asked.search(NO_PINS)
     free.minimise(asked.solvers, 0)
     smallest = free.smallest.footprint.peak_bytes
-    if smallest >= search.smallest.footprint.peak_bytes:
+    if smallest >= search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up
         return ""
     return (
         f"That is with {asked.pins.said}; without the pins the smallest is {format_bytes(smallest)} ({smallest} "

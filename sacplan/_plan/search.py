@@ -123,6 +123,7 @@ class PlanSearch:
                 self._add(effects, self._noted(solver.smallest(effects.problem), solver), solver.name)
                 now = self.smallest.footprint.peak_bytes
                 worse = worse + 1 if now >= before else 0
+                # Low enough, or larger regions no longer help. Either way, the remaining solvers are not asked.
                 if now <= enough or worse == _IN_VAIN:
                     return
 

@@ -197,7 +197,7 @@ class _Tried:
         """Yield a remedy if the peak of the rewritten program is smaller."""
         peak = program.footprint.peak_bytes
         saves = self.peak_bytes - peak
-        if saves <= 0:
+        if saves <= 0:  # no remedy
             return
         added = program.step_ms - self.program.step_ms
         share = added / self.program.step_ms if self.program.step_ms else 0.0
@@ -294,6 +294,8 @@ class _Tried:
 
     def optimizers(self) -> Iterator[Remedy]:
         """Try other optimizers in the place of the recorded one. Of those with the same peak, the first is taken."""
+        # There is no optimizer to replace. Or there are several ranks: the candidates are recorded on whole parameters,
+        # and a rank may have only shards.
         if not self._has_optimizer or self._is_spread:
             return
         bare = without_optimizer(self.profile)
