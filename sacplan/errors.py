@@ -24,15 +24,15 @@ class UnsupportedTorch(SacplanError, ImportError):
 
 
 class BudgetError(SacplanError, ValueError):
-    """A memory budget that cannot be parsed: negative, NaN, or with an unknown unit."""
+    """A memory budget cannot be parsed: it is negative, NaN, or has an unknown unit."""
 
 
 class DeviceError(SacplanError, ValueError):
-    """A device that is not in the table, or not present on this machine."""
+    """A device is not in the table, not present on this machine, or cannot run what is asked of it."""
 
 
 class TraceError(SacplanError):
-    """The step could not be recorded, or has nothing to plan."""
+    """The step cannot be recorded, or has nothing to plan."""
 
 
 class DataDependentError(TraceError):
@@ -40,11 +40,11 @@ class DataDependentError(TraceError):
 
 
 class PlanError(SacplanError):
-    """A plan, a unit or a solver option that does not make sense here."""
+    """A plan, a unit or a solver option does not make sense here."""
 
 
 class PlanMismatch(PlanError):
-    """A plan made for another model or another batch; names the first difference."""
+    """The plan was made for another model or another batch. The message names the first difference."""
 
 
 class RecipeError(SacplanError, RuntimeError):
@@ -59,9 +59,9 @@ class InfeasibleBudget(SacplanError):
     """No plan keeps the step under the budget.
 
     Attributes:
-        budget_bytes: what was asked for.
+        budget_bytes: the budget that was asked for.
         smallest_feasible_bytes: the smallest peak that the search reached; a plan for it exists.
-        binding: what runs at that peak: the fqn of a module, or ``"optimizer step"``.
+        binding: the fqn of the module that runs at that peak, or ``"optimizer step"``.
     """
 
     def __init__(
@@ -81,14 +81,16 @@ class InfeasibleBudget(SacplanError):
         self.binding = binding
 
     def __str__(self) -> str:
-        """The message; what other plans would reach is looked for when somebody reads it."""
+        """Return the message. Only now are other plans looked for, since that takes a search."""
+        # Kept once made: a traceback, a log and a pickle may each ask for the text.
         if self._alternatives is not None:
             self._message += self._alternatives()
             self._alternatives = None
         return self._message + self._advice
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled with its whole message."""
+        """Pickle with the whole message."""
+        # The function that makes alternatives holds the step and cannot be pickled; its sentences can.
         make = functools.partial(
             type(self),
             budget_bytes=self.budget_bytes,

@@ -87,12 +87,14 @@ def assert_step_fits(
     if plan is not None:
         plan.fingerprint.check_model(model)
         device, mode = plan.device if device is None else device, plan.provenance.mode
+    # Only without a plan: a plan names its device.
     if device is None:
         raise PlanError('name the device that the step is to fit on, for example device="rtx-4090".')
     found = trace_step(model, batch, loss_fn, optimizer, device, "cost-model", trace, mode=mode)
     warn_of_step(found, stacklevel=3)
     if plan is not None:
         found = found.on_ranks(plan.ranks)
+    # After ``on_ranks``: a budget given as a share is one of the unplanned peak of one rank.
     budget_bytes = Limit(budget, headroom).bytes_of(found.spec, found.peak_bytes)
     if found.has_no_optimizer:
         missing = no_optimizer(found.program, found.spec)
@@ -102,13 +104,14 @@ def assert_step_fits(
         _check_plan(found, plan)
         try:
             program = planned(found, plan)
-        except (
-            PlanMismatch
-        ):  # apply carries out the decisions that still match; only a step shows the peak of that
+        except PlanMismatch:
+            # The decisions do not fit the recording. ``apply`` would still carry out those that match its ops, so the
+            # peak is not known without running a step with the plan applied.
             seen = verify(model, batch, plan, loss_fn, optimizer)
             if seen.peak_bytes > budget_bytes:
                 raise AssertionError(_lines(_of_another_step(found, seen, budget_bytes))) from None
             return found
+        # In the other branch ``verify`` has warned already.
         warn_of(plan.fingerprint.setup.differences(found.fingerprint.setup), stacklevel=3)
     if program.footprint.peak_bytes > budget_bytes:
         raise AssertionError(_lines(_report(found, plan, program, budget_bytes)))
@@ -117,6 +120,7 @@ def assert_step_fits(
 
 def _check_plan(found: Profile, plan: Plan) -> None:
     """Raise ``PlanMismatch`` for a plan of another device or batch."""
+    # Kernels and rounding depend on the device, so decisions for another one have other figures.
     if plan.device != found.device:
         raise PlanMismatch(
             f"the plan is for {plan.device}, but the step is checked for {found.device}. Leave device= out, or make a "
@@ -136,6 +140,7 @@ def _report(found: Profile, plan: Plan | None, program: Program, budget_bytes: i
         yield f"This is with the plan; without it, the peak is {format_bytes(found.peak_bytes)}."
     yield f"The peak is {moment_of(program, found.fingerprint.model_class)[-1]}. Alive then:"
     yield from _rows(peak_groups(found, program))
+    # The remedies lower the peak of a training step: recomputation, chunks, other optimizers.
     if found.mode == "train":
         yield from _advice(found, plan, budget_bytes)
 

@@ -41,6 +41,7 @@ class SpreadModel:
         check: bool = True,
     ) -> None:
         mesh = sharding.mesh
+        # All ranks of the default group, on the kind of device that the parameters are on.
         if device_mesh is None:
             device = next((p.device.type for p in model.parameters()), "cpu")
             device_mesh = device_mesh_of(device, mesh.ranks, mesh.names)
@@ -50,6 +51,7 @@ class SpreadModel:
     @property
     def differences(self) -> tuple[StepDifference, ...]:
         """Redistributions of the plan that no op of the steps so far asked for. Empty before the first step."""
+        # Before a step every redistribution would count as one that no op asked for.
         if not self._spread.has_run:
             return ()
         return tuple(StepDifference(p.unit, "", None, str(p)) for p in self._spread.never_met)
@@ -97,7 +99,9 @@ class Handle:
     def remove(self) -> None:
         """Give every module its own forward back. Pending backward passes stay correct."""
         for part in self._installed:
+            # All checks come before any removal, so that either everything is removed or nothing.
             part.check_removable()
+        # In reverse, since each part was installed on what those before it had left.
         for part in reversed(self._installed):
             part.remove()
         self._installed = []
@@ -169,15 +173,20 @@ def put_on(
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
+    # The order decides which error a user gets: a wrapper renames modules, so it must be named before the
+    # fingerprint reports the names as a mismatch; and units are looked up in a model that is known to match.
     _check_not_wrapped(model)
     plan.fingerprint.check_model(model)
     _check_units(model, plan)
     installed: list[Installed] = []
     try:
+        # The sharding first: techniques install themselves on modules whose parameters are those that will
+        # run. ``Handle.remove`` goes the other way.
         if plan.ranks.sharding is not None:
             installed.append(SpreadModel(model, plan.ranks.sharding, mesh, check))
         for technique, own in by_technique(plan.decisions):
             installed.append(technique.install(model, own, plan.recorded, check=check))
+    # Also after an interrupt: a model that is half changed would be refused by the next ``apply``.
     except BaseException:
         Handle(installed).remove()
         raise
@@ -197,6 +206,7 @@ def _check_not_wrapped(model: torch.nn.Module) -> None:
     Wrappers change the names of modules. The model inside a wrapper may get a plan, and is compiled again if it was
     compiled.
     """
+    # The root alone: a wrapped submodule keeps the names of the modules around it.
     if isinstance(model, _WRAPPERS):
         raise PlanError(
             f"this is a {type(model).__name__}. Apply the plan first and wrap the model afterwards, or apply it to the "
@@ -204,15 +214,21 @@ def _check_not_wrapped(model: torch.nn.Module) -> None:
         )
     for fqn, module in model.named_modules():
         where = f"module {fqn!r}" if fqn else "this model"
+        # ``OptimizedModule`` in ``torch/_dynamo/eval_frame.py`` registers the compiled model under this name.
+        # Its compiled code would go on without the plan.
         if "_orig_mod" in module._modules:
             raise PlanError(
                 f"{where} is what torch.compile returned. Apply the plan first and compile afterwards, or apply it "
                 "to the model that was given to torch.compile."
             )
+        # By name, since importing FSDP imports ``torch.distributed``, which not every build has. It flattens
+        # parameters and puts a module of its own around each unit. ``fully_shard`` does neither and is let
+        # pass.
         if type(module).__name__ == "FullyShardedDataParallel":
             raise PlanError(
                 f"{where} is a FullyShardedDataParallel. Apply the plan first, and wrap afterwards."
             )
+    # The model's own checkpointing would nest with the plan's recomputation, and the plan has not counted it.
     checkpointing = own_checkpointing(model)
     if checkpointing is not None:
         raise PlanError(checkpointing)
@@ -221,6 +237,7 @@ def _check_not_wrapped(model: torch.nn.Module) -> None:
 def _check_units(model: torch.nn.Module, plan: Plan) -> None:
     modules = dict(model.named_modules())
     for fqn, module in modules.items():
+        # A plan replaces ``forward`` on the instance, so the instance's own dict tells.
         if isinstance(module.__dict__.get("forward"), StandIn):
             raise PlanError(
                 f"a plan is applied to this model already (module {fqn!r}). Call .remove() on its handle first."

@@ -56,10 +56,13 @@ def _arriving_cut(model: torch.nn.Module, rank: Profile) -> set[str]:
     program = rank.program
     linear = {name: m.in_features for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     found = set()
+    # Backward ops are skipped, since they multiply by the same weights in other shapes. Ops outside of
+    # modules have no layer to attribute to.
     for op in program.ops:
         if op.phase != Phase.FORWARD or op.scope == ROOT_SCOPE or op.name not in _PRODUCTS:
             continue
         fqn = program.scopes[op.scope].fqn
+        # The first input of ``addmm`` is the bias.
         inputs = op.inputs[1:] if op.name == "aten.addmm.default" else op.inputs
         if fqn in linear and inputs and program.tensors[inputs[0]].shape[-1] < linear[fqn]:
             found.add(fqn)

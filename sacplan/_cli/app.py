@@ -41,6 +41,7 @@ def root(
     ] = False,
 ) -> None:
     """Plan which activations a PyTorch training step keeps and which it recomputes, under a memory budget."""
+    # ``sacplan`` alone: the help, with exit code 0.
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 

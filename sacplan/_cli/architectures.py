@@ -282,6 +282,8 @@ TABLE = (
 
 
 def _by_name() -> dict[str, Architecture]:
+    # Three names for each row: with its owner, without it, and short forms. Case does not matter on the hub
+    # either.
     return {
         name.lower(): row for row in TABLE for name in (row.name, row.name.rpartition("/")[2], *row.short)
     }
@@ -304,5 +306,6 @@ def by_owner() -> list[str]:
 def near(name: str) -> list[str]:
     """Return the names of rows that are spelled alike, for "Did you mean"."""
     known = _by_name()
+    # Several names of one row may be near: each row is named once.
     found = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
     return list(dict.fromkeys(known[n].name for n in found))

@@ -64,6 +64,8 @@ def command(
     def entry(function: Callable[..., CommandResult]) -> CommandEntry:
         parameters: list[inspect.Parameter] = []
         groups: dict[str, Any] = {}
+        # Typer reads the parameters of a function. So one is made whose signature has an option for each
+        # field of a group, and which builds the groups again from what typer passes.
         hints = get_type_hints(function, include_extras=True)
         for parameter in inspect.signature(function).parameters.values():
             hint = hints[parameter.name]
@@ -78,6 +80,7 @@ def command(
 
         def run(*, as_json: bool, debug: bool, **given: Any) -> None:
             for parameter, group in groups.items():
+                # Fields that the command omits are not given, and keep their defaults.
                 names = {f.name for f in fields(group)} & given.keys()
                 given[parameter] = group(**{n: given.pop(n) for n in names})
             function(**given).print(as_json=as_json)
@@ -143,7 +146,9 @@ class CommandGroup(TyperGroup):
         """Parse, run, and end the process. With ``standalone_mode=False`` return the exit code instead."""
         words = sys.argv[1:] if args is None else args
         try:
+            # Never in click's standalone mode, in which it prints errors in its own way and ends the process.
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            # Here and not when Python ends, so that a closed pipe is an error that is caught below.
             sys.stdout.flush()
             code = code if isinstance(code, int) else 0
             if code == interrupts.EXIT_CODE:  # typer has turned an interrupt into this code
@@ -161,6 +166,7 @@ class CommandGroup(TyperGroup):
             else:
                 # Looked up in the words: parsing may have failed before it reached these options.
                 code = report_error(error, as_json="--json" in words, debug="--debug" in words)
+        # A test, or code that calls ``main``, wants the code and not the end of the process.
         if standalone_mode:
             sys.exit(code)
         return code

@@ -56,6 +56,8 @@ def hinted(error: _Error, *hints: str) -> _Error:
 
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code for an error."""
+    # The order matters: the first two are ``SacplanError`` as well. Whatever is none of these is a bug, here
+    # or in a target.
     if isinstance(error, InfeasibleBudget):
         return INFEASIBLE
     if isinstance(error, VerificationFailed):
@@ -70,7 +72,9 @@ def report_error(error: Exception, *, as_json: bool, debug: bool) -> int:
     code = exit_code_of(error)
     if debug:
         traceback.print_exception(error)
+    # One line, since scripts read it.
     message = " ".join(_message(error).split())
+    # A failed verification still has figures, which are shown as those of a successful one.
     answer = error.answer if isinstance(error, VerificationFailed) else CommandResult({}, ())
     if as_json:
         print_json({**answer.facts, "error": _facts(error, message, code)})
@@ -107,6 +111,7 @@ _OPTIONS = (
 
 
 def _message(error: Exception) -> str:
+    # Errors of parsing know how to name the option.
     if isinstance(error, _UsageProblem):
         return str(error.format_message())  # type: ignore[attr-defined]
     if isinstance(error, SacplanError):
@@ -114,6 +119,7 @@ def _message(error: Exception) -> str:
         for argument, option in _OPTIONS:
             text = re.sub(argument, option, text)
         return text
+    # ``str`` of an ``OSError`` begins with its number.
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return f"{type(error).__name__}: {error}"

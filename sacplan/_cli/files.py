@@ -50,6 +50,7 @@ def kind_of(path: Path) -> str | None:
 
 def check_output(path: Path | None, kind: Kind, *, force: bool) -> None:
     """Raise ``OutputError`` if a file cannot be written, or if it exists and sacplan did not write it as this kind."""
+    # Nothing is to be saved.
     if path is None:
         return
     if path.is_dir():
@@ -57,12 +58,16 @@ def check_output(path: Path | None, kind: Kind, *, force: bool) -> None:
     if not path.parent.is_dir():
         raise OutputError(f"{path} cannot be written: there is no directory {path.parent}.")
     if path.exists():
+        # Such as a device or a pipe: files are written by replacing them, which would not do there.
         if not path.is_file():
             raise OutputError(f"{path} is not a regular file; name one.")
+        # An empty file holds nothing that could be lost, such as one of ``mktemp``. A file of the same kind
+        # is what a second run of the command leaves.
         if not force and path.stat().st_size and not is_ours(path, kind):
             raise OutputError(
                 f"{path} exists and is not a sacplan {kind}; choose another name, or overwrite it with --force."
             )
+    # Found out now, and not after minutes of planning.
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OutputError(f"{path} cannot be written: no permission.")
 

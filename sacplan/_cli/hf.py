@@ -82,14 +82,18 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     options = replace(HF_DEFAULTS, **asked.given())
     config = _config(name)
     dtype = getattr(torch, str(options.dtype))
+    # The text configuration of a model with several parts is an object of its own, with its own flag.
     cached = [c for c in (config, config.get_text_config()) if getattr(c, "use_cache", False)]
     for part in cached:
         part.use_cache = False  # useless in training, and the outputs would keep the cache alive
+    # Most such models shift the labels to the right to get the decoder's input, and raise without a first
+    # token.
     if config.is_encoder_decoder and first_of(config, "decoder_start_token_id") is None:
         config.decoder_start_token_id = first_of(config, "bos_token_id", "pad_token_id") or 0
     attn = {} if options.attn is None else {"attn_implementation": options.attn}
     sizes = BatchDimensions(rows=int(options.batch or 1))
     model, found = _first_that_runs(name, config, asked.seq, sizes, dtype, place, attn)
+    # Not for a model that has no cache at all.
     if cached and Setup.of(model).use_cache is False:
         note(
             "use_cache=False: a cache would be alive until the step is over. Set model.config.use_cache = False too"
@@ -142,7 +146,9 @@ def _first_that_runs(
                 model = model_class._from_config(copy.deepcopy(config), dtype=dtype, **attn)
         except Exception as error:
             if len(classes) == 1:
-                raise  # the configuration named this class, so there is no other to try
+                raise  # the configuration names this class, so there is no other to try
+            # Some classes cannot be built from this configuration, such as one that needs a part that it does
+            # not have.
             errors.append(f"{model_class.__name__}: {type(error).__name__}: {error}")
             continue
         if task_of(model_class) == "causal LM" and getattr(model, "loss_type", "") is None:
@@ -168,6 +174,8 @@ def _classes(config: Any) -> list[Any]:
     import transformers
 
     named = (getattr(config, "architectures", None) or [""])[0]
+    # Four cases: a name that this version does not have; a class with a loss or a head, which is taken; one
+    # without, in whose place any class of the architecture may be; no name.
     wanted = getattr(transformers, named, None)
     if wanted is None and named:
         raise TargetError(f"transformers {transformers.__version__} has no {named}. {_OWN_FUNCTION}")
@@ -176,9 +184,11 @@ def _classes(config: Any) -> list[Any]:
         return [wanted]
     classes = model_classes(config.model_type)
     classes = classes if wanted is None or wanted in classes else [*classes, wanted]
+    # A class from sequence to sequence does not fit a configuration without an encoder.
     if not config.is_encoder_decoder:
         seq2seq = class_names("SEQ_TO_SEQ_CAUSAL_LM").get(config.model_type)
         classes = [c for c in classes if c.__name__ != seq2seq or len(classes) == 1]
+    # A stable sort: within each half in the order of ``HEADS``.
     return sorted(classes, key=lambda c: not has_own_loss(c))
 
 
@@ -218,6 +228,8 @@ def task_of(model_class: type[Any]) -> str:
 def _config(name: str) -> Any:
     import transformers
 
+    # The order: a file or directory of the user wins; then our table, which needs no cache; then the local
+    # cache. Nothing is ever downloaded.
     path = Path(name)
     if path.exists():
         if path.is_dir() and not (path / "config.json").is_file():
@@ -228,6 +240,7 @@ def _config(name: str) -> Any:
         return transformers.AutoConfig.for_model(
             row.model_type, architectures=[row.architecture], **row.values
         )
+    # Clearly meant as a file: do not look for it in the cache.
     if name.lower().endswith(".json"):
         raise TargetError(f"{name}: there is no such file.")
     try:
@@ -246,6 +259,7 @@ def _config(name: str) -> Any:
 
 def _seq(name: str, config: Any, model_class: type[Any], asked: int | None) -> int:
     """Return the number of tokens in a sample: as asked for, else the default, but no more than there are positions."""
+    # Errors for what was asked for alone: the default length is cut to what there is.
     if asked is not None and not reads_tokens(model_class):
         raise TargetError(f"{name} reads {_read_by(model_class)}; --seq is for models that read tokens.")
     limit = first_of(config.get_text_config(), "max_position_embeddings", "max_target_positions")
@@ -265,6 +279,7 @@ def _read_by(model_class: type[Any]) -> str:
 def _check_seq(name: str, asked: int | None, found: FoundBatch) -> None:
     if asked is None or found.tokens == asked:
         return
+    # The class can read tokens, but the batch that was found has none.
     if found.tokens is None:
         raise TargetError(f"{name} reads no tokens here; --seq is for models that read tokens.")
     held = " and ".join(f"{count} of an {kind}" for kind, count in found.features.items())

@@ -115,6 +115,8 @@ class BatchInputs:
         self.rows = sizes.rows
         self.place, self.dtype = place, dtype
         self.reads_only_text = not any(p.startswith(_NOT_TEXT) for p in self.parameters)
+        # Grids of images and positions of placeholders are read as numbers by forwards, which meta tensors do
+        # not have.
         self.place_of_integers = "cpu" if place == "meta" and not self.reads_only_text else place
         self.layout = layout or {}
         self.features = dict(features or {})
@@ -221,12 +223,14 @@ def _pixel_values(i: BatchInputs) -> torch.Tensor:
     """Return images, videos, several images per row, or a list of patches."""
     channels, height, width = i.image_shape()
     vision = i.part("vision_config")
+    # Patches of all images in one list, as Qwen-VL takes them.
     if "image_grid_thw" in i.parameters or "grid_thw" in i.parameters:
         times = first_of(vision, "temporal_patch_size", "patch_temporal") or 1
         patch, count = vision.patch_size, i.rows * i.patches() ** 2
         flat = (count, channels * times * patch * patch)
         squares = (count, channels, patch, patch)
         return i.floats(*(flat, squares, (1, *squares), (1, *flat))[i.layout_of("pixel_values")])
+    # Patches by row, padded to the largest image (SigLIP 2).
     if "spatial_shapes" in i.parameters:
         return i.floats(i.rows, i.patches() ** 2, channels * vision.patch_size**2)
     frames = first_of(i.config, "num_frames") or 2
@@ -260,6 +264,7 @@ def _audio_mask(i: BatchInputs) -> torch.Tensor:
 
 def _videos(i: BatchInputs) -> torch.Tensor | None:
     """Return videos if they are the only input."""
+    # Videos beside images or text are optional.
     if "pixel_values" in i.parameters or "input_ids" in i.parameters:
         return None
     frames = first_of(i.config, "num_frames", "frames_per_clip") or 2
@@ -366,6 +371,7 @@ def reads_tokens(model_class: type[torch.nn.Module]) -> bool:
 def layouts(model: torch.nn.Module) -> Iterator[InputShapes]:
     """Yield every combination of layouts for the arguments of forward that have several."""
     ambiguous = [name for name in LAYOUTS if name in inspect.signature(model.forward).parameters]
+    # The last factor of a product varies fastest. Reversed, that is the first argument.
     for numbers in itertools.product(*(range(LAYOUTS[name]) for name in reversed(ambiguous))):
         yield dict(zip(ambiguous, reversed(numbers), strict=True))
 
@@ -375,17 +381,20 @@ def make_batch(inputs: BatchInputs, *, labels: bool = True) -> dict[str, Any]:
     batch: dict[str, Any] = {}
     made_labels = inputs.labels() if labels and "labels" in inputs.parameters else None
     for name, make in INPUTS.items():
+        # The decoder's input is made of the labels where there are any.
         if name not in inputs.parameters or (name == "decoder_input_ids" and made_labels is not None):
             continue
         made = make(inputs)
         if made is not None:
             batch[name] = made
+    # Placeholders last, since counting features runs a part of the model on the other arguments.
     if "input_ids" in batch:
         if "pixel_values" in batch:
             _place(inputs, batch, "image")
         if "input_features" in batch or "input_values" in batch:
             _place(inputs, batch, "audio")
     if made_labels is not None:
+        # Labels of a language model have the length of its tokens, which placeholders may have changed.
         same = "input_ids" in batch and _are_tokens(made_labels) and "TokenClass" not in inputs.name
         batch["labels"] = batch["input_ids"].clone() if same else made_labels
     return batch
@@ -406,9 +415,11 @@ def _place(inputs: BatchInputs, batch: dict[str, Any], kind: str) -> None:
         return
     accepted = inspect.signature(features_of).parameters
     given = {k: v for k, v in batch.items() if k in accepted}
+    # Counted once: batches of other sizes have as many in each row.
     if kind not in inputs.features:
         made = inputs.run(inputs.model, given, lambda model, given: _number_of(features_of(model, **given)))
         inputs.features[kind] = made // inputs.rows
+    # The row is made longer if it has no room for the placeholders and some text.
     count = inputs.features[kind]
     inputs.length = max(inputs.sizes.tokens, count + _TEXT_BESIDES)
     batch["input_ids"] = ids = inputs.tokens()
@@ -461,6 +472,7 @@ def find(model: torch.nn.Module, sizes: BatchDimensions, place: str, dtype: torc
         NoBatch: there is none.
     """
     errors: list[str] = []
+    # With labels first: a batch with a loss is worth more than one that runs sooner.
     for labels in (True, False):
         for layout in layouts(model):
             inputs = BatchInputs(model, sizes, place, dtype, layout)
@@ -475,6 +487,8 @@ def find(model: torch.nn.Module, sizes: BatchDimensions, place: str, dtype: torc
                     tokens = inputs.length
                 # Counting the features ran the part that reads the input, so its layout is right.
                 tried = inputs.features and "image_sizes" not in batch
+                # No need to run the whole forward: text has one layout, and that of other inputs has been
+                # tried.
                 if "labels" in batch and (inputs.reads_only_text or tried):
                     return FoundBatch(batch, layout, inputs.features, tokens, True)
                 has_loss = without_data(model, batch, _has_loss)
@@ -482,6 +496,7 @@ def find(model: torch.nn.Module, sizes: BatchDimensions, place: str, dtype: torc
                 errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
                 continue
             return FoundBatch(batch, layout, inputs.features, tokens, has_loss)
+    # The first error is that of the most likely layout, with labels.
     raise NoBatch(errors[0])
 
 
@@ -494,6 +509,7 @@ def _has_loss(model: torch.nn.Module, batch: Any) -> bool:
     output = call_model(model, batch)
     loss = getattr(output, "loss", None)
     output = dict(output) if isinstance(output, Mapping) else output
+    # Without a loss the sum of the outputs is trained, which needs a float.
     if not any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tree_leaves(output)):
         raise NoBatch("its output holds no float tensor")
     return loss is not None or (isinstance(output, dict) and output.get("loss") is not None)

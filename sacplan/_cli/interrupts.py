@@ -20,6 +20,7 @@ def watch() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    # Remembered before raising: whoever catches the exception cannot undo this.
     _SEEN.append(number)
     raise KeyboardInterrupt
 

@@ -17,6 +17,7 @@ With Python's defaults it scans the modules of PyTorch and transformers many tim
 
 def main() -> None:
     """Run the command line on ``sys.argv``, and end the process with its exit code (see ``exits.py``)."""
+    # Before any other import: PyTorch and transformers take seconds to import.
     interrupts.watch()
     gc.set_threshold(*_BETWEEN_COLLECTIONS)
     try:
@@ -28,8 +29,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(interrupts.say_so())
     except ModuleNotFoundError as error:
+        # An import that was interrupted may end in this error.
         if interrupts.seen():
             sys.exit(interrupts.say_so())
+        # Another missing module is a bug, or one of the user's target.
         if error.name not in ("typer", "rich"):
             raise
         sys.stderr.write(

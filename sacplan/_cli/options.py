@@ -165,6 +165,8 @@ class HfOptions:
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given, by name."""
+        # None means "not given", which is why defaults are in ``HF_DEFAULTS`` and not in the fields: a
+        # default must not override what a plan's file says.
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 

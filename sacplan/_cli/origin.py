@@ -42,6 +42,7 @@ class Origin:
 
         ``chosen`` overrides the facts of the target.
         """
+        # The user's own function makes the model: a name and options would not do.
         if not target.facts:
             return None
         facts = {**target.facts, **chosen}
@@ -58,6 +59,7 @@ class Origin:
         Raises:
             ValueError: a value that the command line does not offer.
         """
+        # The file may be edited, or of another version.
         for name, choices in (("dtype", o.Dtype), ("optimizer", o.OptimizerName)):
             if name in data and data[name] not in get_args(choices):
                 raise ValueError(f"{data[name]!r} is not a {name} that the command line knows")
@@ -72,6 +74,7 @@ def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None
         return
     target = None if origin is None else origin.to_dict()
     fingerprint = structs.replace(made.fingerprint, target=target)
+    # A profile is a dataclass, and a plan a msgspec struct.
     replace: Any = dataclasses.replace if dataclasses.is_dataclass(made) else structs.replace
     replace(made, fingerprint=fingerprint).save(path)
 
@@ -93,6 +96,7 @@ def seen_in(fingerprint: Fingerprint) -> o.HfOptions:
     shapes = {path: shape for path, shape, _ in fingerprint.batch}
     tokens = shapes.get("batch['input_ids']")
     first = tokens or shapes.get("batch['pixel_values']")
+    # The type of most parameters: some, such as those of norms, may be kept in another one.
     types = Counter(
         dtype.removeprefix("frozen ").removeprefix("torch.") for _, _, dtype in fingerprint.parameters
     )

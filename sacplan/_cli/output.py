@@ -40,6 +40,7 @@ class CommandResult:
 
     def print(self, *, as_json: bool) -> None:
         """Print the result to stdout, as JSON or for people."""
+        # Nothing but the object: neither tables nor notes.
         if as_json:
             print_json(self.facts)
             return
@@ -61,6 +62,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def _console(*, stderr: bool = False) -> Console:
+    # In a pipe there is no terminal whose width could be asked for, and rich would take 80.
     known = stderr or sys.stdout.isatty() or "COLUMNS" in os.environ
     # Under NO_COLOR rich still writes bold and dim. Without a color system it writes no escape codes at all.
     plain: dict[str, Any] = {"no_color": True, "color_system": None} if os.environ.get("NO_COLOR") else {}
@@ -116,6 +118,7 @@ def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
         name: of the stage.
         long: whether it may take a minute. Such a stage is reported in logs too, others only on a terminal.
     """
+    # A spinner in a log would be a line for each turn.
     if not sys.stderr.isatty():
         if long:
             say(f"{name} ...")
@@ -177,6 +180,8 @@ def _print_table(made: Table) -> list[str]:
     console = _console()
     left_out = []
     if made.show_header:
+        # Columns go one by one, the least important first, until the rest fits. If nothing is left to drop,
+        # the last column folds.
         while not (fits := _fits(made, console)) and isinstance(made, _ColumnTable) and made.optional:
             left_out.append(made.optional[0])
             made = made.without(left_out[-1])
@@ -191,9 +196,11 @@ def _print_table(made: Table) -> list[str]:
 def _fits(made: Table, console: Console) -> bool:
     """Return whether the table fits the console if only text in the last column folds."""
     made.box = box.SIMPLE_HEAD if console.is_terminal else None
+    # Numbers never fold. Text folds in the last column alone if that is enough, else everywhere.
     for column in made.columns:
         column.overflow = "fold"  # where it still does not fit
     last = made.columns[-1]
+    # The table is measured as if the last column had been folded already, and the limit is taken off again.
     last.max_width = _FOLDED if last.justify == "left" else None
     needed = console.measure(made, options=console.options.update(max_width=_UNLIMITED)).maximum
     last.max_width = None

@@ -31,6 +31,7 @@ def show_file(file: _File) -> CommandResult:
     from sacplan._plan.make import kept_by_layer, profile_sections
     from sacplan._plan.reading import layer_facts, plan_sections, read_layers
 
+    # Anything else is read as a plan, whose loader says what is wrong with it.
     if is_ours(Path(file), "profile"):
         profile = sources.saved_profile(file)
         facts = {

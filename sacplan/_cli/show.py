@@ -195,6 +195,7 @@ def _whence(plan: Plan) -> str:
     """Say how a default budget was derived. Empty for a budget that was asked for."""
     from sacplan._plan.limits import DEFAULT_HEADROOM
 
+    # No budget, or one that the user gave.
     if plan.budget_bytes is None or plan.provenance.budget is not None:
         return ""
     headroom = plan.provenance.headroom
@@ -265,8 +266,10 @@ def _units_table(plan: Plan) -> Table:
     discarded = plan.discarded
     chunked = {chunk.unit for chunk in plan.chunks}
     for fqn in plan.units:
+        # It runs in slices and discards nothing: it is in the table of chunks.
         if fqn in chunked and fqn not in discarded:
             continue
+        # By pattern and by what they discard: layers that do the same share a row.
         groups.setdefault((re.sub(r"\d+", "*", fqn), tuple(discarded.get(fqn, ()))), []).append(fqn)
     rows = []
     for (_, sites), names in groups.items():
@@ -291,8 +294,10 @@ def together(names: Sequence[str]) -> str:
     """Join names that differ in one number: ``layers.{0-3,7}.mlp``."""
     if len(names) == 1:
         return names[0] or "(the model)"
+    # Words and numbers in turn. The names have one pattern, so the lists have one length.
     parts = [re.split(r"(\d+)", n) for n in names]
     varying = [i for i in range(len(parts[0])) if len({p[i] for p in parts}) > 1]
+    # Names that differ in several numbers, or in none, have no short form.
     if len(varying) != 1:
         return f"{names[0]} ... {names[-1]}"
     i = varying[0]
@@ -302,6 +307,7 @@ def together(names: Sequence[str]) -> str:
 def _ranges(numbers: Sequence[int]) -> str:
     runs: list[list[int]] = []
     for n in sorted(numbers):
+        # It continues the run before.
         if runs and n == runs[-1][1] + 1:
             runs[-1][1] = n
         else:

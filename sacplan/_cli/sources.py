@@ -56,6 +56,7 @@ def _asked_ranks(step: o.StepOptions) -> Ranks | None:
     """Return the ranks of ``--world-size`` and ``--fsdp-unit``; None if no world size is given."""
     from sacplan._ranks.ranks import Ranks
 
+    # ``Ranks`` would refuse it as well, in the words of the library.
     if step.fsdp_unit and (step.world_size or 1) == 1:
         raise TargetError(
             "--fsdp-unit is given, but with one rank nothing is sharded. Say over how many ranks: --world-size 8."
@@ -65,6 +66,7 @@ def _asked_ranks(step: o.StepOptions) -> Ranks | None:
 
 def dtype_for(spec: DeviceSpec, source: str, asked: o.HfOptions) -> o.HfOptions:
     """Return the options of an ``hf:`` target. Without a dtype, a device that has no bfloat16 gets float16."""
+    # Asked for, or the default will do, or the target decides.
     if asked.dtype is not None or spec.has_bfloat16 or not source.startswith("hf:"):
         return asked
     note(f"--dtype float16, since {spec.name} has no bfloat16 arithmetic")
@@ -88,11 +90,13 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
         return _saved_profile(source, step, ranks, hf)
     import sacplan
 
+    # Errors in options first, then those of the device, then those of the target: from quick to slow.
     spec = device_of(step.device)
     with stage("loading"):
         target = load_target(
             source, dtype_for(spec, source, hf), spec.kind if step.trace == "real" else "meta"
         )
+    # Recording takes long, and a wrong model is found at once.
     if plan is not None:
         with users_code(f"the batch of {target.name}"):
             plan.fingerprint.check_model(target.model)
@@ -139,11 +143,13 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
             f"sacplan profile TARGET {o.written(given)}."
         )
     path = _existing(source)
+    # The loader would only say that it is not a profile.
     if kind_of(path) in ("configuration", "device", "plan"):
         raise not_a_model(source, "a profile or ")
     with stage("reading"):
         profile = _read(sacplan.Profile.load, source, "profile")
         origin = _read(lambda _: origin_of(profile), source, "profile")
+    # The device is part of a recording: its kernels, its rounding, its times.
     if step.device is not None and device_of(step.device).name != profile.device:
         raise TargetError(
             f"{source} is of a step on {profile.device}; record one on the other device with "
@@ -201,6 +207,7 @@ def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
             f"{o.HF_DEFAULTS.optimizer} and what transformers chooses"
         )
     for name, ours in given.items():
+        # The user's own options win, but a verification of another step should not pass unnoticed.
         if made.get(name, ours) != ours:
             warn(f"--{name} {ours} is used, but {plan_file} was made with --{name} {made[name]}")
     return o.HfOptions(**{**made, **given})
@@ -265,6 +272,7 @@ def check_early(
     check_one_of(budget, headroom)
     for size in (budget, headroom):
         if size is not None:
+            # The peak that a share would be of is not known yet. Any will do to check the text.
             parse_budget(size, 2**40)
     resolve_solver(solver)
     return {"techniques": resolve_techniques(techniques)} if techniques else {}
@@ -283,14 +291,17 @@ def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:
     if text is None:
         return {}
     mesh: Any = text
+    # Three forms: axes with names, a number of devices, and ``8xh100``, which the library reads.
     if "=" in text:
         found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", word) for word in text.split(",")]
         pairs = [(match[1], int(match[2])) for match in found if match is not None]
+        # A word that does not match, or an axis that is named twice.
         if len(pairs) < len(found) or len(dict(pairs)) < len(pairs):
             raise TargetError(f"--mesh {text} cannot be read: {o.MESH}.")
         mesh = dict(pairs)
     elif text.strip().isdigit():
         mesh = int(text)
+    # Without ``--technique`` the library adds sharding to its defaults itself.
     if not techniques:
         return {"mesh": mesh}
     return {"mesh": mesh, "techniques": ("shard", *techniques["techniques"])}
@@ -322,6 +333,7 @@ def optimizer_hints(origin: Origin | None, ranks: Ranks | None) -> Iterator[None
     try:
         yield
     except InfeasibleBudget as error:
+        # Elsewhere in the step another optimizer would not help.
         if error.binding == "optimizer step":
             hints = _other_optimizers(origin)
             if ranks is not None and ranks.world_size == 1:

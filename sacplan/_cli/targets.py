@@ -56,9 +56,11 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
 
         with users_code(text):
             return hf.build(text, options, place)
+    # Any target may make batches of a size. Everything else is up to the user's function.
     given = replace(options, batch=None).given()
     if given:
         raise TargetError(f"{named(given)}: only for hf: targets; {text!r} decides that itself.")
+    # A file first: ``train.py:make`` would match as a module, too.
     if match := re.fullmatch(r"(.+\.py)(?::(.+))?", text):
         module, attribute = _load_file(Path(match[1])), match[2]
     elif match := re.fullmatch(r"([\w.]+):([\w.]+)", text):
@@ -100,6 +102,8 @@ def not_a_model(text: str, profile: str = "") -> TargetError:
     """
     path = Path(text)
     kind = kind_of(path) if path.is_file() else None
+    # From the most likely mistake on: each kind of file has its own place on the command line, which the
+    # message names.
     if kind == "configuration":
         return TargetError(f"{text} looks like a configuration of transformers. Did you mean hf:{text}?")
     needed = f"{profile}the model itself is needed here: {_FORMS}"
@@ -132,6 +136,7 @@ def users_code(name: str) -> Iterator[None]:
                 'when it is run under `if __name__ == "__main__":`.'
             ) from error
         except Exception as error:
+            # No frame of the user's: this is a bug of sacplan, and must not be blamed on the user.
             where = _where(error)
             if where is None:
                 raise
@@ -156,6 +161,7 @@ def _where(error: Exception) -> str | None:
 
     Without one, return the class of the innermost module whose forward was running; None if there is neither.
     """
+    # Raised by the import machinery: the traceback has no frame of the file itself.
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     ours = str(Path(__file__).parent.parent)
@@ -164,8 +170,10 @@ def _where(error: Exception) -> str | None:
     skipped += [] if torch is None else [str(Path(torch).parent)]
     found = module = None
     trace = error.__traceback__
+    # From the outermost frame inwards: the last match is the innermost.
     while trace is not None:
         code = trace.tb_frame.f_code
+        # A model of a library that is in torch has no frame of the user's; its class is the next best.
         if code.co_name == "forward" and "self" in trace.tb_frame.f_locals:
             module = f"in {type(trace.tb_frame.f_locals['self']).__name__}"
         if not code.co_filename.startswith(tuple(skipped)):
@@ -175,6 +183,7 @@ def _where(error: Exception) -> str | None:
 
 
 def _load_module(name: str) -> ModuleType:
+    # As ``python -m`` does; the script that runs is in another directory.
     _search_first(Path.cwd())
     try:
         with users_code(name):
@@ -198,6 +207,7 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise TargetError(f"{path} cannot be imported as Python.")
     module = importlib.util.module_from_spec(spec)
+    # A file may have the name of a module that is imported already. If it fails, that module is put back.
     before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # dataclasses and pickle look modules up here
     try:
@@ -222,6 +232,7 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
     for part in wanted.split("."):
         found = getattr(found, part, None)
     file = text.removesuffix(f":{attribute}")
+    # Before ``callable``: a model is callable, and its class as well.
     if _is_model(found):
         raise TargetError(
             f"{text} is a model ({_name_of(found)}), and a target is a function without arguments that returns a model "
@@ -236,6 +247,7 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
             f"{text} is a value of type {type(found).__name__}, and a target is a function without arguments that "
             "returns (model, batch)."
         )
+    # Functions that the module defines itself, and not those that it has imported.
     names = [
         name
         for name, value in vars(module).items()
@@ -249,6 +261,7 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
 def _is_model(found: Any) -> bool:
     """Return whether a value is an ``nn.Module`` or a class of them. If torch is not imported, nothing is."""
     torch = sys.modules.get("torch")
+    # A target can only have a model if it has imported torch; do not import it for this.
     if torch is None:
         return False
     return isinstance(found, torch.nn.Module) or (
@@ -270,6 +283,7 @@ def _check_no_arguments(function: Callable[[], Any], text: str) -> None:
     except ValueError:  # some callables written in C have none
         return
     try:
+        # Defaults are fine: only arguments without one are missing.
         signature.bind()
     except TypeError as error:
         raise TargetError(
@@ -278,6 +292,7 @@ def _check_no_arguments(function: Callable[[], Any], text: str) -> None:
 
 
 def _target(text: str, made: Any) -> Target:
+    # Errors in keys are found here, where the message can name the target.
     if isinstance(made, Mapping):
         wrong = [f"unknown key {key!r}" for key in made if key not in _KEYS]
         wrong += [f"no key {key!r}" for key in ("model", "batch") if key not in made]

@@ -105,12 +105,16 @@ def attention_backend(
     if priority is None:
         promoted = cudnn_promoted(spec, call.version)
         priority = ("cudnn", "flash", "efficient", "math") if promoted else ALL_BACKENDS
+    # From 2.14 torch adds a batch dimension itself. Before, 3-D operands fail ``_fusable`` and go to math.
     if len(call.query) == len(call.key) == len(call.value) == 3 and call.version >= (2, 14):
         call = replace(call, query=(1, *call.query), key=(1, *call.key), value=(1, *call.value))
+    # The first enabled backend that can run the call, as ``select_sdp_backend`` does. Math takes every call, so it ends
+    # the search wherever it stands in the order.
     fusable = _fusable(call)
     for backend in priority:
         if backend in enabled and (backend == "math" or (fusable and _fused[backend](spec, call))):
             return backend
+    # Only reached where the user has switched math off.
     raise DeviceError(
         f"scaled_dot_product_attention on {spec.name}: none of the enabled backends {list(enabled)} runs "
         f"query {list(call.query)}, key {list(call.key)}, value {list(call.value)} of {call.dtype}"
@@ -124,9 +128,11 @@ def _fusable(call: AttentionCall) -> bool:
 
     Four dimensions, one batch size, nothing empty, stride 1 in the last dimension, and one number of heads or groups.
     """
+    # Shapes of another rank have no heads at position 1, which the rest relies on.
     if not len(call.query) == len(call.key) == len(call.value) == 4:
         return False
     heads_q, heads_k, heads_v = call.query[1], call.key[1], call.value[1]
+    # Without ``enable_gqa`` fewer heads of keys would have to be broadcast, which no fused kernel does.
     grouped = call.enable_gqa and heads_k == heads_v and heads_k > 0 and heads_q % heads_k == 0
     return (
         call.query[0] == call.key[0] == call.value[0]
@@ -149,8 +155,14 @@ def _ampere_on(spec: DeviceSpec) -> bool:
 def _flash_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
     sm = spec.capability
     dim, dim_v = call.dims
+    # On these chips flash attention's backward kernel raises for large heads, so torch refuses them where a gradient
+    # is wanted (``check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120``). Above 224 it does so only
+    # with dropout.
     small_sm = sm is not None and ((8, 6) <= sm <= (8, 9) or sm[0] == 12)
     too_large = 192 < dim <= 224 or (dim > 224 and call.dropout_p > 0.0)
+    # The kernel has one head size for all operands. It takes no mask, and aligns a causal one to the last key, while
+    # torch's ``is_causal`` aligns it to the first: the two agree only if there are as many queries as keys. AOTriton
+    # (no capability) allows larger heads. ``attention`` pads head sizes to a multiple of 8, so there is no check here.
     return (
         _ampere_on(spec)
         and call.dtype in HALF_TYPES
@@ -165,11 +177,15 @@ def _flash_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
 @_fused("efficient")
 def _efficient_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
     sm, ampere_on = spec.capability, _ampere_on(spec)
+    # ``minimum_gemm_alignment``: tensor cores load 128 bits at a time, that is 8 half or 4 float32 elements. Volta and
+    # Turing have them for half types only. Older chips load single elements.
     if call.dtype in HALF_TYPES:
         alignment = 8 if ampere_on or (sm is not None and sm[0] == 7) else 1
     else:
         alignment = 4 if ampere_on else 1
     types = (*HALF_TYPES, torch.float32) if ampere_on else (torch.float16, torch.float32)
+    # Unlike flash attention it takes a mask and float32, and values may have another head size than queries. Grouped
+    # heads it takes from 2.14 on, and not on ROCm.
     return (
         call.dtype in types
         and (sm is None or (5, 0) <= sm <= (12, 1))
@@ -185,6 +201,7 @@ def _cudnn_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
     Dropout that is not a multiple of 1/16 is refused since #174245, merged after 2.11 was cut; it would be rounded
     before.
     """
+    # It has no gradient for the mask, and its backward pass is not deterministic.
     return (
         spec.capability is not None
         and _ampere_on(spec)
@@ -201,10 +218,13 @@ def _cudnn_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
 
 
 def _cudnn_takes_dims(sm: tuple[int, int], call: AttentionCall) -> bool:
+    # From 2.15 Hopper and Blackwell have forward kernels for all heads up to 256. The backward pass has only three
+    # combinations (``check_cudnn_d256_bprop_head_dim``).
     if call.version >= (2, 15) and (sm == (9, 0) or sm[0] == 10):
         if call.needs_grad:
             return max(call.dims) <= 128 or call.dims in ((192, 128), (256, 256))
         return max(call.dims) <= 256
+    # Before, Blackwell has one pair of sizes beyond 128 (that of DeepSeek's attention), and Hopper all up to 256.
     if call.version >= (2, 11) and sm[0] == 10 and call.dims == (192, 128):
         return True
     return max(call.dims) <= (256 if sm == (9, 0) and call.version >= (2, 8) else 128)
@@ -228,6 +248,9 @@ _SDP_NAMES: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cud
 def _user_priority() -> list[Backend] | None:
     """The order set by ``sdpa_kernel(..., set_priority=True)``; None where it is torch's default."""
     names = [_SDP_NAMES[i] for i in torch._C._get_sdp_priority_order() if i in _SDP_NAMES]
+    # Torch promotes cuDNN at the first call of attention on a GPU. Until then the plain order means that nobody has set
+    # one, and ``attention_backend`` chooses the order of the device that is emulated. With this variable torch promotes
+    # cuDNN nowhere, so the plain order is that of every device.
     if names == list(ALL_BACKENDS):
         deprioritized = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
         return names if deprioritized else None
@@ -252,6 +275,7 @@ class Arguments(NamedTuple):
         That is the case with a mask on top of causal attention, and with operands of several types.
         """
         query, key, value, mask = self[:4]
+        # ``AttentionCall`` has one type, and says of a mask only that it is there.
         if (self.is_causal and mask is not None) or not query.dtype == key.dtype == value.dtype:
             return None
         strided = (query, key, value) if mask is None else (query, key, value, mask)
@@ -307,6 +331,7 @@ def attention(
     backend: Backend = "math"
     if (call := arguments.call()) is not None:
         backend = attention_backend(spec, call, priority=_user_priority(), enabled=_enabled_backends())
+        # A repair calls this function again with changed arguments, so it comes before any op of this call.
         other = in_place_of_math.get() if backend == "math" else None
         if other is not None and (out := other(spec, arguments, call)) is not None:
             return out
@@ -314,6 +339,8 @@ def attention(
         # As convert_boolean_attn_mask: at the mask's own size, expanded later.
         minus_inf = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, 0.0, minus_inf)
+    # A composite of plain ops: what it keeps for the backward pass shows op by op. It takes operands of any rank, so it
+    # comes before the batch dimension is added.
     if backend == "math":
         out = aten._scaled_dot_product_attention_math.default(
             query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
@@ -324,6 +351,7 @@ def attention(
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
     if backend == "flash":
         dim = query.shape[-1]
+        # Before padding: the default scale is that of the head size given, not of the padded one.
         scale = dim**-0.5 if scale is None else scale
         if dim % 8:
             query, key, value = (F.pad(t, (0, 8 - dim % 8)) for t in (query, key, value))
@@ -350,6 +378,7 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
     The padding counts: the padded bias is saved for the backward pass. A width that is a multiple of 8 already gets 8
     more columns if another stride is not aligned, as there.
     """
+    # Rows that start at aligned addresses already: the mask is used, and saved, as it is.
     if bias.stride(-1) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:-1]):
         return bias
     columns = bias.shape[-1]

@@ -49,12 +49,14 @@ def repaired(found: dict[str, str]) -> Iterator[None]:
     def run(spec: DeviceSpec, given: Arguments, call: AttentionCall) -> torch.Tensor | None:
         repairs = repairs_of(spec, call)
         if repairs is None:
-            return None
+            return None  # nothing helps: the call runs as math
         found.update({repair.because: repair.code for repair in repairs})
         for repair in repairs:
             given = repair.arguments(given)
+        # Without math among the backends a repair that does not help is an error, and no endless recursion.
         with sdpa_kernel(_FUSED):
             out: torch.Tensor = attention(spec, *given[:6], scale=given.scale, enable_gqa=given.enable_gqa)
+        # In reverse: each change is undone on the tensor that it led to, the type first and the batch dimension last.
         for repair in reversed(repairs):
             out = repair.output(out)
         return out
@@ -72,15 +74,18 @@ def repairs_of(spec: DeviceSpec, call: AttentionCall) -> tuple[Repair, ...] | No
     Tries all subsets of the five changes, smaller ones first. A change that finds nothing to do rules its subset out.
     The cast to a half type comes last: it is chosen only where no other subset of the same size suffices.
     """
+    # With every backend allowed a fused kernel runs it, so the user has switched those off.
     if _is_fused(spec, call):
         return (Repair("fused kernels are switched off", "with torch.nn.attention.sdpa_kernel([...])", call),)
     for n in range(1, len(_REPAIRS) + 1):
         for makers in itertools.combinations(_REPAIRS, n):
+            # Each change is made of the call as the one before has left it.
             changed, repairs = call, []
             for make in makers:
                 if (repair := make(spec, changed)) is not None:
                     repairs.append(repair)
                     changed = repair.call
+            # With fewer than n this subset is a smaller one, which has been tried.
             if len(repairs) == n and _is_fused(spec, changed):
                 return tuple(repairs)
     return None
@@ -108,6 +113,7 @@ def _repeated_heads(_: DeviceSpec, call: AttentionCall) -> Repair | None:
     if not call.enable_gqa or len(call.query) != 4 or call.same_heads:
         return None
     heads, fewer = call.query[1], call.key[1]
+    # Heads that do not divide evenly are an error of the call itself, which math reports.
     if call.value[1] != fewer or not fewer or heads % fewer:
         return None
     n = heads // fewer
@@ -136,6 +142,7 @@ def _padded_heads(_: DeviceSpec, call: AttentionCall) -> Repair | None:
     more, more_v = -dim % _ALIGNMENT, -dim_v % _ALIGNMENT
 
     def padded(given: Arguments) -> Arguments:
+        # Zeros add nothing to the scores, but a scale taken from the padded size would be another one.
         query, key = (F.pad(t, (0, more)) for t in (given.query, given.key))
         scale = dim**-0.5 if given.scale is None else given.scale
         return given._replace(query=query, key=key, value=F.pad(given.value, (0, more_v)), scale=scale)
@@ -178,6 +185,7 @@ def _half_precision(spec: DeviceSpec, call: AttentionCall) -> Repair | None:
 
     def cast(given: Arguments) -> Arguments:
         mask = given.attn_mask
+        # A boolean mask is made additive later, in the query's type.
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
         return _each(given, lambda t: t.to(dtype))._replace(attn_mask=mask)

@@ -160,8 +160,10 @@ def _eligible(value: Any) -> bool:
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor
-    # The conditions of ``cached_cast`` in ``autocast_mode.cpp``. Without the cache a weight that is used twice would be
-    # cast twice, and autograd would keep both copies.
+    # Only weights are cached: float32 leaves that need a gradient, cast to the lower type. An activation is used up
+    # soon, and a cache would keep it alive until autocast is left. These are the conditions of ``cached_cast`` in
+    # ``autocast_mode.cpp``. Without the cache a weight that is used twice would be cast twice, and autograd would keep
+    # both copies.
     cached = (
         dtype == torch.get_autocast_dtype("cpu")
         and tensor.dtype == torch.float32
@@ -189,6 +191,8 @@ def _cast_all(value: Any, dtype: torch.dtype) -> Any:
 
 def _apply(policy: Policy, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``op`` under ``policy``; autocast's key is off."""
+    # Two policies leave the operands as they are, and ask the op for a float32 result: a cast would be one more tensor
+    # of the input's size. Both look at the first argument only, as the C++ wrappers do.
     if policy == "banned":
         raise DeviceError(
             f"{op} is unsafe to autocast on CUDA, where torch refuses it. Use binary_cross_entropy_with_logits, "
@@ -235,6 +239,7 @@ def _kernel(
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         policy = cuda if is_emulated((args, kwargs)) else cpu
+        # With the key still on: excluded, the inner ops would run without autocast.
         if policy == "none" and is_composite:
             return run_composite(op, *args, **kwargs)  # the ops that it is made of are cast
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
@@ -271,8 +276,10 @@ def cuda_autocast_on_cpu(is_active: Callable[[], bool]) -> Iterator[None]:
 
     @functools.wraps(enter)
     def patched_enter(this: autocast) -> Any:
+        # An autocast for another device, or outside of an emulated one: torch's own, and nothing to undo on exit.
         if this.device not in ("cpu", "cuda") or not is_active():
             return enter(this)
+        # One object may be entered twice, so what is to be restored lies on a stack and not on the object.
         _local.entered.append((this, this.device, _cuda_state()))
         this.device = "cpu"
         result = enter(this)
@@ -282,9 +289,11 @@ def cuda_autocast_on_cpu(is_active: Callable[[], bool]) -> Iterator[None]:
 
     @functools.wraps(leave)
     def patched_exit(this: autocast, *error: Any) -> Any:
+        # Entered by torch's own method, before the device was active or for another device.
         if not _local.entered or _local.entered[-1][0] is not this:
             return leave(this, *error)
         _, device, state = _local.entered.pop()
+        # As in C++, casts of weights live until the outermost autocast is left. Weights may change after that.
         if not _local.entered:
             _local.cache.clear()
         _set_state("cuda", state)
@@ -310,6 +319,7 @@ def _set_state(device: str, state: tuple[bool, torch.dtype]) -> None:
 def outer_autocast() -> Iterator[None]:
     """Apply an autocast for CUDA that was entered before the device to fake CPU tensors inside."""
     enabled, dtype = _cuda_state()
+    # Nothing is entered, or the CPU's own autocast is on already, and its kernels are the emulated ones.
     if not enabled or torch.is_autocast_enabled("cpu"):
         yield
         return

@@ -82,6 +82,7 @@ class CachingAllocator:
     def allocate(self, nbytes: int) -> Block:
         """Return a block of at least ``nbytes``."""
         nbytes = max(MIN_BLOCK_BYTES, -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
+        # As in torch, the pool is chosen by the rounded request.
         small = nbytes <= SMALL_BYTES
         block = self._best_fit(nbytes, small) or self._new_segment(nbytes, small)
         rest = block.nbytes - nbytes
@@ -94,6 +95,8 @@ class CachingAllocator:
     def free(self, block: Block) -> None:
         """Give a block back; it merges with free neighbours."""
         self.allocated_bytes -= block.nbytes
+        # Neighbours are unlisted before their size changes: the free list is sorted by size. The block takes in the one
+        # before it first, and then whatever lies behind the two.
         before, after = block.before, block.after
         if before is not None and before.free:
             self._forget(before)

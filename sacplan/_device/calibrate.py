@@ -63,6 +63,7 @@ def calibrate(
             f"calibrate measures what is here: device must be 'cuda' or 'cpu', got {device!r}. For another "
             "device take its row of sacplan.devices()."
         )
+    # "cuda" without a number is the current device, and the one that ``base`` describes.
     where = torch.device(device) if base.kind == "cuda" else torch.device("cpu")
     if base.kind == "cuda" and where.index is None:
         where = device_here(base)
@@ -81,6 +82,7 @@ def calibrate(
                 f"calibrate on {base.name}: {str(error).splitlines()[0]}. Free the device's memory, or choose a "
                 "smaller matmul_size or copy_bytes."
             ) from error
+    # Not measured: ``torch.mm`` has no float8. The estimate takes in the efficiency, which is 1 in the new spec.
     if "float8" in base.flops:
         flops["float8"] = base.flops["float8"] * base.compute_efficiency
     return replace(
@@ -110,7 +112,7 @@ def _product_if_possible(dtype: torch.dtype, where: torch.device, size: int) -> 
     """Return FLOP/s, or None if the device has no product of this type."""
     try:
         return _product(dtype, where, size)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # a RuntimeError, too, but no statement about the type
         raise
     except RUN_ERRORS:
         return None

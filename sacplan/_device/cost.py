@@ -58,14 +58,14 @@ _ATTENTION = [
 
 @flops(*_ATTENTION)
 def _attention(a: Arguments) -> int:
-    """2 B H Sq Sk (D + Dv) FLOPs: per query head, the scores Q K^T over D and their product with the values over Dv."""
+    """Count 2 B H Sq Sk (D + Dv) FLOPs: per query head, the scores Q K^T over D, and their product with the values."""
     (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
     return int(2 * batch * heads * seq_q * seq_k * (dim + dim_v))
 
 
 @flops(*(f"{name}_backward" for name in _ATTENTION))
 def _attention_backward(a: Arguments) -> int:
-    """2 B H Sq Sk (3 D + 2 Dv) FLOPs, in five products.
+    """Count 2 B H Sq Sk (3 D + 2 Dv) FLOPs, in five products.
 
     The scores again, dQ and dK take 2 B H Sq Sk D each; dV and the gradient of the scores 2 B H Sq Sk Dv each.
     """
@@ -87,14 +87,14 @@ def _grouped_mm(a: Arguments) -> int:
 
 @flops("aten::addmm_", "aten::baddbmm_")
 def _product_in_place(a: Arguments) -> int:
-    """2 M N K FLOPs, times the batch. PyTorch's registry has these ops out of place only."""
+    """Count 2 M N K FLOPs, times the batch. PyTorch's registry has these ops out of place only."""
     left, right = (a["mat1"], a["mat2"]) if "mat1" in a else (a["batch1"], a["batch2"])
     return int(2 * left.numel() * right.shape[-1])
 
 
 @flops("aten::_cudnn_rnn")
 def _rnn(a: Arguments) -> int:
-    """2 FLOPs per row of the input and weight element; input [T, N, C], [N, T, C], or packed [rows, C]."""
+    """Count 2 FLOPs per row of the input and weight element; input [T, N, C], [N, T, C], or packed [rows, C]."""
     rows = a["input"].numel() // max(1, a["input"].shape[-1])
     return int(2 * rows * sum(w.numel() for w in a["weight"] if w.dim() == 2))
 
@@ -118,7 +118,8 @@ def _rnn_backward(a: Arguments) -> int:
 
 
 def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs of one op, as ``FlopCounterMode`` counts them; 0 for ops without a formula."""
+    """Return the FLOPs of one op as ``FlopCounterMode`` counts them; 0 for ops without a formula."""
+    # Ours first: torch's formulas for attention refuse grouped queries before 2.12, and it has none for some ops.
     own = flops.get(func._schema.name)
     if own is not None:
         return own(arguments_by_name(func, args, kwargs))
@@ -195,23 +196,25 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
     shape = tensor.shape
-    if 0 in shape:
+    if 0 in shape:  # whatever the strides: the product below would leave out an empty dimension of stride 0
         return 0
     elements = prod(size for size, stride in zip(shape, tensor.stride(), strict=True) if stride != 0)
     return elements * tensor.element_size()
 
 
 def op_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Bytes that one op reads and writes; 0 for views, metadata queries and bare allocations."""
+    """Return the bytes that one op reads and writes; 0 for views, metadata queries and bare allocations."""
     traits = _cost_traits(func)
     if traits.free:
         return 0
+    # An op that writes in place may return nothing (``_foreach_add_``): what it wrote is then among its arguments.
     written = _bytes_in(out) or _bytes_in(op_traits(func).written(args, kwargs))
     read = 0
     for i, arg in enumerate(args):
         if i == 0 and traits.overwrites:
             continue
         nbytes = _bytes_in(arg)
+        # Of a table it reads the rows that it looks up, not all.
         read += min(nbytes, written) if i == 0 and traits.gathers else nbytes
     outs = op_traits(func).written_names  # among the keyword arguments: ``out=``, which is not read
     read += sum(_bytes_in(value) for name, value in kwargs.items() if name not in outs)
@@ -241,7 +244,7 @@ def _conv_tf32_allowed() -> bool:
 
 
 def _matrix_dtype(func: torch._ops.OpOverload, args: Sequence[Any]) -> torch.dtype:
-    """The type that the matrix units work on: that of the first matrix operand."""
+    """Return the type that the matrix units work on: that of the first matrix operand."""
     operands = args[_cost_traits(func).matrix_arg :]
     return next((arg.dtype for arg in operands if isinstance(arg, torch.Tensor)), torch.float32)
 
@@ -265,9 +268,10 @@ class CostModel:
     def cost(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> tuple[int, float]:
-        """(FLOPs, milliseconds) of one call of ``func`` that returned ``out``."""
+        """Return (FLOPs, milliseconds) of one call of ``func`` that returned ``out``."""
         if _cost_traits(func).free:
             return 0, 0.0
+        # The output is in the key: where its size depends on data, equal arguments may give another one.
         key = (func, signature(args), signature(kwargs) if kwargs else None, signature(out))
         try:
             known = self._known.get(key)
@@ -297,7 +301,7 @@ def _nonzeros(tensor: torch.Tensor) -> int:
 
 
 def signature(tree: Any) -> Any:
-    """Everything a cost depends on, hashable.
+    """Return everything that a cost depends on, hashable.
 
     Shape, stride and dtype of tensors, the number of elements of sparse ones, other values as they are.
     """

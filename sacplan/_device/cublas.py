@@ -40,10 +40,12 @@ def library_workspace_bytes(spec: DeviceSpec, version: tuple[int, int] | None = 
     """
     if spec.kind != "cuda":
         return 0
+    # From the most specific to the most general: the device as given, this process's environment, torch's default.
     if spec.matmul_workspace_bytes is not None:
         return spec.matmul_workspace_bytes
     version = torch_version() if version is None else version
     rocm = spec.capability is None
+    # ":SIZE:COUNT" in KiB, several of them; a value in another form sets nothing.
     for name in _ROCM_CONFIG if rocm else _CONFIG:
         pairs = re.findall(r":(\d+):(\d+)", os.environ.get(name, ""))
         if pairs:

@@ -67,6 +67,7 @@ def _run(
         return run_composite(
             op, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
         )
+    # Empty: on CUDA the parameters are views of this buffer, so one of full size would count the weights twice.
     flat_weight = params[0].new_empty(0)  # stands for the buffer that all weights are views of
     output, last_hidden, last_cell, _reserve, _ = aten._cudnn_rnn.default(
         input, params, 4 if has_biases else 2, flat_weight, hidden, cell, mode, hidden.shape[2], 0, num_layers,
@@ -103,8 +104,9 @@ def reserve_bytes(
 
 @fake_kernel(aten._cudnn_rnn.default)
 def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Output, last hidden state, last cell state, reserve [bytes], and the flat weights as given."""
+    """Make fake output, last hidden state, last cell state, reserve [bytes], and the flat weights as given."""
     a = arguments_by_name(func, args, kwargs)
+    # Packed sequences and projections: only somebody who calls the op itself gets here, and has torch's own kernel.
     if len(a["batch_sizes"]) or a["proj_size"]:
         return NotImplemented
     directions = 2 if a["bidirectional"] else 1
@@ -132,7 +134,7 @@ def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @fake_kernel(aten._cudnn_rnn_backward.default)
 def fake_backward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gradients of input, hidden state, cell state, and of each weight."""
+    """Make fake gradients of input, hidden state, cell state, and of each weight."""
     a = arguments_by_name(func, args, kwargs)
     contiguous = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
     weights = a["weight"] if a["output_mask"][3] else []

@@ -57,7 +57,7 @@ class DeviceSpec:
     kind: Literal["cpu", "cuda"]
     """``"cuda"`` stands for ROCm devices too, as in torch."""
     memory_bytes: int
-    """What torch reports as the total, in bytes; the CUDA context comes out of it (see ``max_batch``'s headroom)."""
+    """The total that torch reports, in bytes; the CUDA context comes out of it (see ``max_batch``'s headroom)."""
     bandwidth_bytes_per_s: float
     flops: Mapping[str, float] = field(hash=False)
     """Dense peaks in FLOP/s by dtype name: ``float32``, ``tf32``, ``bfloat16``, ``float16``, ``float8``."""
@@ -74,18 +74,19 @@ class DeviceSpec:
     kernel_launch_us: float = 3.0
     """Time that each kernel takes besides its work, in microseconds. An assumption."""
     matmul_workspace_bytes: int | None = None
-    """What the matrix library (cuBLAS) keeps for each thread that multiplies, and ``profile`` counts. None:
+    """Bytes that the matrix library (cuBLAS) keeps for each thread that multiplies. ``profile`` counts them. None:
     torch's default for the architecture and release, see ``library_workspace_bytes``. 0: nothing."""
     inner_link: Link = None  # type: ignore[assignment]
-    """Between the ranks of a node. Left out, as in files from before there were links: that of the device of this name
-    in the table; else shared memory on a CPU, and PCIe 4.0 elsewhere."""
+    """The link between the ranks of a node. If it is left out, as in files from before there were links, it is that of
+    the device of this name in the table, else shared memory on a CPU and PCIe 4.0 elsewhere."""
     outer_link: Link = None  # type: ignore[assignment]
-    """Between nodes, for each rank: what several ranks share is divided by them. Left out: as above, 10 Gbit."""
+    """The link between nodes, as one rank's share of it. If it is left out: as above, else Ethernet with 10 Gbit/s."""
     ranks_per_node: int = None  # type: ignore[assignment]
-    """Left out: as above, 8."""
+    """How many ranks share a node. If it is left out: as above, else 8."""
     source: str = ""
 
     def __post_init__(self) -> None:
+        # A copy, so that the caller's dictionary can change. Frozen instances are written through ``object``.
         object.__setattr__(self, "flops", dict(self.flops))
         if None in (self.inner_link, self.outer_link, self.ranks_per_node):
             for what, value in _links_of(self.name, self.kind).items():
@@ -154,7 +155,7 @@ class DeviceSpec:
 
     @classmethod
     def of(cls, device: str | torch.device) -> DeviceSpec:
-        """That of a name in the table (``sacplan.devices()``), of ``"cuda"``, the GPU that is here, or of ``"cpu"``.
+        """Return the spec of a name in the table (``sacplan.devices()``), of ``"cuda"`` (the local GPU) or ``"cpu"``.
 
         Raises:
             DeviceError: an unknown name, or ``"cuda"`` where there is none.
@@ -270,9 +271,11 @@ def _here(index: int | None) -> DeviceSpec:
         "memory_bytes": props.total_memory,
         "sm_count": props.multi_processor_count,
     }
+    # A board of the table: peaks and links from there, memory and multiprocessors as reported (MIG slices have fewer).
     for row in _table().values():
         if row.board and re.search(row.board, props.name, re.IGNORECASE):
             return replace(row.spec, **measured)
+    # Any other board is scaled from the nearest one that is not newer, the smallest of several.
     rocm = getattr(torch.version, "hip", None) is not None
     capability = None if rocm else (props.major, props.minor)
     if capability is None:
@@ -303,6 +306,7 @@ def known_devices() -> list[str]:
 
 
 def _compact(name: str) -> str:
+    # Vendors and families are left out, however many lead the name: "NVIDIA GeForce RTX 4090".
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     return re.sub(r"^(nvidia|amd|instinct|geforce|tesla)+", "", key)
 
@@ -317,6 +321,8 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
         DeviceError: an unknown name (the message lists the known ones and the near ones), or ``"cuda"``
             where there is none.
     """
+    # In this order: a spec; a name with the suffix, which the rest would not know; the two that mean what is here; the
+    # table; and last the full name of a local board, since asking CUDA is slow.
     if isinstance(device, DeviceSpec):
         return device
     import torch  # the table is of use without it, and it takes seconds
@@ -352,7 +358,7 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
 
 
 def devices() -> pd.DataFrame:
-    """The device table, one row per device: GiB, GB/s, dense TFLOP/s by dtype, multiprocessors, links, source.
+    """Return the device table, one row per device: GiB, GB/s, dense TFLOP/s by dtype, multiprocessors, links, source.
 
     GB/s of links are what collectives reach in one direction, for each rank.
     """

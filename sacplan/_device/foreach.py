@@ -30,6 +30,8 @@ def foreach_by_default(is_active: Callable[[], bool]) -> Iterator[None]:
     def devices() -> list[str]:
         return [*own(), "cpu"] if is_active() else own()
 
+    # ``_default_to_fused_or_foreach`` asks for the exact type and then for the device, so both lists must grow. The
+    # list of types may hold for every thread: it lets a fake parameter pass, whose device still decides.
     types = [*optimizers._foreach_supported_types, FakeTensor]
     with replaced(optimizers, _foreach_supported_types=types, _get_foreach_kernels_supported_devices=devices):
         yield

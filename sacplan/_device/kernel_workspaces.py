@@ -35,7 +35,7 @@ def kernel_workspace_bytes(
     outputs: Any,
     spec: DeviceSpec,
 ) -> int:
-    """Bytes that the kernel of ``func`` allocates for itself while it runs on ``spec``, outputs aside.
+    """Return the bytes that the kernel of ``func`` allocates for itself while it runs on ``spec``, outputs aside.
 
     Each allocation is rounded as the allocator does. 0 for ops without a formula and on a CPU.
     """
@@ -43,6 +43,7 @@ def kernel_workspace_bytes(
         return 0
     formula = workspace.get(func._schema.name)
     if formula is None:
+        # cuBLAS: until torch 2.14 the workspace stays allocated, and a rewrite of the program counts it once.
         if func._schema.name in PRODUCTS and not workspaces_stay():
             return spec.round_up(library_workspace_bytes(spec))
         return 0
@@ -59,7 +60,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _copy_to_bshd(tensor: torch.Tensor) -> int:
-    """Bytes of the copy that a [B, H, S, D] tensor needs unless it lies in memory as [B, S, H, D]."""
+    """Return the bytes of the copy that a [B, H, S, D] tensor needs, 0 if it lies in memory as [B, S, H, D]."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else _nbytes(tensor)
 
 
@@ -93,11 +94,12 @@ def _flash_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::_scaled_dot_product_efficient_attention")
 def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """float32 accumulator of the output, 4 B Sq H Dv bytes, for half heads over 128 (``kernel_forward.h``).
+    """Count the float32 accumulator of the output, 4 B Sq H Dv bytes, for half heads over 128 (``kernel_forward.h``).
 
     Smaller heads fit one block of keys and are accumulated in registers; a float32 output is its own accumulator.
     """
     query, value = a["query"], a["value"]
+    # ``kNeedsOutputAccumulatorBuffer``: not in registers, and not of the output's type.
     if query.element_size() == 4 or max(query.shape[-1], value.shape[-1]) <= 128:
         return ()
     batch, heads, seq_q, _ = query.shape
@@ -106,7 +108,7 @@ def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::_scaled_dot_product_efficient_attention_backward")
 def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """The workspace of ``kernel_backward.h``, delta, and a copy of grad_out (``attention_backward.cu``).
+    """Count the workspace of ``kernel_backward.h``, delta, and a copy of grad_out (``attention_backward.cu``).
 
     The workspace has dQ in float32, with Sq and D rounded up to 64: 4 B H Sq D bytes. For half heads over 128 it has dK
     and dV, too. Delta, the row sums of dO * O, has 4 B H Sq bytes.
@@ -115,6 +117,7 @@ def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     batch, heads, seq_q, dim = query.shape
     dim_v = value.shape[-1]
     workspace = 4 * batch * heads * _ceil_to(seq_q, 64) * _ceil_to(dim, 64)
+    # ``kNeedsAccumGradK``: half outputs that do not fit the registers are summed in float32 outside of them.
     if query.element_size() == 2 and max(dim, dim_v) > 128:
         workspace += (
             4 * batch * heads * _ceil_to(key.shape[2], 64) * (_ceil_to(dim, 64) + _ceil_to(dim_v, 64))
@@ -148,6 +151,7 @@ def _embedding_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 def _index_put(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """With accumulate: four int64 buffers over the indices, to sort them (Indexing.cu; from memory)."""
     indices = [i for i in a["indices"] if isinstance(i, torch.Tensor)]
+    # Without accumulate the last write wins, and nothing has to be sorted.
     if not a["accumulate"] or not indices:
         return ()
     return (4 * 8 * max(i.numel() for i in indices),)
@@ -155,7 +159,7 @@ def _index_put(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::convolution", "aten::convolution_backward")
 def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """Copies of operands that are not in the memory format of the kernel. cuDNN's own workspace is unknown."""
+    """Count copies of operands that are not in the memory format of the kernel. cuDNN's own workspace is unknown."""
     tensors = [t for t in (a.get("grad_output"), a["input"], a["weight"]) if t is not None and t.dim() >= 3]
     last = tensors[0].dim() == 4 and any(
         t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()

@@ -61,7 +61,7 @@ _device: ContextVar[DeviceSpec | None] = ContextVar("device", default=None)
 
 
 def active_device() -> DeviceSpec | None:
-    """The device whose kernels are emulated in this thread: the innermost one, None outside."""
+    """Return the device whose kernels are emulated in this thread: the innermost one, None outside."""
     return _device.get()
 
 
@@ -101,6 +101,7 @@ def _is_fake(tensor: Any) -> bool:
 def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         spec = _active_cuda()
+        # Registered for the process: other threads, and real tensors in this one, keep torch's own kernel.
         if spec is None or not _is_fake(args[0]):
             return run_composite(op, *args, **kwargs)
         return kernel(spec, *args, **kwargs)
@@ -116,6 +117,8 @@ def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
 
 
 def _register_layouts(stack: ExitStack) -> None:
+    # The kernels that are entered last are asked first. So those for sizes of 1 come before a CPU's own, and these
+    # before those for every device.
     on_any = {op: _where(_is_any, kernel) for op, kernel in shared_kernels().items()}
     on_cpu = {op: _where(_is_cpu, kernel) for op, kernel in cpu_kernels().items()}
     stack.enter_context(fake_kernels(on_any))
@@ -125,6 +128,7 @@ def _register_layouts(stack: ExitStack) -> None:
 
 
 def _register_cuda_kernels(stack: ExitStack) -> None:
+    # Without this the registrations would go when the library is collected (its finalizer, ``torch/library.py``).
     library = torch.library.Library("aten", "IMPL")
     stack.callback(library._destroy)
     for op, kernel in override.items():
@@ -150,6 +154,7 @@ class _Registration:
     def __enter__(self) -> None:
         with self._lock:
             if not self._entered:
+                # If a registration fails half-way, the stack takes back what was made, and nothing counts as entered.
                 with ExitStack() as stack:
                     self._register(stack)
                     self._made = stack.pop_all()
@@ -187,7 +192,7 @@ def device_kernels(device: str | DeviceSpec | torch.device = "h100") -> Iterator
 
 @contextmanager
 def kernel_layouts(kind: str) -> Iterator[None]:
-    """Fake tensors get the strides that kernels of this kind of device make (``layouts.py``); no other kernels.
+    """Give fake tensors the strides that kernels of this kind of device make (``layouts.py``), and change nothing else.
 
     For sizes of results of a real step that are needed before they are computed. Does nothing where a device is active.
     """

@@ -111,6 +111,7 @@ def elementwise_kernels() -> dict[Any, FakeKernel]:
 
 def _elementwise_in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
     operands = list(tensors_in((args, kwargs)))
+    # Without a size of 1 torch's own formula is right. For copied operands see ``_copied_first``.
     if not any(1 in t.shape for t in operands) or _copied_first(operands):
         return NotImplemented
     return run_in_cpp(mode, func, args, kwargs)
@@ -123,6 +124,7 @@ def _kernel_where_a_size_is_one(mode: FakeTensorMode, func: Any, *args: Any, **k
     own = torchs_own_fake(mode, func, args, kwargs)
     if _takes_a_number(func):  # which the kernel makes an operand without dimensions
         operands.append(fake_empty_strided(mode, (), (), operands[0].dtype))
+    # Several results, or more operands than any op that could be asked for the layout: torch's strides stay.
     if not isinstance(own, torch.Tensor) or not 1 <= len(operands) <= 3:
         return own
     return _as_iterated(mode, own, *operands)
@@ -329,6 +331,7 @@ def _with_an_expanded_operand(mode: FakeTensorMode, a: Mapping[str, Any], own: A
     """
     operands = [v for v in a.values() if isinstance(v, torch.Tensor)]
     expanded = any(0 in t.stride() for t in operands)
+    # A number in the place of an operand, nothing expanded, or operands of two types: torch's formula is right.
     if len(operands) != 2 or not expanded or operands[0].dtype != operands[1].dtype:
         return own
     return _as_iterated(mode, own, *operands)
@@ -354,7 +357,7 @@ def _native_dropout_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: An
 
 
 def _dense_format(t: torch.Tensor) -> torch.memory_format | None:
-    """The memory format in which a tensor is contiguous, the usual one first."""
+    """Return the memory format in which a tensor is contiguous, the usual one first; None if there is none."""
     formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
     dims = {torch.channels_last: 4, torch.channels_last_3d: 5}
     for memory_format in formats:
@@ -372,9 +375,10 @@ def _dense_format(t: torch.Tensor) -> torch.memory_format | None:
     aten._batch_norm_no_update.default,
 )
 def _batch_norm(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    """Output in the memory format of an input [N, C, ...] that has one, else contiguous."""
+    """Lay out the output in the memory format of an input [N, C, ...] that has one, else contiguously."""
     input = a["input"]
     others = [a.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
+    # The kernel for a dense input takes contiguous parameters only. Any other call goes by the strides of the input.
     contiguous = all(t is None or t.is_contiguous() for t in others)
     memory_format = (_dense_format(input) if contiguous else None) or suggested_memory_format(input)
     return (_like(mode, own[0], input, memory_format), *own[1:])
@@ -382,7 +386,7 @@ def _batch_norm(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
 
 @on_cpu(aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
 def _batch_norm_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    if own[0] is None:
+    if own[0] is None:  # no gradient of the input is wanted
         return own
     grad, input = a["grad_out"], a["input"]
     memory_format = suggested_memory_format(input)
@@ -433,8 +437,9 @@ def _in_format_of_input(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) ->
     aten.as_strided_scatter.default,
 )
 def _scatter(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    """A copy of the input's storage, all of it, if the elements of the input do not overlap."""
+    """Copy the input's whole storage, if the elements of the input do not overlap."""
     input = a["self"]
+    # Overlapping elements (an expanded input) are cloned densely instead, and torch's formula says so.
     if own.stride() != input.stride():
         return own
     storage = meta_storage(input.untyped_storage().nbytes())
@@ -451,6 +456,7 @@ def _columns(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
 def _embedding_bag(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     """Which bag each index is in, and the size of each bag; one more of each may be allocated than is returned."""
     output, bag_of_index, bag_size, *rest = own
+    # Where a result has as many entries as these conditions say, the kernel has allocated one more and cut it off.
     indices, offsets = a["indices"].numel(), a["offsets"].numel()
     if bag_of_index.numel() == indices > 0:
         bag_of_index = _in_larger_storage(mode, bag_of_index, indices + 1)
@@ -463,10 +469,12 @@ def _embedding_bag(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
 
 
 def _waited_for(mode: FakeTensorMode, args: Mapping[str, Any], own: Any) -> Any:
-    """The tensor itself."""
+    """Return the tensor itself, as the real op does."""
     return args["tensor"]
 
 
+# Torch's Meta kernel returns a new tensor (``_wait_tensor_meta`` in ``torch/distributed/_functional_collectives.py``),
+# whose storage would count beside the collective's.
 _WAIT = op_named("_c10d_functional.wait_tensor.default")
 if _WAIT is not None:  # torch was built with collectives
     on_all_devices(_WAIT)(_waited_for)

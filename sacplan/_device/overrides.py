@@ -62,6 +62,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         weight: torch.Tensor | None,
         eps: float | None,
     ) -> torch.Tensor:
+        # At autograd's key the composite kernel would take the op apart before the fake mode sees it.
         with torch._C._AutoDispatchBelowAutograd():
             out: torch.Tensor
             out, rstd = aten._fused_rms_norm.default(input, shape, weight, eps)
@@ -90,6 +91,7 @@ def _rms_norm(
 ) -> Any:
     # The conditions of ``rms_norm_symint`` in ``layer_norm.cpp`` for the composite, which keeps several float32
     # tensors of the input's size where the fused kernel keeps the input and one number per row.
+    # The last condition is an error of the call: the composite raises torch's own.
     shape = list(normalized_shape)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
     if (
@@ -131,6 +133,13 @@ def takes_cudnn_batch_norm(
     cudnn_enabled: bool = True,
 ) -> bool:
     """Whether batch norm over ``input`` [N, C, ...] goes to cuDNN, else to torch's own kernel."""
+    # The conditions of ``_select_batch_norm_backend``, in this order:
+    # - a CUDA device (not ROCm) on which the user has left cuDNN on;
+    # - scale and shift, without which cuDNN has no kernel;
+    # - no bfloat16, and float16 only with float32 parameters;
+    # - running statistics both or neither, and neither only in training, where the batch has its own;
+    # - "spatial" mode, that is at least one dimension behind the channels; [N, C] runs in torch's kernel;
+    # - batch sizes and element counts that cuDNN's kernels can index.
     return (
         spec.capability is not None
         and cudnn_enabled
@@ -162,6 +171,7 @@ def _batch_norm(
     given = (input, weight, bias, running_mean, running_var, training)
     # torch's fake kernel gives the statistics [C] the input's type (CUDA: the weight's), and no reserve. cuDNN's
     # plain kernels have none either; the fused ones for channels-last half types may keep a bit per element.
+    # An empty input has a path of its own in the composite.
     if input.numel() and takes_cudnn_batch_norm(spec, *given, cudnn_enabled=cudnn_enabled):
         return aten.cudnn_batch_norm.default(*given, momentum, eps)[0]
     return run_composite(aten.batch_norm.default, *given, momentum, eps, cudnn_enabled)
@@ -170,6 +180,7 @@ def _batch_norm(
 @fake_kernel(aten.native_layer_norm.default)
 def _layer_norm(mode: Any, func: Any, input: torch.Tensor, shape: Sequence[int], *rest: Any) -> Any:
     """Statistics [..., 1] of an input [..., *shape] in the accumulation type, as on CUDA."""
+    # In float32 and float64 the accumulation type is the input's: torch's own formula is right.
     if input.dtype not in HALF_TYPES:
         return NotImplemented
     stats = [*input.shape[: input.dim() - len(shape)], *[1] * len(shape)]

@@ -59,6 +59,7 @@ def outside_of_the_trace(device: torch.device) -> Iterator[None]:
 
 def op_key(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return a key that is equal for the same op with equal shapes, strides, dtypes and other arguments."""
+    # An argument that cannot be hashed is told apart by its text.
     key = (func, signature(args), signature(kwargs) if kwargs else None)
     try:
         hash(key)
@@ -232,10 +233,12 @@ class RealOp:
             return like.detach().clone() if op_traits(self.func).written_names else like.detach()
         shape, stride = [int(n) for n in like.shape], [int(n) for n in like.stride()]
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        # Each case below goes before those after it: special arguments, then real values, then made-up ones.
         if (self._op, name) in _ON_THE_HOST:
             return torch.ones(shape, dtype=like.dtype)
         if self._op == "mkldnn_rnn_layer_backward" and name == "workspace" and isinstance(like, FakeTensor):
             return self._rnn_workspace()
+        # A copy, since the op may write it, and the user still needs the values.
         if not isinstance(like, FakeTensor) and like.device.type == self._device.type:
             flat = like.detach().as_strided((span,), (1,), like.storage_offset()).clone()
         elif self._zeros:
@@ -246,6 +249,7 @@ class RealOp:
             flat = self._floats(like.dtype, span)
         else:
             flat = self._integers(like, span, name, position)
+        # Strides are part of what is measured: a kernel may copy an operand that is not contiguous.
         made = flat.as_strided(shape, stride)
         if self._needs_diagonal(made):
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1])
@@ -254,7 +258,7 @@ class RealOp:
     def _floats(self, dtype: torch.dtype, span: int) -> torch.Tensor:
         if dtype.is_complex:
             return torch.view_as_complex(self._floats(dtype.to_real(), 2 * span).view(-1, 2))
-        if dtype.itemsize == 1:
+        if dtype.itemsize == 1:  # float8 has no random fill
             return torch.empty(span, dtype=torch.float32, device=self._device).uniform_(0.1, 0.9).to(dtype)
         return torch.empty(span, dtype=dtype, device=self._device).uniform_(0.1, 0.9)
 
@@ -268,6 +272,8 @@ class RealOp:
         )
 
     def _integers(self, like: torch.Tensor, span: int, name: str, position: int) -> torch.Tensor:
+        # In this order: values that must rise, values below a bound, and else a constant. A number out of range is an
+        # error on a CPU. On CUDA it may end the context of the process.
         flat = torch.empty(span, dtype=like.dtype, device=self._device)
         rising = _RISING.get((self._op, name))
         if rising is not None:
@@ -294,6 +300,7 @@ class RealOp:
 
     def _bools(self, like: torch.Tensor, span: int, name: str, position: int) -> torch.Tensor:
         count = self._true_count(name, position)
+        # No result depends on the number, or elements share memory (expanded), so that they cannot be set one by one.
         if count is None or span != like.numel():
             return torch.rand(span, device=self._device) < 0.5
         flat = torch.zeros(span, dtype=torch.bool, device=self._device)
@@ -303,6 +310,8 @@ class RealOp:
     def _true_count(self, name: str, position: int) -> int | None:
         """Return how many elements of a mask are true, if the size of a result tells; else None."""
         a = self._by_name
+        # In turn: one row of the result for each true element; as many rows as the values to be put; and no more true
+        # elements than the source of ``masked_scatter`` can serve.
         if self._op in ("nonzero", "masked_select") and isinstance(self._out, torch.Tensor):
             return int(self._out.shape[0])
         if self._op in _INDEX_OPS and name == "indices":
@@ -336,7 +345,7 @@ def run_for_real(
     device: torch.device,
     measure: Callable[[RealOp], _T],
 ) -> _T:
-    """``measure(op)``, where ``op()`` runs ``func`` on real operands, outside of all modes that are on.
+    """Return ``measure(op)``, where ``op()`` runs ``func`` on real operands, outside of all modes that are on.
 
     Raises:
         RUN_ERRORS: what the op says to made-up values, and to zeros.

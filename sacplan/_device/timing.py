@@ -59,7 +59,7 @@ class MeasuredTimes:
     def cost(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> tuple[int, float]:
-        """(FLOPs, milliseconds) of one call of ``func`` that returned ``out``; a view takes no time.
+        """Return (FLOPs, milliseconds) of one call of ``func`` that returned ``out``; a view takes no time.
 
         An op that cannot be run with made-up operands, or does not fit the memory, gets the roofline's
         time, one warning, and an entry in ``not_timed``.
@@ -78,6 +78,7 @@ class MeasuredTimes:
                 if self._device.type == "cuda":
                     _check_context(func, error)
                 known = self._stand_in(func, args, kwargs, out, error)
+            # The operands of a large op would stay cached, and the next one might not fit beside them.
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             _times[key] = known
@@ -94,7 +95,7 @@ class MeasuredTimes:
         out: Any,
         error: Exception,
     ) -> float:
-        if isinstance(error, SacplanError):
+        if isinstance(error, SacplanError):  # our own, such as a lost context, and no op's refusal
             raise error
         name = str(func)
         if name not in self.not_timed:
@@ -108,7 +109,7 @@ class MeasuredTimes:
 
 
 def _check_context(func: torch._ops.OpOverload, error: Exception) -> None:
-    """``DeviceError`` if the op has ended the CUDA context, after which no op can run in this process."""
+    """Raise ``DeviceError`` if the op has ended the CUDA context, after which no op can run in this process."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as lost:

@@ -70,6 +70,7 @@ def measured_workspace_bytes(
     Raises:
         TraceError: a profiler is on in this thread.
     """
+    # Most calls leave here, at the cost of some look-ups. A run takes far longer, and happens once for each key.
     if not _worth_a_run(func, args, kwargs, out):
         return _number_bytes(func, args, out)
     key = (
@@ -88,6 +89,7 @@ def measured_workspace_bytes(
                 stacklevel=2,
             )
             inside = 0
+        # Negative if an output was not allocated during the run.
         known = _known[key] = max(0, inside)
     return known
 
@@ -134,6 +136,7 @@ def measured_formula_bytes(
 
 
 def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> tuple[int, int]:
+    # The graph is made once and run backward twice: what the forward pass allocates must not be in the figures.
     given = list(tensors_in((op.args, op.kwargs)))
     leaves = [given[i].requires_grad_() for i in wanted]
     with autograd_as_outside():
@@ -233,6 +236,7 @@ def _peak_beyond_outputs(run: Callable[[], Any], given: Any) -> int:
         old = {storage_key(part.untyped_storage()) for t in tensors_in(given) for part in strided_parts(t)}
         storages = [part.untyped_storage() for t in tensors_in(out) for part in strided_parts(t)]
         made = {storage_key(storage): storage.nbytes() for storage in storages}
+        # By storage: two outputs on one storage, or an output on an input's, must not count twice.
         outputs = sum(nbytes for key, nbytes in made.items() if key not in old)
 
     live = peak = 0

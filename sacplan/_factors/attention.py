@@ -27,6 +27,8 @@ class _Attention:
     """
 
     def __init__(self, call: RuleBuilder) -> None:
+        # Blocked: heads within a group, which share its keys; keys, over which softmax normalizes; head sizes, over
+        # which the scores are summed.
         q, k, v = call["query"], call["key"], call["value"]
         self._call = call
         self.understood = True
@@ -52,6 +54,7 @@ class _Attention:
 
         Efficient attention pads the queries to a multiple of 32, so a slice of them is not a slice of the whole.
         """
+        # As computed; padded, so that rows must be whole; and anything else, of which nothing is known.
         batch, heads, rows, _ = self._weights_shape
         if tuple(t.shape) in ((batch, heads, rows), (batch, heads, rows, 1)) and not self._pads:
             return (self.batch, self.heads, self.rows, ())[: len(t.shape)]
@@ -97,6 +100,7 @@ def _attention(call: RuleBuilder) -> Rule | None:
 @register(*(f"{kernel}_backward" for kernel in _KERNELS))
 def _attention_backward(call: RuleBuilder) -> Rule | None:
     """Gradients of keys and values are sums over queries, that of a mask over what it is broadcast to."""
+    # A gradient that is not wanted would be missing among the outputs below.
     if not all(call.arguments.get("grad_input_mask", (True,))[:3]):
         return None
     attention = _Attention(call)
@@ -106,6 +110,7 @@ def _attention_backward(call: RuleBuilder) -> Rule | None:
     )
     outputs = [attention.query, attention.key, attention.value]
     for bias in call.outputs[3:]:
+        # What the mask is broadcast along is summed in its gradient. An empty one is no gradient: any slice gives it.
         outputs.append(attention.mask(bias))
         absent = {f for dim in attention.weights for f in dim} - {f for dim in outputs[3] for f in dim}
         call.becomes(absent, Kind.SUM if 0 not in bias.shape else Kind.PASS, 3)

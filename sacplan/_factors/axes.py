@@ -35,8 +35,11 @@ class FactorAxis(NamedTuple):
 
 def into_factor(dims: Dims, sizes: Sequence[int], axis: Axis) -> FactorAxis | None:
     """Return where in a factor an axis of a tensor lies; None if it is not within a single factor."""
+    # The dimension is (before, factor, after) for each of its factors in turn, slowest first. The axis lies in the one
+    # for which ``before`` divides its outer part and ``after`` its inner part, and which is then used up by it.
     factors = dims[axis.dim]
     before, after = 1, math.prod(sizes[f] for f in factors)
+    # Empty, or sizes that are not those of this rule.
     if after == 0 or axis.outer * axis.size * axis.inner != after:
         return None
     for factor in factors:
@@ -69,6 +72,7 @@ def take(t: torch.Tensor, axis: Axis, start: int, stop: int) -> torch.Tensor:
     An op that writes in place needs a view.
     """
     dim, outer, size, inner = axis
+    # One piece: always a view. With ``outer`` pieces the flattened result is a view only if its strides allow one.
     if outer == 1:
         return t.narrow(dim, start * inner, (stop - start) * inner)
     parts: torch.Tensor = t.unflatten(dim, (outer, size, inner)).narrow(dim + 1, start, stop - start)
@@ -92,10 +96,12 @@ def resized_arguments(rule: Rule, args: Sequence[Any], within: FactorAxis, lengt
     """
 
     def scaled(size: int) -> int:
+        # Divided first: exact, since the size is a multiple of that of the part that is cut.
         return size if size == -1 else size // within.size * length
 
     found = list(args)
     for argument, position, factors in rule.resized:
+        # The slice does not touch this size, or the call leaves it to its default.
         if within.factor not in factors or argument >= len(found) or found[argument] is None:
             continue
         if position is None:

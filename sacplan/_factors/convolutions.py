@@ -11,6 +11,8 @@ class _Convolution:
     """The factors of one call: channels are groups times those of one group."""
 
     def __init__(self, call: RuleBuilder, n_in: int, n_out: int) -> None:
+        # A 1x1 convolution with stride 1 and no padding looks at each pixel alone: pixels then pass. Otherwise a slice
+        # of the picture would need its neighbours (a halo), which no rule provides.
         groups = call["groups"]
         x, weight = call["input"], call["weight"]
         self.batch = call.factor(x.shape[0])
@@ -50,6 +52,8 @@ def _convolution_backward(call: RuleBuilder) -> Rule:
     made = _Convolution(call, x.shape[1], grad.shape[1])
     pixels = [f for factors in made.pixels for f in factors] if made.by_pixel else []
     wanted = [i for i, is_wanted in enumerate(call["output_mask"]) if is_wanted]
+    # Gradients of input, weight and bias. That of the input is a sum over output channels; the other two are sums over
+    # samples and, where pixels pass, over these.
     for output, i in enumerate(wanted):
         call.becomes((made.c_out, (), ())[i], Kind.SUM, output)
         if i:
@@ -62,7 +66,10 @@ def _convolution_backward(call: RuleBuilder) -> Rule:
 
 @register("im2col")
 def _im2col(call: RuleBuilder) -> Rule:
-    """(samples, channels, height, width) to (samples, channels x window, windows); there may be no samples."""
+    """Copy windows: (samples, channels, height, width) to (samples, channels x window, windows).
+
+    The dimension of samples may be missing.
+    """
     x, out = call.inputs[0], call.outputs[0]
     planes = call.dims(x.shape[:-2])
     window = call.factor(out.shape[-2] // x.shape[-3], Kind.BLOCK)

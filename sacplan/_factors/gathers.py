@@ -14,6 +14,7 @@ from sacplan._factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, regist
 
 @register("embedding")
 def _embedding(call: RuleBuilder) -> Rule:
+    # Any index may ask for any row of the table, so its rows must be whole; columns and indices pass.
     weight, indices = call.inputs
     rows, row = call.dims(indices.shape), call.dims(weight.shape[1:])
     return call.rule([(call.factor(weight.shape[0], Kind.BLOCK), *row), rows], [rows + row])
@@ -21,6 +22,7 @@ def _embedding(call: RuleBuilder) -> Rule:
 
 @register("embedding_dense_backward")
 def _embedding_backward(call: RuleBuilder) -> Rule:
+    # Rows add up over indices. Scaled by frequency they do not: a slice would count its own occurrences only.
     grad, indices = call.inputs
     rows = call.dims(indices.shape, Kind.BLOCK if call["scale_grad_by_freq"] else Kind.SUM)
     row = call.dims(grad.shape[len(indices.shape) :])
@@ -47,6 +49,8 @@ def _gather(call: RuleBuilder) -> Rule:
 @register("scatter", "scatter_add", "scatter_reduce.two")
 def _scatter(call: RuleBuilder) -> Rule:
     """The dimension that is scattered along must be whole, and those of which indices or values lack a part."""
+    # ``whole``: the dimension itself, any index of which may be written from any slice, and those along which indices
+    # or values are shorter, where a slice of one is not the slice of the other.
     x, *others = call.inputs
     rank = len(x.shape)
     others = [t for t in others if len(t.shape) == rank]
@@ -107,6 +111,8 @@ class _Indexed:
     """Factors of a tensor that is indexed by tensors, and of what is found there."""
 
     def __init__(self, call: RuleBuilder, x: Any, indices: Sequence[Any], kind: Kind) -> None:
+        # ``at``: the dimensions that are indexed, any part of which an index may ask for. Indices are broadcast against
+        # each other, and their common shape takes the place of these dimensions.
         at = [d for d, i in enumerate(indices) if i is not None]
         self.found_shape = torch.broadcast_shapes(*(tuple(indices[d].shape) for d in at))
         positions = call.dims(self.found_shape, kind)
@@ -155,6 +161,6 @@ def _index_put(call: RuleBuilder) -> Rule | None:
         return None
     indexed = _Indexed(call, x, indices, Kind.BLOCK)
     given = broadcast(indexed.found, indexed.shape, values.shape)
-    if given is None:
+    if given is None:  # more dimensions than are found, all of size 1: rare, and left alone
         return None
     return call.rule([indexed.x, *indexed.indices, given], [indexed.x])

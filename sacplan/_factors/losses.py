@@ -19,6 +19,8 @@ def _rows_and_classes(call: RuleBuilder) -> tuple[Dims, Dims, Dims]:
 
 @register("nll_loss_forward", "nll_loss2d_forward")
 def _nll(call: RuleBuilder) -> Rule:
+    # Outputs: the loss, and the total weight of the targets, by which a mean divides. Slices have other total weights,
+    # so for a mean each computes its sum (``replace``), and the whole divides once.
     rows, scores, classes = _rows_and_classes(call)
     reduction = call["reduction"]
     over = [f for factors in rows for f in factors]
@@ -54,7 +56,7 @@ def _elementwise(call: RuleBuilder) -> Rule | None:
     dims = call.dims(shape)
     inputs = [broadcast(dims, shape, t.shape) for t in call.inputs]
     known = [d for d in inputs if d is not None]
-    if len(known) != len(inputs):
+    if len(known) != len(inputs):  # a target that is larger than the input: the loss has the broadcast shape
         return None
     over = [f for factors in dims for f in factors]
     if reduction != _NONE:

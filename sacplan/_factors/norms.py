@@ -27,6 +27,7 @@ def _layer_norm(call: RuleBuilder) -> Rule:
 
 @register("native_layer_norm_backward", "_fused_rms_norm_backward")
 def _layer_norm_backward(call: RuleBuilder) -> Rule:
+    # Gradients of scale and shift are sums over rows; statistics have size 1 where the input is normalized.
     rows, row = _normalized(call, call["input"].shape)
     by_name = dict.fromkeys(("grad_out", "input"), rows + row)
     by_name |= dict.fromkeys(("mean", "rstd"), rows + ((),) * len(row))
@@ -41,6 +42,7 @@ def _layer_norm_backward(call: RuleBuilder) -> Rule:
 @register("native_group_norm", "native_group_norm_backward")
 def _group_norm(call: RuleBuilder) -> Rule:
     """Samples pass, and so do groups: a dimension of channels is groups times the channels of one."""
+    # Statistics are over the channels of one group and all pixels of one sample, so these are blocked.
     x = call["input"]
     batch, groups = call.factor(x.shape[0]), call.factor(call["group"])
     channels = groups + call.factor(x.shape[1] // call["group"], Kind.BLOCK)
@@ -73,6 +75,7 @@ def _group_norm(call: RuleBuilder) -> Rule:
 )
 def _batch_norm(call: RuleBuilder) -> Rule:
     """Channels pass; all else does where nothing trains."""
+    # In training the statistics of a channel are over all samples and pixels, so these must be whole.
     trains = bool(call.arguments.get("training", False))
     x = call["input"]
     other = Kind.BLOCK if trains else Kind.PASS
@@ -120,6 +123,7 @@ def _batch_norm_backward(call: RuleBuilder) -> Rule:
 @register("_weight_norm_interface", "_weight_norm_interface_backward")
 def _weight_norm(call: RuleBuilder) -> Rule:
     """Each index of one dimension has a norm of its own; the other dimensions must be whole."""
+    # The backward op has the same tensors under other names.
     direction = call["saved_v" if "saved_v" in call.arguments else "v"]
     dim = call["dim"] % len(direction.shape)
     dims = blocked_at(call, direction.shape, frozenset(range(len(direction.shape))) - {dim})

@@ -28,6 +28,8 @@ def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | Non
 )
 def pointwise(call: RuleBuilder) -> Rule | None:
     """One factor for each dimension of the output; a buffer that the device's kernel does not need may be empty."""
+    # Each tensor must have the output's shape, or be broadcast to it as an input. An empty one is a placeholder (the
+    # noise of an activation in evaluation). Any other shape means that the op is not what its tag says.
     shape = tuple(call.outputs[0].shape)
     dims = call.dims(shape)
     found = []
@@ -62,7 +64,7 @@ def _looked_up(call: RuleBuilder) -> Rule | None:
 
 @register("full ones zeros new_empty new_zeros new_ones new_full")
 def _filled(call: RuleBuilder) -> Rule:
-    """A new tensor; of an input, only type and device matter."""
+    """Make a new tensor. Of an input only type and device matter."""
     shape = call.outputs[0].shape
     dims = call.dims(shape)
     call.resize_all("size", dims)
@@ -72,9 +74,10 @@ def _filled(call: RuleBuilder) -> Rule:
 
 @register("new_empty_strided")
 def _strided(call: RuleBuilder) -> Rule | None:
-    """The same, where a stride is the product of the sizes of the dimensions inside; else no slice is as dense."""
+    """Make a dense tensor, in any order of dimensions. A tensor with gaps has no slice with the same strides."""
     shape, strides = call.outputs[0].shape, call["stride"]
     rule = _filled(call)
+    # From the innermost dimension outwards: ``inside`` has the factors of those passed, whose product each stride is.
     inside: Factors = ()
     expected = 1
     for dim in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d], -d)):

@@ -59,7 +59,10 @@ register("addmv")(_product_with_bias("ik", "k", "i"))
 
 @register("_grouped_mm")
 def _grouped_product(call: RuleBuilder) -> Rule | None:
-    """Groups of rows, of columns, or of what is summed over: where groups end, ``offs`` says, and slices would not."""
+    """Multiply groups of rows, of columns, or of the summed dimension; ``offs`` says where each group ends.
+
+    The grouped dimension must be whole, since the offsets count from its beginning.
+    """
     x, y = call.inputs[:2]
     if call["bias"] is not None:
         return None

@@ -18,6 +18,7 @@ def reduced_dims(call: RuleBuilder, rank: int) -> frozenset[int]:
 
 
 def _reduction(call: RuleBuilder, kind: Kind) -> Rule:
+    # ``kept`` is for outputs without the reduced dimensions, ``in_place`` for those that keep them with size 1.
     shape = call.inputs[0].shape
     gone = reduced_dims(call, len(shape))
     dims = tuple(call.factor(n, kind if d in gone else Kind.PASS) for d, n in enumerate(shape))
@@ -35,9 +36,11 @@ def _by_kind(kind: Kind) -> Callable[[RuleBuilder], Rule]:
 
 
 register("sum", "nansum", "count_nonzero")(_by_kind(Kind.SUM))
+# Reductions whose slices can be put together by one more reduction of the same kind.
 register("mean")(_by_kind(Kind.MEAN))
 register("amax", "any", "max.default")(_by_kind(Kind.MAX))
 register("amin", "all", "min.default")(_by_kind(Kind.MIN))
+# Reductions that would need more than the results of slices: a position, a count, a second moment, a median.
 register(
     "aminmax argmax argmin logsumexp max.dim median.dim min.dim nanmedian.dim prod std std_mean var var_mean"
 )(_by_kind(Kind.BLOCK))
@@ -79,7 +82,7 @@ def along_a_dimension(call: RuleBuilder) -> Rule:
 
 @register("glu")
 def _glu(call: RuleBuilder) -> Rule:
-    """The halves of a dimension are multiplied."""
+    """Multiply one half of a dimension by the gate of the other half: a slice would pair other elements."""
     x, out = call.inputs[0], call.outputs[0]
     dim = call["dim"] % len(x.shape)
     dims = blocked_at(call, x.shape, frozenset([dim]))

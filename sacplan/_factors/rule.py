@@ -41,10 +41,10 @@ class Kind(enum.Enum):
 
 
 Factors = tuple[int, ...]
-"""Of one dimension: the factors whose product it is, the slowest first; none for size 1."""
+"""The factors of one dimension, the slowest first; their product is its size. Empty for size 1."""
 
 Dims = tuple[Factors, ...]
-"""Of one tensor: the factors of each dimension."""
+"""The factors of each dimension of one tensor."""
 
 
 class Resized(NamedTuple):
@@ -53,7 +53,7 @@ class Resized(NamedTuple):
     Attributes:
         argument: its position.
         position: within it, if it is a list.
-        factors: it is their product, or a multiple of it.
+        factors: the argument is their product, or a multiple of it.
     """
 
     argument: int
@@ -74,12 +74,12 @@ class Rule:
     """The factors of one call of an op.
 
     Attributes:
-        inputs: of each tensor argument, in the order of positions, then keywords, lists flattened.
-        outputs: of each tensor returned.
-        sizes: by factor.
-        kinds: by output and factor.
-        resized: integer arguments that are sizes.
-        replaced: arguments that slices are given another value of.
+        inputs: the factors of each tensor argument, in the order of positions, then keywords, lists flattened.
+        outputs: the factors of each tensor that is returned.
+        sizes: the size of each factor.
+        kinds: the kind of each factor in each output; ``kinds[output][factor]``.
+        resized: integer arguments that are sizes, and change with the slice.
+        replaced: arguments that have another value when the op runs on a slice.
     """
 
     inputs: tuple[Dims, ...]
@@ -116,6 +116,7 @@ class RuleBuilder(Call):
 
     def factor(self, size: int, kind: Kind = Kind.PASS) -> Factors:
         """Make a factor, as the only one of a dimension; none for size 1."""
+        # Nothing to slice. And a broadcast operand of size 1 has no factor that its partner would disagree with.
         if size == 1:
             return ()
         self._sizes.append(size)
@@ -158,6 +159,7 @@ class RuleBuilder(Call):
 
     def rule(self, inputs: Sequence[Dims], outputs: Sequence[Dims]) -> Rule:
         """Return the rule with these factors of tensor arguments and outputs."""
+        # One kind for all outputs, except where the formula has set another for some (``becomes``).
         kinds = (tuple(self._kinds),) * len(outputs)
         if self._by_output:
             kinds = tuple(
@@ -200,10 +202,13 @@ def formula_of(func: torch._ops.OpOverload) -> Formula | None:
     An in-place op (``relu_``) has the formula of the op without the underscore. An op that PyTorch tags as pointwise
     needs none of its own. Ops of other namespaces and with ``out=`` have none.
     """
+    # Of another library nothing is known. With ``out=`` a slice would write into memory of the whole.
     if func.namespace not in ("aten", "prims") or any(a.is_out for a in func._schema.arguments):
         return None
     name = func._schema.name.partition("::")[2]
     plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    # The overload goes before the op (``max.dim`` and ``max`` mean different things), the exact name before that
+    # without the underscore, and any formula of our own before the tag: pointwise ops may have arguments that matter.
     for found in (f"{name}.{func._overloadname}", name, f"{plain}.{func._overloadname}", plain):
         if found in _FORMULAS:
             return _FORMULAS[found]
@@ -223,6 +228,7 @@ def rule_of(
     Returns:
         None if the op must see whole tensors: it has no formula, or draws random numbers.
     """
+    # Random ops: slices would draw other numbers than the whole does.
     formula = formula_of(func)
     if formula is None or draws_numbers(func, args, kwargs):
         return None

@@ -17,6 +17,8 @@ def _common_factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[i
 
     Both shapes have the same number of elements, and no size 1 or 0.
     """
+    # Walk both shapes from the slowest dimension. Each turn splits off the smaller of the two remainders, which must
+    # divide the larger: (6, 4) and (4, 6) share none, (6, 4) and (2, 12) share 2, 3 and 4.
     found = []
     i = j = 0
     left, right = list(before), list(after)
@@ -62,6 +64,7 @@ def _view(call: RuleBuilder) -> Rule | None:
         return None  # what a damaged recording may say
     if math.prod(before) == 0:
         return call.rule([call.blocked(before)], [call.blocked(after)])
+    # Only the runs without common factors are blocked: the others of the same view may still be sliced.
     dims: list[Factors] = [()] * len(before)
     new_dims: list[Factors] = [()] * len(after)
     for old, new in _groups(before, after):
@@ -108,6 +111,7 @@ def _expand(call: RuleBuilder) -> Rule:
 
 @register("repeat")
 def _repeat(call: RuleBuilder) -> Rule:
+    # A dimension of the output is (times, size): a slice of either factor is a repeat of a slice or fewer repeats.
     x, repeats = call.inputs[0], call["repeats"]
     dims = call.dims(x.shape)
     times = tuple(call.factor(n) for n in repeats)
@@ -146,6 +150,7 @@ def _unsqueeze(call: RuleBuilder) -> Rule:
 @register("squeeze", "squeeze_copy")
 def _squeeze(call: RuleBuilder) -> Rule:
     """Dimensions of size 1 go; of another that it would squeeze, no slice may have length 1."""
+    # A dimension that is named and has another size stays. A slice of it with length 1 would be squeezed away.
     shape = call.inputs[0].shape
     given = call.arguments.get("dim")
     given = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
@@ -178,6 +183,8 @@ def _split(call: RuleBuilder) -> Rule:
 def _slice(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     dim = call["dim"] % len(x.shape)
+    # The whole dimension: a view of everything, as ``x[:]`` leaves it. An ``end`` that is the size shrinks with a
+    # slice; a larger one, which stands for "to the end", stays.
     if x.shape[dim] == out.shape[dim]:
         dims = call.dims(x.shape)
         if call["end"] == x.shape[dim]:
@@ -320,7 +327,7 @@ def _pad(call: RuleBuilder) -> Rule:
 
 
 def _shuffled(call: RuleBuilder, shape: Sequence[int], r: int) -> tuple[Dims, Dims]:
-    """The factors of (..., channels r r, height, width) and of (..., channels, height r, width r)."""
+    """Return the factors of (..., channels r r, height, width) and of (..., channels, height r, width r)."""
     *front, channels, height, width = shape
     before = call.dims(front)
     c, h, w = call.factor(channels // (r * r)), call.factor(height), call.factor(width)

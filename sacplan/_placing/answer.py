@@ -68,6 +68,8 @@ class _Forward:
         ran: Counter[tuple[int, str]] = Counter()
         for code, arg in program.events:
             op = program.ops[arg] if code == Event.OP else None
+            # Ops without a call in the graph depend on no parameter: nothing is placed, so there is nothing
+            # to ask for. They do not count as occurrences either (see ``CallPattern.occurrence``).
             if op is None or op.phase != Phase.FORWARD or arg not in self.graph.call_of:
                 continue
             self._run(arg, op, ran[op.scope, op.name])
@@ -77,12 +79,15 @@ class _Forward:
             unit, name, occurrence = site
             return pattern_of(unit), name, occurrence
 
+        # ``_wanted`` has all calls, also those that need no place: a pattern may stand only for calls that
+        # want the same, so one layer that follows by itself must not want something else.
         found = by_pattern(self._asked, self._wanted, pattern)
         return [CallPattern(*site, tuple(map(format_layout, inputs))) for site, inputs in found.items()]
 
     def _layout(self, tensor: int) -> Placements:
         if tensor not in self._layouts:
             storage = self.graph.program.tensors[tensor].storage
+            # A tensor that no op of the walk has made: a parameter, or one that every rank has all of.
             home = self.graph.homes.get(storage)
             if home is None:
                 return self._whole
@@ -95,8 +100,11 @@ class _Forward:
         call = self.graph.calls[self.graph.call_of[index]]
         have = tuple(map(self._layout, op.inputs))
         weights = tuple(t in self._weights for t in op.inputs)
+        # First without a place. Only where the rule differs from the search is a place worth its line in the
+        # plan.
         ran = self._chosen(call, have, weights, None)
         c = self.graph.class_of.get(index)
+        # Views have no class: they follow. Outside of modules there is no name to ask by.
         if c is not None and op.scope != ROOT_SCOPE:
             strategies = self.evaluation.strategies(self.choice, c)
             want = tuple(tuple(s.inputs[i] for s in strategies) for i in range(len(have)))
@@ -108,6 +116,7 @@ class _Forward:
             if site in self._asked or (ran.inputs != want and movable):
                 asked = self._asked.setdefault(site, want)
                 ran = self._chosen(call, have, weights, asked)
+        # Those of the rule, not of the search: later ops see on a rank what these brought about.
         self._layouts.update(zip(op.outputs, ran.outputs, strict=True))
         if all(weights):
             self._weights.update(op.outputs)

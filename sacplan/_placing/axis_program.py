@@ -101,6 +101,8 @@ class AxisProgram:
             (f.value, f.phase, u): f for f in self.graph.flows for u in f.users
         }  # fmt: skip
 
+    # A role may leave nothing that is valid beside the other axes. Then all valid strategies are offered, so
+    # that the program always has a variable for each class (strategy 0, replicated, is always valid).
     def _strategies_of(self, c: int) -> list[int]:
         offered = self.evaluation.options[self.axis].strategies[c]
         valid = [k for k in range(len(offered)) if self.evaluation.is_valid(c, self._with(c, k))]
@@ -133,6 +135,10 @@ class AxisProgram:
         work = self.options.work_limit
         best: Solved | None = None
         bound: float | None = None
+        # The loop: solve with the rows known so far; evaluate what was found exactly; stop if it keeps the
+        # limit, else add rows and solve again. A program with fewer rows is a relaxation of the full one, so
+        # its bound holds for that. The loop ends when nothing is over the limit, when no row can be added, or
+        # when the work or ``_ROUNDS`` are used up.
         self._excess.clear()
         self._rows.clear()
         self.infeasible = self.limited = False
@@ -145,17 +151,24 @@ class AxisProgram:
             self.limited = self.limited or found.limited
             if found.bound is not None:
                 told = encoding.bound(found.bound)
+                # Every round's bound holds, so the largest does. (A row that ``_excess`` tightened makes it
+                # too high by about the solver's tolerance.)
                 bound = told if bound is None else max(bound, told)
+            # No solution. It proves infeasibility only for the true rows: not if a row was tightened by
+            # ``_excess``, and not after an earlier round had found something.
             if not found.values:
                 self.infeasible = found.status == "infeasible" and best is None and not self._excess
                 break
             solved = self._read(encoding, found, bound, smallest=smallest)
             figures = solved.figures
+            # Minimising the peak: a round's solution may have a higher true peak than an earlier one, since
+            # moments without a row are not seen. The best by its true peak is kept.
             if smallest:
                 if best is None or figures.peak_bytes < best.figures.peak_bytes:
                     best = solved
                 if bound is not None and figures.peak_bytes <= bound * (1 + self.options.gap) + 1024:
                     break
+            # The cheapest under fewer rows that keeps the limit is the cheapest under all rows.
             elif figures.peak_bytes <= limit:
                 best = solved
                 break
@@ -166,6 +179,8 @@ class AxisProgram:
         return best
 
     def _solved(self, limit: float, work: int, *, smallest: bool) -> tuple[_AxisProgram, LinearSolution]:
+        # Without rows the limit is not in the program. So that solution is the same for all limits, and is
+        # kept.
         if self._rows or smallest:
             encoding = _AxisProgram(self, limit, smallest=smallest)
             return encoding, encoding.solve(work)
@@ -184,9 +199,13 @@ class AxisProgram:
             if start == end:
                 continue
             moment = start + int(live[start:end].argmax())
+            # Nothing to add in this third; others may still be over.
             if live[moment] <= limit:
                 continue
             found = True
+            # The row is there and yet the moment is over: the solver's tolerance hid it. The row is tightened
+            # by what it missed. This may cut off valid choices, so infeasibility proves nothing any more (see
+            # ``_refined``).
             if moment in self._rows:
                 if math.isfinite(limit):
                     self._excess[moment] = self._excess.get(moment, 0.0) + float(live[moment]) - limit
@@ -198,6 +217,7 @@ class AxisProgram:
         self, encoding: _AxisProgram, found: LinearSolution, bound: float | None, *, smallest: bool
     ) -> Solved:
         choice = [list(picks) for picks in self._choice]
+        # The largest, since integers come back as floats, and classes of one strategy are no integers.
         for c, variables in enumerate(encoding.x):
             choice[self.axis][c] = max(variables, key=lambda k: found.values[variables[k]])
         figures = self.evaluation.figures(choice)
@@ -225,8 +245,11 @@ class _AxisProgram:
         self._edges: dict[ValueUse, dict[tuple[Placements, Placements], int]] = {}
         self._copied: dict[tuple[ValueUse, User], int] = {}
         self._strategies = [{k: program._with(c, k) for k in valid} for c, valid in enumerate(program._valid)]
+        # For each half: exposed >= hidden collectives - computation, exposed >= 0. ``_beside`` collects the
+        # terms of the row; minimising makes the inequality tight.
         self._exposed = [self._variable(cost=self._cost(1.0), upper=None) for _ in range(2)]
         self._beside: list[Terms] = [{x: -1.0} for x in self._exposed]
+        # Classes first: flows and memory refer to their variables.
         self._choose()
         for c in self.graph.classes:
             if c.follows:
@@ -246,6 +269,7 @@ class _AxisProgram:
 
     def solve(self, work_limit: int) -> LinearSolution:
         here = self.program._choice[self.program.axis]
+        # The choice so far, as a start for a solver that can use one. It need not keep the rows of memory.
         start = {
             x: float(k == here[c]) for c, own in enumerate(self.x) if here[c] in own for k, x in own.items()
         }
@@ -253,6 +277,8 @@ class _AxisProgram:
 
     def bound(self, told: float) -> float:
         """Return the solver's bound of the objective in milliseconds, or in bytes."""
+        # The objective is the peak in ``_unit``, plus ties. What ties can add is taken off, so that it is a
+        # bound of the peak.
         if self.smallest:
             return told * self._unit - self._unit * _TIE * 10
         return told + self.constant - _TIE * self._step_ms
@@ -278,6 +304,7 @@ class _AxisProgram:
             sum(math.prod(s) * d.itemsize for s, d in zip(c.shapes, c.dtypes, strict=True)) * c.count
             for c in self.graph.classes
         ]
+        # All sizes together weigh ``_TIE`` of a step.
         tie = _TIE * self._step_ms / max(1, sum(sizes))
         for c, strategies in enumerate(self._strategies):
             own: dict[int, int] = {}
@@ -288,6 +315,7 @@ class _AxisProgram:
                     layout = tuple(s.outputs[i] for s in chosen)
                     held += math.prod(shape) * dtype.itemsize * evaluation.share(layout) * subject.count
                 ms = evaluation.class_ms(c, chosen)
+                # A single strategy is fixed by the row below: it needs no branching.
                 own[k] = self._variable(cost=self._cost(ms + tie * held), integer=len(strategies) > 1)
                 if not subject.is_parameter:
                     self._beside[half_of(subject.phase)][own[k]] = -ms
@@ -317,6 +345,8 @@ class _AxisProgram:
         for k, x in self.x[subject.index].items():
             strategy = self._strategies[subject.index][k][axis]
             cuts = [i for i, p in enumerate(strategy.inputs) if p.is_cut]
+            # Row: x <= sum of the producers' strategies that leave one of the cut inputs cut. If no producer
+            # can, x is 0.
             for row in rows if cuts else ():
                 terms: Terms = defaultdict(float)
                 terms[x] = -1.0
@@ -338,10 +368,13 @@ class _AxisProgram:
         wanted = {user: self._wanted(flow, user) for user in sorted(flow.users)}
         targets = dict.fromkeys(q for by_layout in wanted.values() for q in by_layout)
         edges = self._edges[flow] = {}
+        # An op that nothing is asked of cannot have a replicated value turned into summands for it: the rule
+        # never does this by itself.
         follows = flow.phase != GRADIENT and any(self.graph.classes[u.user].follows for u in flow.users)
         for p in made:
             for q in targets:
                 ms = self.evaluation.moved_ms(flow.value, p, q)
+                # No edge: the rows below then forbid the two strategies together.
                 if ms == math.inf or (follows and self._is_summand(p, q)):
                     continue
                 hidden = self.graph.is_hidden(flow)
@@ -349,6 +382,9 @@ class _AxisProgram:
                 edges[p, q] = self._variable(cost=self._cost(waited * count))
                 if hidden:
                     self._beside[half_of(flow.phase)][edges[p, q]] = ms * count
+        # With one user the edges are a transport: what leaves p is the producer's x, what arrives at q the
+        # user's. For integral x its vertices are integral, so edges need no branching. With several users a
+        # value may be moved to several layouts.
         if len(wanted) == 1:
             (only,) = wanted.values()
             self._transport(made, only, edges)
@@ -385,6 +421,7 @@ class _AxisProgram:
         wanted: Mapping[User, Mapping[Placements, list[int]]],
         edges: Mapping[tuple[Placements, Placements], int],
     ) -> None:
+        # Each layout that a user wants needs an edge into it ...
         for by_layout in wanted.values():
             for q, xs in by_layout.items():
                 terms: Terms = dict.fromkeys(xs, -1.0)
@@ -392,6 +429,7 @@ class _AxisProgram:
                     if (p, q) in edges:
                         terms[edges[p, q]] = 1.0
                 self._row(terms, 0.0, None)
+        # ... and edges leave only the layout that the producer has chosen.
         for (p, _), edge in edges.items():
             self._row({edge: -1.0, **dict.fromkeys(made[p], 1.0)}, 0.0, None)
 
@@ -402,6 +440,7 @@ class _AxisProgram:
         if self.smallest:
             self._unit = float(max(1, self.graph.program.footprint.peak_bytes))
             peak = self._variable(cost=1.0, upper=None)
+            # Without any row the peak would be 0. Begin with the moment of the peak of the current choice.
             if not rows:
                 rows.append(self.evaluation.figures(self.program._choice).moment)
             for moment in rows:
@@ -411,6 +450,8 @@ class _AxisProgram:
             return
         for moment in rows:
             terms, constant = self._alive(moment)
+            # Rows are scaled: coefficients in bytes beside 0 and 1 would fall below the tolerances of a
+            # solver.
             unit = max(1.0, limit) / 1000
             room = limit - constant - self.program._excess.get(moment, 0.0)
             self._row({x: b / unit for x, b in terms.items()}, None, room / unit)
@@ -440,6 +481,7 @@ class _AxisProgram:
         evaluation = self.evaluation
         c, inputs = self.program._moments.get(moment, (0, ()))
         phase = self.graph.classes[c].phase
+        # Two arguments of one flow that want the same layouts share one copy.
         seen = set()
         for i, v in enumerate(inputs):
             if v is None:
@@ -460,6 +502,9 @@ class _AxisProgram:
 
     def _add_copy(self, flow: ValueUse, user: User, terms: Terms) -> None:
         evaluation, n_bytes = self.evaluation, self.evaluation.n_bytes(flow.value)
+        # The edges say exactly what is moved. With several users an edge says that somebody wants a layout,
+        # and not that this op does: so a variable is 1 where this user wants q and the producer does not
+        # leave it so.
         if len(flow.users) == 1:
             for (p, q), edge in self._edges[flow].items():
                 if p != q:

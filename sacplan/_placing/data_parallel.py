@@ -62,8 +62,10 @@ def _cut_homes(sharding: Sharding, at: int, parameters: Sequence[Parameter]) -> 
         layout = here.get(p.name, (REPLICATED,) * len(mesh.axes))
         options = []
         for dim in range(len(p.shape)):
+            # A dimension that other axes cut already is cut inside of their parts.
             others = prod(n for q, n in zip(layout, mesh.ranks, strict=True) if q.is_cut and q.dim == dim)
             options.append((*layout[:at], cut(dim, others), *layout[at + 1 :]))
+        # If the ranks divide no dimension, the parameter stays as it is: there are no uneven parts.
         layout = next((option for option in options if fits(p.shape, option, mesh.ranks)), layout)
         homes[p.name] = layout
     return {name: format_layout(layout) for name, layout in cut_homes(homes).items()}
@@ -75,14 +77,18 @@ def _entries(program: Program, rows: int) -> dict[tuple[str, str, int], list[int
     Returns:
         By unit, op and occurrence, as ``CallPattern`` has them.
     """
+    # Three growing sets: ``batch``, what depends on the batch and on no parameter; ``placed``, what depends
+    # on a parameter; and ``weights``, what depends on parameters alone.
     batch = {s for s in program.initial if program.storage_kinds[s] not in _WHOLE}
     placed = {s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER}
     weights = set(placed)
     ran: Counter[tuple[int, str]] = Counter()
     found: dict[tuple[str, str, int], list[int]] = {}
     for op in program.ops:
+        # The forward pass comes first. Later ones, of further micro-batches, have the same call sites.
         if op.phase != Phase.FORWARD:
             break
+        # Plain tensors alone: every rank computes all of it, so there is nothing to cut yet.
         if placed.isdisjoint(op.reads):
             if not batch.isdisjoint(op.reads):
                 batch.update(op.writes)
@@ -90,6 +96,8 @@ def _entries(program: Program, rows: int) -> dict[tuple[str, str, int], list[int
         occurrence = ran[op.scope, op.name]
         ran[op.scope, op.name] += 1
         inputs = [program.tensors[t] for t in op.inputs]
+        # Inputs that are rows of the batch, possibly folded with other dimensions, such as batch times
+        # sequence.
         cuts = [
             i
             for i, t in enumerate(inputs)
@@ -99,6 +107,7 @@ def _entries(program: Program, rows: int) -> dict[tuple[str, str, int], list[int
             and t.shape[0] % rows == 0
             and t.shape[0]
         ]
+        # It is the first time if no input depends on both. Later ops have activations, which arrive cut.
         of_weights = all(t.storage in weights or t.storage not in placed for t in inputs)
         if cuts and of_weights and op.scope != ROOT_SCOPE and is_computation(op.name):
             found.setdefault((pattern_of(program.scopes[op.scope].fqn), op.name, occurrence), cuts)
@@ -118,6 +127,7 @@ def _with_entries(
         inputs = found.setdefault(key, [])
         inputs += [""] * (max(cuts) + 1 - len(inputs))
         for i in cuts:
+            # An input of which nothing is asked so far may have any placement on the other axes.
             words = (inputs[i] or ",".join("*" * len(mesh.axes))).split(",")
             outer = prod(n for word, n in zip(words, mesh.ranks, strict=True) if word.startswith("S0"))
             parts = outer * mesh.ranks[at]

@@ -127,6 +127,8 @@ class Evaluation:
 
     def _tensor(self, value: int) -> tuple[tuple[int, ...], torch.dtype]:
         found = self.graph.values[value]
+        # An output has the shape of its class. A value that follows one, such as a view, has that of the
+        # call's result.
         if found.parent < 0:
             producer = self.graph.classes[found.producer]
             return producer.shapes[found.output], producer.dtypes[found.output]
@@ -140,6 +142,8 @@ class Evaluation:
     def is_valid(self, c: int, strategies: Sequence[AxisStrategy]) -> bool:
         """Whether the cuts of several axes go together in the tensors of a class, and in all that follow them."""
         subject = self.graph.classes[c]
+        # Inputs first, then all values that follow the outputs: a view may split a dimension so that two
+        # cuts, each of which fits alone, do not fit together.
         if subject.call is not None:
             for i, t in enumerate(subject.call.inputs):
                 if not fits(t.shape, tuple(s.inputs[i] for s in strategies), self.mesh.ranks):
@@ -187,6 +191,7 @@ class Evaluation:
         """
         call = self.graph.classes[c].call
         assert call is not None
+        # The op is not known in this process, or takes no time: there is no ratio to take.
         if call.call is None or not self._class_ms[c]:
             return 1.0
         whole = self._ms(call.call)
@@ -203,8 +208,11 @@ class Evaluation:
         return ms
 
     def _local(self, t: torch.Tensor, layout: Placements) -> torch.Tensor:
+        # Replicated and partial tensors have the full shape on each rank.
         if all(p.kind != "S" for p in layout):
             return t
+        # The cost model reads shapes. The strides of the full tensor are kept since they say which dimension
+        # is contiguous.
         return t.new_empty_strided(local_shape(t.shape, layout, self.mesh.ranks), t.stride())
 
     def _reduced_ms(self, c: int, strategies: Sequence[AxisStrategy]) -> float:
@@ -235,8 +243,10 @@ class Evaluation:
         """
         key = (value, source, target)
         if key not in self._copied:
+            # No path: ``moved_ms`` is infinite already, so the copies need no value.
             path, ms, here = self.costs.redistribution_path(self.shape(value), source, target), 0.0, source
             for step in path or ():
+                # ``p.outer > 1``: a cut inside of dimension 0 does not lie in one piece either.
                 if step.collective is not None and any(
                     p.is_cut and (p.dim > 0 or p.outer > 1) for p in (step.source, step.target)
                 ):
@@ -266,6 +276,7 @@ class Evaluation:
         for flow, count in self.graph.flows.items():
             source = self.layout(choice, flow.value)
             users = sorted(flow.users)
+            # Once for each distinct layout, however many users want it (see the formula).
             wanted = dict.fromkeys(
                 self.target(self.strategies(choice, u.user), flow, u.position) for u in users
             )
@@ -298,8 +309,10 @@ class Evaluation:
     def live(self, choice: ClassChoices) -> np.ndarray:
         """Return the bytes alive on one rank, by moment."""
         graph = self.graph
+        # A hold without a value has the index -1: the share 1.0 at the end.
         shares = np.array([self.share(self.layout(choice, v)) for v in range(len(graph.values))] + [1.0])
         sizes = self.rounded(self._bytes * shares[self._values])
+        # Differences at the beginnings and ends of holds; their running sum is what is alive.
         change = np.zeros(graph.moments + 1)
         np.add.at(change, self._starts, sizes)
         np.add.at(change, self._ends, -sizes)
@@ -309,6 +322,8 @@ class Evaluation:
                 live[moments] += copies
         for move in graph.gradient_moves:
             source = self.layout(choice, move.value)
+            # The hold of the gradient has its layout after the move from this moment on. The one before is
+            # alive as well.
             if source != self.layout(choice, move.home):
                 live[move.moment] += self.n_bytes(move.value) * self.share(source)
         return live

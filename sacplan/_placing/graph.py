@@ -73,7 +73,7 @@ class PlacedCall:
         return self.on(self.inputs, self.outputs)
 
     def on(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Call | None:
-        """The same call of other tensors."""
+        """Return the same call of other tensors; None as for ``call``."""
         func = op_named(self.name)
         if func is None:
             return None
@@ -87,6 +87,8 @@ class PlacedCall:
 def _returned(call: Call, outputs: Sequence[Any]) -> list[Any]:
     """Return the results of an op: its outputs, and None where it was asked for none (``output_mask``)."""
     mask = call.arguments.get("output_mask")
+    # Such as ``convolution_backward``, which always returns three results; a recording has the tensors among
+    # them.
     if mask is None or len(outputs) != sum(mask):
         return list(outputs)
     left = iter(outputs)
@@ -244,14 +246,12 @@ class StrategyGraph:
         self._value_of: dict[StrategyValue, int] = {}
         self._call_of: dict[Hashable, int] = {}
         self._tensor_value: dict[int, int] = {}  # tensors of the program
-        self._storage_value: dict[int, list[tuple[int, int]]] = defaultdict(
-            list
-        )  # from which moment on, which
+        # By storage, in order: from which moment on it has which value.
+        self._storage_value: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._uses: dict[tuple[int, int], set[User]] = defaultdict(set)
         self.gradient_moves: list[GradientMove] = []
-        self._owner: dict[
-            int, int
-        ] = {}  # storages of gradients and of the optimizer, by storage of the parameter
+        # By storage of a gradient or of the optimizer, that of the parameter.
+        self._owner: dict[int, int] = {}
         self._add_parameters()
         self.order = [arg for code, arg in program.events if code == Event.OP]
         self.moments = len(self.order)
@@ -276,6 +276,7 @@ class StrategyGraph:
 
     def _call(self, op: Op, inputs: tuple[int | None, ...]) -> int:
         tensors = self.program.tensors
+        # Calls are equal if all that a strategy depends on is equal.
         key = (
             op.name,
             op.arguments,
@@ -301,6 +302,8 @@ class StrategyGraph:
                 shapes=(p.shape,),
                 dtypes=(dtype,),
             )
+            # Equal parameters of repeated layers are one class. Their value is alive from before the step
+            # (moment -1).
             found.parameters.append(p)
             self.homes[p.storage] = found.index
             self._storage_value[p.storage].append((-1, self._value(StrategyValue(found.index, 0))))
@@ -314,6 +317,8 @@ class StrategyGraph:
         if tensor not in self._tensor_value:
             found = self.program.tensors[tensor]
             home = self.homes.get(found.storage)
+            # Not a parameter: plain so far. A tensor of another shape on its storage is a view of the
+            # parameter that was made before the step, whose layout is not known.
             if home is None or self.classes[home].shapes[0] != found.shape:
                 return None
             self._tensor_value[tensor] = self.home(found.storage)
@@ -331,9 +336,11 @@ class StrategyGraph:
             moment += 1
             op = program.ops[arg]
             if op.phase == Phase.OPTIMIZER:
+                # Paired at the end, when the storages of all gradients are known.
                 optimizer.append((moment, op))
                 continue
             inputs = tuple(map(self.value_of, op.inputs))
+            # Of plain tensors alone: every rank does it in full, whatever is chosen.
             if all(v is None for v in inputs):
                 self.rest_ms += op.time_ms
             elif self._follows(op, inputs):
@@ -345,10 +352,12 @@ class StrategyGraph:
     @staticmethod
     def _follows(op: Op, inputs: Sequence[int | None]) -> bool:
         """Whether the output of an op takes the layout of its argument: a view, or a tensor made in its shape."""
+        # Of two placed inputs it could follow either, so this would be a choice.
         placed = {v for v in inputs if v is not None}
         return len(placed) == 1 and (op.name in _SHAPED_LIKE or not (op.writes or op.mutates))
 
     def _add_follower(self, arg: int, op: Op, inputs: tuple[int | None, ...], moment: int) -> None:
+        # ``_follows`` has checked that there is exactly one.
         parent = next(v for v in inputs if v is not None)
         self.call_of[arg] = call = self._call(op, inputs)
         self.rest_ms += op.time_ms  # none of a view's
@@ -360,9 +369,11 @@ class StrategyGraph:
     def _add_op(self, arg: int, op: Op, inputs: tuple[int | None, ...], moment: int, site: Hashable) -> None:
         self.call_of[arg] = call = self._call(op, inputs)
         outputs = self.calls[call].outputs
+        # Places are found by module and op of the forward pass.
         follows = op.phase != Phase.FORWARD or op.scope == ROOT_SCOPE
         unit = pattern_of(self.program.scopes[op.scope].fqn) if op.scope != ROOT_SCOPE else ""
         found = self._class(
+            # Equal layers, equal site in them, equal call: one strategy for all.
             (unit, site, op.phase, call, follows),
             name=op.name,
             unit=unit,
@@ -385,8 +396,10 @@ class StrategyGraph:
     def _define(self, tensor: int, value: StrategyValue, op: Op, moment: int) -> None:
         self._tensor_value[tensor] = index = self._value(value)
         storage = self.program.tensors[tensor].storage
+        # A view writes nothing: its storage keeps the layout of what is on it. Parameters keep theirs always.
         if (storage in op.writes or storage in op.mutates) and storage not in self.homes:
             known = self._storage_value[storage]
+            # Of several outputs of one op on one storage the first counts.
             if not known or known[-1][0] < moment:
                 known.append((moment, index))
 
@@ -414,6 +427,7 @@ class StrategyGraph:
     @cached_property
     def _exposed(self) -> frozenset[ValueUse]:
         """The flows of the parameters that are gathered first, and of the gradients that are reduced last."""
+        # Reversed, so that of several entries of a class the first one stays.
         first = {c: moments[0] for (c, _), moments in reversed(self.at.items())}
         used = {
             flow: min(first[u.user] for u in flow.users)
@@ -441,6 +455,8 @@ class StrategyGraph:
         for parameter, tensor in program.gradients.items():
             value, storage = self.value_of(tensor), program.tensors[tensor].storage
             home = self.homes.get(parameter)
+            # The parameter is not one of the model's, the gradient depends on no parameter (such as of a
+            # sum), or it lies on a parameter.
             if home is None or value is None or storage in self.homes:
                 continue
             self._uses[tensor, GRADIENT].add(User(home, 0))
@@ -458,7 +474,8 @@ class StrategyGraph:
         owner = {p.storage: p.storage for p in self.parameters}
         owner.update((tensors[t].storage, p) for p, t in self.program.gradients.items())
         groups: list[tuple[Op, list[list[int]]]] = [(op, list(together(op))) for _, op in ops]
-        for _ in range(2):  # state may meet its gradient later than other state
+        # Twice: an op may take two states before either has met the gradient that tells whose they are.
+        for _ in range(2):
             for _, found in groups:
                 for group in found:
                     known = next((owner[s] for t in group if (s := tensors[t].storage) in owner), None)
@@ -472,9 +489,11 @@ class StrategyGraph:
             for group in found:
                 if owners := [owner[s] for t in group if (s := tensors[t].storage) in owner]:
                     parts[self.homes[owners[0]]] += math.prod(shape_of[owners[0]])
+            # One op for all parameters (``foreach``): its time is shared by elements.
             total = sum(parts.values())
             for home, n in parts.items():
                 self.optimizer_ms[home] += op.time_ms * n / total
+            # Such as an op on step counts alone.
             if not total:
                 self.rest_ms += op.time_ms
 
@@ -493,10 +512,13 @@ class StrategyGraph:
         program = self.program
         for storage, start, end in alive(program):
             n_bytes = program.storage_bytes[storage]
+            # State and temporaries of the optimizer, which no op of the graph has written.
             if storage in self._owner and storage not in self._storage_value:
                 yield Hold(self.home(self._owner[storage]), n_bytes, start, end)
                 continue
             known = self._storage_value.get(storage, [])
+            # A storage is cut as the value that was written to it last, so a hold is split where that
+            # changes.
             changes = [start, *(moment for moment, _ in known if start < moment < end), end]
             for a, b in itertools.pairwise(changes):
                 before = [v for moment, v in known if moment <= a]
@@ -510,6 +532,8 @@ class StrategyGraph:
 
     def _inside(self, op: Op) -> int | None:
         """Return the value that memory inside of an op is cut like: the version it overwrites, or its first output."""
+        # Written in place: the recording has a new version of the storage, and what is inside is alive beside
+        # the old one.
         if op.replaces >= 0:
             replaced = self._storage_value.get(op.replaces)
             return replaced[-1][1] if replaced else None
@@ -531,6 +555,8 @@ class _Sites:
 
     def step(self, code: int, scope: int) -> None:
         """Note that the forward of a module begins or ends."""
+        # A site is named by what the module called last: that is the same in equal layers, where a count over
+        # the whole step is not.
         if code == Event.EXIT:
             self._last[self._program.scopes[scope].parent] = scope
 
@@ -538,6 +564,7 @@ class _Sites:
         """Return the site of an op that runs now."""
         op, scopes = self._program.ops[index], self._program.scopes
         fqn = scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
+        # A backward op has the site of its forward op, and a number among those of its name.
         if op.forward_of in self._known:
             here: Hashable = (op.forward_of, op.phase, op.name)
             site = (self._known[op.forward_of], op.name, self._seen[here])
@@ -563,8 +590,10 @@ def alive(program: Program) -> Iterator[tuple[int, int, int]]:
                 since.setdefault(s, moment)
         elif code not in (Event.ENTER, Event.EXIT):
             s = program.storage_of(code, arg)
+            # Held still, or from now on: then it is alive from the next op on.
             if fold.holders[s]:
                 since.setdefault(s, moment + 1)
+            # A storage that was made and let go of between two ops was never alive at a moment.
             elif since[s] <= moment:
                 yield s, since.pop(s), moment + 1
             else:

@@ -87,9 +87,9 @@ class AxisOptions:
                 self._followers[value.producer, value.output].append(v)
         self._outer = self._merged_sizes()
         self.strategies: list[tuple[AxisStrategy, ...]] = [()] * len(graph.classes)
-        for _ in range(
-            2
-        ):  # a class of equal layers reads its own outputs, which are known in the second pass
+        # A class of equal layers reads the outputs of the layer before, which may be its own or those of a later class.
+        # The first pass knows the placements of earlier classes only, the second one those of all.
+        for _ in range(2):
             for subject in graph.classes:
                 self.strategies[subject.index] = self._of(subject)
 
@@ -108,11 +108,14 @@ class AxisOptions:
         return self._followed[key]
 
     def _after(self, call: PlacedCall, result: int, placement: Placement) -> Placement | None:
+        # Every op can leave a replicated tensor replicated.
         if placement == REPLICATED:
             return REPLICATED
+        # It reads a shape and no values. Of summands, a new tensor cannot be one more summand.
         if call.name in _SHAPED_LIKE:
             same = call.inputs[0].shape == call.outputs[result].shape and not placement.is_partial
             return placement if same else REPLICATED
+        # Any strategy of the op will do that takes all placed inputs in this placement.
         at = [i for i, placed in enumerate(call.placed) if placed]
         available = [{placement} if placed else set() for placed in call.placed]
         for strategy in self._strategies_of(call, available):
@@ -128,6 +131,7 @@ class AxisOptions:
 
         fewer = AxisOptions(self.graph, self.axis, self.ranks, self.nested, both)
         found = []
+        # By key and not by index: the restricted options are numbered anew.
         for subject, own, some in zip(self.graph.classes, self.strategies, fewer.strategies, strict=True):
             keys = {placed(subject, s) for s in some}
             found.append(frozenset(k for k, s in enumerate(own) if placed(subject, s) in keys))
@@ -135,6 +139,7 @@ class AxisOptions:
 
     def _strategies_of(self, call: PlacedCall, available: list[set[Placement]]) -> tuple[AxisStrategy, ...]:
         whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs))
+        # The op or an argument is not known here, so it can only run replicated.
         if call.call is None:
             return (whole,)
         key = (id(call), tuple(map(frozenset, available)))
@@ -156,8 +161,11 @@ class AxisOptions:
         found: dict[Any, AxisStrategy] = {}
         for i, s in enumerate(offered):
             offer = StrategyOffer(self.axis, subject, s, sets, weights, self.nested)
+            # The first strategy is the replicated one. With it a program always has a solution.
             always = i == 0 and not subject.is_parameter
             if always or (self._can_be_followed(subject, s) and self._allowed(offer)):
+                # Strategies that differ only in plain inputs are one: each rank has all of these and takes
+                # its part without cost.
                 found.setdefault(placed(subject, s), s)
         return tuple(found.values()) or offered[:1]
 
@@ -180,6 +188,7 @@ class AxisOptions:
     def _homes(self, subject: OpClass) -> tuple[AxisStrategy, ...]:
         found = [AxisStrategy((), (REPLICATED,))]
         for dim, size in enumerate(subject.shapes[0]):
+            # Inside of what slower axes cut, and inside of each of the matrices that ops take apart later.
             for outer in (1, *sorted({*self.nested, *self._outer.get(size, ())} - {1})):
                 if size and size % (outer * self.ranks) == 0:
                     found.append(AxisStrategy((), (cut(dim, outer),)))  # noqa: PERF401
@@ -196,6 +205,8 @@ class AxisOptions:
     ) -> bool:
         """Whether inputs can be placed so: a partial maximum, for example, must have been made as one."""
         return all(
+            # A sum is always possible: a replicated tensor becomes summands by zeros on all ranks but one.
+            # The same would be wrong for a maximum of negative numbers.
             not p.is_partial or (m is not None and (p in m or p.reduce == "sum"))
             for p, m in zip(strategy.inputs, made, strict=True)
         )

@@ -108,6 +108,8 @@ class ShardingSearch:
     def _axis(self, axis: int, allowed: Mapping[str, Allowed]) -> AxisOptions:
         name, ranks = self.mesh.axes[axis]
         slower = self.mesh.ranks[:axis]
+        # Which of the slower axes cut the same dimension is not known yet: any product of them may be the
+        # outer size.
         nested = {math.prod(some) for k in range(1, axis + 1) for some in itertools.combinations(slower, k)}
         return AxisOptions(self.graph, name, ranks, nested - {1}, allowed.get(name, everything))
 
@@ -120,6 +122,7 @@ class ShardingSearch:
             if (axis, role) not in self._subsets:
                 self._subsets[axis, role] = self.evaluation.options[axis].subset(ROLES[role])
             only = self._subsets[axis, role]
+        # The program depends on the strategies of the other axes, and so on the choice.
         key = axis, role, repr(choice)
         if key not in self._programs:
             self._programs[key] = AxisProgram(self.evaluation, choice, axis, self.options, only)
@@ -131,6 +134,7 @@ class ShardingSearch:
         The axes are solved for one by one, the slowest first.
         """
         solved = self._in_roles(tuple(roles), limit)
+        # ``_in_roles`` allowed for what later axes cut at best; here all axes are solved for.
         if solved is None or solved.figures.peak_bytes > limit:
             return None
         return ShardingSolution(solved.choice, solved.figures, "feasible")
@@ -145,6 +149,7 @@ class ShardingSearch:
             axis = len(roles) - 1
             before = self._in_roles(roles[:-1], limit) if axis else None
             solved = None
+            # If the axes before could not keep even their share of the limit, this one cannot either.
             if before is not None or not axis:
                 choice = self.evaluation.replicated() if before is None else before.choice
                 later = math.prod(self.mesh.ranks[axis + 1 :])
@@ -167,6 +172,7 @@ class ShardingSearch:
 
     def cheapest(self, limit: float = math.inf) -> ShardingSolution | None:
         """Return the fastest choice that keeps a limit of the peak on a rank, in bytes; None if none was found."""
+        # The fastest choice without a limit is needed for any limit, and for many is the answer.
         if math.inf not in self._known:
             self._known[math.inf] = self._cheapest(math.inf)
         # The fastest choice of all may keep the limit already.
@@ -178,12 +184,15 @@ class ShardingSearch:
         return self._known[limit]
 
     def _cheapest(self, limit: float) -> ShardingSolution | None:
+        # One program decides, and its bound is one of the problem.
         if len(self.mesh.axes) == 1:
             return self._on_one_axis(limit)
         fitting = [found for found in self.starts.values() if found.figures.peak_bytes <= limit]
+        # No start without a limit keeps it: search again within the roles, under the limit.
         if not fitting:
             tight = [self.in_roles(roles, limit) for roles in self.starts]
             fitting = [found for found in tight if found is not None]
+        # The last resort, since it is slow, and found without looking at time.
         if not fitting and self.smallest.figures.peak_bytes <= limit:
             fitting = [self.smallest]
         best = min(fitting, key=lambda found: found.figures.ms, default=None)
@@ -196,6 +205,7 @@ class ShardingSearch:
         if solved is not None:
             status = "optimal" if solved.optimal else "feasible"
             return ShardingSolution(solved.choice, solved.figures, status, solved.bound, program.limited)
+        # Proved, or the smallest choice that is known does not keep it either.
         if program.infeasible or self.smallest.figures.peak_bytes > limit:
             return None
         return replace(self.smallest, status="feasible", limited=self.smallest.limited or program.limited)
@@ -205,6 +215,7 @@ class ShardingSearch:
         best, axes, idle = start, len(self.mesh.axes), 0
         limited = start.limited or not self._ended.isdisjoint((limit, math.inf))
         for turn in range(_TURNS * axes):
+            # Each axis in turn was solved for without an improvement since the last one.
             if idle >= axes:
                 break
             program = self._program(best.choice, turn % axes)
@@ -236,12 +247,14 @@ class ShardingSearch:
             if solved is not None and smaller:
                 proved = axes == 1 and solved.bound is not None and solved.optimal
                 best = ShardingSolution(solved.choice, solved.figures, "optimal" if proved else "feasible")
+            # With one axis a second turn would solve the same program.
             idle = 0 if smaller and axes > 1 else idle + 1
         return replace(best, limited=limited)
 
     @cached_property
     def _bound_ms(self) -> float:
         """A lower bound of the time: each class as fast as it can run by itself, and nothing moved."""
+        # Valid but weak: redistributions cost at least 0, and exposed time as well.
         evaluation, total = self.evaluation, self.graph.rest_ms
         for c in range(len(self.graph.classes)):
             offered = itertools.product(*(options.strategies[c] for options in evaluation.options))
@@ -251,5 +264,5 @@ class ShardingSearch:
 
 @derived
 def _strategy_graph(program: Program, parameters: tuple[Parameter, ...]) -> StrategyGraph:
-    """Made once, so that all searches of a program share it."""
+    """Return the graph of a program. It is made once, and all searches of the program share it."""
     return StrategyGraph(program, parameters)

@@ -45,6 +45,7 @@ def searched(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, limi
         limit: 0: none. Where no sharding keeps it, the one with the smallest peak is returned: recomputation may help.
     """
     search = _search(profile, parameters, mesh)
+    # No sharding keeps the limit: the plan may still, by recomputation.
     found = search.cheapest(limit or math.inf) or search.smallest
     return Sought(sharding_of(search.evaluation, found.choice), found.limited)
 
@@ -56,9 +57,12 @@ def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mes
         PlanError: the ranks of the axis divide no dimension of any parameter.
     """
     name, ranks = mesh.axes[-1]
+    # On a mesh of this axis alone. The other axes are added below: ``R`` for parameters, ``*`` (any) for
+    # inputs.
     search = _search(profile, parameters, Mesh(((name, ranks),)), ("megatron",))
     found = search.cheapest() or search.smallest
     alone = sharding_of(search.evaluation, found.choice)
+    # Nothing is cut: on this axis all ranks would do the same.
     if not alone.homes:
         raise PlanError(
             f"{ranks} ranks of axis {name!r} divide no dimension of a parameter of {profile.fingerprint.model_class}: "

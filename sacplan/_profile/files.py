@@ -44,6 +44,7 @@ class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
     sha256: Checksum
 
     def __post_init__(self) -> None:
+        # Contents before the checksum: for a file that somebody edited the first problem says more than "damaged".
         types = (dtype.rpartition(".")[2] for _, _, dtype in self.fingerprint.parameters)
         problem = first_problem(self.recorded) or unknown_type(types)
         if problem:

@@ -37,7 +37,7 @@ _LIBRARY.define("adamw_8bit_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor
 
 @torch.library.impl(_LIBRARY, "adamw_8bit_", "Meta")
 def _no_update(parameters: Any, gradients: Any, states: Any) -> None:
-    """Nothing is computed, and nothing allocated: the kernel is fused."""
+    """Compute nothing and allocate nothing: the real kernel is fused."""
 
 
 class AdamW8bitSizes(torch.optim.Optimizer):
@@ -69,7 +69,8 @@ class AdamW8bitSizes(torch.optim.Optimizer):
         tables = next((s for s in self.state.values() if "qmap1" in s), None)
         blocks = -(-p.numel() // BLOCK)
         for i in "12":
-            # a float of one byte: what fake integers hold would be computed
+            # A float of one byte in the place of an integer: ``data_rules`` follows the values of integers, and would
+            # compute them.
             state[f"state{i}"] = new(p.shape, dtype=torch.float8_e4m3fn)
             state[f"absmax{i}"] = new((blocks,), dtype=torch.float32)
             table = f"qmap{i}"
@@ -203,6 +204,8 @@ def without_optimizer(of: Profile) -> Profile:
     tail = _first_of_optimizer(program)
     if tail is None:
         return of
+    # Indices stay, so that nothing else has to change: the optimizer's events go, and its storages (state, what it
+    # allocates, what its ops write) get no bytes.
     gone = {s for s, kind in enumerate(program.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE}
     gone |= {arg for code, arg in program.events[tail:] if code == _ALLOC}
     gone |= {s for op in program.ops if op.phase == Phase.OPTIMIZER for s in op.writes}
@@ -248,6 +251,8 @@ def _end_of_backward(program: Program) -> int:
 
 def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
     """Return the patch that puts an optimizer's ops and state into a program, on its parameters and gradients."""
+    # Storages of the recorded step are parameters and gradients, which this program has, or the optimizer's own, which
+    # are added. ``strict``: both were listed in the order of the model's parameters.
     source = step.program
     known: dict[int, int] = {}
     for ours, theirs in zip(trained(program), step.parameters, strict=True):
@@ -266,6 +271,7 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
     for s in new:
         known[s] = draft.new_storage(source.storage_bytes[s], source.storage_kinds[s])
     draft.initial += [known[s] for s in new if s in initial]
+    # Tensors first, then ops that refer to them; module calls and forward ops of the recording mean nothing here.
     place: dict[int, int] = {}
     for t in sorted({t for op in step.ops for t in (*op.inputs, *op.outputs) if t >= 0}):
         tensor = source.tensors[t]

@@ -85,7 +85,7 @@ class Profile:
         Raises:
             TraceError: unknown units, or a model that cannot be spread so.
         """
-        if ranks == self.ranks:
+        if ranks == self.ranks:  # the same profile, with all that is cached in it
             return self
         spread = dataclasses.replace(self, ranks=ranks)
         # Computed and cached now: a model that cannot be spread so is an error here, and not where a figure is read.
@@ -179,6 +179,7 @@ class Profile:
         Raises:
             PlanError: ``plan`` is none of these, or has a chunk that cannot be carried out on this step.
         """
+        # A mapping is iterable too, so it comes first. A single decision counts as a list of one.
         decisions: tuple[Decision, ...]
         if isinstance(plan, Mapping):
             decisions = as_decisions(plan)

@@ -166,6 +166,8 @@ def trace_step(
             raise TraceError(f"unknown {what} {value!r}; known are {', '.join(map(repr, known))}.")
     if mode == "inference" and optimizer is not None:
         raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
+    # Contexts from the outside in: generators are put back last; the collector is off before the first fake tensor is
+    # made; errors are explained where torch's own messages come through.
     times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
     autocast = current_autocast(spec.kind)  # inside a fake step it is another device's
     run = _trace_fake if trace == "fake" else _trace_real
@@ -220,6 +222,8 @@ def _trace_fake(asked: _RecordRequest) -> _Recorded:
 def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> _Recorded:
     model, spec = asked.model, asked.spec
     how: SavedMode = "virtual" if asked.saved == "record" else "observe"
+    # The order of dispatch modes, innermost first: the recorder, which is entered later, sees an op first; then the
+    # rules on data, and then FakeTensorMode. So the recorder sees what the rules answer, and not how.
     with (
         cleared_caches(model),
         branches_of_a_real_step(),
@@ -227,6 +231,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         _reserves(spec),
         data_rules() as rules,
     ):
+        # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
         note(fake_mode)
         keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
         copier = FakeCopier(rules)
@@ -246,7 +251,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
             setup = step.setup(asked.autocast)
         except AssertionError as error:
             if REAL_TENSOR not in str(error):
-                raise
+                raise  # an ``assert`` of the model's own
             raise TraceError(
                 "a real tensor that requires a gradient, or is written, got into the fake step. loss_fn must use the "
                 "model and the batch that it is given, and what it writes or trains besides should be part of the "
@@ -262,6 +267,7 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
     model, spec, optimizer = asked.model, asked.spec, asked.optimizer
     how: SavedMode = "clone" if asked.saved == "record" else "observe"
     check_runs_here(model, spec, 'trace="real"')
+    # Made before the snapshot, which must know the optimizer to put its state back.
     made = optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         made = make_optimizer(optimizer, model)
@@ -304,6 +310,8 @@ def _record_settled_step(
     attributes as they were. Otherwise steps are recorded until two in a row run the same ops of the forward pass,
     at most four times.
     """
+    # Each round records one step. What it leaves behind (a cache that was filled) is alive from the start of the next.
+    # The first exit is the usual one: nothing was left, so the next step would be the same.
     left: list[Any] = []
     program: Program | None = None
     for _ in range(_MOST_STEPS):
@@ -324,8 +332,10 @@ def _record_settled_step(
             left = [ref for ref in left if ref() is not None]
         if not left and plain_attributes(step.model) == plain:
             return program
+        # Tensors are left at every step (a running average, say), but the ops have settled.
         if before is not None and _ops_run(before) == _ops_run(program):
             return program
+        # As it was before the first step: gradients of this one must not be alive when the next begins.
         step.model.zero_grad(set_to_none=True)
     assert program is not None
     warnings.warn(
@@ -352,6 +362,7 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
             optimizer.step()
         recorder.track_optimizer(optimizer, initial=True)
 
+    # The first name that a storage gets stays: parameters before the batch, and the batch before caches.
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     recorder.track_tensors(cached_tensors(step.model))
@@ -377,6 +388,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _check_recorded(program: Program, mode: Mode) -> None:
+    # A plan is made of module calls, and saves what the backward pass needs: without either there is nothing to plan.
     if not program.scopes:
         raise TraceError(
             "no module of the model was called in the step. Does loss_fn use the model that it is given, "

@@ -80,6 +80,8 @@ def evaluated(annotation: Any, names: dict[str, Any]) -> Any:
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value may be passed where ``hint`` is asked for."""
+    # From the loosest hints to the strictest. A hint that is not understood (a name, a type variable) lets everything
+    # pass: this check is there for better messages, and must not refuse what the function takes.
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, (str, TypeVar)):
         return True

@@ -42,6 +42,7 @@ def parse_budget(budget: float | str, baseline_peak_bytes: int) -> int:
     Raises:
         BudgetError: not a number, not finite, not positive, without a unit or of an unknown one.
     """
+    # A bool is an int to Python, so it is refused before numbers are taken. Fractions keep shares and decimals exact.
     if isinstance(budget, bool):
         raise BudgetError(
             f"memory budget {budget!r} is a bool; give a number of GiB or a string like '22GiB'"

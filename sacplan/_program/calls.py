@@ -32,6 +32,7 @@ def _decoded(value: Any, tensors: Sequence[Any]) -> Any:
         return [_decoded(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
+    # A tag of ``arguments_of`` is an object with one key. Any other object is a mapping that the op itself was given.
     if len(value) == 1:
         ((kind, inner),) = value.items()
         if kind == "tensor":

@@ -19,6 +19,7 @@ from sacplan._program.program import Program
 
 def first_problem(program: Program) -> str | None:
     """Return the first thing that is wrong with a recorded program; None if nothing is."""
+    # Indices first: each check behind follows them without looking.
     for look in (_index, _length, _figure, _order, _tensor, _arguments):
         problem = look(program)
         if problem:
@@ -95,6 +96,8 @@ def _figure(program: Program) -> str | None:
 def _order(program: Program) -> str | None:
     """Find events that cannot come in the order in which they are."""
     # A recorded step runs its ops in their order, and its module calls nest.
+    # The fold that gives the peak, so that a file whose counts of holders go below zero is found by the code that would
+    # be wrong with it. ``once`` is for handles and instances, which begin and end once.
     fold = Fold(program)
     entered: list[int] = []
     ran, begun, once = 0, set(), set()

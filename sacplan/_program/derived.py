@@ -27,6 +27,7 @@ def derived(
 
     @functools.wraps(function)
     def kept(subject: Subject, /, *args: Rest.args, **kwargs: Rest.kwargs) -> T:
+        # ``vars``: a frozen struct refuses ``setattr``, but has a ``__dict__`` (``dict=True``) for cached values.
         results: dict[Hashable, Any] = vars(subject).setdefault(_KEPT_UNDER, {})
         key = function, args, tuple(sorted(kwargs.items()))
         if key not in results:

@@ -68,6 +68,7 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
             found = msgspec.json.decode(data, type=kind)
             json.loads(data, object_pairs_hook=_once)  # msgspec takes one of two equal keys without a word
             return found
+    # ``OSError`` comes through, except for ``BadGzipFile``, which is one: a file that is not there is no damaged file.
     # Damaged compression, damaged or invalid JSON (these are ValueErrors), nesting without end, invalid values.
     except (EOFError, RecursionError, SacplanError, ValueError, gzip.BadGzipFile, zlib.error) as problem:
         raise error(f"{path} is not a sacplan {what}: {_sentence(problem)} {again}") from problem

@@ -20,7 +20,7 @@ FingerprintEntry = tuple[Name, tuple[Count, ...], Name]
 
 
 class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Identity of a model and a batch, as far as a plan depends on it.
+    """The identity of a model and a batch, as far as a plan depends on it.
 
     Attributes:
         model_class: name of the model's class.
@@ -82,6 +82,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     def is_of_same(self, other: Fingerprint) -> bool:
         """Whether another is of the same model and batch; ``target`` and ``setup`` are not compared."""
+        # Neither changes the shapes that a plan depends on: one says how to make the model, the other only warns.
         ours, theirs = (structs.replace(one, target=None, setup=Setup()) for one in (self, other))
         return ours == theirs
 

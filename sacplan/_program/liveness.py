@@ -154,6 +154,8 @@ class Footprint:
 
 def footprint_of(program: Recording) -> Footprint:
     """Fold the events of a program. Of several ops with the same peak, the first one counts."""
+    # Bytes are compared before the step and at ops only: what ``ALLOC`` and ``UNPACK`` add is still alive at the op
+    # that uses it.
     fold = Fold(program)
     step, ops = fold.step, program.ops
     peak, peak_op = fold.live, next((arg for code, arg in program.events if code == _OP), -1)
@@ -283,6 +285,8 @@ class Liveness:
         for position, (code, arg) in enumerate(program.events):
             before[position] = fold.live
             step(code, arg)
+            # An op may write several storages and a module call holds none; every other event is of one storage, which
+            # the end of the loop looks at.
             if code == _OP:
                 op_events[arg] = position
                 at_op[arg] = fold.noted
@@ -330,6 +334,7 @@ class Liveness:
 
     def held_otherwise(self, op: int) -> set[int]:
         """Return storages that something other than a handle of autograd keeps alive while an op runs."""
+        # Code holds it from where it was made to where it was freed. A formula that has unpacked it holds it, too.
         at = int(self.op_events[op])
         held = {
             s for s, (made, freed) in enumerate(zip(self.made, self.freed, strict=True)) if made <= at < freed
@@ -346,6 +351,8 @@ class Liveness:
             but_for_autograd: count a storage only while something other than autograd holds it.
         """
         # Each storage adds its bytes where it begins and takes them off where it ends; the running sum is the answer.
+        # Indices are shifted by one, since positions begin at -1 (before the step). ``max`` keeps an end from coming
+        # before its beginning: a storage that nobody ever holds adds nothing.
         change = np.zeros(len(self.program.events) + 2, dtype=np.int64)
         ends = self.freed if but_for_autograd else self.died
         for s in storages:
@@ -368,6 +375,8 @@ class Liveness:
     @cached_property
     def floor_bytes(self) -> int:
         """The peak without bytes that only handles of autograd hold: no plan that only recomputes has a lower one."""
+        # The same fold without ``PACK`` and ``RELEASE``: autograd then holds a storage only while a formula uses it. A
+        # plan may not reach this bound, since what it recomputes takes memory while it runs.
         fold, most = Fold(self.program), 0
         for code, arg in self.program.events:
             if code not in (_PACK, _RELEASE):

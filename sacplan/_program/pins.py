@@ -107,6 +107,7 @@ def resolve_pins(
     Raises:
         PlanError: a pattern that matches nothing, or is no pattern; names what comes near.
     """
+    # Malformed patterns are refused first. Where nothing is to be left alone the step is not looked at.
     keep, never = _patterns("keep", keep), _patterns("never", never)
     compiled = _compiled(program, fingerprint)
     scripted = fingerprint.setup.scripted
@@ -277,6 +278,8 @@ def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tupl
     A module with a call in or around a module that is left alone is no unit in any of its calls: a recipe belongs to a
     module, not to a call.
     """
+    # Barred are the modules left alone, and all around them or around a compiled one. Of what remains, the outermost
+    # call around each scope is its widest unit.
     scopes = program.scopes
     barred = {scopes[scope].fqn for scope in alone}
     barred.update(scopes[a].fqn for scope in alone | compiled for a in program.ancestors(scope))

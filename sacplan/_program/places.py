@@ -111,6 +111,8 @@ class CallSites:
         """
         if [name for name, _ in likely] == list(names):
             yield tuple(likely)
+        # From no call ended to all of them: the calls around the last op that are kept, outermost first, and the rest
+        # begun anew.
         common = 0
         for name, (known, _) in zip(names, self.calls, strict=False):
             if name != known:
@@ -143,6 +145,8 @@ class CallSites:
         return common
 
     def _move(self, calls: tuple[Call, ...]) -> None:
+        # The place first: it is told by where the last op was. Then the numbers of the calls that are entered, so that
+        # the next call of the same module gets the next one.
         self.place = self.place_in(calls)
         for name, number in calls[self._common(calls) :]:
             self._seen[name] = max(self._seen[name], number + 1)

@@ -242,6 +242,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
         A view has the place of the op before it: only ops that compute something open one.
         """
+        # Names relative to the unit, so that equal layers have equal call sites.
         unit = self.scopes[scope].fqn
         prefix = len(unit) + 1 if unit else 0
         # The calls around an op, up to ``scope``. Calls of modules whose names do not begin with the unit's (a shared

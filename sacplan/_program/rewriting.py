@@ -109,6 +109,7 @@ class PatchBuilder:
             sizes: bytes, by storage of the other recording.
         """
 
+        # On demand, so that only storages that the kept events and ops refer to come into the program.
         def storage(index: int) -> int:
             if index not in known:
                 known[index] = self.new_storage(sizes[index])
@@ -146,6 +147,7 @@ class PatchBuilder:
 
     def patch(self) -> Patch:
         """Return the patch."""
+        # A patch changes both of a handle or none: where only one was set, the other is as it was.
         changed = {*self.handle_storages.changed, *self.handle_tensors.changed}
         return Patch(
             events=self.events,

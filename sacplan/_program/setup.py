@@ -111,6 +111,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
 
     def model_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
         """Return differences in the configuration of the model, which ``apply`` can see."""
+        # A setting that one of the two does not have is not compared.
         found = []
         if None not in (self.use_cache, here.use_cache) and self.use_cache != here.use_cache:
             advice = (
@@ -284,6 +285,7 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
             value for name, value in vars(module).items()
             if (name == "p" if is_dropout else "drop" in name and isinstance(value, float))
         ]  # fmt: skip
+        # A probability of 0 drops nothing and keeps no mask, so such a module is as if it were not there.
         p = max((float(value) for value in held if 0 < value <= 1), default=0.0)
         if p > 0:
             pattern = pattern_of(fqn)

@@ -49,14 +49,19 @@ def hooks_of(program: Program, around: Mapping[int, Sequence[int]]) -> dict[int,
         last_read: dict[int, int] = {}
         for number, (before, index) in enumerate(run):
             op = ops[index]
+            # Outermost first: the output hook of an outer module runs before those of the modules inside of
+            # it. A call begins with its first op; each further op only moves its end.
             for call in reversed(around[op.scope]):
                 if call not in last:
                     found[before].begun.append(call)
                 last[call] = number
                 made[call].update(op.writes, op.mutates)
             last_read.update(dict.fromkeys(op.reads, number))
+        # A child is called after its parent, so its number is higher: the inner calls of one event end first.
         for call, number in sorted(last.items(), reverse=True):
-            # A gradient of an input is read after the call. Without one, the end of the pass stands in.
+            # Something that the call made is read after its last op: that is the gradient of an input, and the hook
+            # on the inputs runs when it is there. If nothing is read later, no input needed a gradient; autograd then
+            # never reaches the hook, and ``final`` stands in for it.
             if any(last_read.get(s, -1) > number for s in made[call]):
                 found[run[number + 1][0]].ended.append(call)
         found[_end_of(program, run)].final = True
@@ -68,14 +73,19 @@ def backward_passes(program: Program) -> Iterator[list[tuple[int, int]]]:
     run: list[tuple[int, int]] = []
     asked: int | None = None  # where the next op's node asks for its tensors
     for position, (code, arg) in enumerate(program.events):
+        # A node first unpacks the tensors that it saved and then runs. A hook on its outputs precedes both,
+        # so the op's position is that of its first unpacking.
         if code == Event.UNPACK and asked is None:
             asked = position
         elif code == Event.OP:
             if program.ops[arg].phase == Phase.BACKWARD:
                 run.append((position if asked is None else asked, arg))
+            # An op of another phase, such as the forward pass of the next micro-batch, ends this backward
+            # pass.
             elif run:
                 yield run
                 run = []
+            # Any op ends the node to which the unpacked tensors so far belong.
             asked = None
     if run:
         yield run
@@ -85,6 +95,8 @@ def _end_of(program: Program, run: Sequence[tuple[int, int]]) -> int:
     """Return the position at which all that the last node held has been released."""
     events = program.events
     position = int(program.liveness.op_events[run[-1][1]]) + 1
+    # The callback that autograd queues for the end of a pass runs when the graph is done, after the last node
+    # has dropped its inputs and saved tensors.
     while position < len(events) and events[position][0] in _ENDS:
         position += 1
     return position

@@ -68,8 +68,11 @@ def replicated(
     buckets = buckets_of(parameters_of(program, parameters), int(bucket_cap_mb * 2**20))
     draft = PatchBuilder(program)
     there = [draft.new_storage(spec.round_up(_bytes_of(bucket)), StorageKind.GRADIENT) for bucket in buckets]
+    # DDP's constructor allocates the buckets, so they are alive before the step begins, and nothing frees
+    # them.
     draft.initial += there
     for position, bucket, time_ms in _reduces(program, buckets, Overlap.of(world_size, spec)):
+        # Several buckets may be complete after the same op: append to what an earlier one put there.
         before = draft.events.get(position, (program.events[position],))
         reduce = draft.ops.add(_reduce(there[bucket], time_ms))
         draft.events[position] = (*before, (int(Event.OP), reduce))
@@ -77,6 +80,7 @@ def replicated(
 
 
 def _reduce(storage: int, time_ms: float) -> Op:
+    # It writes to the bucket in place and allocates nothing. It counts as backward so that its time is in that phase.
     return Op(
         name=_REDUCE,
         phase=Phase.BACKWARD,
@@ -99,6 +103,10 @@ def _reduces(
         after: dict[int, list[int]] = defaultdict(list)
         for bucket, number in enumerate(_ready(program, buckets, [op for _, op in run])):
             after[number].append(bucket)
+        # Two passes over the buckets: all reductions are started at the ops that complete them, while
+        # computation goes on. Only then does DDP wait for each, in the same order (``finalize_backward`` in
+        # reducer.cpp). So a bucket pays for the part of its reduction that the rest of the backward pass did
+        # not hide.
         running: list[tuple[int, int, float, float]] = []
         for number, (_, index) in enumerate(run):
             overlap.compute(program.ops[index].time_ms)
@@ -116,11 +124,15 @@ def _ready(program: Program, buckets: Iterable[Sequence[Parameter]], run: Sequen
     last: dict[int, int] = {}  # storage to the number of the op that writes to it last
     for number, op in enumerate(map(program.ops.__getitem__, run)):
         last.update(dict.fromkeys((*op.writes, *op.mutates), number))
+    # Invariant: ``at`` never decreases. The reducer reduces buckets strictly in order (``mark_bucket_ready``
+    # in reducer.cpp ignores one whose turn has not come), so a complete bucket waits for those before it.
     at = 0
     for bucket in buckets:
         for p in bucket:
             gradient = program.gradients.get(p.storage, -1)
             storage = program.tensors[gradient].storage if gradient >= 0 else -1
+            # A parameter without a gradient in this pass, such as an unused one, holds its bucket back until
+            # the end.
             at = max(at, last.get(storage, len(run) - 1))
         yield at
 
@@ -131,11 +143,15 @@ def buckets_of(parameters: Iterable[Parameter], cap_bytes: int) -> tuple[tuple[P
     limits: dict[str, int] = {}
     found = []
     for p in reversed([p for p in parameters if p.trainable]):
+        # As ``compute_bucket_assignment_by_size`` in reducer.cpp does: one open bucket for each dtype, which
+        # is closed when it has reached (not before it would exceed) its limit. The first bucket of each dtype
+        # has the small limit.
         bucket = open_buckets.setdefault(p.dtype, [])
         bucket.append(p)
         if _bytes_of(bucket) >= limits.get(p.dtype, FIRST_BUCKET_BYTES):
             found.append(tuple(open_buckets.pop(p.dtype)))
             limits[p.dtype] = cap_bytes
+    # What is left below the limits, of each dtype.
     return (*found, *map(tuple, open_buckets.values()))
 
 

@@ -98,6 +98,9 @@ def sharded(
         raise TraceError(
             f"none of the units {', '.join(map(repr, names))} has a parameter of its own: nothing would be sharded."
         )
+    # The ops that may not run again are marked first, so that the rewriter copies marked ops. Those that it
+    # does not change otherwise would be missing from its patch, so they are merged in; where both have one,
+    # the rewriter's wins, since it was made from the marked op.
     limited = kept_at_limits(program, owned)
     patch = _FullyShardRewriter(limited, spec, world_size, names, owned, reshard_after_forward).patch()
     kept = {i: op for i, (op, old) in enumerate(zip(limited.ops, program.ops, strict=True)) if op is not old}
@@ -158,13 +161,19 @@ class _FullyShardRewriter:
         self.world_size = world_size
         self.clock = Overlap.of(world_size, spec)
         self.draft = PatchBuilder(program)
+        # The rewrite is a list of events in the place of each old one; an event that maps to itself is not
+        # stored.
         self.out: list[tuple[int, int]] = []  # the events in the place of the current one
         self.entered: set[int] = set()
         self.groups: dict[str, _ParamGroup] = {}
         self.contexts: dict[str, _Context] = {}
         for unit in units:
+            # The outermost unit around this one. FSDP2 finds it as the state whose forward runs first
+            # (``FSDPState._lazy_init``), and shares streams and buffers among all units below it.
             root = min((u for u in units if unit == u or is_inside(unit, u)), key=len)
             context = self.contexts.setdefault(root, _Context(root))
+            # A unit whose parameters all belong to inner units has no parameter group. It only frees the last
+            # all-gather when it is a root.
             if unit in owned:
                 reshards = unit != root if reshard_after_forward is None else reshard_after_forward
                 self.groups[unit] = _ParamGroup(unit, owned[unit], context, reshards)
@@ -191,10 +200,13 @@ class _FullyShardRewriter:
         started = set(r.initial)
         for s, kind in enumerate(r.storage_kinds):
             writer = r.writer.get(s)
+            # Gradients that were there before the step are reduced already, and a storage that no op writes
+            # is not made by this backward pass.
             if kind != StorageKind.GRADIENT or s in started or writer is None:
                 continue
             groups = [self._group(call) for call in self.around[r.ops[writer].scope]]
             if not groups and "" in self.groups:
+                # A gradient of an op outside of all calls, such as the loss.
                 groups = [self.groups[""]]  # of a parameter that is used outside of all calls
             fitting = (
                 group
@@ -220,10 +232,13 @@ class _FullyShardRewriter:
             self.out = []
             if position in hooks:
                 self._run_hooks(hooks[position])
+            # The recorded step frees a gradient in the optimizer or at the end. On a rank the unsharded
+            # gradient is freed when it is reduced (``_post_backward``), so the recorded event is dropped.
             awaited = code == Event.FREE and (arg in self.reduced or arg in self.awaited)
             if not awaited:
                 self.out.append((code, arg))
             if code == Event.OP:
+                # The op is in ``out`` already; this does the bookkeeping around it.
                 self._copy_op(arg)
             elif code == Event.ENTER:
                 self.entered.add(arg)
@@ -234,6 +249,7 @@ class _FullyShardRewriter:
                 self.gradients[arg].grads.pop(arg, None)  # it was replaced by another
             if self.out != [(code, arg)]:
                 events[position] = tuple(self.out)
+        # The hooks that run after the last event, if the step ends with its backward pass.
         if len(r.events) in hooks:
             self.out = []
             self._run_hooks(hooks[len(r.events)])
@@ -250,6 +266,8 @@ class _FullyShardRewriter:
     def _copy_op(self, index: int) -> None:
         op = self.r.ops[index]
         self.clock.compute(op.time_ms)
+        # The optimizer reads the reduced shard in the place of each gradient. Several gradients of a unit are
+        # one storage now, hence ``dict.fromkeys``.
         if op.phase == Phase.OPTIMIZER and self.reduced:
             reads = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.reads))
             mutates = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.mutates))
@@ -257,6 +275,9 @@ class _FullyShardRewriter:
             self.draft.ops[index] = msgspec.structs.replace(op, reads=reads, mutates=mutates, time_ms=time_ms)
         elif op.phase == Phase.BACKWARD:
             for s in op.mutates:
+                # Gradient accumulation: the recorded op adds to the full gradient of the pass before. On a
+                # rank that is a shard, to which FSDP2 adds after it has reduced this pass's gradient. So what
+                # the op reads besides stays alive until then.
                 if s in self.reduced:  # added to a gradient of an earlier pass, which is in shards already
                     self._await(self.gradients[s], (t for t in op.reads if t not in op.mutates))
             for s in op.writes:
@@ -265,6 +286,8 @@ class _FullyShardRewriter:
 
     def _share(self, op: Op, storages: Iterable[int]) -> float:
         """Return the bytes that an op touches on a rank, as a share of those that it touches in the whole step."""
+        # The optimizer is bound by memory, so its time is taken to be proportional to its bytes. At most 1: a
+        # shard is never larger than the tensor, but rounding and padding may make it appear so.
         whole = sum(self.r.storage_bytes[s] for s in {*op.reads, *op.writes})
         touched = sum(self.draft.storage_bytes[s] for s in set(storages))
         return min(1.0, touched / whole) if whole else 1.0
@@ -291,6 +314,7 @@ class _FullyShardRewriter:
         op = Op(
             name=name,
             phase=phase,
+            # In backward no call is running, so the op goes to the first call of the unit.
             scope=self.r.calls[group.unit][0] if phase == Phase.BACKWARD else self._running(group),
             time_ms=time_ms,
             flops=0,
@@ -298,6 +322,8 @@ class _FullyShardRewriter:
             reads=tuple(reads),
             writes=(storage,),
             mutates=(),
+            # A collective must run on all ranks in the same order, so a plan may never run it again on its
+            # own.
             recomputable=False,
         )
         self.out.append((_OP, self.draft.ops.add(op)))
@@ -309,6 +335,8 @@ class _FullyShardRewriter:
         running = _Running(
             len(self.draft.ops) - 1, self.clock.start(kind, n_bytes, None if at_once else since)
         )
+        # Without streams (``_fsdp_param_group.py`` on a CPU) nothing overlaps: the collective is waited for
+        # where it starts.
         if at_once:
             self._waited(running)
         return running
@@ -346,6 +374,8 @@ class _FullyShardRewriter:
         group = self.groups.get(unit) if unit is not None else None
         if group is not None:
             group.state = "forward"
+            # In forward a unit gathers and waits at once. The overlap comes from the stream, on which this
+            # gather may have started when the unit before had copied out (``copied_ms``).
             self._unshard(group, Phase.FORWARD)
             self._wait(group, Phase.FORWARD)
 
@@ -357,10 +387,14 @@ class _FullyShardRewriter:
         if group is not None:
             if group.reshards:
                 self._reshard(group)
+            # A unit that is called several times has several entries; each of its backwards pops the last one
+            # (``_record_post_forward`` in ``_fsdp_param_group.py``).
             group.indices.append(len(group.context.order))
             group.context.order.append(group)
             group.state = "idle"
         context = self.contexts.get(unit)
+        # ``contexts`` is keyed by root: only the end of the root's forward frees the last all-gather, since
+        # no unit gathers after it (``FSDPState._post_forward``).
         if context is not None and context.gathered is not None:
             self._free(context.gathered)
             context.gathered = None
@@ -374,11 +408,14 @@ class _FullyShardRewriter:
         if group.indices:
             # The backward pass is taken to run the units in the reverse order of their forwards: prefetch the next one.
             index = group.indices.pop()
+            # At 0 this unit ran first in forward: there is none before it to prefetch.
             if index > 0:
                 self._unshard(group.context.order[index - 1], Phase.BACKWARD)
 
     def _unshard(self, group: _ParamGroup, phase: Phase) -> None:
         if group.gathering is None and group.unsharded is None:  # else it was prefetched, or never resharded
+            # The host reaches this point long before the device. So the gather counts as started when the
+            # unit before it had copied out its own, not now.
             reads = (p.storage for p in group.parameters)
             n_bytes = self._padded_bytes(group.parameters)
             size = self.spec.round_up(n_bytes)
@@ -386,11 +423,14 @@ class _FullyShardRewriter:
             group.gather = self._started("all_gather", n_bytes, group.context.copied_ms)
 
     def _wait(self, group: _ParamGroup, phase: Phase) -> None:
+        # Unsharded already: it was not resharded after forward.
         if group.gathering is None:
             return
         context, buffer, group.gathering = group.context, group.gathering, None
         if group.gather is not None:
             self._waited(group.gather)
+        # The order is that of ``wait_for_unshard``: free the buffer of the unit before, then allocate the
+        # copies. The other way round, two buffers and two sets of copies would be alive.
         if phase == Phase.FORWARD and context.gathered is not None:
             self._free(context.gathered)  # of the unit before, see above
         n_bytes = sum(self.spec.round_up(self._padded_bytes([p])) for p in group.parameters)
@@ -400,6 +440,7 @@ class _FullyShardRewriter:
             _COPY_OUT, phase, group, (buffer,), n_bytes, StorageKind.PARAMETER, time_ms=time_ms
         )
         if phase == Phase.FORWARD:
+            # Kept until the next unit has gathered, so that its all-gather can overlap with this copy-out.
             context.gathered = buffer
         else:
             self._free(buffer)
@@ -411,14 +452,18 @@ class _FullyShardRewriter:
 
     def _post_backward(self, group: _ParamGroup) -> None:
         group.state = "reduced"
+        # The order is that of ``FSDPParamGroup.post_backward``: free the unsharded parameters, then the input
+        # of the reduction before, and only then allocate the input of this one.
         self._reshard(group)
         context = group.context
         for buffer in context.reduced:
             self._free(buffer)
         context.reduced.clear()
         self._waited_for_reduces(context)
+        # No parameter of the unit is trained, or none got a gradient in this pass.
         if not group.grads:
             return
+        # All trained parameters count, as if each had a gradient.
         trained = [p for p in group.parameters if p.trainable]
         n_bytes = self._padded_bytes(trained)
         # CUDA has a kernel for it; on a CPU what has to be padded is copied first.
@@ -434,6 +479,8 @@ class _FullyShardRewriter:
             workspace,
             time_ms=self.clock.copy(n_bytes),
         )
+        # ``foreach_reduce`` drops the unsharded gradients when they are copied in, before it allocates the
+        # output.
         for s in group.grads:
             self._free(s)
         shard = self._collective(
@@ -445,6 +492,7 @@ class _FullyShardRewriter:
             StorageKind.GRADIENT,
         )
         context.reducing.append(self._started("reduce_scatter", n_bytes))
+        # The first pass of an accumulation leaves its shard as the gradient; later ones add theirs to it.
         if group.reduced_grads is None:
             group.reduced_grads = shard
         else:
@@ -454,6 +502,8 @@ class _FullyShardRewriter:
         context.reduced.append(full)
 
     def _final_callback(self) -> None:
+        # As in ``FSDPState._root_post_backward_final_callback``: first the units whose hook did not run, then
+        # what is left in flight.
         for group in self.groups.values():
             if group.state != "reduced":  # no input needed a gradient, so no hook has run
                 self._post_backward(group)

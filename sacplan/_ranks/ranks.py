@@ -32,7 +32,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         world_size: ranks; 1: there is one device, and nothing is spread.
         fsdp_units: for FSDP2, patterns for the modules on which ``fully_shard`` is called (see ``resolve_units``); the
             batch is that of one rank. None with several ranks and no sharding: DDP.
-        sharding: for sacplan, where parameters lie on a mesh of these ranks; the batch is that of all of them.
+        sharding: for sacplan, the placements of parameters on a mesh of these ranks; the batch is that of all of them.
     """
 
     world_size: Positive = 1
@@ -48,6 +48,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
                     f"world_size is {self.world_size}, and mesh {self.sharding.mesh} has {self.sharding.mesh.size}."
                 )
             return
+        # No units with several ranks is valid: DDP.
         if self.world_size == 1 and self.fsdp_units is not None:
             raise TraceError(
                 "fsdp_units are given and world_size is 1: with one rank nothing is sharded. Say over how many "
@@ -56,7 +57,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, world_size: int = 1, fsdp_units: Sequence[str] | None = None) -> Ranks:
-        """Checked: a ``TraceError`` if they do not go together."""
+        """Return checked ranks; a ``TraceError`` if the two do not go together."""
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise TraceError(f"world_size is {world_size!r}; it must be an int of at least 1.")
         if isinstance(fsdp_units, str):
@@ -85,7 +86,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the step of one rank; the given one if there is only one.
 
         Args:
-            whole: the step of the whole model on one device.
+            whole: the step of the unsharded model on one device.
             parameters: name, shape and dtype of each (``Fingerprint.local_parameters``).
             spec: the device of a rank.
 
@@ -106,6 +107,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         sharding: Sharding, whole: Program, parameters: Sequence[FingerprintEntry], spec: DeviceSpec
     ) -> Program:
         found = parameters_of(whole, parameters)
+        # From names to storages: ``_shard`` knows parameters by their storage only.
         layouts = sharding.layouts([(p.name, p.shape) for p in found])
         homes = {p.storage: layouts[p.name] for p in found if p.name in layouts}
         rank = on_one_rank(whole, homes, sharding.places, sharding.mesh, spec)

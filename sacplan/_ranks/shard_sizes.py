@@ -21,7 +21,7 @@ def sizes_of_a_rank(
 
     Args:
         program: of the whole model.
-        sharded: the parameters that are; the others are held whole.
+        sharded: the parameters that are sharded; the others are replicated.
         world_size: ranks.
         spec: the device.
     """
@@ -31,13 +31,17 @@ def sizes_of_a_rank(
     for s, parameter in like_parameters(program, parameters).items():
         if _is_held_in_shards(program, s):
             p = parameters[parameter]
+            # By elements and not by bytes: state may have another dtype than its parameter.
             elements = p.shard_bytes(world_size) // p.itemsize
             sizes[s] = spec.round_up(elements * int(getattr(torch, dtypes[s]).itemsize))
     return sizes
 
 
 def _is_held_in_shards(program: Program, storage: int) -> bool:
+    # There before the step, as shards.
     if program.storage_kinds[storage] in (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE):
         return True
+    # A storage of a parameter's shape that an op of the optimizer makes is a temporary over shards. Any
+    # other, such as a gradient, is made before the reduction and has the full size.
     writer = program.writer.get(storage)
     return writer is not None and program.ops[writer].phase == Phase.OPTIMIZER

@@ -72,6 +72,8 @@ def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tupl
     Raises:
         TraceError: parameters share storages without being the same parameter, or the entries are of another model.
     """
+    # Parameters and storages are paired by position alone, so the counts must agree. They do not if two
+    # parameters are views of one storage.
     storages = sorted(s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER)
     if len(storages) != len(entries):
         raise TraceError(
@@ -82,6 +84,7 @@ def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tupl
     for storage, (name, shape, dtype) in zip(storages, entries, strict=True):
         trainable = not dtype.startswith(_FROZEN)
         p = Parameter(name, storage, shape, dtype.removeprefix(_FROZEN), trainable)
+        # Not equality: the allocator rounds storages up. A storage that is too small is one of another model.
         if p.n_bytes > program.storage_bytes[storage]:
             raise TraceError(
                 f"parameter {name!r} takes {p.n_bytes} bytes, its storage in the recording has "
@@ -134,7 +137,10 @@ def resolve_units(patterns: Sequence[str], program: Program) -> tuple[str, ...]:
         matches = {fqn for fqn in called if fnmatchcase(fqn, pattern)}
         if not matches:
             raise TraceError(_unknown(pattern, program))
+        # ``*`` also matches dots, so ``layers.*`` matches what is inside of a layer as well; only the layer
+        # is meant.
         chosen.update(fqn for fqn in matches if not any(is_inside(fqn, other) for other in matches))
+    # The keys are in the order of ``named_modules()``.
     names = {fqn: i for i, fqn in enumerate(program.parameter_bytes)}
     return tuple(sorted(chosen, key=lambda fqn: names.get(fqn, len(names))))
 
@@ -171,6 +177,7 @@ def owners(
     for p in parameters:
         around = [unit for unit in units if not unit or p.name.startswith(unit + ".")]
         if around:
+            # Units around one parameter are nested, so the longest name is the innermost.
             owner = max(around, key=len)
             found[owner].append(p)
             owner_of[p.storage] = owner
@@ -181,12 +188,15 @@ def owners(
 
 
 def _check_can_be_sharded(unit: str, owned: Sequence[Parameter]) -> None:
+    # A scalar has no dimension to shard: ``fully_shard`` raises for it (``_fsdp_init.py``).
     scalar = next((p.name for p in owned if not p.shape), None)
     if scalar is not None:
         raise TraceError(
             f"parameter {scalar!r} is a scalar, which fully_shard does not shard. Make it a tensor of one element, "
             "of shape (1,)."
         )
+    # One reduce-scatter takes all gradients of a unit, so ``_init_mp_dtypes`` in ``_fsdp_param_group.py``
+    # raises for several types. Frozen parameters have no gradient and may differ.
     dtypes = sorted({p.dtype for p in owned if p.trainable})
     if len(dtypes) > 1:
         raise TraceError(
@@ -203,9 +213,12 @@ def _check_used_inside(
     inside: dict[int, frozenset[str]] = {}
     for op in program.ops:
         used = [s for s in op.reads if owner_of.get(s, "")]
+        # Only the forward pass is checked. The backward pass of a call reads what its forward read, and is
+        # gathered for.
         if not used or op.phase != Phase.FORWARD:
             continue
         if op.scope not in inside:
+            # Outside of all calls, as in a loss function, no unit is gathered, not even the model itself.
             scopes = [op.scope, *program.ancestors(op.scope)] if op.scope >= 0 else []
             inside[op.scope] = frozenset(program.scopes[s].fqn for s in scopes)
         for s in used:

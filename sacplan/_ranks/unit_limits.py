@@ -44,6 +44,7 @@ def narrowed(
     Others come back as they are.
     """
     wide = too_wide(program)
+    # Nothing to narrow.
     if wide.isdisjoint(decisions):
         return {unit: dict(sites) for unit, sites in decisions.items()}
     calls = program.outermost_calls(wide)
@@ -51,6 +52,8 @@ def narrowed(
     inner: dict[str, dict[CallSite, int]] = defaultdict(dict)
     for unit in wide.intersection(decisions):
         times = decisions[unit]
+        # Decisions name the call sites of the wide unit. In the units inside of it the same ops have other
+        # sites.
         gone = {
             op: times[site]
             for call in program.calls[unit]
@@ -61,8 +64,11 @@ def narrowed(
             for op, site in program.sites(call).items():
                 if op in gone:
                     known = inner[program.scopes[call].fqn]
+                    # Several calls of a module share its sites, so the largest number of times holds for all
+                    # of them.
                     known[site] = max(gone[op], known.get(site, 0))
     found.update(inner)
+    # In the order of the program.
     return {unit: found[unit] for unit in program.calls if unit in found}
 
 
@@ -81,11 +87,14 @@ def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
         if op.phase == Phase.FORWARD:
             for s in op.reads:
                 places[s].add(calls[op.scope])
+    # A saved tensor is wanted in the backward pass of the call that saved it.
     for s, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
         places[s].add(calls[scope])
 
     def may(scope: int, writes: Iterable[int]) -> bool:
         unit = calls[scope]
+        # Outside of all units there is no unit that could run it again. And if an output is wanted in another
+        # unit's pass, the op would have to run while its own unit is sharded.
         return unit != ROOT_SCOPE and all(places[s] <= {unit} for s in writes)
 
     ops = [
@@ -94,6 +103,5 @@ def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
         else op
         for op in program.ops
     ]
-    return msgspec.structs.replace(
-        program, ops=final_ops(ops)
-    )  # nor may ops that write in place on their outputs
+    # ``final_ops``: nor may ops run again that write in place on the outputs of those.
+    return msgspec.structs.replace(program, ops=final_ops(ops))

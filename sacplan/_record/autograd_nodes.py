@@ -68,7 +68,7 @@ class KeptNumbers:
     def keep(self, func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> None:
         """Enter the number that an op of the forward pass has autograd keep, if it does."""
         if not self._nbytes or not keeps_a_number(func, args):
-            return
+            return  # on a GPU these tensors lie on the host
         next_node = autograd_sequence_number()
         storage = self._storages.add_unseen(self._nbytes, StorageKind.OTHER)
         self._events.append((_ALLOC, storage))
@@ -108,6 +108,7 @@ class KeptNumbers:
 
     def node_ran(self, number: int) -> None:
         """Free the numbers of a node: autograd releases what a node saved once it has run."""
+        # With ``retain_graph`` the numbers stay until the graph itself goes.
         if not keeps_graph():
             for storage in tuple(self._kept.get(number + 1, ())):
                 self._free(number + 1, storage)

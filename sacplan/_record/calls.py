@@ -68,6 +68,7 @@ def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         for kind, name in _NAMED.items():
             if isinstance(value, kind):
                 return {name: str(value).removeprefix("torch.")}
+        # By its class alone: enough to say in a message what a recording does not hold.
         return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
 
     return json.dumps([as_json(tuple(args)), as_json(dict(kwargs))], separators=(",", ":"))

@@ -42,6 +42,7 @@ def outcome_that_passes() -> bool | None:
         frame = frame.f_back
     if frame is None:
         return None
+    # Where several checks cover the place they must agree; where none does, a plain branch asks.
     # On Python 3.10 only the line is known, and one line may hold two checks: then they must agree.
     at = _place(frame)
     found = {

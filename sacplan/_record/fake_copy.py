@@ -60,6 +60,8 @@ class FakeCopier:
                 f"a tensor of layout {t.layout} in the model or the batch: a fake step has strided ones only. "
                 'Use trace="real", which counts the indices and values of sparse tensors.'
             )
+        # Tensors that share a storage (tied weights, views) must share one in the copy, or their memory counts twice.
+        # The address is unique only while the storage lives, so it is kept.
         real = t.untyped_storage()
         storage = self._storages.get(real._cdata)
         new = storage is None
@@ -110,6 +112,8 @@ class FakeCopier:
         Raises:
             TraceError: it cannot be copied, or is sharded by ``fully_shard``.
         """
+        # In this order: what cannot be copied at all is refused; the memo gets a twin of every tensor, generator and
+        # shared object; gradients are left out; then Python's own deep copy does the rest.
         sharded = next((fqn for fqn, module in model.named_modules() if is_fully_sharded(module)), None)
         if sharded is not None:
             raise TraceError(
@@ -149,6 +153,7 @@ class FakeCopier:
 
     def _copy_attributes(self) -> None:
         """Copy Python attributes of tensors, such as Megatron's ``main_grad``, but not those of fake tensors."""
+        # A fake tensor has Python attributes of its own, such as its mode. They are nothing that a user has set.
         of_fakes = vars(fake_empty_strided(self._mode, (), (), torch.float32)).keys()
         for t in self._keep.copy():
             if isinstance(t, torch.Tensor) and not vars(t).keys() <= of_fakes:

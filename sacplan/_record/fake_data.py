@@ -147,6 +147,8 @@ class DataRules(KnownValues, Watching):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
+        # An answer takes the place of the op, since FakeTensorMode would refuse it. ``NewArguments`` runs it after all,
+        # and ``NO_ANSWER`` leaves it to FakeTensorMode, whose refusal is explained below.
         if needs_an_answer(func):
             found = answer.get(func, answer_if_known)(self, func, args, kwargs)
             if isinstance(found, NewArguments):
@@ -167,6 +169,8 @@ class DataRules(KnownValues, Watching):
 
     def _may_be_adopted(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the real tensors among the arguments are constants, such as those that a cache of the code holds."""
+        # Not a constant: one that is written, whose change would be lost with the twin, and one that is trained, whose
+        # gradient would go to the twin. Real tensors among keyword arguments are not replaced (see the caller).
         real = [t for t in tensors_in(args) if not isinstance(t, FakeTensor)]
         return (
             self.copier is not None
@@ -194,6 +198,7 @@ class DataRules(KnownValues, Watching):
         ]
         if not fresh:
             return  # too large to follow
+        # A tensor on an input's storage is a view, or the input itself, and needs no values of its own.
         inputs = list(tensors_in((args, kwargs)))
         own = {storage_key(t.untyped_storage()) for t in inputs}
         fresh = [t for t in fresh if storage_key(t.untyped_storage()) not in own]
@@ -228,6 +233,8 @@ class DataRules(KnownValues, Watching):
         known = [k for t in targets if (k := self._known.get(storage_key(t.untyped_storage()))) is not None]
         if not known:
             return  # nothing to keep up to date; values that become known by a write are not followed
+        # Three ways to go on, in this order: nothing was written but the tensor itself changed; random numbers by their
+        # rule; and the same write to the known values, or none of them is known any more.
         # Views keep their storage's values. A tensor that gets another storage, or another size, loses them.
         if torch.Tag.inplace_view in func.tags or func in CHANGES_STORAGE:
             if func in CHANGES_STORAGE:
@@ -248,6 +255,7 @@ class DataRules(KnownValues, Watching):
             for t in targets:
                 self._forget(t)
             return
+        # What a partial write leaves still rests on the old rules, so the new ones are added to them.
         rules = self.rules_of(inputs)
         for k in known:
             k.rules = {**k.rules, **rules}
@@ -283,6 +291,7 @@ class _PythonValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _array(self, func: Any, tensor: torch.Tensor) -> Any:
+        # Known values, zeros for floats, and a refusal for integers: an array of those is mostly used as sizes.
         value = self._rules.value(tensor)
         name = f"Tensor.{func.__name__}"
         if value is not None:

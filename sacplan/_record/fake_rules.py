@@ -76,6 +76,7 @@ def answer_if_known(values: KnownValues, func: Any, args: Any, kwargs: Any) -> A
     out = values.run_on_values(func, args, kwargs, inputs)
     if out is NO_ANSWER:
         return NO_ANSWER
+    # A result is only as certain as its inputs: what they rest on is noted, and the result rests on it, too.
     resting_on = values.rules_of(inputs)
     values.apply_rules(resting_on, func)
     if isinstance(out, torch.Tensor):
@@ -94,6 +95,8 @@ def _scalar(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
             values.apply_rules(("checks pass",), func)
             return passes
     known = answer_if_known(values, func, args, kwargs)
+    # An unknown float is mostly one that is logged. An unknown integer or truth value would decide a size or a branch,
+    # so there is no rule for it.
     if known is NO_ANSWER and args[0].dtype.is_floating_point:
         values.apply_rules(("unit value",), func)
         return 1.0
@@ -119,6 +122,8 @@ def _nonzero(values: KnownValues, func: Any, args: Any, kwargs: Any) -> torch.Te
 
 @answer(aten.index.Tensor)
 def _index(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
+    # Only masks make the size depend on data. Each becomes the indices of its true elements, one for each dimension of
+    # the mask, and FakeTensorMode runs the op on these.
     tensor, indices = args
     masks = (torch.bool, torch.uint8)
     if not any(i is not None and i.dtype in masks for i in indices):
@@ -143,10 +148,11 @@ def _masked_select(values: KnownValues, func: Any, args: Any, kwargs: Any) -> An
     known = answer_if_known(values, func, args, kwargs)
     if known is not NO_ANSWER:
         return known
+    # The values of the tensor are not known, but those of the mask may be: then the size is exact.
     tensor, mask = args
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)
     value = values.value(mask)
-    if value is None:
+    if value is None:  # every element: an upper bound
         values.apply_rules(("all elements",), func)
         return tensor.new_empty(math.prod(shape))
     values.apply_rules(values.rules_of([mask]), func)
@@ -158,6 +164,8 @@ def _masked_select(values: KnownValues, func: Any, args: Any, kwargs: Any) -> An
 @answer(aten._ctc_loss.Tensor, aten._ctc_loss.default)
 def _ctc_loss(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     """Return loss [N] and alpha [N, T, 2 * longest target + 1]; T and N from log_probs [T, N, C]."""
+    # Alpha depends on the longest target. With padded targets [N, S] that is at most S; of targets in one row nothing
+    # says where they end.
     log_probs, targets, _, lengths = args[:4]
     if isinstance(lengths, torch.Tensor):
         value = values.value(lengths)
@@ -175,7 +183,7 @@ def _ctc_loss(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
 def _grouped_mm(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     """Return outputs of types other than bfloat16: the kernels take them, torch's fake kernel (2.13) refuses them."""
     if args[0].dtype == torch.bfloat16:
-        return NO_ANSWER
+        return NO_ANSWER  # torch's own fake kernel takes these
     with values.paused():
         like = [torch.empty_strided(m.shape, m.stride(), dtype=torch.bfloat16) for m in args[:2]]
         out = func(*like, *args[2:], **{**kwargs, "out_dtype": None})
@@ -211,6 +219,7 @@ def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) ->
 
 def balanced_indices(shape: tuple[int, ...], dim: int, candidates: int) -> torch.Tensor:
     """Return int64 of ``shape``: slot j along ``dim`` of row r chooses (r * k + j) mod ``candidates``."""
+    # Counting through all slots in order, modulo the candidates: each is chosen as often as any other, up to one.
     if not shape:
         return torch.zeros((), dtype=torch.int64)
     dim %= len(shape)
@@ -300,7 +309,7 @@ def _decide_randperm(values: KnownValues, args: Any, kwargs: Any, out: Any) -> t
 @assume(aten.bernoulli.default, aten.bernoulli.p)
 def _decide_bernoulli(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     p = values.value(args[0]) if len(args) < 2 else args[1]
-    if p is None:
+    if p is None:  # probabilities that are not known: neither is what is drawn
         return None, ""
     with no_dispatch():
         return ((even_spread(tuple(out.shape)) < p).to(out.dtype),), "even spread"
@@ -310,6 +319,8 @@ def _decide_bernoulli(values: KnownValues, args: Any, kwargs: Any, out: Any) -> 
 def _decide_empty(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     if is_float(out) and out.numel() > MAX_UNDEFINED_FLOATS:
         return None, ""
+    # Zeros stand for arbitrary contents, so that a tensor that is filled later in known steps stays known. No rule is
+    # noted: reading it before would be an error in the code.
     with no_dispatch():
         return (torch.zeros(out.shape, dtype=out.dtype),), ""
 
@@ -327,6 +338,7 @@ def _decide_comparison(
     same: bool, infinite: bool, values: KnownValues, args: Any, kwargs: Any, out: Any
 ) -> tuple[Any, str]:
     """Compare finite floats: ``x op x`` is ``same``, ``x op inf`` is ``infinite``."""
+    # Any other comparison depends on the values, and has no rule.
     left, right = args[0], args[1]
     is_infinite = isinstance(right, float) and math.isinf(right)
     if not left.dtype.is_floating_point or not (right is left or is_infinite):
@@ -337,7 +349,7 @@ def _decide_comparison(
 
 @assume(aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims)
 def _decide_every(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
-    if args[0].dtype != torch.bool:
+    if args[0].dtype != torch.bool:  # the rule is about masks; whether numbers are all nonzero has none
         return None, ""
     with no_dispatch():
         return (torch.ones(out.shape, dtype=torch.bool),), "all elements"

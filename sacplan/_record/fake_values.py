@@ -121,6 +121,7 @@ class KnownValues:
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Remember that the storage of ``fake`` holds what that of ``real`` does, if it is worth it."""
+        # Without values (fake, meta), or not worth their memory: a weight decides no size.
         if (
             isinstance(real, (FakeTensor, torch.nn.Parameter))
             or real.device.type == "meta"
@@ -214,6 +215,8 @@ class KnownValues:
 
     def _attach(self, fake: torch.Tensor, value: torch.Tensor, rules: dict[str, None]) -> None:
         """Let ``fake``, which has a storage of its own, hold ``value``, in the layout that ``fake`` has."""
+        # A real kernel may return another shape than the fake one, and then its values are not those of ``fake``. Such
+        # a tensor is merely not known.
         if not isinstance(fake, FakeTensor) or not is_plain(fake) or fake.shape != value.shape:
             return
         if not self._worth_following(fake) or fake.untyped_storage().nbytes() > MAX_INTEGER_BYTES:
@@ -223,6 +226,8 @@ class KnownValues:
                 value = value.clone()  # its storage has no memory
             nbytes = fake.untyped_storage().nbytes()
             own = value.untyped_storage()
+            # The storage is taken over as it is if a view like ``fake`` on it is ``value``; else the values are copied
+            # into one that has the layout of ``fake``.
             if (
                 value.dtype != fake.dtype
                 or value.stride() != fake.stride()
@@ -263,7 +268,7 @@ class KnownValues:
         try:
             with no_dispatch(), torch.no_grad():
                 return func(*real_args, **real_kwargs)
-        except Exception:
+        except Exception:  # see above: not knowing is always safe, and the op itself has run on fake tensors
             return NO_ANSWER
 
     def _real(self, value: Any) -> Any:

@@ -4,9 +4,9 @@ Under any Python dispatch mode torch takes every tensor for a tensor subclass (`
 ``ATen/TensorSubclassLikeUtils.h``), and its C++ code then avoids writing in place. Seen from a mode there is one more
 temporary, as large as the result:
 
-- The autograd engine adds up the gradients that several nodes send to one (``InputBuffer::accumulate``): in
-  place, if gradients are off and it holds the last reference to the first one, which must be dense;
-  ``old + new`` under a mode.
+- The autograd engine adds up the gradients that several nodes send to one (``can_accumulate_inplace`` in
+  ``torch/csrc/autograd/input_buffer.cpp``): in place, if gradients are off and it holds the last reference to the
+  first one, which must be dense; ``old + new`` under a mode.
 - Backward formulas fill an array of zeros: ``index_put``, ``scatter_add`` and others, where the plain step
   has ``index_put_`` and ``scatter_add_``.
 
@@ -19,8 +19,8 @@ An addition of the engine's is told from one in a formula by three signs. The en
 no other op of the same node follows. The tensor that it adds to came from another node, unless the node has two edges
 to the same one. And no Python code called it.
 
-Found by comparing the ops of plain steps (``torch.profiler``) with those under an empty mode, torch 2.13, and
-in ``input_buffer.cpp``, ``accumulate_grad.h`` and ``FunctionsManual.cpp``.
+Found by comparing the ops of plain steps (``torch.profiler``) with those under an empty mode, torch 2.13, and by
+reading ``input_buffer.cpp``, ``accumulate_grad.h`` and ``FunctionsManual.cpp`` in ``torch/csrc/autograd``.
 
 Other formulas take another way altogether under a mode (``prod``, ``cumprod``, the full reduction ``max()``, and more).
 For a CPU the peak of the plain formula is measured (``_device/workspace.py``), and :func:`plain_formulas` puts it in
@@ -116,6 +116,8 @@ class InPlaceWrites:
             op, reads, writes: as they are recorded.
             n_storages: how many storages there were before the op.
         """
+        # Sums wait until it is known whether the engine made them: they are dropped if another op of the same node
+        # follows, and committed if another node begins.
         if node != self._node:
             self._commit()  # the node before has returned, so its last additions were the engine's
             self._node = node
@@ -140,13 +142,15 @@ class InPlaceWrites:
         self, func: Any, args: Sequence[Any], out: Any, op: int, reads: Sequence[int], new: int
     ) -> _Write | None:
         """Return the write that the plain step does in place of an op, as far as its arguments tell."""
+        # Every exit leaves the op as it was recorded, which may be one temporary too many; a wrong candidate would be a
+        # peak that is too low. Whether anybody else holds the old storage, ``settle`` finds out from the events.
         first, old = args[0], reads[0]
         # In place, the result has the layout of the first argument. The engine asks for a dense one (``accumulate`` in
         # input_buffer.cpp).
         if first.shape != out.shape or first.dtype != out.dtype or not is_dense(first):
             return None
         own = old >= self._first_storage  # made by this node
-        if func is not _ADD:
+        if func is not _ADD:  # a formula fills only zeros that it has made itself
             return _Write(op, _FILLS[func], old, new) if own else None
         if (
             len(args) != 2
@@ -175,6 +179,7 @@ class InPlaceWrites:
         same = list(range(len(kinds)))
         # Sums of gradients and zeros that a formula fills: both are made in the backward pass.
         candidates = {w.op: w for w in self._writes if backward_born[w.old]}
+        # ``awaited`` is the candidate whose op ran last. It is done if its old storage is freed before any other op.
         if not candidates:
             return list(ops), list(events), same
         gone: set[int] = set()
@@ -186,6 +191,7 @@ class InPlaceWrites:
             elif code == Event.FREE and awaited is not None and arg == awaited.old:
                 done[awaited.op] = awaited
                 gone.add(awaited.old)
+                # Through ``same``: several sums in a row all end up on the first storage.
                 same[awaited.new] = same[awaited.old]
                 if kinds[awaited.new] is not None:
                     kinds[same[awaited.old]] = kinds[awaited.new]
@@ -253,6 +259,8 @@ def plain_formulas(
             made.update(dict.fromkeys(ops[i].writes, run[-1]))
     if not last_of:
         return list(ops), list(events)
+    # A storage that is freed while its formula runs is a temporary. Those that outlive it are its results, or gradients
+    # that are added up later.
     temporaries: set[int] = set()
     latest = -1
     kept: list[tuple[int, int]] = []

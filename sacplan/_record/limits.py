@@ -72,6 +72,7 @@ def explained_limits() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise  # a RuntimeError, too, but its own message is the best one
     except (RuntimeError, AttributeError, AssertionError, NotImplementedError) as error:
+        # Before the messages are looked at: run on zeros, an op may fail with any of them.
         op = op_run_on_zeros(error)
         if op is not None:
             raise TraceError(
@@ -83,7 +84,7 @@ def explained_limits() -> Iterator[None]:
             if found is not None:
                 advice = advice.format(**found.groupdict())
                 raise TraceError(f"{advice}. PyTorch says: {_first_line(error)}") from error
-        raise
+        raise  # the model's own error
 
 
 def _first_line(error: Exception) -> str:

@@ -133,6 +133,8 @@ class ModuleCalls:
             self._begin(module, args)
 
     def _begin(self, module: torch.nn.Module, args: Any) -> None:
+        # Not a call of the forward pass: one inside of a backward pass, one in another thread (an error if it is of the
+        # model, since its ops would be missing), and one of a module that nobody has named.
         if in_backward():
             # A custom autograd.Function may call modules in its backward: those ops belong to the node that runs.
             fqn = self._fqns.get(id(module))
@@ -196,9 +198,11 @@ class ModuleCalls:
         """
         if number is None:
             return self._backward_call
+        # ``bisect_right``: of several marks at one number the last is right, since no node was made between them.
         at = bisect_right(self._marks, number, key=lambda mark: mark[0])
         call = self._marks[at - 1][1] if at else ROOT_SCOPE
         self._backward_call = call
+        # Calls around it that have not been met yet come first, outermost at the front.
         chain = []
         while call != ROOT_SCOPE and call not in self.backward_order:
             chain.append(call)

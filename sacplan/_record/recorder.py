@@ -254,6 +254,7 @@ class Recorder(Watching):
         device = fake_device_of(func, args)
         if device is not None:
             return device
+        # At the first op behind the one that kept a number: only now has its output got its node.
         if self._numbers.has_latest:
             try:
                 self._numbers.follow_latest()
@@ -264,6 +265,8 @@ class Recorder(Watching):
         if self._seen is not None:
             key = self._seen.key(func, args, kwargs)
             seen = self._seen.get(key) if key is not None else None
+        # The op's own errors come through here. Those of our bookkeeping, below, are kept for the exit: where autograd
+        # called the op from C++, an exception may end the interpreter.
         if seen is None or seen.outputs is None or self._seen is None:
             out = func(*args, **kwargs)
         else:
@@ -272,6 +275,7 @@ class Recorder(Watching):
             if not self._paused:
                 self._record(func, args, kwargs, out, key, seen)
             elif key is not None and seen is None:
+                # Not recorded, but remembered: an optimizer's step that only makes its state runs the ops of the next.
                 self._figures(func, args, kwargs, out, key)
         except Exception as error:
             self._fail(error)
@@ -287,6 +291,8 @@ class Recorder(Watching):
         return seen
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any, seen: SeenOp | None) -> None:
+        # The order matters: written storages and inputs are numbered before outputs are, so that an output on a storage
+        # that is not known yet is one that the op made. ``n_storages`` is taken before all of them.
         traits = op_traits(func)
         n_storages = len(self.storages.nbytes)
         written = plain_tensors(traits.written(args, kwargs)) if traits.written_names else ()
@@ -370,6 +376,7 @@ class Recorder(Watching):
         kinds = list(storages.kinds)
         born_backward = [phase is Phase.BACKWARD for phase in storages.born]
         given = storages.real_from_the_start()
+        # Real tensors that were there before the step: they become ``initial``, so that their ``ALLOC`` must go.
         own_events = [event for event in self._events if event[0] != _ALLOC or event[1] not in given]
         ops, events, same = self._in_place.settle(self._ops, own_events, kinds, born_backward)
         table = self.tensors.table(same)

@@ -136,6 +136,8 @@ class Rehearsal:
 
     def piece(self, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Piece:
         """Call a function that reads some tensors, and return what ran. Its results stay alive."""
+        # Results stay alive: freed, their ``FREE`` would be among the events of the next piece. All storages that the
+        # ops, events and results refer to get their sizes, so that the piece needs the recorder no more.
         out, seen = self.seen(run)
         made = []
         for t in tensors_in(out):

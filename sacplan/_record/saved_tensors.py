@@ -129,10 +129,13 @@ class SavedTensors:
             return (
                 _SavedLocalTensor(packed, wrapping_of(tensor)) if isinstance(packed, _SavedTensor) else tensor
             )
+        # From here on the tensor gets a handle, unless there is nothing to tell apart. Without one autograd holds the
+        # tensor itself, and its storage dies when both have let go.
         storage = self._storages.ids.get(storage_key(tensor.untyped_storage()))
         if storage is None or storage in self._storages.initial:
             return tensor  # not of this step, or alive to its end in any case: nothing to tell apart
         index = len(self.handle_storages)
+        # The handle must hold neither the tensor nor its storage, or ``FREE`` would wait for autograd.
         handle = _SavedTensor(index, tensor, self._clone(tensor, storage) if self._how == "clone" else None)
         if self._rules is not None and self._rules.knows(tensor):
             handle.value, handle.rules = self._rules.value(tensor), self._rules.rules_of([tensor])
@@ -164,11 +167,13 @@ class SavedTensors:
         return copy
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        # The three things that ``_pack`` returns, in turn.
         if isinstance(packed, _SavedLocalTensor):
             return packed.wrapping.around(self._unpack(packed.local))
         if not isinstance(packed, _SavedTensor):
             tensor: torch.Tensor = packed  # ``_pack`` gave it back as it was
             return tensor
+        # First: numbers that the node before has kept are freed before this tensor counts.
         self._unpacks()
         out = self._twin_of(packed)
         instance = len(self.instance_handles)
@@ -196,8 +201,10 @@ class SavedTensors:
         if handle.clone is None and handle.value is None and mode is not None:
             # The common case, and a short way: no dispatch mode takes note of this one.
             return fake_empty_strided(mode, handle.size, handle.stride, handle.dtype)
+        # Paused, since the tensors made here are none of the step's.
         with self._paused():
             if handle.clone is not None:
+                # A copy for each unpacking: every instance has a storage of its own, whose end is its ``DROP``.
                 return torch.as_strided(handle.clone.clone(), handle.size, handle.stride, 0)
             if handle.value is None or self._rules is None:
                 return torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype)

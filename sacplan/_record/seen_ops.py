@@ -75,6 +75,8 @@ class SeenOps:
         _, eligible, is_view = found
         if not eligible:
             return None
+        # Whether gradients are on is in the key: oneDNN's LSTM returns a workspace only then. The entry holds the op,
+        # so that its identity is not given to another one.
         parts: list[Any] = [id(func), torch.is_grad_enabled()]
         # The values of a view are those of its storage, whether they are known or not: nothing has to be followed.
         known = not is_view and self._rules.knows_values
@@ -89,6 +91,8 @@ class SeenOps:
     def _look_up(self, func: Any) -> tuple[bool, bool]:
         if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
             return False, False
+        # Factories have no tensor argument, and may depend on defaults that are not in the key. Ops that change a
+        # tensor's sizes in place have an input that is not what the key says afterwards.
         traits = op_traits(func)
         eligible = (
             any("Tensor" in str(a.type) for a in func._schema.arguments)
@@ -103,6 +107,7 @@ class SeenOps:
         for v in values:
             kind = type(v)
             if kind is FakeTensor:
+                # A value that is known may decide the output, and must be followed.
                 if v.constant is not None or not is_plain(v) or (known and self._rules.knows(v)):
                     return False
                 parts += (v.shape, v.stride(), v.storage_offset(), v.dtype, v.fake_device)

@@ -134,6 +134,8 @@ class Snapshot:
         Raises:
             TraceError: something could not be put back; everything else was.
         """
+        # Bytes first: ``_undo`` may give a tensor its old storage back, which must hold the old values by then. After
+        # an interrupt, or an object that refuses, the loop goes on; both are reported at the end.
         interrupt: KeyboardInterrupt | None = None
         failed: list[str] = []
         steps = [*(s.restore for s in self._storages.values()), *self._undo]
@@ -167,6 +169,8 @@ class Snapshot:
             self._look_at(value)
 
     def _look_at(self, value: Any) -> None:
+        # Special kinds before general ones: a tensor or a container may also have attributes, and a module is an
+        # object. What no branch takes (classes, Python modules, objects of the standard library) is left alone.
         if isinstance(value, torch.Tensor):
             self._tensor(value)
         elif isinstance(value, dict):
@@ -198,6 +202,8 @@ class Snapshot:
         items = list(kind.items(value))
         self._pending.extend(v for pair in items for v in pair)
 
+        # Only if something changed: others may watch a dictionary, and an unchanged one costs nothing. Order counts,
+        # since ``parameters()`` follows it.
         def restore() -> None:
             now = list(kind.items(value))
             if len(now) != len(items) or any(
@@ -296,7 +302,9 @@ class Snapshot:
 
     def _storage(self, t: torch.Tensor) -> None:
         if isinstance(t, FakeTensor) or t.device.type == "meta" or t._is_zerotensor():
-            return
+            return  # no bytes to save
+        # Only the bytes that its elements span: a view of a large buffer must not copy the whole buffer. Nested and
+        # quantized tensors have other strides, and are saved whole.
         storage = t.untyped_storage()
         size = storage.nbytes()
         low, high = 0, size
@@ -311,6 +319,7 @@ class Snapshot:
         """Sizes, strides and the storage itself, which ``resize_``, ``set_`` and ``.data =`` change."""
         if t.is_nested:
             return
+        # The alias keeps sizes, strides and the storage as they are now, and the storage alive.
         alias = t.detach()
         strided = t.layout == torch.strided and getattr(t, "__tensor_flatten__", None) is None
         version = None if t.is_inference() or not strided else t._version
@@ -364,6 +373,8 @@ def _same_metadata(t: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _is_followed(cls: type) -> bool:
     """Whether the attributes of such objects are part of a model's state."""
+    # Loaders and process groups are no state of the model, and hold threads and handles that must not be touched. Of
+    # the standard library only containers, and what the user's script defines, are followed.
     if issubclass(cls, _PLAIN_CLASSES):
         return True
     room = cls.__module__

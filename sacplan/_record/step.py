@@ -46,6 +46,7 @@ class Step:
         if self.mode == "inference":
             with torch.no_grad():
                 return self.loss_fn(self.model, self.batch)
+        # First, as most loops have it: the gradients of the step before do not overlap with this forward pass.
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss_fn(self.model, self.batch)
@@ -230,6 +231,7 @@ def check_model(model: Any) -> None:
 
 def inner_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside of a wrapper that is an ``Optimizer`` by its class only, as Accelerate's is."""
+    # The one inside has the state and takes the step. Wrappers may nest.
     while isinstance(optimizer, torch.optim.Optimizer):
         inner = vars(optimizer).get("optimizer")
         if not isinstance(inner, torch.optim.Optimizer):

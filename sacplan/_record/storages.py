@@ -87,6 +87,7 @@ class Storages:
             return
         storage = tensor.untyped_storage()
         known = self.ids.get(storage_key(storage))
+        # Tracked for the first time: in the step it appears with an event, before it or as ``initial`` without.
         if known is None:
             index = self.add(storage, kind)
             if self.is_recording and not initial:
@@ -158,6 +159,7 @@ class Storages:
         storages: list[int] = []
         lent = False
         for t in inputs:
+            # A new number means that ``of`` has just entered the storage: this op is the first to show it.
             n_known = len(self.nbytes)
             at = self.of(t)
             storages.append(at)
@@ -195,6 +197,8 @@ class Storages:
         nbytes = self.rounded(storage.nbytes()) if has_memory else 0
         index = self.ids[key] = self.add_unseen(nbytes, kind)
 
+        # Runs when the storage's Python object goes. The key must go with it, since the next C++ object may get the
+        # same address, and would be taken for this storage.
         def freed(_: Any) -> None:
             self.ids.pop(key, None)
             self._alive.pop(index, None)
@@ -234,6 +238,7 @@ class Storages:
         """
         real = [s for t, s in zip(taken, storages, strict=True) if not isinstance(t, FakeTensor)]
         self._real.update(real)
+        # Any op but a view makes a new storage in a plain step, too.
         if not real or not isinstance(func, torch._ops.OpOverload) or not func.is_view:
             return
         for t in plain_tensors(out):

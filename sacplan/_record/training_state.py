@@ -98,6 +98,7 @@ class TrainingState:
         for p in self._parameters.values():
             if p.grad is not None:
                 self._storages.track(p.grad, StorageKind.GRADIENT)
+                # The table has no tensor for a sparse gradient, nor for a DTensor as a whole.
                 if is_plain(p) and is_plain(p.grad):
                     gradient = self._tensors.index(p.grad, self._storages.known(p.grad))
                     self.gradients[self._storages.known(p)] = gradient

@@ -32,6 +32,7 @@ def cleared_caches(model: torch.nn.Module) -> Iterator[None]:
     Some hold tensors (the relative positions of transformers' BEiT): real ones must not get into a fake step,
     and fake ones must not stay for the real one.
     """
+    # Listed once, so that the same caches are cleared afterwards, whatever the step imports.
     caches = list(function_caches(model))
     for cache in caches:
         cache.cache_clear()
@@ -130,6 +131,7 @@ class _Namespaces:
 
     def put_back(self, mode: FakeTensorMode) -> None:
         """Give names and containers their entries of before where fake tensors of this mode have come in."""
+        # Only where fake tensors have come in: the code may have put other things there, which are its own.
         for container, copy in self._containers.values():
             if isinstance(container, dict):
                 for key in _changed(container, copy, mode):
@@ -160,6 +162,7 @@ def _changed(now: Any, before: dict[Any, Any], mode: FakeTensorMode) -> list[Any
 
 def _holds(value: Any, mode: FakeTensorMode) -> bool:
     """Whether a value, its items or the attributes of its objects hold a fake tensor of this mode."""
+    # Classes, modules and functions are not entered: through their globals they lead to everything.
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -240,6 +243,7 @@ def _remove(container: Any, value: Any, attributes: bool) -> None:
 
 def _name_of(container: Any) -> tuple[str, bool]:
     """Return a name for a container, and whether it holds the attributes of an object or the globals of a module."""
+    # The first referrer that can name it. Our own frames and lists refer to it, too, and match none of these.
     kind = type(container).__name__
     for holder in gc.get_referrers(container):
         if isinstance(holder, types.ModuleType) and vars(holder) is container:

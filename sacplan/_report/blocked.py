@@ -72,10 +72,12 @@ def blocked_rows(profile: Profile) -> list[BlockedRow]:
     known: dict[object, str | None] = {}
     found: dict[str, tuple[int, int, int, str]] = {}  # calls, bytes and index of the largest, why
     for i, op in enumerate(program.ops):
+        # Chunks are parts of the forward and backward pass. An op without outputs makes nothing to slice.
         if op.phase is Phase.OPTIMIZER or not op.outputs:
             continue
         shapes = tuple(program.tensors[t].shape for t in (*op.inputs, *op.outputs))
         key = (op.name, op.arguments, shapes)
+        # Layers repeat: asking for the rule of a call is slow, so equal calls are asked once.
         if key not in known:
             known[key] = _why_blocked(program, op)
         why = known[key]
@@ -94,6 +96,8 @@ def blocked_rows(profile: Profile) -> list[BlockedRow]:
 
 def _why_blocked(program: Program, op: Op) -> str | None:
     """Return why an op cannot run in slices, or None if it can."""
+    # The order matters: an op that the executor rewrites may have no rule of its own, and an unknown op has
+    # none to ask for.
     func = op_named(op.name)
     if func in REWRITTEN:  # the executor replaces it by ops that can
         return None

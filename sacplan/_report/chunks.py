@@ -80,6 +80,7 @@ def chunk_rows(profile: Profile, plan: Plan) -> list[ChunkRow]:
     planned(profile, plan)  # raises PlanMismatch for a plan of another profile
     alike: dict[tuple[object, ...], list[Chunk]] = defaultdict(list)
     for chunk in plan.chunks:
+        # Everything that a row shows must be equal in the chunks of a group.
         what = chunk.span, len(chunk.sites), chunk.slices, chunk.dim
         alike[pattern_of(chunk.unit), what, _rows(profile.program, chunk)].append(chunk)
     return [_row(profile, plan, same) for same in alike.values()]
@@ -101,8 +102,11 @@ def _row(profile: Profile, plan: Plan, same: Sequence[Chunk]) -> ChunkRow:
 
 
 def _rows(program: Program, chunk: Chunk) -> int:
+    # All other spans begin at a module's call, whose input has the axis.
     if chunk.span != "stretch":
         return entry_size(program, chunk)
     (last, *_) = program.call_sites(chunk.unit)[chunk.sites[-1]]
+    # A stretch of ops: the axis is that of what it leaves. ``outer`` and ``inner`` are the parts of the
+    # dimension around it.
     shape = program.tensors[program.ops[last].outputs[0]].shape
     return shape[chunk.dim] // (chunk.outer * chunk.inner)

@@ -37,6 +37,8 @@ class Curve:
         """Return the corners of a fit's graph, ms over share, up to the largest share that is reachable."""
         largest = self.points[-1][0]
         lines = [(0.0, 0.0), *zip(fit.slopes, fit.intercepts, strict=True)]
+        # A fit is the maximum of lines, 0 among them. Its corners are where two lines cross; crossings below
+        # the maximum are points on the graph as well, and do no harm.
         corners = {0.0, largest}
         for (slope, intercept), (other_slope, other_intercept) in itertools.combinations(lines, 2):
             if slope != other_slope:
@@ -58,6 +60,7 @@ def distinct_curves(profile: Profile, most: int | None = 8) -> list[Curve]:
     """
     alike: dict[tuple[object, ...], list[UnitTradeoff]] = defaultdict(list)
     for fqn, tradeoff in profile.tradeoffs.items():
+        # Modules that can discard nothing have no curve.
         if tradeoff.points:
             shape = tuple((p.discard_ratio, p.recompute_ms) for p in tradeoff.points)
             alike[pattern_of(fqn), tradeoff.saved_bytes, shape].append(tradeoff)

@@ -112,6 +112,7 @@ def save_figures(
     """
     profile = opened(profile, Profile)
     plan = opened(plan, Plan)
+    # All arguments are checked before the directory is made.
     formats = [formats] if isinstance(formats, str) else list(formats)
     unknown = [f for f in formats if f not in _FORMATS]
     if unknown or not formats:
@@ -200,6 +201,7 @@ def draw_memory(
         axes = grid.ravel()[: len(panels)]
         for unused in grid.ravel()[len(panels) :]:
             unused.set_axis_off()
+        # Axes are shared, so that panels can be compared: this sets the limits of all.
         axes[0].set_xlim(0, x_ms)
         axes[0].set_ylim(0, highest / unit_bytes * 1.25)
         for i, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
@@ -229,6 +231,7 @@ def draw_memory(
         figure.legend(
             kinds.values(), kinds, loc="outside lower center", ncols=max(2, 3 * columns - 1), handlelength=1.2
         )
+        # The layout is only known after this: names are placed by the sizes of the axes.
         figure.draw_without_rendering()
         for axis, panel in zip(axes, panels, strict=True):
             _name_bands(axis, panel.timeline, unit_bytes)
@@ -275,6 +278,7 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
         axis = figure.subplots()
         if plan is not None:
             peak, share = plan.peak_bytes / unit_bytes, (plan.recompute_ms + plan.added_ms) / step_ms * 100
+            # The plan's own bound is one more point of the curve.
             bound.loc[peak] = plan.lower_bound_ms
             axis.plot(
                 peak,
@@ -288,9 +292,9 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
                 zorder=3,
             )
         bound = bound.sort_index() / step_ms * 100
-        if (
-            not chunks
-        ):  # the bound falls with the peak, so that of the larger peak still holds between two points
+        # The bound falls with the peak, so between two points that of the larger peak still holds. With chunks it does
+        # not hold at all: it is one for the slices of one plan.
+        if not chunks:
             axis.plot(
                 bound.index,
                 bound,
@@ -405,10 +409,13 @@ def _stack(
     tops = rows[:, list(STACK)].cumsum(axis=1) / unit_bytes
     if bucket_ms is not None:
         visible = least_bytes / unit_bytes / 4
+        # Steps too small to be seen are rounded away, so that fewer points remain in the file.
         tops = np.round(tops / visible) * visible
+    # From the top down: each lower area is drawn over the one before.
     for i, (kind, name) in reversed(list(enumerate(STACK.items()))):
         column = rows[:, kind]
         if column.any():
+            # Only where the height changes; -1 makes the first entry a change.
             changes = np.flatnonzero(np.diff(tops[:, i], prepend=-1.0))
             axis.stairs(
                 tops[changes, i], np.append(edges[changes], edges[-1]), fill=True, color=kind_colour(kind), linewidth=0,
@@ -433,6 +440,7 @@ def _name_bands(axis: Axes, timeline: Timeline, unit_bytes: int) -> None:
     rows = timeline.kind_bytes[entries][:, list(STACK)] / unit_bytes
     tops = pd.DataFrame(rows).cumsum(axis=1)
     for i, (kind, name) in enumerate(STACK.items()):
+        # In buckets, with a few to spare at the sides.
         width = int(_points_wide(name) / _axis_points(axis) * BUCKETS) + 8
         ceiling = tops[i].rolling(width, center=True).min()
         floor = (tops[i] - rows[:, i]).rolling(width, center=True).max()
@@ -483,7 +491,9 @@ def _place(axis: Axes, labels: Sequence[Label]) -> None:
             text, (x, y), (0, 0), textcoords="offset points", va="center", color=colour,
             bbox={"facecolor": PAGE, "alpha": 0.72, "linewidth": 0, "pad": 0.5},
         )  # fmt: skip
+        # In the right part of the figure the left side of a point is tried first.
         places = [(-dx, dy, _MIRRORED[side]) if right else (dx, dy, side) for dx, dy, side in _PLACES]
+        # If all are taken, the loop ends with the first one set again.
         for dx, dy, side in (*places, places[0]):
             note.set(position=(dx, dy), ha=side)
             box = note.get_window_extent()

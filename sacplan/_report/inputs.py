@@ -36,6 +36,7 @@ def has_chunks(frame: pd.DataFrame) -> bool:
 
 def in_slices(profile: Profile, plan: Plan | None) -> Program:
     """Return the program of the step with the chunks of a plan, but without its recomputation."""
+    # Nothing runs in slices: the recorded step.
     if plan is None or not plan.chunks:
         return profile.program
     return profile.with_plan(plan.chunks)

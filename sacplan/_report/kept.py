@@ -61,6 +61,7 @@ class KeptAndDiscarded:
         self.again = self.footprint.again
         self._again = frozenset(self.again)
         self.made = {s: op for s, op in program.writer.items() if program.ops[op].phase == Phase.FORWARD}
+        # Packed without the plan: autograd asks for it. Packed with it: the plan holds it.
         asked, held = (
             {p.handle_storages[arg] for code, arg in p.events if code == Event.PACK}
             for p in (program, planned)
@@ -95,9 +96,13 @@ class KeptAndDiscarded:
         # Towards the inputs. An op is counted once all that reads its other outputs again is counted too.
         while candidates:
             op = candidates.pop()
+            # Counted already, or it runs once anyway.
             if op in only or op not in self._again:
                 continue
             others = [s for s in ops[op].writes if s not in wanted]
+            # It also runs for another discarded storage, or for an op that would run again in any case:
+            # keeping these storages would not save it. It comes back as a candidate when its other readers
+            # have been counted.
             if any(s in self.discarded or not self._readers_again.get(s, _NOBODY) <= only for s in others):
                 continue
             only.add(op)
@@ -116,6 +121,7 @@ class KeptAndDiscarded:
         stack = [self.made[s] for s in gone]
         while stack:
             op = stack.pop()
+            # Walked already, or running again anyway, so at no further cost.
             if op in more or op in self._again:
                 continue
             more.add(op)
@@ -127,6 +133,8 @@ class KeptAndDiscarded:
                     or s in program.liveness.outlives_forward
                 ):
                     continue
+                # Go on towards the inputs, or stop at what cannot run again: its output has to be held
+                # instead.
                 if program.ops[maker].recomputable:
                     stack.append(maker)
                 else:
@@ -134,6 +142,7 @@ class KeptAndDiscarded:
         # A discarded tensor's recipe may start from one of these: then that one's inputs are asked for as well,
         # which the walk above has covered, since it goes on until something is held.
         freed = self.n_bytes(gone) - self.n_bytes(instead)
+        # Holding what recipes start from may take as much as is freed.
         return self._cost(more, freed) if freed > 0 else None
 
     def discardable(self, storage: int) -> bool:
@@ -145,6 +154,7 @@ class KeptAndDiscarded:
         """Return the peak if the outputs of these ops were discarded as well, with the whole model as one unit."""
         program = self.program
         units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
+        # The plan's own numbers of times win over 1.
         discarded = dict.fromkeys(ops, 1) | self.ops_discarded
         return program.with_(recompute_ops(program, discarded, units)).footprint.peak_bytes
 

@@ -59,11 +59,13 @@ def loss_rows(profile: Profile, plan: Plan) -> list[Alternative]:
     """Return the rows of ``loss_table``."""
     planned(profile, plan)
     chunk = next((one for one in plan.chunks if one.span == "rest"), None)
+    # Only a chunk to the end of the step (``rest``) has the loss in it.
     if chunk is None:
         return []
     program, spec = profile.program, profile.spec
     rewrite = training_chunk(program, chunk, spec)
     head = _head(program, rewrite.deferred)
+    # Another loss, for which there are no rules of other libraries.
     if head is None:
         return []
     region, operand_bytes = head
@@ -89,8 +91,10 @@ def _head(program: Program, deferred: Iterable[int]) -> tuple[LossRegion, int] |
         return None
     products = [(op, program.tensors[op.outputs[0]].shape) for _, op in forward if op.flops and op.outputs]
     products = [(op, shape) for op, shape in products if len(shape) >= 2]
+    # A cross entropy on what no matrix product has made.
     if not products:
         return None
+    # The logits are by far the largest product before a cross entropy.
     head, shape = max(products, key=lambda each: math.prod(each[1]))
     made = {s for _, op in forward for s in op.writes}
     read = {s for _, op in forward for s in op.reads} - made
@@ -117,6 +121,7 @@ def _plain_bytes(program: Program, deferred: Iterable[int]) -> int:
     fold = Fold(program)
     begins = most = -1
     for code, arg in program.events:
+        # Before ``fold.step``: what is alive when the first of them begins.
         if code == Event.OP and arg in wanted and begins < 0:
             begins = fold.live
         fold.step(code, arg)
@@ -127,6 +132,7 @@ def _plain_bytes(program: Program, deferred: Iterable[int]) -> int:
 
 def loss_refusals(profile: Profile) -> tuple[Refusal, ...]:
     """Return why the loss cannot run in slices, for each module where a chunk could begin. Empty if it can."""
+    # There is no loss.
     if profile.mode == "inference":
         return ()
     found = loss_chunks(profile.program, profile.spec)

@@ -138,10 +138,8 @@ class _Rows:
         self.at_peak = alive_at(with_plan, with_plan.footprint.peak_op)
         self.state = state = KeptAndDiscarded(program, with_plan, plan.discarded if plan else {})
         self.own = {scope.fqn: _Own() for scope in program.scopes}
-        for (
-            code,
-            i,
-        ) in program.events:  # not program.ops: those that run in slices are listed there, but do not run
+        # Not ``program.ops``: ops that run in slices are listed there, but do not run.
+        for code, i in program.events:
             if code == Event.OP and program.ops[i].phase == Phase.FORWARD:
                 self._of(i).forward_ms += program.ops[i].time_ms
         self.sliced = self._sliced(profile)
@@ -160,12 +158,15 @@ class _Rows:
         self.most_paid = max((o.paid.us_per_mib for o in self.own.values() if o.paid), default=None)
         self._peaks: dict[tuple[object, ...], int] = {}
         costs = sorted((o.cost.us_per_mib, fqn) for fqn, o in self.own.items() if o.cost)
+        # In order of cost, and lazily: ``_lowers`` makes a program for each kind of module that it is asked
+        # about.
         self.cheapest = next((cost for cost, fqn in costs if self._lowers(fqn)), None)
 
     def _sliced(self, profile: Profile) -> dict[str, int]:
         """Return by module the bytes that autograd would save of ops in slices. They never exist as a whole."""
         recorded, found = profile.program, dict[str, int]()
         runs = {i for code, i in self.program.events if code == Event.OP}
+        # What autograd saves of the recorded step and no longer does with chunks.
         asked = set(recorded.handle_storages) - self.state.asked
         for i, op in enumerate(recorded.ops):
             if op.phase == Phase.FORWARD and i not in runs:
@@ -178,8 +179,10 @@ class _Rows:
     def _lowers(self, module: str) -> bool:
         """Return whether discarding what the module keeps would lower the peak, computed once for modules alike."""
         own = self.own[module]
+        # Discarding frees nothing, or nothing that is alive at the peak: no need to try it.
         if own.cost is None or self.at_peak.isdisjoint(own.discardable):
             return False
+        # Equal layers have equal peaks: one program for all of them.
         alike = (pattern_of(module), own.cost.n_bytes, len(own.cost.ops))
         if alike not in self._peaks:
             self._peaks[alike] = self.state.peak_with(own.cost.ops)
@@ -215,15 +218,18 @@ class _Rows:
             reasons.append("in slices")
         if own.paid is not None:
             reasons.append(self._why_discarded(own.paid))
+        # A small rest beside what is discarded would make the sentence longer and not clearer.
         if kept > _MINOR * (discarded + sliced):
             reasons.append(self._why_kept(module) if own.discardable else self._why_fixed(own.kept))
         if reasons:
             return "; ".join(reasons)
+        # Its own tensors are not asked for, but recipes of others go through it.
         if own.recompute_ms:
             return "runs again for other modules; keeps nothing for the backward pass itself"
         return NOTHING
 
     def _why_discarded(self, cost: Cost) -> str:
+        # All ops behind it run again for others.
         if not cost.ops:
             n_bytes = format_bytes(cost.n_bytes)
             return f"discarded at no extra cost: what makes its {n_bytes} runs again for other modules anyway"
@@ -233,6 +239,7 @@ class _Rows:
 
     def _why_kept(self, module: str) -> str:
         own = self.own[module]
+        # Recipes would have to hold as much as is freed.
         if own.cost is None:
             return "kept: it could only be recomputed from tensors that are no smaller"
         took = f"would take {_ms(own.cost.recompute_ms)} and save {format_bytes(own.cost.n_bytes)}"
@@ -240,6 +247,9 @@ class _Rows:
         if self.plan is None:
             return f"could be discarded: {again} ({_us(own.cost.us_per_mib)} per MiB)"
         said = f"kept: {again}"
+        # The plan discards nothing. The exits that follow go from the strongest reason to the weakest: not
+        # alive at the peak, does not lower it, costs more than what was discarded, and at last that the plan
+        # fits without it.
         if self.most_paid is None:
             return f"{said}, and the step fits without"
         if self.at_peak.isdisjoint(own.discardable):
@@ -257,6 +267,8 @@ class _Rows:
         program, state = self.program, self.state
         largest = max(kept, key=lambda s: (program.storage_bytes[s], -s))
         op = program.ops[state.made[largest]]
+        # Of the largest one alone: a sentence has room for one reason. In-place writes first, then code that
+        # holds the tensor, then an input that is overwritten, then the op itself.
         if largest in state.written:
             return f"kept: {short_op(state.written[largest])} writes it in place"
         if op.recomputable:

@@ -91,6 +91,7 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
     """Return the page as text."""
     if frontier is not None:
         check_frontier(frontier)
+    # Around everything, since figures are drawn while the page's values are collected.
     with page_style():
         panels = panels_of(profile, *filter(None, [plan]))
         environment = Environment(
@@ -122,6 +123,7 @@ def _summary(profile: Profile, plan: Plan | None) -> str:
     peak = format_bytes(profile.peak_bytes)
     if plan is None:
         return f"One training step: {peak} at its peak, {profile.step_ms:.1f} ms (predicted). No plan."
+    # The plan has nothing to do: the step fits as it is.
     if not plan.units:
         return f"One training step: {peak} at its peak; the plan discards nothing."
     less = 1 - plan.peak_bytes / profile.peak_bytes
@@ -145,6 +147,7 @@ def _facts(profile: Profile, plan: Plan | None) -> list[str]:
     found = profile.fingerprint
     parameters = f"{found.n_parameters:,} parameters"
     if plan is None:
+        # Without a plan the page is about what is installed here; a plan says what it was made with.
         made = f"sacplan {sacplan.__version__}, torch {torch.__version__}"
         date = datetime.now(timezone.utc)
     else:
@@ -161,6 +164,7 @@ def _facts(profile: Profile, plan: Plan | None) -> list[str]:
 def _code(profile: Profile, plan: Plan) -> str:
     """Return code that makes the plan again, and code that trains with it."""
     use = 'handle = sacplan.apply(model, sacplan.Plan.load("plan.json"))  # before torch.compile'
+    # ``sacplan.plan`` would not make this plan again.
     if plan.status == "policy":
         return use
     given = [f"device={profile.device!r}"]
@@ -234,7 +238,7 @@ def _what_is_close(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """What runs in slices, how exact that is, alternatives for the loss, and the ops that are in the way."""
+    """The chunks of a plan, how exact they are, alternatives for the loss, and the ops that cannot run in slices."""
 
     rows: list[ChunkRow]
     exactness: str
@@ -315,6 +319,7 @@ def _moments(profile: Profile, panel: Panel, x_max: float) -> dict[str, Any]:
         phase = Phase(int(timeline.phases[entry])).name.lower()
         again = ", again" if timeline.recomputed[entry] else ""
         said = f"{phase}: {short_op(program.ops[op].name)} of {shown_module(program, op, model)}{again}"
+        # Texts repeat from bucket to bucket, so the page has each once, and their numbers.
         runs.append(texts.setdefault(said, len(texts)))
     mib = timeline.kind_bytes[entries][:, kinds] / MIB
     return {
@@ -341,6 +346,7 @@ def _modules(profile: Profile, plan: Plan | None) -> dict[str, Any]:
     rows = module_rows(profile, plan)
     nothing = [group for group in grouped(rows) if group.row.why == NOTHING]
     groups = [group for group in grouped(rows) if group.row.why != NOTHING]
+    # Rows are chosen by weight, and shown in the order of execution.
     by_weight = sorted(groups, key=lambda g: -g.count * (g.row.kept_bytes + g.row.discarded_bytes))
     shown = {g.members for g in by_weight[:_MOST_ROWS]}
     alike = Counter(pattern_of(row.module) for row in rows)
@@ -354,8 +360,10 @@ def _modules(profile: Profile, plan: Plan | None) -> dict[str, Any]:
 
 def _which(group: RowGroup, alike: int) -> str:
     """Say which of the modules of its pattern a group contains."""
+    # Every module of the pattern is in this group.
     if 1 < group.count == alike:
         return f"all {group.count}"
+    # There is only one, or its name is nothing but numbers: nothing to add.
     if alike == 1 or not any(c.isalpha() for c in group.module):
         return ""
     numbers = numbers_of(group.members)

@@ -93,6 +93,7 @@ class _Changes(Fold):
 
     def hold(self, storage: int) -> None:
         super().hold(storage)
+        # The first holder: it was allocated.
         if self.holders[storage] == 1:
             self.changed[storage] = None
 
@@ -137,9 +138,11 @@ class _Writer:
         self._settle(fold)
         for code, arg in program.events:
             fold.step(code, arg)
+            # Changes between ops wait for the next op, see the class.
             if code != Event.OP:
                 continue
             op = program.ops[arg]
+            # Before ``_settle``, which would free the old block and allocate another one.
             if op.replaces >= 0:
                 self._take_over(op)
             self._settle(fold)
@@ -155,14 +158,18 @@ class _Writer:
     def _take_over(self, op: Op) -> None:
         """Give the block of an overwritten storage to the output of an op that writes in place."""
         sizes, new = self.program.storage_bytes, op.writes[0]
+        # A storage of 0 bytes has no block.
         if op.replaces in self.alive:
             old = self.alive.pop(op.replaces)
+            # The recording counts a write in place as a new version of the storage. On a device it is the
+            # same block, which neither is freed nor allocated.
             if sizes[new] == sizes[op.replaces]:
                 self.alive[new] = old
             else:
                 self._free(old)
 
     def _settle(self, fold: _Changes) -> None:
+        # By what holds now: a storage that came and went since the last op is in neither list.
         gone = [s for s in fold.changed if not fold.holders[s] and s in self.alive]
         come = [s for s in fold.changed if fold.holders[s] and s not in self.alive]
         fold.changed.clear()
@@ -170,6 +177,7 @@ class _Writer:
             self._free(self.alive.pop(storage))
         for storage in come:
             n_bytes = self.program.storage_bytes[storage]
+            # The allocator gives no block for 0 bytes.
             if n_bytes:
                 kind = self.program.storage_kinds[storage].name.lower()
                 self.alive[storage] = self._allocate(n_bytes, self.stacks.of_storage(storage), kind)
@@ -177,6 +185,7 @@ class _Writer:
     def _allocate(self, n_bytes: int, frames: Frames, category: str) -> _Allocation:
         known = len(self.allocator.segments)
         made = _Allocation(self.allocator.allocate(n_bytes), n_bytes, frames)
+        # Segments that this allocation made necessary.
         for segment in self.allocator.segments[known:]:
             address = _FIRST_ADDRESS + segment.address
             self._note("segment_alloc", address, segment.nbytes, frames, category=_WITHOUT_CATEGORY)
@@ -185,6 +194,7 @@ class _Writer:
 
     def _free(self, allocation: _Allocation) -> None:
         self.allocator.free(allocation.block)
+        # On one stream a free is completed at once.
         for action in ("free_requested", "free_completed"):
             self._note(action, allocation.address, allocation.n_bytes, allocation.frames)
 
@@ -254,6 +264,7 @@ class _Stacks:
         """Return the stack of an op: the op, the module calls around it, and the phase."""
         if op not in self.of_ops:
             run = self.program.ops[op]
+            # A recomputed op has the modules of the one that it repeats, and its own phase.
             again = run.recomputes
             recorded = op if again < 0 else again
             name = self.program.ops[recorded].name + (" (recomputed)" if again >= 0 else "")

@@ -48,6 +48,9 @@ def inline_svg(figure: Figure, said: str, salt: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata=_NOTHING)
     svg = file.getvalue()
+    # The XML header has no place in HTML. Sizes are dropped, so that the page decides; ids would clash with
+    # those of other figures, unless something refers to them: matplotlib puts these on other elements than
+    # ``<g>``.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(
         r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{escape(said)}">', svg
@@ -55,6 +58,8 @@ def inline_svg(figure: Figure, said: str, salt: str) -> str:
     svg = re.sub(r"<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = svg.replace(f'<g id="{_PLOT}">', f'<g class="{_PLOT}">')
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    # Each colour of the palette has one name, see ``COLOURS``. Another colour is a mistake, and raises
+    # ``KeyError``.
     svg = re.sub(r"#[0-9a-f]{6}(?=[;\"])", lambda colour: f"var(--{_NAMES[colour[0]]})", svg)
     svg = re.sub(r' d="[^"]*"', _shorter, svg)
     return re.sub(r"\s*\n\s*", " ", svg)

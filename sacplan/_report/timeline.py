@@ -55,6 +55,7 @@ class Timeline:
         ends = [*self.start_ms[1:], self.end_ms]
         spans: list[tuple[Phase, float, float]] = []
         for phase, start, end in zip(self.phases.tolist(), self.start_ms.tolist(), ends, strict=True):
+            # The same phase goes on; otherwise a new one begins.
             if spans and spans[-1][0] == phase:
                 spans[-1] = (spans[-1][0], spans[-1][1], float(end))
             else:
@@ -70,13 +71,14 @@ def timeline_of(program: Program) -> Timeline:
     ops = [op.recomputes if op.recomputes >= 0 else m.op for m, op in zip(moments, running, strict=True)]
     kind_bytes = np.array([m.by_kind for m in moments], dtype=np.int64).reshape(-1, len(StorageKind))
     for row, op in zip(kind_bytes, running, strict=True):
-        if (
-            op.replaces >= 0
-        ):  # the fold takes an overwritten storage off the temporaries; take it off its own kind
+        # The fold takes an overwritten storage off the temporaries. Here it is taken off its own kind.
+        if op.replaces >= 0:
             size = program.storage_bytes[op.replaces]
             row[StorageKind.TEMPORARY] += size
             row[program.storage_kinds[op.replaces]] -= size
     during = list(ops)
+    # Backwards: a recomputed op gets what the next one waits for, up to the next op that is not recomputed.
+    # The last op of a step is never recomputed.
     for i in range(len(moments) - 2, -1, -1):
         if recomputed[i]:
             during[i] = during[i + 1]
@@ -125,7 +127,9 @@ def buckets_of(timeline: Timeline, width_ms: float) -> Sequence[int]:
 
     So no peak is lost. The op that is running when a bucket begins belongs to it as well.
     """
+    # The small number keeps rounding from adding a bucket at the end.
     n = max(1, int(np.ceil(timeline.end_ms / width_ms - 1e-9)))
+    # The op that runs when a bucket begins has started before it, hence - 1.
     starts = np.searchsorted(timeline.start_ms, np.arange(n) * width_ms) - 1
     first = [*np.maximum(starts, 0).tolist(), len(timeline.ops) - 1]
     live = timeline.live_bytes

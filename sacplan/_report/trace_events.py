@@ -107,6 +107,7 @@ def _op_slices(program: Program, timeline: Timeline, model: str) -> Iterator[dic
                 "alive_bytes": int(timeline.live_bytes[i]),
             },
         }
+        # A recomputed op has a thread of its own, and says for whom it runs.
         if again:
             event["cname"] = _AGAIN_COLOUR
             event["args"]["for"] = shown_module(program, int(timeline.during[i]), model)
@@ -121,6 +122,8 @@ def _module_slices(program: Program, timeline: Timeline, model: str) -> Iterator
     for i, op in enumerate(timeline.during.tolist()):
         phase = Phase(int(timeline.phases[i])).name.lower()
         path = [(phase, ROOT_SCOPE), *((phase, scope) for scope in _scopes(program, op))]
+        # The stack of open calls and that of this op share a beginning. What is no longer open ends,
+        # innermost first; then what is new begins.
         same = 0
         while same < min(len(stack), len(path)) and stack[same] == path[same]:
             same += 1
@@ -146,6 +149,7 @@ def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
     kinds = [kind for kind in STACK if timeline.kind_bytes[:, kind].any()]
     rows = timeline.kind_bytes[:, kinds].tolist()
     names = [STACK[kind] for kind in kinds]
+    # There is one stamp more than rows: the end, at which the counter keeps its last value.
     for stamp, row in zip(_stamps(timeline), rows, strict=False):
         values = dict(zip(names, row, strict=True))
         yield {"ph": "C", "name": "memory", "pid": _PROCESS, "tid": 0, "ts": stamp, "args": values}

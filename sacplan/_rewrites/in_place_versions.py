@@ -43,6 +43,8 @@ class _Splitter:
 
     def patch(self) -> Patch:
         program, now, draft = self.program, self.now, self.draft
+        # By storage, the handles that autograd has on it now, of whichever version. Events keep their positions: only
+        # what they refer to changes, and an op that makes a version is followed by the end of the old one.
         held: Counter[int] = Counter()
         for position, (code, arg) in enumerate(program.events):
             if code == Event.PACK:
@@ -67,13 +69,18 @@ class _Splitter:
         op, now, draft = self.program.ops[index], self.now, self.draft
         renamed = self._renamed(op) if now else op
         target = op.mutates[0] if len(op.mutates) == 1 else -1
+        # The conditions of the module's docstring. Only the forward pass is run again, so only it needs versions.
+        # ``op.recomputable`` also says that the argument is what another op returned (``Recorder._record``). An op that
+        # makes something new as well (``op.writes``) stays as it is.
         if op.phase is Phase.FORWARD and target >= 0 and op.recomputable and not op.writes:
             old = now.get(target, target)
             maker = self.makers.get(old, -1)
+            # No maker: a parameter, the batch, or memory that no op of the forward pass was seen to make.
             if maker >= 0 and draft.ops[maker].recomputable and not held[target]:
                 new = draft.new_storage(draft.storage_bytes[target], draft.storage_kinds[target])
                 now[target] = new
                 self.makers[new] = index
+                # Inputs were renamed before ``now`` changed: the op reads the old version. Outputs are on the new one.
                 outputs = tuple(map(self._tensor, op.outputs))
                 draft.ops[index] = msgspec.structs.replace(
                     renamed, writes=(new,), mutates=(), replaces=old, outputs=outputs
@@ -81,6 +88,7 @@ class _Splitter:
                 return old
             # The value before the write cannot be had again.
             renamed = msgspec.structs.replace(renamed, recomputable=False)
+        # An op of a later phase makes no old version: what it writes is never made again.
         if op.phase is Phase.FORWARD:
             self.makers.update(dict.fromkeys(op.writes, index))
         if renamed is not op:
@@ -101,7 +109,7 @@ class _Splitter:
 
     def _tensor(self, tensor: int) -> int:
         """Return a tensor on the version that its storage has now."""
-        if tensor < 0:
+        if tensor < 0:  # an argument that is no recorded tensor
             return tensor
         view = self.program.tensors[tensor]
         if view.storage not in self.now:

@@ -23,6 +23,7 @@ def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, i
     They are storages of ``StorageKind.OTHER``, alive from the first product of their thread on (forward and optimizer
     on one, backward on the other). An empty patch where there are none.
     """
+    # On a CPU there are none. From torch 2.15 each product counts its own while it runs.
     nbytes = spec.round_up(library_workspace_bytes(spec, version))
     if not nbytes or not workspaces_stay(version):
         return Patch()
@@ -35,6 +36,7 @@ def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, i
             thread = op.phase == Phase.BACKWARD
             if thread not in threads and op.name.rpartition(".")[0] in products:
                 workspace = draft.new_storage(nbytes, StorageKind.OTHER)
+                # Never freed. Before the product, which is the first to run with it.
                 draft.events[position] = ((int(Event.ALLOC), workspace), (code, arg))
                 threads.add(thread)
                 if len(threads) == 2:

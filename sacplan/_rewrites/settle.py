@@ -23,6 +23,8 @@ def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> 
     for op in program.ops:
         if op.replaces >= 0:
             base[op.writes[0]] = base[op.replaces]
+    # What the backward pass needs is what autograd saved, and what its ops read: a custom function may keep a tensor
+    # on its context without a handle.
     needed = set(program.handle_storages)
     backward_at = next(
         (i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops)
@@ -53,10 +55,13 @@ def final_ops(ops: Sequence[Op]) -> tuple[Op, ...]:
     for i, op in enumerate(ops):
         if op.phase is not Phase.OPTIMIZER:
             written.update(dict.fromkeys(op.mutates, i))
+    # One pass suffices, since a version is made before it is read. The invariant: ``kept`` holds the overwritten
+    # versions of makers seen so far that will not run again.
     overwritten = {op.replaces for op in ops if op.replaces >= 0}
     kept: set[int] = set()  # overwritten storages whose makers may not run again
     found = []
     for i, op in enumerate(ops):
+        # A read that is written later has another value by then. A write that is written later would lose that value.
         may = op.recomputable and not any(written.get(s, -1) > i for s in (*op.reads, *op.writes))
         may = may and kept.isdisjoint(op.reads)
         if not may:

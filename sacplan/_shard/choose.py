@@ -83,6 +83,8 @@ def choose(
     key = (call.key, tuple(have), mesh, None if asked is None else tuple(asked), tuple(weights))
     found = _choices.get(key)
     if found is None:
+        # Shapes that vary would fill the table without end. All choices are a function of the key, so
+        # forgetting them costs time only.
         if len(_choices) >= _MOST_CHOICES:
             _choices.clear()
         found = _choices[key] = _choose(
@@ -108,6 +110,7 @@ def _choose(
         _ranked(call, have, mesh, asked, weights, axis, offered[axis], chosen) for axis in range(len(offered))
     ]
     for strategies in _best_first(ranked):
+        # Each axis alone divides; together they may not, as where two axes cut one dimension.
         inputs = tuple(zip(*(s.inputs for s in strategies), strict=True))
         outputs = tuple(zip(*(s.outputs for s in strategies), strict=True))
         tensors = zip((*call.inputs, *call.outputs), (*inputs, *outputs), strict=True)
@@ -140,14 +143,17 @@ def _offered(
     if mesh.ranks[axis] == 1:  # all placements are the same, so nothing moves
         others = (REPLICATED,) * (len(call.outputs) - len(returned))
         return [AxisStrategy(tuple(here), (*returned[: len(call.outputs)], *others))]
+    # No values are read, so nothing can be wrong about them, and nothing has to move.
     if call.func._schema.name in _READS_NO_VALUES:
         return [_reads_no_values(call, here)]
     wanted = [None if layout is None else layout[axis] for layout in asked]
     if call.func._schema.name.startswith(_OF_LISTS):
         found: Sequence[AxisStrategy] = [_by_position(call, here)]
     else:
+        # What is asked for is offered even if the input does not have it yet: it will be redistributed.
         may_have = [{p} if p_asked is None else {p, p_asked} for p, p_asked in zip(here, wanted, strict=True)]
         found = axis_strategies(call, mesh.ranks[axis], may_have)
+    # What is written cannot move: the copy would be written instead.
     fixed = {i: here[i] for i in call.written}
     fixed |= {i: placement for i, placement in enumerate(wanted) if placement is not None}
     return [
@@ -170,6 +176,7 @@ def _by_position(call: Call, here: Sequence[Placement]) -> AxisStrategy:
     for value in (*call.args, *call.kwargs.values()):
         lists = isinstance(value, (tuple, list))
         at.extend(i if lists else None for i, _ in enumerate(flat_tensors([value])))
+    # Written tensors first, since they decide for their position. Then any tensor there.
     lies: dict[int, Placement] = {}
     shapes: dict[int, Any] = {}
     for i in (*call.written, *range(len(here))):
@@ -187,6 +194,7 @@ def _by_position(call: Call, here: Sequence[Placement]) -> AxisStrategy:
 def _norms(call: Call, here: Sequence[Placement]) -> AxisStrategy:
     """Return the strategy that takes norms of parts, so that gradients need not be gathered to be clipped."""
     whole = (REPLICATED,) * len(call.outputs)
+    # A norm that does not come from norms of parts by a sum, such as a maximum: everything is gathered.
     if norm_order(call) is None:
         return AxisStrategy((REPLICATED,) * len(here), whole)
     inputs = tuple(p if p.is_cut else REPLICATED for p in here)
@@ -200,6 +208,8 @@ def _returns_what_it_writes(func: Any) -> bool:
 
 def _reads_no_values(call: Call, here: Sequence[Placement]) -> AxisStrategy:
     """Return the strategy of a factory that reads only the shape and dtype of a tensor: nothing moves."""
+    # A result of another shape cannot be cut alike. And of summands the result would be added up: ones on
+    # each rank are not ones.
     same = [tuple(t.shape) == tuple(call.inputs[0].shape) and not here[0].is_partial for t in call.outputs]
     return AxisStrategy(tuple(here), tuple(here[0] if s else REPLICATED for s in same))
 
@@ -222,8 +232,12 @@ def _ranked(
     By: inputs of a view that move; whether activations are sent; bytes sent now and later, more on slow axes; bytes
     of outputs; compute; the order in which they are offered.
     """
+    # Axis 0 has the slowest links. Here a factor of 2 is enough to prefer the faster axis; the path of a
+    # redistribution weighs by ``SLOWER``.
     n, slowness = mesh.ranks[axis], 2.0 ** (len(mesh.axes) - 1 - axis)
     elsewhere = [(j, r) for j, r in enumerate(mesh.ranks) if j != axis]
+    # Parts into which other axes cut: inputs as they have them (first pass), or by their best strategies
+    # (second pass).
     if others is None:
         parts = [math.prod(r for j, r in elsewhere if layout[j].is_cut) for layout in have]
         results = [1] * len(call.outputs)
@@ -252,6 +266,8 @@ def _ranked(
         )
         held = sum(size / n if o.is_cut else size for o, size in zip(s.outputs, made, strict=True))
         rank = (
+            # The order of the tuple is the rule, see above. Every entry is a sum over axes in
+            # ``_best_first``, so all are floats.
             float(view and any(moves)),
             float(
                 any(
@@ -290,13 +306,16 @@ def moved_bytes(source: Placement, target: Placement, size: float, n: int) -> fl
         return 0.0
     share = size * (n - 1) / n
     if source.is_cut:
+        # All-to-all: each rank sends all but one of the n parts of its own part.
         if target.is_cut and target.dim != source.dim:
             return share / n
         return share + (0.0 if target == REPLICATED else size * _LOCAL)
     if source.is_partial:
+        # To other summands, such as from sums to maxima: reduced first, then cleared on all ranks but one.
         if target.is_partial:
             return 2 * share + size * _LOCAL
         return share if target.is_cut else 2 * share
+    # From replicated: a rank only cuts, or clears, what it has.
     return size * _LOCAL / (n if target.is_cut else 1)
 
 
@@ -317,6 +336,7 @@ def _best_first(
     ranked: Sequence[Sequence[tuple[_Preference, AxisStrategy]]],
 ) -> Iterator[tuple[AxisStrategy, ...]]:
     """Yield combinations of one strategy for each axis, the least sum of ranks first."""
+    # An axis without a strategy: no combination.
     if not all(ranked):
         return
 
@@ -324,6 +344,9 @@ def _best_first(
         return tuple(map(sum, zip(*(ranked[axis][i][0] for axis, i in enumerate(at)), strict=True)))
 
     start = (0,) * len(ranked)
+    # Best-first over the grid of indices: each list is sorted, so a combination never ranks before those with
+    # a smaller index on one axis. The heap holds the frontier, and ``seen`` keeps a combination from being
+    # reached in two ways.
     queue, seen = [(rank(start), start)], {start}
     while queue:
         _, at = heapq.heappop(queue)

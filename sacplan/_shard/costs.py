@@ -43,7 +43,9 @@ TREE_BANDWIDTH = 0.9
 """Share of a ring's bandwidth that a tree reaches (NCCL)."""
 
 SLOWER = 8
-"""How much more an element counts on an axis than on the next one when ways are compared: NVLink to InfiniBand."""
+"""How much more an element counts on an axis than on the next faster one when paths are compared.
+
+About the ratio of NVLink to InfiniBand."""
 
 _LOCAL = 1 / 64
 """How much an element counts that is copied and stays on its rank."""
@@ -99,6 +101,7 @@ class Costs:
     def nodes(self, axis: int) -> tuple[int, int]:
         """Return how many nodes the ranks of one group of an axis span, and how many of them share one."""
         n = self.mesh.ranks[axis]
+        # Ranks of a group are ``stride`` apart, so this many of them are in one node.
         inside = max(1, min(n, self.spec.ranks_per_node // self.mesh.stride(axis)))
         return math.ceil(n / inside), inside
 
@@ -112,6 +115,7 @@ class Costs:
         nodes, inside = self.nodes(axis)
         if nodes == 1:
             return inner
+        # One rank in each node: it has its own adapter.
         if inside == 1:
             return outer
         together = min(inner.bandwidth_bytes_per_s, inside * outer.bandwidth_bytes_per_s)
@@ -122,7 +126,7 @@ class Costs:
 
         Args:
             kind: of the collective.
-            n_bytes: of the whole buffer: what is gathered, scattered or reduced; all ranks' parts in an all-to-all.
+            n_bytes: of the full buffer: what is gathered, scattered or reduced; all ranks' parts in an all-to-all.
             axis: of the mesh.
 
         Raises:
@@ -133,12 +137,16 @@ class Costs:
             return 0.0
         nodes, inside = self.nodes(axis)
         link, inner, outer = self.link(axis), self.spec.inner_link, self.spec.outer_link
+        # Latency of a ring: n - 1 steps, of which those that leave a node cost more.
         around = (nodes - 1) * outer.latency_s + (n - nodes) * inner.latency_s
         seconds = n_bytes * sent(kind, n) / link.bandwidth_bytes_per_s
         if kind in ("all_gather", "reduce_scatter"):
+            # PAT is used by NCCL with one rank in a node only.
             steps = (n - 1).bit_length() * outer.latency_s if inside == 1 else around
             time_s = min(around, steps) + seconds
         elif kind == "all_reduce":
+            # A ring sends 2 (n - 1) / n of the buffer in 2 (n - 1) steps; a tree sends 2 in as many steps as
+            # it is deep, up and down.
             deep = (inside - 1) * inner.latency_s + (nodes - 1).bit_length() * outer.latency_s
             tree = 2 * n_bytes / (TREE_BANDWIDTH * link.bandwidth_bytes_per_s)
             time_s = min(2 * around + seconds, 2 * deep + tree)
@@ -183,7 +191,7 @@ class Costs:
         return time_ms
 
     def _step_ms(self, step: RedistributeStep, n_bytes: float) -> float:
-        """``n_bytes``: what the ranks of the axis have together, as a whole."""
+        """Return the time of one step. ``n_bytes``: what the ranks of the axis have together."""
         kind = step.collective
         if kind is not None:
             return self.collective_ms(kind, n_bytes, step.axis)
@@ -209,11 +217,15 @@ def redistribution_path(
 ) -> tuple[RedistributeStep, ...] | None:
     """Return the cheapest steps from one layout to another, by Dijkstra's algorithm; None where there is no path.
 
-    On the way each axis is as in the source, whole, or as in the target. Ways of equal cost: the first in the order
-    of axes.
+    On the way each axis is as in the source, replicated, or as in the target. Of paths of equal cost, the first in the
+    order of axes is taken.
     """
+    # A layout that this shape cannot have.
     if not fits(shape, source, ranks) or not fits(shape, target, ranks):
         return None
+    # Dijkstra: the heap has the cheapest layout that is not settled yet. The number in each entry breaks ties
+    # in the order in which entries were made, so that all ranks, and the machine that plans, find the same
+    # path.
     seen: set[Placements] = set()
     numbers = itertools.count()
     heap: list[tuple[float, int, Placements, tuple[RedistributeStep, ...]]] = [
@@ -237,6 +249,7 @@ def _steps(
 ) -> Iterator[RedistributeStep]:
     """Yield the possible next steps: an axis gets its target placement, or becomes replicated."""
     for axis, (now, then) in enumerate(zip(layout, target, strict=True)):
+        # Only these two are tried, which keeps the search small: at most three placements for each axis.
         for placement in dict.fromkeys((then, REPLICATED)):
             step = RedistributeStep(axis, now, placement)
             if now != placement and _is_step(step) and _fits_both(ranks, shape, layout, step):
@@ -255,6 +268,7 @@ def _fits_both(
 ) -> bool:
     """Whether the layout after a step is valid, and in an all-to-all each rank has an equal part for each other."""
     then = after(layout, step)
+    # The local part has to divide once more, by the ranks that it is sent to.
     if step.collective == "all_to_all":
         return fits(shape, (*then, step.source), (*ranks, ranks[step.axis]))
     return fits(shape, then, ranks)
@@ -265,6 +279,8 @@ def _weight(
 ) -> float:
     elements = math.prod(shape) / _others(layout, ranks, step.axis)
     kind, n = step.collective, ranks[step.axis]
+    # A step on each rank alone. The 1 is for the step itself: of ways that send the same, the one with fewer
+    # steps wins.
     if kind is None:
         return 1 + _LOCAL * elements / (n if step.target.is_cut else 1)
     return 1 + elements * sent(kind, n) * float(SLOWER ** (len(ranks) - 1 - step.axis))

@@ -66,6 +66,7 @@ def norm_order(call: Call) -> float | None:
     """Return the exponent of a norm that comes from norms of parts by a sum; None for any other op."""
     if call.name not in ("linalg_vector_norm", "_foreach_norm"):
         return None
+    # 0 counts elements and inf is a maximum: neither is a root of a sum of powers.
     order = float(call["ord"])
     return order if 0 < order < math.inf else None
 
@@ -80,6 +81,7 @@ def norms_of_parts(norms: Any, cut: Sequence[Sequence[int]], order: float, reduc
         reduce: sums over an axis.
     """
     given = [norms] if isinstance(norms, torch.Tensor) else list(norms)
+    # In float32 at least, and all norms of an axis in one collective.
     powers = [t.to(torch.promote_types(t.dtype, torch.float32)).pow(order) for t in given]
     for axis, which in enumerate(cut):
         if which:
@@ -93,14 +95,19 @@ def norms_of_parts(norms: Any, cut: Sequence[Sequence[int]], order: float, reduc
 
 def along_classes(call: Call, factor: int, rule: Rule, ranks: int = 1) -> Divided | None:
     """Return how an op runs if a factor is its vocabulary or its classes, and is cut; None if it is neither."""
+    # The results of parts can be put together as they are: nothing special to do.
     if all(kinds[factor] is not Kind.BLOCK for kinds in rule.kinds):
         return None
     first = [f for factors in rule.inputs[0] for f in factors] if rule.inputs else []
+    # Ranks exchange one number of each row: forward those of all ranks (each fills its own slot), backward a
+    # sum.
     if call.name in ("_log_softmax", "_log_softmax_backward_data"):
         x = call.inputs[0]
         rows = math.prod(x.shape) // x.shape[call["dim"]]
         numbers = rows * (ranks if call.name == "_log_softmax" else 1)
         return Divided((), (), numbers * max(4, dtype_of(x).itemsize), nests=True)
+    # The factor is the vocabulary, dimension 0 of the weight. A row of zeros where another rank has the word:
+    # summands.
     if call.name == "embedding" and factor in first:
         return Divided((PARTIAL,))
     if call.name == "embedding_dense_backward" and any(factor in factors for factors in rule.outputs[0]):
@@ -112,8 +119,11 @@ def along_classes(call: Call, factor: int, rule: Rule, ranks: int = 1) -> Divide
         "nll_loss2d_backward",
     ):
         return None
+    # Each rank has the gradient of its own classes, so the output is cut with the input.
     if call.name.endswith("backward"):
         return Divided()
+    # A mean divides by the total weight, which each rank sees only a part of: that is all-reduced inside of
+    # the call. The loss itself stays partial.
     if call["reduction"] == _MEAN:
         return Divided((PARTIAL, REPLICATED), (1,), nbytes(call.outputs[1]))
     return Divided((PARTIAL, REPLICATED if call["reduction"] == _NONE else PARTIAL))
@@ -136,10 +146,12 @@ def run_divided(
         at: the rank's position on each axis.
     """
     name = str(func._schema.name).removeprefix("aten::")
+    # Those with a rule of their own, also for several axes.
     if name == "_log_softmax":
         return _log_softmax(args, divided, reduce, at)
     if name == "_log_softmax_backward_data":
         return _log_softmax_backward(args, divided, reduce)
+    # All others are cut on one axis only: ``Divided.nests`` is False for them.
     ((axis, _, n),) = divided
     start = at[axis] * n
     if name == "embedding":
@@ -151,6 +163,7 @@ def run_divided(
     if name == "embedding_dense_backward":
         grad, indices, _, padding, *rest = args
         here, outside = _among(indices, start, n)
+        # The padding row is on one rank; on the others no row is left out.
         padding = padding - start if 0 <= padding - start < n else -1
         # One row more takes the gradients of the others' rows.
         return func(grad, here.masked_fill_(outside, n), n + 1, padding, *rest, **kwargs).narrow(0, 0, n)
@@ -158,6 +171,8 @@ def run_divided(
     target, ignored = names.index("target"), names.index("ignore_index")
     here, outside = _among(args[target], start, n)
     given = list(args)
+    # A label of another rank is ignored like a padded one. ``ignore_index`` itself may be a valid class after
+    # the shift, so both get the index that no rank has.
     given[target] = here.masked_fill_(outside | (args[target] == args[ignored]), _IGNORED)
     given[ignored] = _IGNORED
     return func(*given, **kwargs)
@@ -177,6 +192,7 @@ def _log_softmax(
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     total = exact.logsumexp(dim, keepdim=True)
     for axis in axes:
+        # logsumexp of all classes from the ranks' logsumexps: each fills its slot, the sum gathers them.
         totals = total.new_zeros((axis.ranks, *total.shape))
         totals[at[axis.axis]] = total
         total = reduce(totals, axis.axis).logsumexp(0)

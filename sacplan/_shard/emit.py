@@ -145,6 +145,7 @@ class _Emitter:
         self.homes, self.model, self.arriving_cut = homes, model, arriving_cut
         self.reasons: list[str] = []  # against any code
         self.against_plan: list[str] = []  # against a tp_plan only
+        # An axis of one rank does nothing, and must not turn on a tool for it.
         self.data = [i for i in range(len(mesh.axes)) if mesh.ranks[i] > 1 and self._cuts_batch(i)]
         self.tensor = [
             i
@@ -159,6 +160,8 @@ class _Emitter:
             for i, (name, n) in enumerate(self.mesh.axes)
             if n > 1 and i not in self.data and i not in self.tensor
         ]
+        # Reasons are collected, not raised one by one, so that the caller sees all of them. The steps that
+        # follow run in spite of reasons as far as they can.
         if idle:
             self.reasons.append(f"on the axis {idle[0]!r} nothing is cut: all its ranks would do the same.")
         if len(self.tensor) > 1:
@@ -171,6 +174,7 @@ class _Emitter:
             self._read_places(styles)
             self.reasons += styles.problems()
         lines = [*self._tensor_lines(styles), *self._data_lines(bool(styles))]
+        # Three kinds of reasons: against both forms, against code alone, against the plan alone.
         plan = {} if styles is None or self.reasons else styles.tp_plan(self.against_plan)
         only_code = styles.only_plan() if styles is not None else []
         code = "" if self.reasons or only_code else self._code(lines)
@@ -214,6 +218,7 @@ class _Emitter:
             self.reasons.append(f"the sequence is cut at some norms, and not at {missing!r}.")
         styles.sequence = bool(norms)
         for place, dim in asked:
+            # A place that only says what a style brings about anyway is no loss.
             follows = styles.follows(place.unit) or (dim == 1 and styles.sequence)
             if not follows:
                 self.reasons.append(f"{place} cuts what these tools have whole there.")
@@ -241,9 +246,12 @@ class _Emitter:
         whole = [i for i in self.data if i not in cut_axes]
         for i in cut_axes:
             self._check_fully_sharded(i)
+        # Neither ``fully_shard`` nor DistributedDataParallel takes a second axis of its kind.
         if len(cut_axes) > 1 or len(whole) > 1:
             self.reasons.append("the batch is cut on several axes of one kind; make one axis of them.")
             return []
+        # Replicas alone: DistributedDataParallel. It takes plain parameters, and those of a tensor axis are
+        # DTensors.
         if whole and not cut_axes:
             if has_tensor_axis:
                 self.reasons.append(
@@ -252,19 +260,24 @@ class _Emitter:
                 )
             group = f"process_group=device_mesh.get_group({self.mesh.names[whole[0]]!r})"
             return [f"model = DistributedDataParallel(model, {group})"]
+        # No data axis at all.
         if not cut_axes:
             return []
+        # With two mesh dimensions, ``fully_shard`` replicates on the first and shards on the second
+        # (``HSDPMeshInfo`` in ``_fsdp_init.py``).
         if whole and whole[0] > cut_axes[0]:
             self.reasons.append("fully_shard has its replicas on an axis before the one on which it cuts.")
         names = [self.mesh.names[i] for i in (*whole, *cut_axes)]
         index = repr(names[0]) if len(names) == 1 else ", ".join(map(repr, names))
         lines = [f"data_mesh = device_mesh[{index}]"]
         given = "mesh=data_mesh"
+        # ``fully_shard`` cuts dimension 0 unless ``shard_placement_fn`` says otherwise.
         later = {name: p.dim for name, p in self._on_axis(cut_axes[0]).items() if p.is_cut and p.dim > 0}
         if later:
             lines += ["dims = {", *(f"    {name!r}: {dim}," for name, dim in later.items()), "}"]
             lines.append("placements = {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}")
             given += ", shard_placement_fn=placements.get"
+        # Layers before the model: ``fully_shard`` leaves parameters out that an inner call has taken.
         for layers in self._repeated():
             source = f"model.get_submodule({layers!r})" if layers else "model"
             lines += [f"for layer in {source}.children():", f"    fully_shard(layer, {given})"]
@@ -360,6 +373,7 @@ class _Styles:
         self._problems: list[str] = []
         for module in model.kinds:
             self._classify(module)
+        # A group is a module that has both. ``_keeps_width`` then asks whether what is between may stay cut.
         rows = {_parent(m) for m, how in self.how.items() if how.endswith("rows") and self._is_linear(m)}
         columns = {
             _parent(m) for m, how in self.how.items() if how.endswith("columns") and self._is_linear(m)
@@ -376,13 +390,16 @@ class _Styles:
         return self.model.kinds[module] == "Linear"
 
     def _classify(self, module: str) -> None:
+        # A module is classified by the placements of its own parameters.
         own = {p.rpartition(".")[2]: self.homes[p] for p in self.model.shapes if _parent(p) == module}
         cuts = {f"{module}.{name}": placement for name, placement in own.items() if placement.is_cut}
+        # Replicated: no style.
         if not cuts:
             return
         kind = self.model.kinds[module]
         weight, bias = own.get("weight", REPLICATED), own.get("bias")
         shared = [p for p in self.model.shared if _parent(p) == module]
+        # Noted besides the style: both may hold, and only the problem is reported.
         if shared:
             self._problems.append(
                 f"parameter {shared[0]!r} is also {self.model.shared[shared[0]][0]!r}; these tools would cut one "
@@ -436,6 +453,8 @@ class _Styles:
 
         A child before the columns has the width of their input.
         """
+        # A child that is as wide as the input of the columns, such as a norm before them, meets full
+        # activations.
         inward = {i for _, i in self._linears(_parent(module), "columns")}
         return not self._widths(module) & inward
 
@@ -487,6 +506,9 @@ class _Styles:
         given = "input_layouts=Shard(1)" if self.sequence else ""
         in_group = _parent(module) in self.groups
         if how == "columns":
+            # By default ``ColwiseParallel`` leaves its output cut and ``RowwiseParallel`` expects its input
+            # cut (``torch/distributed/tensor/parallel/style.py``): right within a group. Elsewhere both must
+            # say otherwise.
             gathered = "" if in_group else "output_layouts=Replicate()"
             return f"ColwiseParallel({', '.join(filter(None, (given, gathered)))})"
         if how == "rows":
@@ -529,6 +551,7 @@ class _Styles:
             styles |= {module: "moe_tp_experts", **of_parameters}
         found = self._grouped(styles)
         single = [name for name in found if any(part.isdecimal() for part in name.split("."))]
+        # A plan has one entry for all layers of a pattern, so it cannot give one of them a style of its own.
         if single:
             against.append(
                 f"a tp_plan gives all layers the same styles, and {single[0]!r} differs from its like."

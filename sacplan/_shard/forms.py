@@ -49,6 +49,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
+        # Ops without tensors, such as a size that is read, place nothing.
         if any(True for _ in tensors_in(out)):
             self.ops.append(TracedOp(func, args, kwargs or {}, out, op_flops(func, args, kwargs or {}, out)))
         return out
@@ -64,8 +65,10 @@ class Trace(NamedTuple):
     def logical(self, t: torch.Tensor) -> torch.Size:
         """Return the shape in which the first op that is no view reads a tensor, or the last one has made it."""
         made = {id(o): op for op in self.ops for o in op.outputs}
+        # Back to what the views show, if an op has made it.
         while id(t) in made and is_alias(str(made[id(t)].func)):
             t = made[id(t)].inputs[0]
+        # Made by an op that computes: its own shape is the one that counts.
         if id(t) in made:
             return t.shape
         return self._read(t)
@@ -109,6 +112,7 @@ def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[AxisForm
     found = [AxisForm({})]
     for op in trace.ops:
         found = [longer for form in found for longer in _with(op, form, options, ranks)]
+        # Forms multiply with each op. A module of many ops is for the search, not for a list.
         if len(found) > _MOST_FORMS:
             raise PlanError(
                 f"there are more than {_MOST_FORMS} ways to place {len(trace.leaves)} tensors at {op.func}; "
@@ -136,10 +140,13 @@ def _with(
         for t, placement, may in zip(op.inputs, strategy.inputs, available, strict=True):
             # A bias that is added to summands is the only leaf that may be one.
             is_bias = placement.is_partial and id(t) in options and id(t) not in form.places and strategy.cut
+            # Something would have to move between ops: this is no form.
             if (placement not in may and not is_bias) or places.setdefault(id(t), placement) != placement:
                 break
         else:
             for t, placement in zip(op.outputs, strategy.outputs, strict=True):
+                # An output may be a tensor that was there before: a view of itself, or an input written in
+                # place.
                 if places.setdefault(id(t), placement) != placement and id(t) not in written:
                     break
             else:

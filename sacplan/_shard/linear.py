@@ -77,12 +77,14 @@ _ZERO = {"constant_pad_nd": "value", "masked_fill": "value"}
 def _names(func: torch._ops.OpOverload) -> tuple[str, ...]:
     """Return the names under which a table may have an op; one that writes in place has that of its twin."""
     name = str(func._schema.name).partition("::")[2]
+    # Dunder names, such as ``__and__``, are no writes in place.
     plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     return (f"{plain}.{func._overloadname}", plain)
 
 
 def _together(func: torch._ops.OpOverload, call: Call) -> tuple[Together, bool]:
     """Return the arguments that may be partial together, and whether they may be maxima as well."""
+    # Nothing is known about custom ops. An ``out=`` argument would be written by each rank with its summand.
     if func.namespace not in ("aten", "prims") or any(a.is_out for a in func._schema.arguments):
         return (), False
     for name in _names(func):
@@ -91,6 +93,7 @@ def _together(func: torch._ops.OpOverload, call: Call) -> tuple[Together, bool]:
         if name in _LINEAR:
             zero = _ZERO.get(name)
             return (_LINEAR[name] if zero is None or call[zero] == 0 else ()), False
+    # A formula of autograd is linear in the gradient by the chain rule.
     if call.name.endswith(("_backward", "_backward_data")):
         return tuple((name,) for name in _GRADIENTS if name in call.arguments), False
     return (), False
@@ -121,6 +124,8 @@ def passed_on(func: torch._ops.OpOverload, call: Call) -> Iterator[tuple[frozens
         if not given or given != {call.named_inputs[i][0] for i in found}:
             continue  # a number cannot be a summand
         summands = [call.inputs[i] for i in found]
+        # Only floats have summands. ``promote_types`` gives back the output's type if that can hold every
+        # summand.
         if all(map(may_be_partial, (*summands, *call.outputs))) and all(
             torch.promote_types(dtype_of(t), dtype_of(o)) == dtype_of(o)
             for t in summands

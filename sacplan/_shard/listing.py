@@ -76,7 +76,7 @@ class Strategy:
         flops: of the forward pass on each rank.
         forward: all-reduces of outputs that are partial, and those inside of ops.
         backward: all-reduces of gradients: of tensors that are replicated on an axis that cuts others.
-        memory_bytes: of the operands on each rank.
+        memory_bytes: of the operands, on each rank.
     """
 
     name: str
@@ -190,7 +190,9 @@ def strategies(
     what = type(op).__name__ if isinstance(op, torch.nn.Module) else getattr(op, "__name__", str(op))
     with fake_device(spec or "cpu"):
         copier = FakeCopier()
+        # Copies on fake tensors: the module's own parameters are not touched, and nothing is computed.
         batch = copier.tree(resolve_batch(tensors))
+        # A module has state besides its arguments. An op or a function has arguments only.
         if isinstance(op, torch.nn.Module):
             module = copier.model(op)
             trace = traced(
@@ -208,6 +210,7 @@ def strategies(
 
 def _arguments(called: Any, batch: Any) -> Iterator[Leaf]:
     """Yield the tensors among the arguments, named as the parameters are."""
+    # Keyword arguments have their names; positional ones get those of the signature.
     if isinstance(batch, Mapping):
         named = list(batch.items())
     else:
@@ -220,6 +223,7 @@ def _arguments(called: Any, batch: Any) -> Iterator[Leaf]:
 
 
 def _parameter_names(called: Any, n: int) -> list[str]:
+    # An ``OpOverload`` has no Python signature, but a schema.
     if isinstance(called, torch._ops.OpOverload):
         return [a.name for a in called._schema.arguments[:n]]
     try:
@@ -242,6 +246,8 @@ def _all(trace: Trace, mesh: Mesh, spec: DeviceSpec | None) -> Iterator[Strategy
     seen = set()
     for chosen in itertools.product(*(forms(trace, n, _nested(mesh, i)) for i, n in enumerate(mesh.ranks))):
         alike = tuple(tuple((p.kind, p.dim) for p in form.of(listing.tensors)) for form in chosen)
+        # ``outer`` follows from the order of axes: forms that differ in it alone are one strategy on this
+        # mesh.
         if alike not in seen and listing.fits(chosen):
             seen.add(alike)
             yield listing.strategy(chosen)
@@ -250,6 +256,7 @@ def _all(trace: Trace, mesh: Mesh, spec: DeviceSpec | None) -> Iterator[Strategy
 def _nested(mesh: Mesh, axis: int) -> list[int]:
     """Return the numbers of parts into which the axes before may have cut a dimension."""
     before = mesh.ranks[:axis]
+    # An axis of the mesh may be cut inside of any combination of the axes before it.
     return sorted(
         {math.prod(some) for k in range(len(before) + 1) for some in itertools.combinations(before, k)}
     )
@@ -269,6 +276,7 @@ class _Listing:
         self._logical = [trace.logical(t) for t in self.tensors]
         self._trained = list(_trained(trace))
         self._product = _product(trace)
+        # All tensors between the ops as well: a strategy must fit in each of them.
         self._shapes = {id(t): t.shape for op in trace.ops for t in (*op.inputs, *op.outputs)}
 
     def fits(self, chosen: Sequence[AxisForm]) -> bool:
@@ -304,6 +312,7 @@ class _Listing:
 
     def _name(self, layouts: Sequence[Placements]) -> str:
         n = len(self.trace.leaves)
+        # A name of ColossalAI if there is one, else the layouts.
         if self._product is not None:
             x, weight, out_dim = self._product
             found = product_name(layouts[x], layouts[weight], self.tensors[x].dim(), out_dim)
@@ -330,12 +339,15 @@ class _Listing:
             (layout,) = zip(*(form.of([t]) for form in chosen), strict=True)
             for axis, (placement, form) in enumerate(zip(layout, chosen, strict=True)):
                 is_made_whole = maker is None or form.taken[maker].cut is None
+                # Each rank reads all of the tensor beside its part of something else, so that its gradient is a
+                # summand on each rank.
                 if placement.kind == "R" and is_made_whole and any(form.taken[i].cut for i in readers):
                     reduced.append((self._bytes(t, layout), axis))
         return self._all_reduced(reduced)
 
     def _all_reduced(self, what: Sequence[tuple[int, int]]) -> Communication:
         n_bytes = sum(n * sent("all_reduce", self.mesh.ranks[axis]) for n, axis in what)
+        # Without a device there are bytes and no times.
         if self.costs is None:
             return Communication(int(n_bytes), None)
         return Communication(
@@ -347,6 +359,7 @@ def _readers(trace: Trace, t: torch.Tensor) -> Iterator[int]:
     """Yield the ops that compute with a tensor or a view of it."""
     for i, op in enumerate(trace.ops):
         if any(other is t for other in op.inputs):
+            # A view is no reader: those who read the view are.
             if is_alias(str(op.func)):
                 for result in op.outputs:
                     yield from _readers(trace, result)
@@ -366,6 +379,7 @@ def _trained(trace: Trace) -> Iterator[tuple[torch.Tensor, int | None, list[int]
         if any(id(t) in known for t in op.inputs):
             made = [t for t in op.outputs if t.is_floating_point() and id(t) not in known]
             known.update(map(id, made))
+            # A view's gradient is that of its base, which has an entry already.
             if not is_alias(str(op.func)):
                 yield from ((t, i, list(_readers(trace, t))) for t in made)
 
@@ -379,10 +393,13 @@ def _product(trace: Trace) -> tuple[int, int, int] | None:
         op for op in trace.ops if op.func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
     ]
     others = [op for op in trace.ops if not is_alias(str(op.func))]
+    # Names of ColossalAI are those of one product, with views around it.
     if len(products) != 1 or len(others) != 1:
         return None
     x, of_x = _leaf_behind(trace, products[0].inputs[-2])
     weight, of_weight = _leaf_behind(trace, products[0].inputs[-1])
+    # Both must come from leaves through plain views: another order of dimensions, or a computed operand, has no
+    # such name.
     if (
         x is None
         or weight is None
@@ -390,6 +407,8 @@ def _product(trace: Trace) -> tuple[int, int, int] | None:
         or not {"t"} >= set(of_weight)
     ):
         return None
+    # ``mm`` takes (in, out): without a transpose dimension 1 of the weight is the output's, with one it is
+    # dimension 0.
     return x, weight, 1 - len(of_weight) % 2
 
 

@@ -24,6 +24,8 @@ def product_name(x: Placements, weight: Placements, rank: int, out_dim: int) -> 
     rows: list[tuple[int, int]] = []
     columns, summed, idle = [], [], 0
     for axis, (p, w) in enumerate(zip(x, weight, strict=True)):
+        # Each axis does one of four things: it cuts rows, the sum, columns, or nothing. Anything else has no
+        # name.
         if p.is_cut and p.dim < rank - 1 and not w.is_cut:
             rows.append((axis, p.dim))
         elif p.is_cut and w.is_cut and w.dim != out_dim:
@@ -35,6 +37,7 @@ def product_name(x: Placements, weight: Placements, rank: int, out_dim: int) -> 
         else:
             idle += 1
     dims = {dim for _, dim in rows}
+    # Rows in two dimensions, or beside an idle axis: ColossalAI does not list these.
     if len(dims) > 1 or (rows and idle):
         return None
     m, n, k = _axes([axis for axis, _ in rows]), _axes(columns), _axes(summed)

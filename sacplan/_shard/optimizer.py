@@ -18,6 +18,8 @@ def together(op: Op) -> Iterator[list[int]]:
             lists.append([op.inputs[x["tensor"]] for x in value])
         elif isinstance(value, dict) and "tensor" in value:
             single.append(op.inputs[value["tensor"]])
+    # ``foreach`` and fused optimizers: one op for all parameters, with lists in one order. Outputs come as
+    # lists of the same length, one after the other.
     if lists:
         length = len(lists[0])
         lists.extend([list(op.outputs[i : i + length]) for i in range(0, len(op.outputs), length)])
@@ -49,9 +51,11 @@ def like_parameters(program: Program, parameters: Collection[int]) -> dict[int, 
         for group in together(op)
     ]
     known = 0
+    # A fixed point: it ends, since ``found`` only grows.
     while known < len(found):
         known = len(found)
         for group in groups:
+            # By shape: a step count in the same group belongs to the parameter, and does not have its layout.
             shapes = {t.shape: found[t.storage] for t in group if t.storage in found}
             for t in group:
                 if t.shape in shapes:

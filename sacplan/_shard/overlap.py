@@ -52,11 +52,12 @@ class Overlap:
 
     def send(self, ms: float, since: float | None = None) -> float:
         """Start a collective that takes so long; returns its end."""
+        # One link: a collective starts when it may and the one before is over.
         self.free = max(self.free, self.now if since is None else since) + ms
         return self.free
 
     def wait(self, end: float) -> float:
-        """Wait until a time; returns the exposed part."""
+        """Have computation wait until a time, and return the exposed part: 0.0 if that time is past."""
         exposed = max(0.0, end - self.now)
         self.now += exposed
         return exposed

@@ -105,17 +105,22 @@ def fits(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> bool
 
     Axes on which a value is partial must reduce alike: a maximum of sums is not a sum of maxima.
     """
+    # Ranks would have to reduce in one order, and a layout has none.
     if len({p.reduce for p in layout if p.is_partial}) > 1:
         return False
     cuts: dict[int, list[tuple[int, int]]] = {}
     for placement, n in zip(layout, ranks, strict=True):
         if placement.is_cut:
+            # Another tensor's dimension, or parts that are not even.
             if not 0 <= placement.dim < len(shape) or shape[placement.dim] % (placement.outer * n):
                 return False
             cuts.setdefault(placement.dim, []).append((placement.outer, n))
+    # By outer size: each cut must begin at or inside of where the one before ends, or two ranks would have
+    # the same elements.
     for among in cuts.values():
         end = 1
         for outer, n in sorted(among):
+            # This cut begins in the middle of a part of the one before.
             if outer % end:
                 return False
             end = outer * n
@@ -141,6 +146,7 @@ def local_axis(layout: Placements, ranks: Sequence[int], axis: int) -> int:
     placement = layout[axis]
     outer = placement.outer
     for i, (other, n) in enumerate(zip(layout, ranks, strict=True)):
+        # A cut further out has taken its ranks' share of the pieces.
         if i != axis and other.is_cut and other.dim == placement.dim and other.outer < placement.outer:
             outer //= n
     return outer

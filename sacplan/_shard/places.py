@@ -2,7 +2,7 @@
 
     Place(unit="model.layers.*.mlp", op="aten.mul.Tensor", occurrence=0, inputs=("S0,R", ""))
 
-Everything else follows from where parameters are at home (``choose.py``).
+Everything else follows from the layouts of parameters (``choose.py``).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class CallPattern(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         Raises:
             PlanError: the call has fewer than the place.
         """
+        # Fewer are fine: the inputs that are left out may have any layout.
         if len(self.layouts) > tensors:
             raise PlanError(
                 f"{self} states {len(self.layouts)} inputs; the call has {tensors}. Plan again for this model."
@@ -84,6 +85,8 @@ class CallPatterns:
             op: name of the overload.
             occurrence: of the op in this call of the module.
         """
+        # By op and occurrence first: this runs at each op of each module, and patterns are regular
+        # expressions.
         for place in self._by_op.get((op, occurrence), ()):
             if matches(place.unit, unit):
                 self.met[place] += 1

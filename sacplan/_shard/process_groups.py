@@ -51,6 +51,7 @@ def pretended_ranks(n: int) -> Iterator[None]:
 
     One that is there is used as it is.
     """
+    # The group that is there is used, and must not be destroyed.
     if is_running():
         yield
         return

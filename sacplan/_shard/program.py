@@ -119,14 +119,17 @@ class _Rank:
     def rewritten(self) -> Program:
         """See ``on_one_rank``."""
         program = self._program
+        # Parameters and state first: they are there before the first event.
         self._placed.shrink(self._device)
         with self._runs.rehearsal.running():
             for position, (code, arg) in enumerate(program.events):
                 self._draft.begin(position)
                 self._step(code, arg)
+            # The last gradient may be complete at the very end; its hook runs after all events.
             self._draft.begin(len(program.events))
             self._run_hooks()
             self._moves.drop_copies()
+        # Exposed times last: they depend on the order of all ops.
         builder = self._draft.finished()
         self._moves.hidden.expose(self._draft, self._costs)
         return program.with_(builder.patch()).renumbered()
@@ -138,6 +141,7 @@ class _Rank:
             self._run_hooks()
         if code == Event.OP:
             op = self._program.ops[arg]
+            # The executor drops its copies at the end of the forward and of the backward pass.
             if op.phase != self._phase:
                 self._moves.drop_copies()
                 self._phase = op.phase
@@ -161,6 +165,7 @@ class _Rank:
     def _run_hooks(self) -> None:
         """Run the hooks of the parameters whose gradients are complete: these get the layouts of the parameters."""
         due = self._gradients.due()
+        # No gradient was completed by the op before.
         if due is None:
             return
         op, gradients = due
@@ -187,17 +192,22 @@ class _Rank:
         if all(layout is None for layout in layouts):
             self._draft.run(index)  # of plain tensors: every rank does the same
             return
+        # Plain tensors count as replicated, as in the executor.
         have = tuple(self._placed.replicated if layout is None else layout for layout in layouts)
         weights = tuple(t in self._placed.weights for t in op.inputs)
         local = [self._placed.local(t) for t in op.inputs]
         choice, piece = self._runs.call(op, local, have, self._asked.next(op), weights)
+        # The order is that of the executor: redistribute, run, note what was written, place the outputs, free
+        # what only this op needed.
         given, passing = self._moves.inputs(index, op, have, choice.inputs)
         storages = self._put(index, op, given, piece)
+        # Before any later op looks for a copy: copies of what was overwritten must not be found.
         self._moves.has_written(self._draft.ops[index].mutates)
         if name:
             self._become(op, choice, piece, storages, passing)
             return
         for t, made, layout in zip(op.outputs, piece.made, choice.outputs, strict=True):
+            # An op that returns its own input has not made it anew.
             if t not in op.inputs:
                 self._saved.is_made_anew(t)
             full, storage = self._program.tensors[t].storage, storages[made.storage]
@@ -206,6 +216,7 @@ class _Rank:
             if storage != self._storages.now(full) and not self._draft.is_recorded(storage):
                 self._storages.add_view(storage, full)
         self._moves.free(passing)
+        # Made of parameters alone, such as a transposed or cast weight: its gather can be prefetched, too.
         if all(weights):
             self._placed.weights.update(op.outputs)
 
@@ -253,6 +264,7 @@ class _Rank:
         if not op.mutates:
             return
         func = op_named(op.name)
+        # Unknown here, harmless, or of a plain tensor.
         if func is None or not changes_shape(func) or not self._placed.any_recorded_on(op.mutates):
             return
         raise PlanError(
@@ -269,8 +281,10 @@ def out_of_place(op: Op) -> str:
     On tensors of a subclass it adds up gradients, and makes those of ``weight[indices]``, without writes in place
     (``areAnyTensorSubclassLike`` in torch/csrc/autograd).
     """
+    # In-place ops of the forward pass are the user's, and run in place.
     if op.phase != Phase.BACKWARD:
         return ""
+    # ``can_accumulate_inplace`` in ``input_buffer.cpp`` is false for tensors of a subclass.
     if op.name == "aten.add_.Tensor" and len(op.inputs) == 2 and op.arguments == _TWO_TENSORS:
         return "aten.add.Tensor"
     if op.name == "aten._index_put_impl_.default" and op.arguments.endswith(_ACCUMULATE):

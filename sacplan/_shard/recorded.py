@@ -30,6 +30,8 @@ _KINDS: Mapping[str, Collective] = {
 def collective_named(op: str) -> Collective | None:
     """Return the collective that an op is, by the name of its overload; None if it is none, or waits for one."""
     room, _, name = op.partition(".")
+    # Collectives are in ``c10d`` and ``_c10d_functional``; their names differ only in endings, which are
+    # taken off.
     if "c10d" not in room:
         return None
     return _KINDS.get(name.partition(".")[0].rstrip("_").removesuffix("_out").removesuffix("_coalesced"))

@@ -42,6 +42,7 @@ def redistribute(
         PlanError: there is no way.
     """
     path = redistribution_path(tuple(ranks), tuple(shape), source, target)
+    # An empty path: the layouts are equal. None: there is none.
     if not path:
         if path is not None:
             return local
@@ -72,6 +73,7 @@ def _in_memory_order(
     """Take a step on dimensions in the order of memory, so that a transposed weight is gathered without a copy."""
     strides: tuple[int, ...] = local.stride()
     order = sorted(range(local.dim()), key=lambda dim: -strides[dim])
+    # Contiguous already, so dimension 0 is the outermost in memory as well.
     if order == sorted(order):
         return take_step(local, layout, step, ranks, group, position)
 
@@ -101,15 +103,20 @@ def take_step(
         position: of this rank on it.
     """
     n, here, there = ranks[step.axis], step.source, step.target
+    # All placements on an axis of one rank are the same tensor.
     if n == 1:
         return local
     if local.dtype is torch.bool and here.is_cut:  # not every backend sends bits
         return take_step(local.view(torch.uint8), layout, step, ranks, group, position).view(torch.bool)
+    # All-to-all. Both cuts hold while it runs: each rank's part is cut once more along the target dimension,
+    # and the pieces are put together along the source dimension. So the ``outer`` of either is seen within a
+    # layout that has both.
     if there.is_cut and here.is_cut:
         outer = local_axis((*after(layout, step), here), (*ranks, n), step.axis)
         into = local_axis((*after(layout, step), here), (*ranks, n), len(ranks))
         parts = _parts_first(local, there.dim, outer, n)
         return _parts_into(collectives.all_to_all(parts, n, group), here.dim, into)
+    # From replicated: take a part. From partial: reduce-scatter.
     if there.is_cut:
         outer = local_axis(after(layout, step), ranks, step.axis)
         if not here.is_partial:
@@ -117,6 +124,7 @@ def take_step(
         parts = _parts_first(local, there.dim, outer, n)
         part = collectives.reduce_scatter(parts.flatten(0, 1), here.reduce, n, group)
         return part.view(parts.shape[1:])
+    # All-gather: dimension 0 of the result is the rank.
     if here.is_cut:
         parts = collectives.all_gather(local, n, group).view(n, *local.shape)
         return _parts_into(parts, here.dim, local_axis(layout, ranks, step.axis))
@@ -130,6 +138,7 @@ def take_step(
 def _part(x: torch.Tensor, dim: int, outer: int, n: int, position: int) -> torch.Tensor:
     """Return this rank's part of a dimension (``outer``, ``n``, rest)."""
     size = x.shape[dim] // (outer * n)
+    # One piece: a view. Inside of a dimension it is several pieces, so a copy.
     if outer == 1:
         return x.narrow(dim, position * size, size)
     split: torch.Tensor = x.unflatten(dim, (outer, n, size))

@@ -33,9 +33,10 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         mesh: the ranks.
-        homes: where parameters lie, by name; ``*`` stands for the number of a repeated layer. A layout has a placement
-            for each axis, ``"R,S0"``. The others are replicated. Gradients and optimizer state lie as their parameters.
-        places: ops whose inputs are moved first. All others follow, see ``choose.py``.
+        homes: the layouts of parameters, by name; ``*`` stands for the number of a repeated layer. A layout has a
+            placement for each axis, ``"R,S0"``. Other parameters are replicated. Gradients and optimizer state have the
+            layouts of their parameters.
+        places: ops whose inputs are redistributed first. All others follow, see ``choose.py``.
     """
 
     mesh: Mesh
@@ -90,7 +91,9 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
                         f"parameter {name!r} of shape {tuple(shape)} cannot lie as {text} on mesh {self.mesh}: its "
                         "ranks do not divide that dimension. Choose another dimension, or another mesh."
                     )
+                # The first pattern that matches a name decides.
                 found.setdefault(name, layout)
+            # A pattern without a parameter is that of another model, or misspelt: it must not be ignored.
             if not matched:
                 raise PlanError(
                     f"the sharding has a home for {pattern!r}, and the model has no such parameter."

@@ -79,6 +79,8 @@ _MEAN, _SUM = 1, 2  # at::Reduction
 def _rule(call: Call) -> Rule | None:
     """Return the factor rule of a call, also where it draws random numbers: parts draw their own."""
     func = call.func
+    # ``rule_of`` has no rule for ops that draw, since slices of one device must not draw otherwise than the
+    # whole. Ranks may: each draws for its own part (``Grid.drawing``).
     rule = rule_of(func, call.args, call.kwargs, call.returned)
     if rule is None and func.namespace == "aten":
         formula = formula_of(func) if "dropout_p" in call.arguments else None
@@ -98,7 +100,7 @@ def axis_strategies(
     """Return the ways in which one call of an op may run on the ranks of one axis.
 
     Args:
-        call: of whole tensors.
+        call: of unsharded tensors.
         ranks: of the axis.
         available: by tensor argument, the placements that it may have on this axis. Cuts inside a dimension
             (``outer`` above 1) and inputs that are partial are offered only where an argument may have them. Without
@@ -120,10 +122,13 @@ def axis_strategies(
             strategy = _along(rule, call, within, draws)
             if strategy is not None and _is_offered(strategy, available, nested):
                 found.append(strategy)
+    # Summands are not passed through an op that draws: the sum of dropped summands is not the dropped sum,
+    # unless all ranks drop the same.
     if not draws:
         found.extend(_passing(call, available))
     if available and call.name.endswith("_backward") and call.arguments.get("dropout_p"):
         found = _with_the_same_draws(call, found, available)
+    # The result is written onto the first input, so both have one placement.
     if op_traits(call.func).in_place:
         found = [s for s in found if s.inputs[:1] == s.outputs[:1]]
     return tuple(dict.fromkeys(found))
@@ -140,9 +145,11 @@ def _cuts(
                 found[FactorAxis(factor, outer, ranks, size // (outer * ranks))] = None
     for t, dims, placements in zip(call.inputs, rule.inputs, available, strict=False):
         for p in sorted(placements):
+            # Not a cut, or one that this shape does not have.
             if not p.is_cut or p.dim >= len(t.shape) or t.shape[p.dim] % (p.outer * ranks):
                 continue
             axis = Axis(p.dim, p.outer, ranks, t.shape[p.dim] // (p.outer * ranks))
+            # None: the dimension is made of several factors, and the cut goes through more than one.
             within = into_factor(dims, rule.sizes, axis) if axis.inner else None
             if within is not None:
                 found[within] = None
@@ -181,8 +188,10 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
         return (
             AxisStrategy(tuple(inputs), tuple(outputs), within, averages=(0,)) if outputs[0].is_cut else None
         )
+    # The order matters: these have factors whose parts the rule alone could not put together (``BLOCK``).
     classes = along_classes(call, within.factor, rule, within.size)
     if classes is not None:
+        # The classes of a rank would be several pieces, and the code counts them from one beginning.
         if within.outer > 1 and not classes.nests:
             return None
         return AxisStrategy(
@@ -193,6 +202,7 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
             classes.reduces,
             classes.inside_bytes,
         )
+    # A product whose sum is cut, plus a bias: as it is, the bias would be added once for each rank.
     added = _added(call, kinds, inputs)
     if added is not None:
         inputs[added], outputs[0] = PARTIAL, PARTIAL
@@ -204,6 +214,7 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
     for i, kind in enumerate(kinds):
         if kind is Kind.BLOCK:  # parts cannot be put together
             return None
+        # It carries the factor and is cut along it, or does not depend on it.
         if outputs[i].is_cut or kind is Kind.PASS:
             continue
         if not may_be_partial(call.outputs[i]):  # such as indices: of integers there are no summands
@@ -211,6 +222,7 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
         outputs[i] = _PARTIAL[kind]
         if kind is Kind.MEAN:
             averages.append(i)
+        # The next output is the total weight, which must be known on all ranks to divide by.
         if kind is Kind.WEIGHTED_MEAN:
             reduces.append(i + 1)
     for i in reduces:
@@ -235,6 +247,7 @@ def _added(call: Call, kinds: Sequence[Kind], inputs: Sequence[Placement]) -> in
     if name not in names or kinds != [Kind.BLOCK]:
         return None
     at = names.index(name)
+    # Both matrices are cut, and the bias is not: this is the factor that is summed over.
     return at if all(p.is_cut != (i == at) for i, p in enumerate(inputs)) else None
 
 
@@ -243,6 +256,8 @@ def _passing(call: Call, available: Sequence[Collection[Placement]]) -> Iterator
     for together, moves in passed_on(call.func, call):
         for reduce in ("sum", "max", "min") if moves else ("sum",):
             p = Placement("P", reduce=reduce)
+            # Offered only where an input is partial: otherwise each linear op would have a few more
+            # strategies that nobody takes.
             has_it = any(p in available[i] for i in together if i < len(available))
             if has_it or (not available and reduce == "sum"):
                 inputs = tuple(p if i in together else REPLICATED for i in range(len(call.inputs)))
@@ -284,6 +299,7 @@ class LocalCall:
         for within in self.cuts:
             if within is not None and self.rule is not None:
                 found = resized_arguments(self.rule, found, within, 1)
+        # A weighted mean is computed as a sum, and divided in ``finish`` by the weight of all ranks.
         if self.weighed:
             found[list(arguments_by_name(self.func, args, {})).index("reduction")] = _SUM
         return found
@@ -323,13 +339,15 @@ def local_call(call: Call, chosen: Sequence[AxisStrategy], mesh: Mesh) -> LocalC
     """Return how one rank of a mesh runs a call with a strategy for each axis.
 
     Args:
-        call: of whole tensors.
+        call: of unsharded tensors.
         chosen: by axis of the mesh.
         mesh: whose ranks run it.
     """
     scales = []
     for i in range(len(chosen[0].outputs) if chosen else 0):
         ranks = math.prod(n for s, n in zip(chosen, mesh.ranks, strict=True) if i in s.averages)
+        # A rank has taken the mean over its part: the sum of these is too large by the number of ranks that
+        # cut.
         if ranks > 1:
             scales.append((i, 1 / ranks))
     rule = _rule(call) if any(s.cut for s in chosen) else None

@@ -61,11 +61,13 @@ def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Place
     found: dict[str, Placements] = {}
     for name, parameter in model.named_parameters():
         pattern = pattern_of(name)
+        # A plan may name a parameter, or the module that has it.
         style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0])
         if style is None:
             continue
         placement = _placement(style, name, parameter.ndim)
         layout = tuple(placement if i == at else REPLICATED for i in range(len(mesh.axes)))
+        # Hugging Face would cut unevenly here, which no layout says: replicated instead.
         if placement.is_cut and fits(parameter.shape, layout, mesh.ranks):
             found[pattern] = layout
     return found
@@ -74,6 +76,7 @@ def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Place
 def _plan_of(model: nn.Module) -> Mapping[str, str]:
     """Return the plan by module or parameter: that of the model, or that of its configuration."""
     plan = getattr(model, "_tp_plan", None)
+    # ``_tp_plan`` of a model is complete, with prefixes. The configuration's names begin at the base model.
     if not plan:
         inner = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
         prefix = getattr(model, "base_model_prefix", "")
@@ -89,8 +92,11 @@ def _plan_of(model: nn.Module) -> Mapping[str, str]:
 
 def _placement(style: str, name: str, ndim: int) -> Placement:
     is_vector = ndim == 1
+    # The weight of a Linear is (out, in), those of experts (experts, out, in): columns are the last but one
+    # dimension, and of a bias the only one.
     if style in COLUMNS:
         return cut(max(0, ndim - 2))
+    # The bias of rows is added once, after the sum, so it is not cut.
     if style in ROWS:
         return REPLICATED if is_vector else cut(ndim - 1)
     if style == "packed_colwise":

@@ -53,12 +53,16 @@ class Views:
             None: the code has it as long as its base, since no later op of the phase reads that storage.
         """
         ops, phase = self._program.ops, self._program.ops[index].phase
+        # The tensor is made again there: later uses are of that other view.
         again = next((i for i in self._made[tensor] if i > index), len(ops))
         last = max(i for i in self._uses[tensor] if i < again and ops[i].phase == phase)
         others = self._on[self._program.tensors[tensor].storage]
         later = (i for t in others for i in (*self._uses[t], *self._made.get(t, ())))
+        # No later op of the phase reads the storage: the view is freed with its base.
         if not any(i > last and ops[i].phase == phase for i in later):
             return None
+        # The next op reads what this one made. Both may be calls of one function, which has the view until it
+        # returns.
         if last + 1 < len(ops) and not set(ops[last].writes).isdisjoint(ops[last + 1].reads):
             return last + 1
         return last

@@ -20,6 +20,7 @@ def allocation_events(profiler: torch.profiler.profile, marks: Collection[str] =
     such an address has been reused and is freed now, it reports the old block's size. So a block only counts as
     freed if this profile saw it allocated.
     """
+    # Walk the tree in order, with a stack instead of recursion: its depth is that of the calls.
     kineto = profiler.profiler
     assert kineto is not None
     assert kineto.kineto_results is not None

@@ -24,6 +24,7 @@ def autograd_as_outside() -> Iterator[None]:
     A mode runs with autograd's dispatch keys excluded so without this guard an op that it calls would
     record no node.
     """
+    # Autograd's own key, and the one that counts versions and tracks views; a mode has excluded both.
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     below = exclude.remove(_K.AutogradFunctionality).remove(_K.ADInplaceOrView)
     with torch._C._ForceDispatchKeyGuard(include, below), torch.enable_grad():
@@ -63,8 +64,8 @@ def current_node_sequence_number() -> int | None:
     if node is None:
         return None
     number = node._sequence_nr()
-    # AccumulateGrad nodes have the largest 64-bit number, so that the engine runs them first
-    # (torch/csrc/autograd/functions/accumulate_grad.cpp). Python may see it as a negative one.
+    # AccumulateGrad nodes have the largest 64-bit number, so that the engine runs them first ("NOTE [ Sequence
+    # Number]" in the headers of ``torch/csrc/autograd``). Python may see it as a negative one.
     return None if number >= 2**62 or number < 0 else number
 
 
@@ -78,6 +79,8 @@ def called_by_autograd() -> bool:
 
     Call it from the recorder's ``__torch_dispatch__``, or from functions of ``_record`` that it calls.
     """
+    # Skip our own frames. What is below is the code that called the op: the Python function that starts the engine if
+    # the engine or a C++ formula did, any other if it is the backward of a custom function, a hook, or a mode.
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]

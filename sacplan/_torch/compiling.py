@@ -22,6 +22,8 @@ def keep_dynamo_out(*modules: ModuleType) -> None:
     Otherwise code compiled inside a unit would be compiled together with the recorder that watches its ops: that
     takes seconds, recompiles, and gains nothing.
     """
+    # Functions inside of functions have code objects of their own, which lie among the constants of the outer ones.
+    # SKIP is for the frame itself, DEFAULT for those that it calls: the user's code below may still be compiled.
     functions = [f for module in modules for f in _functions_of(module)]
     codes = [f.__code__ for f in functions]
     while codes:

@@ -48,6 +48,7 @@ def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterato
     finally:
         with _fake_kernels_lock:
             for op, kernel in kernels.items():
+                # By identity of the kernel: contexts of several threads may end in another order than they began.
                 left = list(_fake_kernels.pop(id(op)))
                 left.remove(kernel)
                 if left:
@@ -70,6 +71,7 @@ _KEEPS_TO = "_sacplan_keeps_to"
 
 
 def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    # FakeTensorMode's own method for every op of the process, so the common case (no kernel of ours) must be short.
     thread, otherwise = vars(mode).get(_KEEPS_TO, (None, None))
     if otherwise is not None and thread != threading.get_ident():
         raise otherwise()
@@ -79,7 +81,7 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
             given = [_as_fake(mode, v) for v in args]
             named = {name: _as_fake(mode, v) for name, v in (kwargs or {}).items()}
         except _NotFake:
-            kernels = ()
+            kernels = ()  # torch's own says what is wrong with it, or follows the value
         else:
             # An op on Python numbers alone, torch.div(7, 2, rounding_mode="floor"), has a real result.
             if not _has_fakes(given) and not _has_fakes(named.values()):
@@ -103,6 +105,8 @@ class _NotFake(Exception):
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
+    # A constant is a fake tensor whose value torch knows (``FakeTensor.constant``). Its own kernel computes with that,
+    # and a result of ours would lose it.
     if isinstance(value, FakeTensor):
         if value.fake_mode is not mode or value.constant is not None:
             raise _NotFake

@@ -45,6 +45,7 @@ def fake_empty_strided(
     mode: FakeTensorMode, size: Any, stride: Any, dtype: torch.dtype, storage: Any = None, offset: int = 0
 ) -> FakeTensor:
     """Make a fake CPU tensor, on a given meta storage or on a new one. No dispatch mode sees it being made."""
+    # On the meta device, and wrapped: that is what FakeTensorMode does, but through the dispatcher and its cache.
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         if storage is None:
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
@@ -110,9 +111,9 @@ _ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
 def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
     """Where ``where()`` is true, replace fake zero tensors by expanded ones of one element. For the whole process.
 
-    autograd's formulas make zero tensors, which have sizes and no memory (``aten/src/ATen/ZeroTensorFallback.cpp``).
-    Ops on them run under the dispatch key ZeroTensor, above any dispatch mode. Those kernels fail on fake tensors, and
-    an exception there ends the interpreter.
+    Autograd's formulas make zero tensors, which have sizes and no memory. Ops on them run under the dispatch key
+    ZeroTensor (``aten/src/ATen/ZeroTensorFallback.cpp``), above any dispatch mode. Those kernels fail on fake tensors,
+    and an exception there ends the interpreter.
     """
 
     def zeros(
@@ -120,6 +121,7 @@ def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
     ) -> Any:
         if not where():
             return NotImplemented
+        # Strides of 0: one element stands for all, as close to no memory as an ordinary tensor comes.
         return fake_empty_strided(mode, size, [0] * len(size), dtype or torch.get_default_dtype())
 
     fake_impls.op_implementations_dict[_ZERO_TENSOR] = zeros
@@ -134,6 +136,7 @@ def op_run_on_zeros(error: BaseException) -> Any:
     FakeTensorMode does so with ops that have no fake kernel (``run_fallback_kernel`` in ``fake_tensor.py``), and the
     error then says nothing of the op. The frame of that function does.
     """
+    # From the outside in: the first frame of that function is the call that failed.
     at = error.__traceback__
     while at is not None:
         if at.tb_frame.f_code is _FALLBACK:

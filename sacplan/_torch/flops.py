@@ -54,7 +54,8 @@ def _product_flops(_: Any, left: Sequence[int], right: Sequence[int], **__: Any)
 def flop_counter() -> FlopCounterMode:
     """Return a ``FlopCounterMode`` for the whole step, without its module tracker.
 
-    The tracker's hooks (``torch/utils/module_tracker.py``) fail where a custom autograd function calls modules.
+    The tracker registers multi-grad hooks on what every module takes and returns (``torch/utils/module_tracker.py``).
+    Autograd refuses these where the backward of a custom function calls a module and ``torch.autograd.grad``.
     """
     in_place = dict.fromkeys(
         (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _product_flops

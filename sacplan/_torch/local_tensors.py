@@ -88,7 +88,7 @@ def held_base(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """``local_part``, after a collective has filled it."""
+    """Return ``local_part``, once a collective that fills it has finished."""
     while stands_for_another(tensor):
         one: Any = tensor
         tensor = one._local_tensor if _is_dtensor(type(one)) else one.trigger_wait()
@@ -108,12 +108,16 @@ def _as_it_is(local: torch.Tensor) -> torch.Tensor:
 
 
 def wrapping_of(tensor: torch.Tensor) -> Wrapping:
-    """Of a tensor that ``stands_for_another``; what a collective sent is its local part once it has arrived."""
+    """Return how a tensor that ``stands_for_another`` is made around its local part.
+
+    The pending result of a collective is its local part once it has arrived, so nothing is put around that.
+    """
     if not _is_dtensor(type(tensor)):
         return Wrapping(_as_it_is)
     dtensor: Any = tensor
     kind = type(dtensor)
     base = sys.modules["torch.distributed.tensor"].DTensor
+    # A subclass that flattens itself differently has parts that the constructor below knows nothing of.
     if kind.__tensor_unflatten__ is not base.__tensor_unflatten__:
         return Wrapping(functools.partial(_unflattened, *_flattened(dtensor)))
     attributes = None if kind is base else dict(vars(dtensor))  # a copy: what it says may change later
@@ -148,6 +152,7 @@ def _hide_sharding_propagation() -> None:
     (``torch/distributed/tensor/_sharding_prop.py``). A mode would record these as ops of the step. The cached method is
     made anew, since its cache wraps the function that is replaced.
     """
+    # The bound methods are replaced on the propagator, which the process has one of, and stay replaced.
     propagator = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
     propagator._propagate_tensor_meta_non_cached = _unseen(propagator._propagate_tensor_meta_non_cached)
     find = propagator.propagate_op_sharding_non_cached = _unseen(propagator.propagate_op_sharding_non_cached)
@@ -156,6 +161,7 @@ def _hide_sharding_propagation() -> None:
 
 def _unseen(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def unseen(schema: Any) -> Any:
+        # Only where one of ours watches: a user's own mode sees what it would see without us.
         if not any(isinstance(mode, Watching) for mode in _get_current_dispatch_mode_stack()):
             return find(schema)
         with _disable_current_modes():

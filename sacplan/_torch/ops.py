@@ -38,7 +38,7 @@ class RuleTable(dict[Any, Rule]):
 
 
 def aten_names(names: str) -> frozenset[str]:
-    """Schema names (``"aten::mm"``) of the ops in a list separated by white space (``"mm bmm"``)."""
+    """Return the schema names (``"aten::mm"``) of the ops in a list separated by white space (``"mm bmm"``)."""
     return frozenset(f"aten::{name}" for name in names.split())
 
 
@@ -119,7 +119,7 @@ class OpTraits:
         places: list[ArgumentPlace] = []
         tensors: list[torch.Tensor] = []
         for i in self.tensor_positions:
-            if i >= len(rest):
+            if i >= len(rest):  # left out, so a default: positions rise, and none behind it was given
                 break
             value = rest[i]
             if isinstance(value, torch.Tensor):
@@ -158,6 +158,7 @@ _GATHERS = frozenset(("_c10d_functional.all_gather_into_tensor.default",))
 def op_traits(func: Any) -> OpTraits:
     """Read the traits of an ``OpOverload``, once."""
     schema = func._schema
+    # What it writes: the arguments that the schema marks as written, and statistics that it does not mark.
     positions, names = [], []
     undeclared = _WRITES_UNDECLARED.get(schema.name, ())
     for i, argument in enumerate(schema.arguments):
@@ -172,6 +173,8 @@ def op_traits(func: Any) -> OpTraits:
         "Generator" in str(a.type) for a in schema.arguments
     )
     batch_norm = schema.name in _BATCH_NORMS
+    # In place, for our purposes, is ``relu_``: ``self`` is all that it writes and all that it returns. Left out are ops
+    # with more to write (``out=``, statistics), and views in place (``t_``), which change a tensor and no values.
     in_place = (
         names == ["self"]
         and positions == [0]
@@ -180,6 +183,14 @@ def op_traits(func: Any) -> OpTraits:
         and aliases
         and torch.Tag.inplace_view not in func.tags
     )
+    # Each condition rules out one way in which a second run could differ, or do harm:
+    # - an op of another library may do anything, and a collective would wait for ranks that do not run it again;
+    # - what it writes would be written twice, but for the two exceptions of the module's docstring;
+    # - a view makes nothing: its storage is what has to be made again;
+    # - a factory returns memory that something else fills (no tensor goes in, or by name);
+    # - its bits vary from run to run; an in-place op varies as its namesake does;
+    # - without a tensor that comes out there is nothing to make again.
+    # Random ops may run again: the executor puts the generator's state back first (``random``).
     rerunnable = (
         (func.namespace in ("aten", "prims") or str(func) in _GATHERS)
         and (not names or batch_norm or in_place)
@@ -189,6 +200,7 @@ def op_traits(func: Any) -> OpTraits:
         and not schema.name.removeprefix("aten::").startswith(_FACTORIES)
         and any("Tensor" in str(r.type) for r in schema.returns)
     )
+    # Statistics are written in training only, so whether such an op writes is a question of each call.
     training = None
     if batch_norm:
         training = next(i for i, argument in enumerate(schema.arguments) if argument.name == "training")
@@ -218,6 +230,8 @@ def draws_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Whether this call of an op may draw from a generator: attention without dropout does not."""
     if not op_traits(func).random:
         return False
+    # The tag is of the op, not of the call: attention has it whether or not it drops anything. All other ops count as
+    # drawing, which costs a generator's state and is always safe.
     at = _dropout_position(func)
     return at is None or bool(args[at] if at < len(args) else kwargs.get("dropout_p", 0.0))
 
@@ -233,7 +247,7 @@ def is_between_ranks(func: Any) -> bool:
 
 @functools.cache
 def op_named(name: str) -> torch._ops.OpOverload | None:
-    """The op of this name and overload (``"aten.mm.default"``); None if its library is not imported here."""
+    """Return the op of this name and overload (``"aten.mm.default"``); None if its library is not imported here."""
     try:
         func = functools.reduce(getattr, name.split("."), torch.ops)
     except (AttributeError, RuntimeError):
@@ -251,6 +265,7 @@ def is_computation(name: str) -> bool:
     if name.partition(".")[0] in _SETS_UP:
         return name in _GATHERS
     func = op_named(name)
+    # An op whose library is not imported here may be anything; one that writes changes values without a new tensor.
     if func is None or op_traits(func).written_names:
         return True
     return not func.is_view and any("Tensor" in str(r.type) for r in func._schema.returns)
@@ -264,6 +279,7 @@ def is_composite(func: Any) -> bool:
     )
 
 
+# Not a view by its schema, but one in memory: autograd alone takes its result for a new tensor.
 _ALIASES = frozenset(("aten._unsafe_view.default",))
 
 
@@ -277,7 +293,7 @@ def is_alias(name: str) -> bool:
 def arguments_by_name(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of one call, defaults included, in the order of the schema."""
+    """Return the arguments of one call, defaults included, in the order of the schema."""
     defaults = _defaults(func)
     return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
@@ -305,8 +321,8 @@ def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     if traits.random and inputs[0].device.type not in ("cpu", "cuda", "meta"):
         return False  # generators of other devices are not put back for a second run
     if traits.in_place:
-        return True
-    # An op that returns one of its inputs makes nothing new.
+        return True  # its output is its input, on purpose
+    # Any other op that returns one of its inputs makes nothing new.
     taken = {storage_key(t.untyped_storage()) for t in inputs}
     return not any(storage_key(t.untyped_storage()) in taken for t in outputs)
 
@@ -317,7 +333,7 @@ def is_ordinary_tensor(t: torch.Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in an argument or a result: nested tuples, lists and dicts."""
+    """Yield the tensors in an argument or a result: nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -44,6 +44,8 @@ def module_calls(
     A call begins when the module's own hooks before its forward have run, and is over when its forward has returned,
     before those after it. ``known`` saves looking into a frame again.
     """
+    # Walks the stack outwards. ``callee`` is the frame that the current one called, which tells whether the call is in
+    # its hooks: ``_call_impl`` runs them in a function of its own, ``inner``.
     found: list[tuple[FrameType, torch.nn.Module]] = []
     callee: FrameType = sys._getframe(1)
     frame = callee.f_back
@@ -69,7 +71,8 @@ def _in_hooks(call: FrameType, inner: FrameType) -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill memory without gaps or overlaps, in any order."""
     if tensor.is_contiguous():
-        return True
+        return True  # the common case, without sorting
+    # From the innermost dimension outwards each stride must be the number of elements inside of it.
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -117,6 +120,7 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return (tensor,)
+    # Detached: ``indices`` and ``values`` of a tensor with a history would be differentiable ops.
     sparse = tensor.detach()
     if sparse.layout is torch.sparse_coo:
         return sparse._indices(), sparse._values()
@@ -124,7 +128,7 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return sparse.crow_indices(), sparse.col_indices(), sparse.values()
     if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
         return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
-    return (tensor,)
+    return (tensor,)  # mkldnn, whose memory no tensor shows
 
 
 def dispatch_modes() -> list[Any]:

@@ -144,6 +144,7 @@ def torch_release() -> tuple[int, int]:
 
 
 def _is_there(name: str) -> bool:
+    # Every name begins with "torch", so the walk begins at its second part.
     parts = name.split(".")
     found: Any = torch
     for i, part in enumerate(parts[1:], 2):

@@ -65,12 +65,15 @@ def measured_step(
     """
     batch_tensors, read = tuple(batch_tensors), tuple(read)
     _clear(step)
+    # The first step with an optimizer allocates its state, which later steps find there. The measured one is
+    # a later one.
     if step.optimizer is not None:
         step.run()
         _clear(step)
     first = next(iter(step.model.parameters()), None)
 
-    def alive() -> set[int]:  # keys alone: nothing may hold the storages while the step runs
+    # Keys alone: whoever holds a storage keeps the step from freeing it, and the peak would be too high.
+    def alive() -> set[int]:
         return set(_alive(step, batch_tensors, read))
 
     if count_flops:
@@ -78,6 +81,7 @@ def measured_step(
         with flop_counter() as counter, _Reads() as reads:
             step.run()
         _clear(step)
+        # What the step read and neither made nor found in the model, the optimizer or the batch.
         left = tuple(s for s in reads.left if storage_key(s) not in own)
         return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode", left)
 
@@ -89,6 +93,10 @@ def measured_step(
         _clear(step)
         return seen
 
+    # If the step replaced a storage which is nevertheless still there, somebody else holds it
+    # (``preserved_state``, to restore it). The old and the new one were alive together, which does not happen
+    # in training, so the figure is too high. In the second run the step replaces its own storage, which
+    # nobody else holds.
     before = {key: weakref.ref(s) for key, s in _alive(step, batch_tensors, read).items()}
     seen = measured()
     replaced = before.keys() - alive()
@@ -102,9 +110,8 @@ class _Reads(Watching):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[
-            int, tuple[weakref.ref[torch.UntypedStorage], bool]
-        ] = {}  # and whether an op made it
+        # By key, a weak reference, and whether an op made the storage. The first note of a storage decides.
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}
 
     @property
     def left(self) -> tuple[torch.UntypedStorage, ...]:
@@ -113,8 +120,11 @@ class _Reads(Watching):
         return tuple(storage for storage in found if storage is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A tensor subclass handles the op itself and comes back with its inner tensors.
         if is_deferred(types):
             return NotImplemented
+        # Inputs before the op runs, outputs after it: an output that is a view of an input is known by then,
+        # and does not count as made.
         self._note(tensors_in((args, kwargs or {})), made=False)
         out = func(*args, **(kwargs or {}))
         self._note(tensors_in(out), made=True)
@@ -124,6 +134,8 @@ class _Reads(Watching):
         for storage in (part.untyped_storage() for t in tensors for part in strided_parts(t)):
             key = storage_key(storage)
             if key not in self._known:
+                # A key is an address. When the storage is gone it may be given to another one, so it must be
+                # forgotten at once.
                 self._known[key] = weakref.ref(storage, functools.partial(self._forget, key)), made
 
     def _forget(self, key: int, _: Any) -> None:
@@ -168,14 +180,19 @@ def _run_cpu(
     alive = _alive(step, batch_tensors, read)
     before = sum(s.nbytes() for s in alive.values())
     freed = {f"sacplan: freed storage {key}": -s.nbytes() for key, s in alive.items()}
+    # The profiler reports frees of what was allocated while it ran. For storages from before it, each weak
+    # reference leaves an event when its storage is freed, so that the sum below has both in the order in
+    # which they came.
     watches = [
         weakref.ref(s, functools.partial(_mark, n)) for n, s in zip(freed, alive.values(), strict=True)
     ]
+    # Otherwise this dict itself would keep the storages alive.
     del alive
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         began = time.perf_counter()
         step.run()
         wall_ms = (time.perf_counter() - began) * 1e3
+    # Storages that are freed from here on are no part of the step.
     watches.clear()
     live = peak = 0
     for delta in allocation_events(profiler, freed):
@@ -217,5 +234,7 @@ def _alive(
         for state in step.optimizer.state.values():
             tensors.extend(v for v in state.values() if isinstance(v, torch.Tensor))
     kind = parameters[0].device.type if parameters else "cpu"
+    # A subclass has no storage of its own worth counting; its strided inner tensors do. Keys make shared
+    # storages count once.
     found = [part.untyped_storage() for t in tensors for part in strided_parts(t)]
     return {storage_key(s): s for s in (*found, *read) if s.device.type == kind}

@@ -133,10 +133,14 @@ def verify(
     if run not in ("fake", "real"):
         raise PlanError(f"unknown run {run!r}; known are 'fake' and 'real'.")
     check_model(model)
+    # The model is checked before the batch is made, which may be a callable that takes long.
     plan.fingerprint.check_model(model)
+    # A batch that is given as a callable may draw random numbers.
     with preserved_rng():
         batch = resolve_batch(batch)
     plan.fingerprint.check_batch(batch)
+    # A fake step works for ranks: the program of one rank is derived from it, and for a mesh the process
+    # group is a fake one.
     if run == "real" and plan.ranks.world_size > 1:
         raise PlanError(
             f"this plan is for one of {plan.ranks.world_size} ranks, and run='real' would run the whole model here. "
@@ -145,9 +149,8 @@ def verify(
     run_step = _verify_fake if run == "fake" else _verify_real
     seen = run_step(model, batch, plan, loss_fn, optimizer)
     warn_of(seen.setup_differences, stacklevel=3)
-    if all(
-        difference.what != "loss" for difference in seen.setup_differences
-    ):  # another loss is reported already
+    # With another loss than planned, the warning above has said so.
+    if all(difference.what != "loss" for difference in seen.setup_differences):
         for said in filter(None, [summed_outputs(plan.fingerprint.setup)]):
             warnings.warn(f"{said}.", SumOfOutputsWarning, stacklevel=3)
     return seen
@@ -158,6 +161,9 @@ def _verify_fake(
 ) -> Verification:
     applied = _Applied(plan)
     sharding = plan.ranks.sharding
+    # Two ways to the step of one rank. A plan on a mesh is executed by sacplan itself, so the step is run as
+    # rank 0 of a fake process group, and its trace is that of a rank already. FSDP2 and DDP are not run:
+    # their rank is rewritten from the trace of the unsharded step.
     with contextlib.nullcontext() if sharding is None else pretended_ranks(sharding.mesh.size):
         seen = trace_step(
             model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
@@ -186,6 +192,7 @@ def _verify_real(
     first = next((t for t in (*model.parameters(), *model.buffers())), None)
     here = first.device.type if first is not None else "cpu"
     spec = resolve_device("cuda" if here == "cuda" else "cpu")
+    # The device is where the model is, not that of the plan: the step runs on the model's own tensors.
     check_runs_here(model, spec, 'run="real"')
     optimizer = inner_optimizer(optimizer)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -196,11 +203,16 @@ def _verify_real(
     step = Step(model, batch, loss_or_default(loss_fn, mode), optimizer, mode)
     with explained_limits(), preserved_state(model, optimizer, batch, *held_by_function(loss_fn)):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+        # Three runs: FLOPs without the plan, the peak with it, FLOPs with it. The difference of FLOPs is the
+        # recomputation. The first run also finds the tensors that the loss function holds; they must count in
+        # the peak.
         unplanned = measured_step(step, tensors, count_flops=True)
         with put_on(model, plan) as handle:
             seen = measured_step(step, tensors, read=unplanned.read)
+            # Read before the run that counts FLOPs, so that they are those of the measured steps.
             differences = handle.differences
             planned_flops = measured_step(step, tensors, count_flops=True).flops
+        # After the runs, and with the model still as it trains: ``preserved_state`` is about to restore it.
         setup = step.setup(current_autocast(here))
     return Verification(
         peak_bytes=seen.peak_bytes,
@@ -247,6 +259,8 @@ class _Applied:
 
     def remove(self) -> None:
         assert self._handle is not None
+        # After ``remove`` the handle has none, and it must not be kept: it holds the model's copy with all
+        # its tensors.
         self.differences = self._handle.differences
         self._handle.remove()
         self._handle = None

@@ -70,6 +70,7 @@ class PlannedTraining:
         self._handle = put_on(model, self.plan, check=self._check)
         warn_of(self.plan.fingerprint.setup.model_differences(Setup.of(model)), stacklevel=4)
         self._to_compare = model
+        # A new watch for each run: one that has stopped does not start again.
         self._watch = PeakWatch(self.plan, self._watch_steps * batches, self._tolerance, self._hint)
 
     def _compare(self, optimizers: Iterable[Any]) -> None:
@@ -77,12 +78,14 @@ class PlannedTraining:
 
         Called after each step, but works after the first one only: before it, modules may be in other modes.
         """
+        # Setting it to None makes this work once in a run.
         model, self._to_compare = self._to_compare, None
         if model is None:
             return
         planned = self.plan.fingerprint.setup
         found = list(planned.mode_differences(Setup.of(model)))
         names = [optimizer_name(inner_optimizer(optimizer)) for optimizer in optimizers]
+        # With several optimizers there is no single name to compare with the planned one.
         if len(names) == 1:
             found.extend(planned.optimizer_difference(names[0]))
         warn_of(found, stacklevel=3)
@@ -90,8 +93,10 @@ class PlannedTraining:
     def _take_off(self) -> None:
         """Remove the plan. A run that failed leaves it on, so this is called before the next one, too."""
         self._to_compare = None
+        # The watch first: it may hold a running profiler, of which there can be only one in the process.
         self._watch.abandon()
         handle, self._handle = self._handle, None
+        # None if nothing was applied, or if it was removed already.
         if handle is not None:
             self._differences = handle.differences
             handle.remove()
@@ -132,12 +137,15 @@ class PeakWatch:
         self, model: torch.nn.Module, optimizers: Iterable[Any], batch: Iterable[torch.Tensor] | None = None
     ) -> None:
         """Begin a step. Without the batch, its size is taken from the plan."""
+        # In case the trainer did not report the end of the step before.
         if self._running:
             self.end()
+        # Nothing is left to measure, or nothing ever was (``steps=0``).
         if not self._left:
             return
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self._meter is None:
+            # It will not become measurable later, so later steps do not try (and do not warn) again.
             if not self._can_measure(device.type):
                 self._left = 0
                 return
@@ -147,6 +155,7 @@ class PeakWatch:
             [*(batch or ()), *_state_of(optimizers)],
             round_bytes=self._meter.round_bytes,
         )
+        # The Trainer's callbacks do not see the batches of a step.
         if batch is None:
             own_bytes += _bytes_of_planned_batch(self._plan)
         self._left -= 1
@@ -159,6 +168,7 @@ class PeakWatch:
             return
         self._running = False
         self._judge(self._meter.end())
+        # On a CPU the peaks are known only when the profiler stops, which should be as soon as possible.
         if not self._left:
             self.finish()
 
@@ -171,12 +181,14 @@ class PeakWatch:
         self._stop()
 
     def _stop(self) -> list[int]:
+        # Also sets the counters, so that a step that is still running is not measured any more.
         meter, self._meter = self._meter, None
         self._left, self._running = 0, False
         return [] if meter is None else meter.finish()
 
     def _can_measure(self, kind: str) -> bool:
         planned = _kind_of(self._plan.device)
+        # Another allocator and other kernels: a comparison would warn without a reason.
         if planned != kind:
             self._warn(
                 f"the plan was made for {self._plan.device}, but this step runs on {kind}: its peak there is not what "
@@ -197,7 +209,9 @@ class PeakWatch:
         for peak_bytes in peaks_bytes:
             self.peaks_bytes.append(peak_bytes)
             over_prediction = peak_bytes > plan.peak_bytes * (1 + self._tolerance)
+            # A plan may just fit its budget, and a trainer's own scalars are in the measured peak.
             over_budget = plan.budget_bytes is not None and peak_bytes > plan.budget_bytes + _SCALARS_BYTES
+            # One warning for a run; all peaks are kept.
             if self._warned or not (over_prediction or over_budget):
                 continue
             self._warned = True
@@ -240,6 +254,7 @@ class _OnCpu:
 
     def finish(self) -> list[int]:
         self._stop()
+        # A step that began and did not end has own bytes and no rise.
         return [own + rise for own, rise in zip(self._own_bytes, _rises(self._profiler), strict=False)]
 
 
@@ -254,6 +269,7 @@ class _OnCuda:
 
     def begin(self, own_bytes: int) -> None:
         torch.cuda.synchronize(self._device)
+        # The planned step allocates its own workspace, so the measured one must, too.
         drop_cublas_workspaces()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._own_bytes, self._before_bytes = own_bytes, torch.cuda.memory_allocated(self._device)
@@ -270,6 +286,8 @@ def _rises(profiler: torch.profiler.profile) -> list[int]:
     rises: list[int] = []
     live = peak = before = 0
     for event in allocation_events(profiler, (_BEGIN, _END)):
+        # ``live`` goes on from step to step, as the profiler sees the whole run: what a step frees of the one
+        # before counts as freed. The rise of a step is its peak over the value at its beginning.
         if event == _BEGIN:
             peak = before = live
         elif event == _END:

@@ -82,11 +82,15 @@ class PlanCallback(PlannedTraining, pl.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Apply the plan."""
+        # A fit that failed before ``on_exception`` could run may have left a plan on.
         self._take_off()
+        # Lightning calls back for each batch and not for each optimizer step, so a step is several
+        # measurements.
         self._put_on(self._planned(pl_module), batches=trainer.accumulate_grad_batches)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start to measure."""
+        # Here the batch is on its device already, so its own size counts and not the planned one.
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         self._watch.begin(pl_module, trainer.optimizers, tensors)
 
@@ -94,6 +98,7 @@ class PlanCallback(PlannedTraining, pl.Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop measuring before validation."""
+        # Before ``_compare``, which is not a part of the step.
         self._watch.end()
         self._compare(trainer.optimizers)
 
@@ -108,6 +113,7 @@ class PlanCallback(PlannedTraining, pl.Callback):
 
     def _planned(self, pl_module: pl.LightningModule) -> torch.nn.Module:
         try:
+            # ``get_submodule("")`` is the module itself.
             model: torch.nn.Module = pl_module.get_submodule(self.submodule)
             return model
         except AttributeError as error:
@@ -166,6 +172,7 @@ def step_arguments(
     Raises:
         TraceError: manual optimization, several optimizers, no batch, or a module in another precision.
     """
+    # A manual ``training_step`` runs backward itself; a recording of it would have two backward passes.
     if not module.automatic_optimization:
         raise TraceError(
             f"{type(module).__name__} optimizes manually, so its training_step runs backward and the optimizer itself. "
@@ -174,6 +181,7 @@ def step_arguments(
         )
     _check_precision(trainer, module)
     with preserved_rng():
+        # One micro-batch without gradients and one with them are all cases there are.
         count = min(2, trainer.accumulate_grad_batches)
         found = tuple(islice(iter(_loader(module, batches)), count))
         if not found:
@@ -197,9 +205,10 @@ class _FitLoss:
         batches = batch["batches"]
         module.train()
         trained = [p for p in module.parameters() if p.requires_grad]
-        for (
-            p
-        ) in trained:  # Lightning frees the gradients of the previous step only after the first forward pass
+        # The closure of an optimizer step runs training_step, zero_grad and backward in this order
+        # (``lightning/pytorch/loops/optimization/automatic.py``). So the gradients of the step before are alive during
+        # the first forward pass. Their values do not matter.
+        for p in trained:
             p.grad = torch.empty_like(p)
         loss = self._loss(module, batches[0], 0)
         for p in trained:
@@ -210,18 +219,23 @@ class _FitLoss:
         return loss
 
     def _loss(self, module: Any, batch: Any, index: int) -> torch.Tensor:
+        # ``batch_idx`` is optional in ``training_step``.
         arguments = (
             (batch, index) if len(inspect.signature(module.training_step).parameters) > 1 else (batch,)
         )
+        # The trainer is not attached to the module while the step is recorded. ``self.log`` then does nothing
+        # but warn.
         with self.trainer.precision_plugin.forward_context(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*`self\.trainer` reference is not registered")
             output = module.training_step(*arguments)
+        # A ``training_step`` may return the loss, or a mapping with it, or None to skip the batch.
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
             raise TraceError(
                 f"the training_step of {type(module).__name__} returned {type(output).__name__} without a loss for "
                 "this batch. Give batches that have one."
             )
+        # As ``ClosureResult.from_training_step_output`` normalizes it.
         return loss / self.trainer.accumulate_grad_batches
 
 
@@ -238,6 +252,8 @@ def _loader(module: pl.LightningModule, batches: Any) -> Any:
 def _optimizer(module: pl.LightningModule) -> torch.optim.Optimizer | None:
     """Return the optimizer of ``configure_optimizers``, from any of the forms that Lightning accepts."""
     made: Any = module.configure_optimizers()
+    # The forms are those of ``_configure_optimizers`` in ``lightning/pytorch/core/optimizer.py``: an
+    # optimizer, a mapping, lists of either, or a pair of lists.
     if isinstance(made, (list, tuple)) and len(made) == 2 and isinstance(made[0], (list, tuple)):
         made = made[0]  # optimizers, schedulers
     found = [m["optimizer"] if isinstance(m, Mapping) else m for m in _as_list(made)]
@@ -260,6 +276,7 @@ _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch
 
 def _check_precision(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse a module that Lightning has yet to convert: it would not be recorded in the precision it trains in."""
+    # With mixed or full precision the module keeps its dtype, so there is nothing to check.
     wanted = _TRUE.get(trainer.precision)
     if wanted is None:
         return

@@ -85,6 +85,8 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
             raise PlanError(problem)
         check_model(model)
         _check_sharded(model, self.plan)
+        # ``model`` is the one inside of the wrappers: the Trainer's ``CallbackHandler`` passes
+        # ``trainer.model``.
         self._put_on(model)
 
     def on_step_begin(
@@ -98,6 +100,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
     ) -> None:
         """Start to measure all micro-batches of the step together."""
         assert model is not None
+        # Without the batches, which callbacks do not get: their size is taken from the plan.
         self._watch.begin(model, [] if optimizer is None else [optimizer])
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -153,6 +156,7 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
     _check_plannable(trainer)
     shadow = copy.copy(trainer)  # keeps what is created below away from the trainer
     batches, items = _first_step(shadow)
+    # ``create_optimizer`` pops entries from these options, so the copy gets its own dict.
     if trainer.optimizer_cls_and_kwargs is not None:
         cls, options = trainer.optimizer_cls_and_kwargs
         shadow.optimizer_cls_and_kwargs = (cls, dict(options))
@@ -174,11 +178,15 @@ class _TrainerLoss:
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         trainer = _without_metrics(self.trainer)
+        # The model to record is a copy on fake tensors. ``compute_loss`` reads these attributes besides its
+        # argument.
         trainer.model = trainer.model_wrapped = model
         micro_batches, items = batch["micro_batches"], batch["num_items_in_batch"]
         trainer.current_gradient_accumulation_steps = len(micro_batches)
+        # As ``Trainer.training_step`` does.
         model.train()
         with _prepared(trainer, model):
+            # The recorder runs the backward pass of what is returned, which is that of the last micro-batch.
             if len(micro_batches) > 1:
                 torch.autograd.backward(self._loss(trainer, model, micro_batches[0], items))
             return self._loss(trainer, model, micro_batches[-1], items)
@@ -186,6 +194,7 @@ class _TrainerLoss:
     @staticmethod
     def _loss(trainer: transformers.Trainer, model: torch.nn.Module, batch: Any, items: Any) -> torch.Tensor:
         loss: Any = trainer.compute_loss(model, dict(batch), num_items_in_batch=items)
+        # As ``Trainer.training_step`` does.
         if not _is_normalized(trainer, items):
             loss = loss / trainer.current_gradient_accumulation_steps
         return cast(torch.Tensor, loss)
@@ -207,6 +216,7 @@ def _without_metrics(trainer: transformers.Trainer) -> transformers.Trainer:
 
 def _is_normalized(trainer: transformers.Trainer, items: Any) -> bool:
     """Return whether the loss already accounts for gradient accumulation, as ``Trainer.training_step`` decides it."""
+    # Newer versions of transformers say it in an attribute; None there means that the rule below decides.
     known = getattr(trainer, "loss_is_scaled_for_ga", None)
     if known is not None:
         return bool(known)
@@ -221,6 +231,8 @@ def _prepared(trainer: transformers.Trainer, model: torch.nn.Module) -> Iterator
     """
     accelerator = trainer.accelerator
     own = model.__dict__.get("forward")
+    # ``Accelerator.prepare_model`` leaves ``_original_forward`` on a model that it has wrapped. Wrapped
+    # again, autocast would be entered twice.
     mixed = accelerator.native_amp and not hasattr(model, "_original_forward")
     if mixed:
         autocast = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
@@ -230,6 +242,8 @@ def _prepared(trainer: transformers.Trainer, model: torch.nn.Module) -> Iterator
         noise = _neftune.activate_neftune(model, trainer.neftune_noise_alpha, accelerator)
     try:
         yield
+    # In reverse order. The forward that the instance had before, if any, is put back; otherwise the class's
+    # is found again.
     finally:
         if noise is not None:
             _neftune.deactivate_neftune(model, noise, accelerator)
@@ -241,6 +255,8 @@ def _prepared(trainer: transformers.Trainer, model: torch.nn.Module) -> Iterator
 
 def _first_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
     """Return the batches of an optimizer step, and the number of items that the Trainer divides the loss by."""
+    # ``get_train_dataloader`` has Accelerate register the loader. It is taken out again, so that training
+    # does not find two.
     known = list(trainer.accelerator._dataloaders)
     with preserved_rng():
         loader = trainer.get_train_dataloader()
@@ -270,11 +286,16 @@ def _plain(value: Any) -> Any:
 
 
 def _check_plannable(trainer: transformers.Trainer) -> None:
+    # Every exit here is a way of training whose step would not be recorded as it runs: another backward pass
+    # (own checkpointing), a sharded or replicated model, replaced kernels, a second model on the device, or
+    # tensors that are moved to the host.
     args = trainer.args
     problem = _own_checkpointing(args)
     if problem is not None:
         raise TraceError(problem)
     check_model(trainer.model)
+    # The sharded step is derived from that of the unsharded model. So this one gets instructions and not only
+    # a refusal.
     if trainer.is_fsdp_enabled or args.fsdp:
         raise TraceError(
             "this trainer shards its model (fsdp=). Record the whole model, in a process of its own: give "
@@ -311,16 +332,19 @@ def _is_of_trl(trainer: transformers.Trainer) -> bool:
 
 def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
     """Raise ``PlanError`` if ``fsdp=`` has sharded the model and the plan was not made for that."""
+    # Nothing can be sharded without a process group.
     if not (dist.is_available() and dist.is_initialized()):
         return
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+    # It flattens the parameters of a unit into one, so neither names nor shapes are those that were planned for.
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise PlanError(
             "the Trainer has wrapped this model in the older FullyShardedDataParallel, which a plan does not go with. "
             'Shard with fully_shard: fsdp_config={"version": 2}.'
         )
     sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
+    # A process group without sharding is DDP, with which any plan for one device runs.
     if not sharded:
         return
     if plan.ranks.fsdp_units is None:
@@ -330,6 +354,10 @@ def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
             f"sacplan.plan(profile, ..., world_size={dist.get_world_size()}, fsdp_units=[...]) for these modules: "
             f"{', '.join(map(repr, sharded[:6]))}{', ...' if len(sharded) > 6 else ''}."
         )
+    # A unit of the plan runs again in the backward pass as a whole. If a module inside of it is sharded by
+    # itself, its parameters are gathered only while FSDP2 runs that module's own hooks. A unit that is itself
+    # sharded, or lies inside of a sharded module, is safe: its parameters are gathered for all of its
+    # backward pass.
     for unit in plan.units:
         inner = next((fqn for fqn in sharded if fqn != unit and is_inside(fqn, unit)), None)
         if inner is not None:

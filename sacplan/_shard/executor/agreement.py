@@ -42,9 +42,8 @@ class Agreement:
         self._device_type, self._check = device_type, check
         self._shared: list[torch.Generator] = []  # those that are known to agree in this step
         self._checked: set[tuple[bool, bool]] = set()
-        self._seen: WeakIdKeyDictionary | None = (
-            None  # plain tensors of the step that is checked, and versions
-        )
+        # The plain tensors of the step that is checked, and their versions; None in other steps.
+        self._seen: WeakIdKeyDictionary | None = None
 
     def begin(
         self, module: torch.nn.Module, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -59,14 +58,18 @@ class Agreement:
         # A part of the model runs within a step that has begun; under fake tensors there is nobody to compare with.
         if (fqn and self._shared) or active_fake_mode() is not None:
             return
+        # The first step of each mode is checked: training and evaluation have different batches.
         mode = module.training, torch.is_grad_enabled()
         is_first = self._check and mode not in self._checked
         self._checked.add(mode)
         self._seen = WeakIdKeyDictionary() if is_first else None
+        # A program may have seeded its generators since the last step.
         self._shared.clear()
         with modes_off():
             given = list(_named(args, kwargs)) if self._check else []
             shapes = _digest_of(f"{name} {_described(value)}".encode() for name, value in given)
+            # Shapes in every step, since ranks with other shapes would wait for each other for ever. Values
+            # once, since they cost a copy to the host.
             values = _digest_of(part for _, t in given for part in _bytes_of(t)) if is_first else b""
             found = self._make_agree(self._defaults(), shapes + values)
             if any(theirs != found[0] for theirs in found):
@@ -81,6 +84,7 @@ class Agreement:
 
     def share(self, generator: torch.Generator) -> None:
         """Make ranks agree on a generator before they draw replicated numbers, once in a step."""
+        # Agreed on in this step already, or nothing is drawn.
         if any(known is generator for known in self._shared) or active_fake_mode() is not None:
             return
         with modes_off():
@@ -100,6 +104,8 @@ class Agreement:
         if active_fake_mode() is not None:
             return
         new = [t for t in tensors if self._remember(t)]
+        # All ranks run the same ops on the same tensors, so all return here or none: the collective below
+        # stays paired.
         if not new:
             return
         with modes_off():
@@ -113,6 +119,7 @@ class Agreement:
         if self._seen is None or not isinstance(t, torch.Tensor) or isinstance(t, DTensor):
             return False
         version = -1 if t.is_inference() else t._version
+        # Compared already, and not written since.
         if self._seen.get(t) == version:
             return False
         self._seen[t] = version
@@ -129,6 +136,7 @@ class Agreement:
         """Compare generators, and set those that differ to the state of rank 0; returns what ranks sent as ``more``."""
         state = _states(generators)
         sent = _exchanged(_digest_of([state.numpy().tobytes()]) + more, self._device_type)
+        # All ranks see the same digests, so all take part in the broadcast or none.
         if any(theirs[:_DIGEST] != sent[0][:_DIGEST] for theirs in sent):
             state = state.to(self._device_type)
             dist.broadcast(state, src=0)
@@ -147,6 +155,7 @@ class Agreement:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         first = everyone[0]
+        # Every rank comes here, as all have seen the same digests: one more collective is safe.
         others = [rank for rank, theirs in enumerate(everyone) if theirs != first]
         theirs = everyone[others[0]]
         ours, other = next(((a, b) for a, b in zip(first, theirs, strict=False) if a != b), (None, None))
@@ -199,6 +208,7 @@ def _bytes_of(value: Any) -> Iterator[bytes]:
 
     Ranks have other parts of a DTensor. A tensor that is not strided, or has no values, has no digest.
     """
+    # Nothing to compare, or parts that are meant to differ.
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.numel():
         return
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:

@@ -66,6 +66,7 @@ class Grid:
         self, mesh: Mesh, device_mesh: DeviceMesh, places: Sequence[CallPattern] = (), check: bool = True
     ) -> None:
         coordinate = device_mesh.get_coordinate()
+        # ``get_coordinate`` is None on a process that is not in the mesh.
         if tuple(device_mesh.shape) != mesh.ranks or coordinate is None:
             raise PlanError(
                 f"mesh {mesh} does not match the device mesh of shape {tuple(device_mesh.shape)}; "
@@ -128,8 +129,11 @@ class Grid:
             *(local.storage_offset(), tuple(shape), source, target),
         )
         known = self.copies.find(key)
+        # The key has the address of the storage. If that storage is gone, another one may have its address:
+        # the weak reference tells.
         if known is not None and not known[1].expired():
             return known[0]
+        # Before the move, so that the old copy's memory is free for the new one.
         self.copies.make_room(axes)
         copy = self.move(local, shape, source, target)
         self.copies.keep(key, axes, (copy, StorageWeakRef(storage)))
@@ -145,6 +149,7 @@ class Grid:
 
     def place_of(self, op: str) -> CallPattern | None:
         """Return the place of the op that runs now, and count the op."""
+        # Outside of all modules, or no place asks for anything: then no module is watched.
         if not self.modules:
             return None
         unit, ran = self.modules[-1]
@@ -157,9 +162,8 @@ class Grid:
 
         Those that have the same part draw the same numbers; the others have other seeds. Afterwards all agree again.
         """
-        if (
-            active_fake_mode() is not None
-        ):  # nothing is drawn, and a generator's state is no tensor of the step
+        # Nothing is drawn from fake tensors, and a generator's state is no tensor of the step.
+        if active_fake_mode() is not None:
             yield
             return
         self.agreement.share(generator)
@@ -167,10 +171,11 @@ class Grid:
             yield
             return
         with modes_off():  # ops on states are none of the step's
-            state = (
-                generator.get_state().numpy().tobytes()
-            )  # a tensor would be alive beside what the op makes
+            # As bytes: a tensor would be alive beside what the op makes.
+            state = generator.get_state().numpy().tobytes()
             where = ",".join(str(self.coordinate[axis]) for axis in axes)
+            # The seed depends on the common state and on the position along ``axes``. So ranks with the same
+            # part draw alike, and a run with the same seed draws the same again.
             digest = hashlib.blake2b(state + where.encode(), digest_size=7).digest()
             generator.manual_seed(int.from_bytes(digest, "little"))
         try:
@@ -178,15 +183,16 @@ class Grid:
         finally:
             with modes_off():
                 generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-                torch.empty(4, device=generator.device).uniform_(
-                    generator=generator
-                )  # the next op draws others
+                # The state moves on in the same way on all ranks, so that the next op draws other numbers.
+                torch.empty(4, device=generator.device).uniform_(generator=generator)
 
 
 def placements_of(layout: Placements, ranks: Sequence[int]) -> list[Any]:
     """Return the placements of DTensor, which sees the cut of an axis within the parts of axes before it."""
     found: list[Any] = []
     for axis, placement in enumerate(layout):
+        # DTensor's ``_StridedShard`` (``torch/distributed/tensor/placement_types.py``) counts pieces within
+        # the parts of the axes before it, while ``outer`` counts them within the full tensor.
         if placement.is_cut:
             factor = placement.outer
             for other, n in zip(layout[:axis], ranks, strict=False):
@@ -217,6 +223,8 @@ def layout_of(placements: Sequence[Any], shape: Sequence[int], ranks: Sequence[i
         for n in before:
             outers |= {outer * n for outer in outers}
         options.append([cut(dim, outer) for outer in sorted(outers)])
+    # DTensor's factor is relative to the parts of axes before it, which may or may not cut around this one.
+    # So several ``outer`` are possible, and the one that gives back these placements is taken.
     for layout in product(*options):
         if fits(shape, layout, ranks) and placements_of(layout, ranks) == list(placements):
             return layout

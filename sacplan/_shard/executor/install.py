@@ -74,6 +74,8 @@ class ShardingHandle:
         self._shells: list[tuple[nn.Parameter, Any]] = []
         self._hooks: list[Any] = []
         made: dict[int, Any] = {}
+        # All names, since a tied parameter has to be replaced in each of its modules; made once, so that it
+        # stays tied.
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             if id(parameter) not in made:
                 made[id(parameter)] = self._placed(parameter, homes[name])
@@ -114,6 +116,7 @@ class ShardingHandle:
         return place(part, self.grid.form(layout, torch.Size(shape), stride, part.dtype), self.grid)
 
     def _placed(self, parameter: nn.Parameter, home: Placements) -> Any:
+        # Of ``fully_shard`` or ``parallelize_module``: two shardings of one parameter do not go together.
         if isinstance(parameter, DTensor):
             raise PlanError("a parameter is sharded already; spread the whole model.")
         gradient = parameter.grad
@@ -128,10 +131,15 @@ class ShardingHandle:
             made.__dict__.update(
                 {name: value for name, value in parameter.__dict__.items() if name not in made.__dict__}
             )
+            # A model may have gradients already, such as between micro-batches.
             if gradient is not None:
                 made.grad = placed_from(gradient, home, self.grid)
+        # A hook on the tensor runs before the gradient is accumulated, so ``grad`` has the parameter's layout
+        # from the beginning.
         if parameter.requires_grad:
             self._hooks.append(made.register_hook(self._sends_home(home)))
+        # Hooks of the user or of a library move with the parameter, after our own, so that they see gradients
+        # in the layout of the parameter.
         for hook in (parameter._backward_hooks or {}).values():
             made.register_hook(hook)
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -146,6 +154,7 @@ class ShardingHandle:
 
         def hook(gradient: torch.Tensor) -> torch.Tensor:
             number = backward_number()
+            # Once for each backward pass: the callback that the engine runs at its end.
             if number != grid.backward:
                 grid.backward = number
                 call_after_backward(_ends(grid))
@@ -159,6 +168,7 @@ class ShardingHandle:
         for fqn, module in model.named_modules():
             begins = _begins(grid, fqn)
             self._hooks.append(module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
+        # Two hooks for each module cost time in every call, so only where places ask.
         if len(grid.places):
             for fqn, module in model.named_modules():
                 self._hooks.append(module.register_forward_pre_hook(_enters(grid, fqn), prepend=True))
@@ -168,6 +178,7 @@ class ShardingHandle:
 
     def remove(self) -> None:
         """Make the parameters unsharded and plain again, on all ranks; gradients too. Call it on all of them."""
+        # Removed already.
         if self._model is None:
             return
         for hook in self._hooks:
@@ -193,6 +204,8 @@ _OURS = frozenset(("_form", "_grid", "_is_copy", "_same", "_local_tensor", "_spe
 
 def _replace(model: nn.Module, by_id: Mapping[int, Any]) -> None:
     """Replace parameters by others wherever they are, so that tied ones stay tied."""
+    # ``_parameters`` and not ``setattr``: the objects of the modules stay, and so do the names in
+    # ``state_dict``.
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in by_id:
@@ -259,6 +272,7 @@ def _homes_of(model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements]) -> 
                     f"parameter {name} of shape {shape} cannot be cut as {format_layout(layout)} on mesh {mesh}: "
                     f"the ranks do not divide it evenly. Try another mesh, or plan again."
                 )
+            # All patterns that match a parameter, under any of its names, must give it the same layout.
             known = by_id.setdefault(id(names[name]), (name, layout))
             if known[1] != layout:
                 raise PlanError(
@@ -318,6 +332,7 @@ _SAMPLES = 64
 def _sampled(model: nn.Module) -> Iterator[bytes]:
     """Yield a few bytes of each parameter."""
     for parameter in model.parameters():
+        # Nothing to sample.
         if parameter.is_meta or not parameter.numel():
             continue
         flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach().flatten()

@@ -89,6 +89,7 @@ class PlacedTensor(DTensor):
         return _Redistribute.apply(self, self._layout_of(target))  # type: ignore[no-any-return]
 
     def _layout_of(self, placements: Sequence[Any]) -> Placements:
+        # Users give negative dimensions; layouts have none.
         normal = [
             dtensors.shard(p.dim % self.dim(), 1) if getattr(p, "dim", 0) < 0 else p for p in placements
         ]
@@ -127,6 +128,8 @@ class PlacedTensor(DTensor):
             for p, n, at in zip(self._form.layout, grid.ranks, grid.coordinate, strict=True)
             if p.is_cut and p.dim == dim
         )
+        # Invariant: ``starts`` are the beginnings of the stretches that this rank has after the cuts so far,
+        # from the outermost inwards. Each further cut leaves ``repeated`` stretches of each.
         starts = [0]
         before = 1
         for outer, n, at in cuts:
@@ -136,6 +139,9 @@ class PlacedTensor(DTensor):
             before = outer * n
         return starts
 
+    # The protocol of ``torch.distributed.checkpoint`` (``planner_helpers.py``). DTensor's own methods write
+    # one chunk for each rank, but a part that is cut inside of a dimension is several blocks of the full
+    # tensor.
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         return [
             dtensors.checkpoint_write_item(fqn, dtensors.checkpoint_chunk(at, block.shape), block, self.shape)
@@ -168,6 +174,7 @@ def placed_from(whole: torch.Tensor, layout: Placements, grid: Grid, weight: boo
 
 def moved_to(t: torch.Tensor, layout: Placements, grid: Grid) -> PlacedTensor:
     """Return a placed or a plain tensor in another layout, below autograd, with no more memory than its part."""
+    # A plain tensor is replicated: only cut.
     if type(t) is not PlacedTensor:
         return placed_from(t, layout, grid)
     if t._form.layout == layout:
@@ -186,6 +193,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.grid = t._grid
         ctx.back = tuple(REPLICATED if p.is_partial else p for p in t._form.layout)
         moved = moved_to(t, target, t._grid)
+        # ``moved_to`` returns its argument if nothing moves, and autograd needs a tensor of its own.
         return place(moved._local_tensor, moved._form, t._grid)
 
     @staticmethod
@@ -200,6 +208,8 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx: Any, t: PlacedTensor, target: Placements, grad: Placements) -> torch.Tensor:
         ctx.grid, ctx.form = t._grid, t._grid.form(grad, t._form.shape, t._form.stride, t._form.dtype)
         local = moved_to(t, target, t._grid)._local_tensor
+        # As DTensor's ``to_local`` does (``torch/distributed/tensor/_api.py``): autograd writes its metadata
+        # into what is returned, so this must not be the tensor that the placed one holds.
         return local.view_as(local)
 
     @staticmethod
@@ -221,6 +231,8 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensors: list[Any] = []
     parts: list[Any] = []
     key: list[Any] = [id(func)]  # an op lives as long as the process, and is slow to hash
+    # The key is built and looked up in each op of each step, so it holds forms by identity and nothing that
+    # is slow to hash or compare.
     for value in args:
         if not _describe(value, key, tensors, parts):
             return _with_dtensors(func, args, kwargs)
@@ -240,8 +252,10 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         prepared = grid.prepared[at] = prepare(
             grid, func, args, kwargs, [_form(t, grid) for t in tensors], asked
         )
+    # A write to a copy would be lost without a word.
     if prepared.writes:
         _refuse_copies(func, args, kwargs)
+    # Plain tensors count as replicated. If they differ between ranks, results do silently.
     if grid.agreement.is_checking:
         written = {id(t) for t in flat_tensors(op_traits(func).written(args, kwargs))}
         plain = [t for t in tensors if type(t) is not PlacedTensor and id(t) not in written]
@@ -254,11 +268,15 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     local_args = [_with_parts(value, following) for value in args]
     local_kwargs = {name: _with_parts(value, following) for name, value in kwargs.items()}
     out = _on_parts(prepared, func, local_args, local_kwargs, grid)
+    # In place: the caller must get the objects that it has passed, with their autograd state.
     if prepared.returns:
         return _written(prepared, args, kwargs)
     made = _wrapped(out, prepared.outputs, grid)
+    # ``detach`` shares memory. If one of the two is reduced, the other would still count as summands of the
+    # same values.
     if func is _DETACH and made._form.is_partial:
         _tie(tensors[0], made)
+    # Noted for ``_refuse_copies``: see ``_has_views`` and ``_is_copy``.
     if prepared.is_view:
         tensors[0]._has_views = True
         if _is_detached(tensors[0], parts[0], prepared, out):
@@ -290,10 +308,12 @@ def _moved_input(tensors: list[Any], i: int, layout: Placements, grid: Grid) -> 
     if type(t) is not PlacedTensor:
         return grid.moved(t, t.shape, grid.replicated, layout, _version(t))
     form = t._form
+    # If the op takes the tensor twice, the other position was prepared for the layout that it has now.
     if is_reduced(form.layout, layout) and sum(other is t for other in tensors) == 1:
         part = grid.move(t._local_tensor, form.shape, form.layout, layout)
         reduced = grid.form(layout, form.shape, form.stride, form.dtype, form.weight)
         for same in (t, *(ref() for ref in t._same or ())):
+            # Only those that are still the same summands.
             if same is not None and same._form is form:
                 same._local_tensor, same._form, same._spec = part, reduced, reduced.spec
                 same._is_reduced = True
@@ -348,6 +368,8 @@ def _with_parts(value: Any, parts: Iterator[Any]) -> Any:
 
 def _on_parts(prepared: Prepared, func: Any, args: list[Any], kwargs: dict[str, Any], grid: Grid) -> Any:
     call = prepared.call
+    # The order: what needs collectives inside; sizes of parts; views by ``reshape``; random numbers;
+    # everything else.
     if not call.is_plain:
         return call.run(args, kwargs, grid.reduce, grid.coordinate)
     if prepared.resizes:
@@ -431,6 +453,7 @@ def _with_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             layout = None
             if value.device_mesh == grid.device_mesh:
                 layout = layout_of(value.placements, value.shape, grid.ranks)
+            # Another mesh, or parts that are not even: use all of it.
             if layout is None:
                 return value.full_tensor()
             form = grid.form(layout, value.shape, value.stride(), value.dtype)
@@ -442,8 +465,11 @@ def _with_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return value
 
     written = flat_tensors(op_traits(func).written(args, kwargs))
+    # A DTensor on this mesh is wrapped and written in place. On another mesh a redistributed copy would be
+    # written instead.
     for t in written:
         if isinstance(t, DTensor) and type(t) is not PlacedTensor and t.device_mesh != grid.device_mesh:
             raise PlanError(f"{func} writes a DTensor of another mesh; redistribute it first.")
     out = run(func, [ours(value) for value in args], {name: ours(value) for name, value in kwargs.items()})
+    # An op in place returns what it has written, which must be the caller's object.
     return back.get(id(out), out)

@@ -70,6 +70,7 @@ def prepare(
     Raises:
         PlanError: it cannot run with its inputs where they are.
     """
+    # The wrapper's shape is fixed when it is made.
     if changes_shape(func):
         raise PlanError(
             f"{func} changes the shape of a tensor in place, which a sharded one cannot; use a new tensor."
@@ -77,8 +78,11 @@ def prepare(
     device = next(flat_tensors((args, kwargs))).device
     whole_args, whole_kwargs, outputs = _as_whole(func, args, kwargs, forms)
     call = Call(func, whole_args, whole_kwargs, outputs)
+    # The same steps as in ``rank/local_runs.py``, which asks ``choose`` and ``local_call`` as well: the plan
+    # and the run cannot differ in how an op runs.
     have = [form.layout for form in forms]
-    if outputs is _UNKNOWN:  # no shapes to choose by: every rank runs it on unsharded inputs
+    # Without shapes there is nothing to choose by: every rank runs it on unsharded inputs.
+    if outputs is _UNKNOWN:
         chosen = _all_replicated(grid, call)
     else:
         asked: Sequence[WantedPlacements | None] | None = None if place is None else place.asked(len(forms))
@@ -89,6 +93,7 @@ def prepare(
     cut = [axis for axis, s in enumerate(chosen.strategies) if s.cut is not None]
     made = None
     if outputs is not _UNKNOWN:
+        # An op without tensors makes no weight.
         weight = bool(forms) and all(form.weight for form in forms)
         made = tuple(
             grid.form(layout, t.shape, t.stride(), t.dtype, weight)
@@ -131,6 +136,7 @@ def _as_whole(
     """Return a call on fake unsharded tensors: arguments and results; ``_UNKNOWN`` if only data says these."""
     tensors = [(form.shape, form.stride, form.dtype) for form in forms]
     devices = [t.device for t in flat_tensors((args, kwargs))]
+    # Not under ``grid``: what an op returns does not depend on the ranks.
     key = (func, *tensors, *devices, _without_tensors(args), _without_tensors(tuple(kwargs.items())))
     found = _whole_calls.get(key)
     if found is None:
@@ -141,6 +147,8 @@ def _as_whole(
 
 
 def _without_tensors(value: Any) -> Any:
+    # Tensors are in the key by shape, stride, dtype and device. The type of other values counts, since 1, 1.0
+    # and True are equal.
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if isinstance(value, (tuple, list)):
@@ -159,10 +167,13 @@ def _faked(
             return type(value)(fake(item) for item in value)
         return value
 
+    # This runs in the middle of a user's op, perhaps under a mode that records or counts: none of it is the
+    # step's.
     with modes_off(), FakeTensorMode(allow_non_fake_inputs=True):
         whole_args = tuple(fake(value) for value in args)
         whole_kwargs = {name: fake(value) for name, value in kwargs.items()}
         returns = func._schema.returns
+        # It returns numbers, such as ``item``: these need the data.
         if returns and not any("Tensor" in str(r.type) for r in returns):
             return whole_args, whole_kwargs, _UNKNOWN
         try:

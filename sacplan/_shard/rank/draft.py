@@ -63,6 +63,7 @@ class RankDraft:
 
     def _end(self) -> None:
         events = tuple(self._out)
+        # A position that keeps its event is no part of the patch.
         if self._position >= 0 and events != self.program.events[self._position : self._position + 1]:
             self.builder.events[self._position] = events
 
@@ -106,10 +107,12 @@ class RankDraft:
     def swap_kinds(self, old: int, new: int) -> None:
         """Give a storage the kind of the one whose place it takes."""
         kinds = self.builder.storage_kinds
+        # What leaves its place is alive only until it is freed.
         kinds[new], kinds[old] = kinds[old], StorageKind.TEMPORARY
 
     def forbid_recomputation(self, storage: int) -> None:
         """Keep what is on a storage: no plan may discard it and run its ops again."""
+        # The ops of the rank that were written so far, not those of the recording.
         for writer in self._writers[storage]:
             self.change_op(writer, recomputable=False)
 
@@ -141,10 +144,14 @@ class RankDraft:
         """
         known = {**(results or {}), **dict(zip(piece.given, given, strict=True))}
         for s, recorded in (results or {}).items():
+            # An output on an input's storage has its size already.
             if s not in piece.given:
                 self.storage_bytes[recorded] = piece.sizes[s]
         storage = self.builder.numbering(known, piece.sizes)
+        # The recorded op must stay one op, since saved tensors and recipes refer to it by its index.
         carrier = _carrier(piece, like) if main is not None else -1
+        # The piece's own events: ops, and what they allocate and free between them. Storages are renumbered
+        # on the way.
         for code, arg in piece.events:
             if code == _OP:
                 op = piece.ops[arg]
@@ -192,12 +199,14 @@ class RankDraft:
 
     def _time_ms(self, op: Op, piece: Piece) -> float:
         """Return the time of an op; a collective takes what the links of its axis take, and nothing is waited for."""
+        # ``wait_tensor`` follows each functional collective. The collective's own op has all the time.
         if op.name == _WAIT:
             return 0.0
         kind = collective_named(op.name)
         if kind is None:
             return op.time_ms
         args, _ = op.call
+        # ``Costs.collective_ms`` takes the full buffer: the larger one of input and output.
         (buffer,) = op.reads if kind in ("reduce_scatter", "all_reduce") else op.writes
         n_bytes, axis = piece.sizes[buffer], int(args[-1])  # pieces name process groups by their axis
         if kind == "all_to_all":  # costs want the bytes of all ranks together

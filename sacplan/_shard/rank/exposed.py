@@ -42,10 +42,12 @@ class HiddenCollectives:
         clock = Overlap(costs)
         gathered_ms = reduced_ms = 0.0  # when the last gather was waited for; when the last reduction is over
         last = -1  # the last reduction that was not waited for
+        # In the order in which the rank runs them, new ops included.
         order = [arg for code, arg in draft.builder.stream() if code == Event.OP]
         for index in order:
             op = draft.ops[index]
             if index in self.gathers:
+                # One gather ahead: it may start when the one before was waited for.
                 end_ms = clock.send(op.time_ms, gathered_ms)
                 draft.change_op(index, time_ms=clock.wait(end_ms))
                 gathered_ms = clock.now
@@ -53,9 +55,11 @@ class HiddenCollectives:
                 reduced_ms, last = clock.send(op.time_ms), index
                 draft.change_op(index, time_ms=0.0)
             else:
+                # The first op of the optimizer waits for all reductions.
                 if op.phase == Phase.OPTIMIZER and last >= 0:
                     draft.change_op(last, time_ms=clock.wait(reduced_ms))
                     last = -1
                 clock.compute(op.time_ms)
+        # A step without an optimizer ends with its gradients reduced.
         if last >= 0:
             draft.change_op(last, time_ms=clock.wait(reduced_ms))

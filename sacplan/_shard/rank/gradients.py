@@ -28,7 +28,7 @@ class GradientHooks:
         self._due: tuple[Op, list[int]] | None = None
 
     def _complete_after(self, program: Program) -> dict[int, list[int]]:
-        """By op, the gradients that are complete when its node is done."""
+        """Return, by op, the gradients that are complete when its node is done."""
         ops, last = program.ops, dict[int, int]()
         for index, op in enumerate(ops):
             # A detached gradient is no new value: AccumulateGrad detaches what it is given.
@@ -37,6 +37,7 @@ class GradientHooks:
         found: dict[int, list[int]] = defaultdict(list)
         for tensor, index in sorted(last.items(), key=lambda each: -each[1]):
             end = index
+            # Autograd runs hooks between nodes, so not before the last op of this one.
             while end + 1 < len(ops) and _of_one_node(ops[index], ops[end + 1]):
                 end += 1
             found[end].append(tensor)

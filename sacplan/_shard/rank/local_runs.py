@@ -100,6 +100,8 @@ class LocalRuns:
         recorded = self._program.tensors
         shapes = tuple(_layout_of(recorded[t]) for t in (*op.inputs, *op.outputs))
         key = (op.name, op.arguments, have, tuple(map(_layout_of, local)), shapes, asked, weights)
+        # The key has all that the run depends on: arguments, layouts, and shapes and strides of local and
+        # full tensors.
         if key not in self._cache.calls:
             self._cache.calls[key] = self._run_call(op, local, have, asked, weights)
         return self._cache.calls[key]
@@ -112,12 +114,15 @@ class LocalRuns:
         asked: Sequence[WantedPlacements | None] | None,
         weights: Sequence[bool],
     ) -> tuple[CallSharding, Piece]:
+        # Three steps, as in ``executor/prepare.py``: choose, redistribute the inputs, run the local call.
         full = self._full_call(op)
         try:
             choice = choose(full, have, self._mesh, asked, weights)
         except PlanError as error:
             raise PlanError(f"{module_of(self._program, op)} cannot be spread so: {error}") from error
         inputs = []
+        # The redistribution itself is written by ``Moves``. Here only the result counts, as what the op is
+        # run on.
         for t, part, source, target in zip(op.inputs, local, have, choice.inputs, strict=True):
             here = part
             if source != target:
@@ -125,6 +130,7 @@ class LocalRuns:
             inputs.append(self.rehearsal.like(here))
         args, kwargs = call_with(op.arguments, inputs)
         call = local_call(full, choice.strategies, self._mesh)
+        # Parts are of one size on all ranks, so the first stands for all.
         position = (0,) * len(self._mesh.axes)
 
         def run() -> Any:
@@ -133,6 +139,7 @@ class LocalRuns:
             return call.run(args, kwargs, _reduce, position)
 
         piece = self._observed(inputs, run)
+        # A damaged recording, or an op that returns other tensors in this version.
         if len(piece.made) != len(op.outputs):
             raise PlanError(
                 f"{op.name} returned {len(piece.made)} tensors on a rank, and {len(op.outputs)} on one device."
@@ -181,6 +188,7 @@ class LocalRuns:
         key = (_layout_of(local), shape, source, target, keep)
         if key not in self._cache.redistributions:
             x = self.rehearsal.like(local)
+            # There is no process group. The axis stands in its place, and ``RankDraft._time_ms`` reads it.
             groups = [str(axis) for axis in range(len(self._mesh.axes))]
             zero = (0,) * len(groups)
 

@@ -84,6 +84,8 @@ class Moves:
         for tensor, source, target in zip(op.inputs, have, want, strict=True):
             # An input before this one may have been the same tensor, and have been reduced.
             here = self._placed.layouts.get(tensor, source)
+            # Three cases: nothing to do; summands become their sum, for good; a copy in another layout, for
+            # now.
             if here == target:
                 given.append(tensor)
             elif is_reduced(here, target):
@@ -118,6 +120,7 @@ class Moves:
             passing: copies that are not kept after the op are added here.
         """
         key = (tensor, self._versions[self._placed.storage(tensor)], target)
+        # The key has the version of the storage: a copy from before a write in place is not found.
         known = self._copies.find(key)
         if known is not None:
             return known
@@ -141,6 +144,7 @@ class Moves:
         known = len(self._draft.ops)
         storages = self._draft.put(piece, [self._placed.storage(tensor)], op)
         sent = (i for i in range(known, len(self._draft.ops)) if collective_named(self._draft.ops[i].name))
+        # Only these can run beside computation (``exposed.py``). Those of activations are needed at once.
         if tensor in self._placed.weights:
             self.hidden.gathers.update(sent)
         elif tensor in self._gradients.parameter_of:
@@ -178,6 +182,7 @@ class Moves:
     def gradient(self, op: Op, tensor: int, source: Placements) -> None:
         """Give a gradient the layout of its parameter."""
         target = self._placed.homes[self._gradients.parameter_of[tensor]]
+        # Before the reduction, as in the executor: two copies on one axis are never kept.
         if source != target:
             self.free(self._copies.make_room(self._axes(tensor, source, target)))
             self.replace(tensor, self.move(op, tensor, source, target, keep=True), target)
@@ -190,6 +195,7 @@ class Moves:
         self._placed.set(tensor, layout, self._placed.local(moved))
         if new == old:  # only cut: a view of what is there
             return
+        # The sum is now the activation or the gradient, and the summands were temporary.
         self._draft.swap_kinds(old, new)
         self._saved.is_replaced(tensor, old)
         self._storages.replace(old, new)
@@ -203,6 +209,7 @@ class Moves:
         old, new = self._placed.storage(tensor), self._placed.storage(moved)
         self._placed.set(tensor, layout, self._placed.local(moved))
         end = self._views.last_op_of(tensor, index)
+        # The code has the view as long as its base.
         if end is None:
             self._storages.free_with(self._draft.program.tensors[tensor].storage, new)
         else:

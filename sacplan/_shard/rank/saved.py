@@ -75,6 +75,8 @@ class SavedTensors:
         saved = self._handle_storages[handle]
         base = self._storages.now(self._draft.program.tensors[tensor].storage)
         is_view = self._storages.has_views(saved) or tensor in self._views
+        # The view is on its base's memory, whose handle holds both; or the base is held already; or it is no
+        # view for autograd.
         if saved == base or handle in self._bases or not is_view:
             return
         self._bases[handle] = self._new_handle(handle, base)
@@ -90,6 +92,7 @@ class SavedTensors:
 
         Equal views of one tensor are the same tensor of the program, so it may stand for another view by now.
         """
+        # Otherwise the handle is on a plain tensor.
         if handle in self._saved:
             tensor = self._draft.program.handle_tensors[handle]
             layout, local, self._handles[tensor] = self._saved[handle]
@@ -116,6 +119,8 @@ class SavedTensors:
             if self._handle_storages[handle] != old or handle not in self._packed_at:
                 continue
             before = self._new_handle(handle, old)
+            # The new handle takes over the recorded PACK; the recorded handle begins at the swap, where the
+            # new one ends.
             self._draft.amend(self._packed_at[handle], _PACK, before)
             self._draft.write(_RELEASE, before)
             self._pack_now(tensor, handle, self._draft.write(_PACK, handle))

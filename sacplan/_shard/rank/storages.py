@@ -31,6 +31,7 @@ class RankStorages:
 
     def add_view(self, storage: int, recorded: int) -> None:
         """Note a view of a copy: the copy lives as long as the recorded storage that the view was on."""
+        # Once, however many views it has: it is freed once.
         if storage not in self._viewed:
             self._viewed.add(storage)
             self._freed_with[recorded].append(storage)
@@ -48,7 +49,8 @@ class RankStorages:
         self._freed_after[op].append(storage)
 
     def freed(self, recorded: int) -> Iterator[int]:
-        """The storages to free where the recorded step frees one: what stands for it, and what goes with it."""
+        """Yield the storages to free where the recorded step frees one: what stands for it, and what goes with it."""
+        # ``pop``: a storage of the recording may be made again later, and is then itself again.
         yield self._now.pop(recorded, recorded)
         yield from self._freed_with.pop(recorded, ())
 

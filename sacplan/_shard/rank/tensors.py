@@ -56,9 +56,11 @@ class PlacedTensors:
 
     def layout(self, tensor: int) -> Placements | None:
         """Return the layout of a tensor; None if it is plain."""
+        # Placed when it is first asked for: a program may have several tensors on one parameter's storage.
         if tensor not in self.layouts:
             program = self._draft.program
             storage = program.tensors[tensor].storage
+            # Made by the step: placed when its op has run, or plain.
             if storage not in self.homes:
                 return None
             self._place(tensor, self.homes[storage])
@@ -71,6 +73,8 @@ class PlacedTensors:
         full = self._draft.program.tensors[tensor]
         shape = local_shape(full.shape, layout, self._mesh.ranks)
         stride = full.stride
+        # A cut parameter is a contiguous copy on the rank (``kept`` in ``redistribute.py``); a replicated one
+        # is as it was.
         if shape != full.shape:
             stride = tuple(torch.empty(shape, device="meta").stride())
         self.set(tensor, layout, msgspec.structs.replace(full, shape=shape, stride=stride))
@@ -111,6 +115,7 @@ class AskedLayouts:
 
         The backward pass follows the forward pass, and ops outside of all modules have no name to ask by.
         """
+        # Not counted either: ``occurrence`` is that of ops for which a place could ask.
         if op.phase != Phase.FORWARD or op.scope == ROOT_SCOPE:
             return None
         occurrence = self._ran[op.scope, op.name]
