@@ -1,4 +1,4 @@
-"""The list of techniques. A new one is a subclass of ``Technique`` in a room of its own, and one line here."""
+"""The registry of techniques. A new one is a subclass of ``Technique`` in a package of its own, and one line here."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Technique
 from sacplan.errors import PlanError
 
+# Programs are rewritten in this order. Chunks come first: recomputation names call sites of what they leave.
 TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Chunking(), Recomputation())}
 
-_KEPT = 4  # rewritten programs that a program remembers, for each technique
+_KEPT = 4  # rewritten programs that a program remembers for each technique
 
 DEFAULT_TECHNIQUES = ("recompute",)
 """The techniques of a plan for training by default: gradients stay bit-equal."""
 
 INFERENCE_TECHNIQUES = ("chunk",)
-"""The same for the forward pass alone, which has nothing to recompute."""
+"""The techniques of a plan for inference by default: without a backward pass, there is nothing to recompute."""
 
 
 def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
     """Check the names of techniques.
 
     Raises:
-        PlanError: a name that is unknown, or a string in place of a tuple.
+        PlanError: A name is unknown, or ``names`` is a string instead of a tuple.
     """
     if isinstance(names, str):
         raise PlanError(f"techniques is the string {names!r}; give a tuple, ({names!r},).")
@@ -49,7 +50,8 @@ def longest_run(step: PlanStep) -> int:
 def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
     """Return the regions of a step, with up to ``size`` neighbours joined, and the options of these techniques.
 
-    A region is there for all techniques, even if the one that named it is not asked for.
+    Every technique can use every region. If the technique that names a region is not asked for, the region stays, with
+    only the option that changes nothing and those of the other techniques.
     """
     found = []
     for technique in TECHNIQUES.values():
@@ -57,6 +59,7 @@ def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
             own = region if technique.name in names else region.only([0])
             more = [option for name in names for option in TECHNIQUES[name].options(step, own)]
             if more:
+                # Regions of one kind have the same options, so the kind has to tell these options apart as well.
                 kind = own.kind, tuple((o.technique, o.members, o.cost, o.kept_bytes) for o in more)
                 own = own.extended(more, kind)
             found.append(own)
@@ -64,7 +67,7 @@ def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
 
 
 def by_technique(decisions: Sequence[Decision]) -> Iterator[tuple[Technique, list[Decision]]]:
-    """Yield the techniques that have decisions among these, each with its own."""
+    """Yield each technique that has decisions among these, with its own decisions."""
     for technique in TECHNIQUES.values():
         own = [decision for decision in decisions if isinstance(decision, technique.decision)]
         if own:
@@ -72,9 +75,9 @@ def by_technique(decisions: Sequence[Decision]) -> Iterator[tuple[Technique, lis
 
 
 def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None = None) -> Program:
-    """Return the program of the step with the decisions of a plan. The techniques rewrite it in their listed order.
+    """Return the program of the step with the decisions of a plan. Techniques rewrite it in the order of the registry.
 
-    ``device``: what the step runs on; needed where a technique changes the sizes that kernels are called with.
+    ``device`` is the target device. A technique needs it if it changes the sizes that kernels are called with.
     """
     for technique, own in by_technique(decisions):
         program = _rewritten_by(technique, program, tuple(own), device)
@@ -97,5 +100,5 @@ def _rewritten_by(
 def _rewritings(
     program: Program, technique: str, device: DeviceSpec | None
 ) -> dict[tuple[Decision, ...], Program]:
-    """The latest programs that a technique made of this one; ``_rewritten_by`` fills it."""
+    """Return the latest programs that a technique made from this one: a dict that ``_rewritten_by`` fills."""
     return {}

@@ -1,4 +1,4 @@
-"""Commands that look for a batch size: ``max-batch`` and ``throughput``, which differ only in the question."""
+"""The commands ``max-batch`` and ``throughput``. They search for a batch size, and differ only in the question."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _search(
         )
     save(found.plan, output, Origin.of(target, batch=found.batch_size))
     facts: dict[str, Any] = {"command": question, **show.target_facts(target, output)}
-    facts.get("hf", {}).pop("batch", None)  # that of the target as it was loaded
+    facts.get("hf", {}).pop("batch", None)  # the target was loaded with this batch; the answer is another
     found_facts = {
         "batch_size": found.batch_size,
         "samples_per_s": found.samples_per_s,

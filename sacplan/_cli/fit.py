@@ -111,7 +111,7 @@ def fit(
 
 
 def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:
-    """A batch whose sequences have another length; what it holds does not matter."""
+    """Return a batch whose sequences have another length. It holds zeros: only shapes matter to the recording."""
 
     def resized(tensor: Any) -> Any:
         shape = [length if d > 0 and n == seq else n for d, n in enumerate(tensor.shape)]
@@ -121,14 +121,15 @@ def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: i
 
 
 def _positions(model: Any) -> int | None:
-    """How many tokens a model of transformers has positions for."""
+    """Return for how many tokens a model of transformers has positions; None if it does not say."""
     found: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return found
 
 
 def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
-    """What makes the plan that is recommended."""
+    """Return the command line that makes the recommended plan; ``""`` if there is none."""
     best = found.recommended
+    # Nothing fits, no plan is needed, or the command line does not have this optimizer.
     if best is None or best.way == "as it is" or best.optimizer == "adamw-8bit":
         return ""
     given = {**hf.given(), "batch": found.batch}

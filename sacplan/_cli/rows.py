@@ -1,4 +1,4 @@
-"""Rows of figures as a table: one way to show what a sweep found, whatever the question."""
+"""Show rows of figures as a table, whatever the question of the sweep."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def rows_table(
     """Return a table of rows.
 
     Args:
-        titles: By figure, its title, or what ``number`` makes of one; in the order of the columns.
+        titles: Name of each figure to its title, or to a column made by ``number``; in the order of the columns.
         rows: Figures by name.
-        optional: Titles that are left out where the terminal is too narrow, the first one first.
+        optional: Titles of columns to leave out if the terminal is too narrow, the first one first.
     """
     return table(
         list(titles.values()), [[_cell(name, row[name]) for name in titles] for row in rows], optional
@@ -27,7 +27,7 @@ def rows_table(
 
 
 def _cell(name: str, value: Any) -> str:
-    """The name of a figure says its unit."""
+    """Return a figure as text, in the unit that its name ends with."""
     if value is None:
         return ""
     if name.endswith("_bytes"):

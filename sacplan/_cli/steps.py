@@ -159,7 +159,7 @@ def policy(
 
 
 def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None) -> CommandResult:
-    """Saved, and shown."""
+    """Save a plan, and return it as the result of a command."""
     save(made, output, read.origin)
     target = show.target_facts(read.target, output)
     profile = read.profile.on_ranks(made.ranks)

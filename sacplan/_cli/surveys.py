@@ -1,4 +1,4 @@
-"""Commands that compare or explain: ``frontier``, ``report`` and ``devices``."""
+"""Commands that compare or explain: ``frontier``, ``report``, ``layouts`` and ``devices``."""
 
 from __future__ import annotations
 
@@ -195,7 +195,10 @@ def report(
 def _plan_to_show(
     read: sources.Source, budget: str | None, headroom: str | None, allowed: dict[str, Any]
 ) -> Plan | None:
-    """For a budget that was asked for, or else for the device, if the step needs a plan there and has one."""
+    """Return the plan that a report shows: for the budget that was asked for, or for the device.
+
+    None if nothing was asked for, and the step either needs no plan on the device or has none.
+    """
     asked = budget is not None or headroom is not None
     try:
         made = sources.planned(read, budget, headroom=headroom, **allowed)
@@ -217,15 +220,15 @@ _FORMATS = ("png", "svg")
 
 
 def _check_directory(directory: Path | None, *, force: bool) -> None:
-    """Before any work: ``OutputError`` if the figures cannot be written there, or would replace other files."""
-    if directory is None:
+    """Raise ``OutputError`` before any work if figures cannot be written there, or would replace other files."""
+    if directory is None:  # no figures were asked for
         return
     if not directory.exists() and not directory.parent.is_dir():
         raise OutputError(f"{directory} cannot be made: there is no directory {directory.parent}.")
     if directory.exists() and not directory.is_dir():
         raise OutputError(f"{directory} is a file; --png takes a directory.")
     for path in (directory / f"{name}.{suffix}" for name in _FIGURES for suffix in _FORMATS):
-        # matplotlib signs what it draws
+        # matplotlib writes its name into what it draws, so a file without it was made by someone else.
         if not force and path.exists() and b"atplotlib" not in path.read_bytes()[:4096]:
             raise OutputError(
                 f"{path} exists and is not a figure of ours; choose another directory, or overwrite it with --force."
@@ -279,7 +282,7 @@ def layouts(
     spec = sources.device_of(asked.device)
     with stage("loading"):
         if hf.batch is None and target.startswith("hf:"):
-            hf = dataclasses.replace(hf, batch=devices)  # so that each way has a part for each rank
+            hf = dataclasses.replace(hf, batch=devices)  # every rank needs a sample
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
     with stage("tracing and planning", long=True) as say, users_code(f"the step of {target}"):
         found = sacplan.layouts(
@@ -337,7 +340,7 @@ _LAYOUTS_OPTIONAL = ("collectives ms", "recompute ms", "unplanned", "step ms", "
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the times of a step that does not fit: nobody will see them."""
+    """Leave out the times of a step that does not fit, since it cannot run."""
     return (
         row
         if row["fits"]

@@ -1,21 +1,23 @@
-"""What no schedule can undercut: the least recomputation of any step with a given peak.
+"""A lower bound: every schedule with a given peak recomputes at least this much.
 
-Take one moment of the step, an op. Whatever is recomputed when: the tensors of the forward pass that are in
-memory then, and are alive for no other reason than a later use in the backward pass, fit in what the peak
-leaves beside everything else that is alive. From those, all that the rest of the step needs has to be made, and
-each op that makes a missing tensor runs at least once more. Each moment gives a bound; the largest counts, of
-some moments at which most is alive without a plan.
+Take one moment of the step, that is, one op. Some tensors are alive then only because the backward pass will need them.
+Under any schedule, those of them that are still in memory must fit in what the peak leaves beside everything else that
+is alive. The rest must be made again from them, and each op that makes a missing tensor runs at least once more:
 
-The least time of that is at least what the lower hull of kept bytes against time says (``_recompute/closure.py``), of
-one problem over the whole forward pass; a few cuts find the edge of the hull that counts. Every op counts as one
-that could run again, and what is written in place as available at no cost: both only lower the bound.
+    bytes kept for later at this moment <= peak_bytes - bytes alive for other reasons
 
-The bound holds for schedules that run the recorded ops in their order, recompute tensors, and hold between ops
-what code holds; it is "boundary" in the tables of ``benchmarks/bound.py``. It is not tight where the working
-set of the recomputation binds.
+The cheapest choice of what to keep is a closure problem over the whole forward pass. Its lower hull of kept bytes
+against time (``_recompute/closure.py``) lies below every choice, so the point of the hull at that many bytes is a valid
+bound. A few minimum cuts find the edge of the hull around that point. Each moment gives a bound, and the largest
+counts. We look at a few moments, those with the most bytes alive without a plan.
 
-Ops that are pinned do not run again: what they made and autograd holds is in memory at every moment anyway, and
-what else of theirs is read by an op that runs again has to be kept for it.
+The bound holds for schedules that run the recorded ops in their order, recompute tensors, and hold between ops what
+the code holds. In the tables of ``benchmarks/bound.py`` it is called "boundary". It is not tight: it ignores the
+memory that recomputation itself needs, it treats every op as one that can run again, and it treats storages that are
+written in place as available at no cost. All three only lower it.
+
+Pinned ops do not run again. If autograd holds what they made, it is in memory at every moment anyway. If an op that
+runs again reads what they made, it has to be kept for that op.
 """
 
 from __future__ import annotations
@@ -30,24 +32,26 @@ from sacplan._program.liveness import Liveness
 from sacplan._program.program import Phase
 from sacplan._recompute.closure import ClosureOp, ClosureProblem, Hull
 
-_MOMENTS, _EFFORT = 6, 20_000  # how many, and how many ops they may look at together
-_APART = 8  # ops between two moments, at least
-_ROUNDED = 1 - Fraction(1, 2**40)  # the bound is exact, and the times of a plan are added up as floats
+_MOMENTS, _EFFORT = 6, 20_000  # how many moments, and how many ops all of them together may look at
+_APART = 8  # ops between two moments, at least: neighbours have nearly the same bound
+# The bound is exact, while the times of a plan are summed as floats. Without this, an optimal plan could be below it.
+_ROUNDED = 1 - Fraction(1, 2**40)
 
 
 class Bound:
     """Lower bounds on the recomputation of a recorded step, by peak.
 
     Args:
-        liveness: of the recorded step.
-        costs: what running each op again costs.
-        pinned: forward ops that must not run again.
+        liveness: Liveness of the recorded step.
+        costs: By op, the cost of running it again.
+        pinned: Forward ops that must not run again.
     """
 
     def __init__(
         self, liveness: Liveness, costs: Sequence[float], pinned: frozenset[int] = frozenset()
     ) -> None:
         self._liveness, self._costs, self._pinned = liveness, costs, pinned
+        # Building the problem of one moment takes time linear in the ops, so a long step gets fewer moments.
         count = max(2, min(_MOMENTS, _EFFORT // max(1, len(liveness.at_op))))
         self._ops: list[int] = []
         for op in np.argsort(-liveness.at_op, kind="stable").tolist():
@@ -59,7 +63,7 @@ class Bound:
         self._known: dict[int, float] = {}
 
     def at(self, peak_bytes: int) -> float:
-        """The least that any schedule with that peak recomputes, in the unit of the costs."""
+        """Return the least that any schedule with this peak recomputes, in the unit of the costs."""
         if peak_bytes not in self._known:
             self._known[peak_bytes] = float(self._largest(peak_bytes) * _ROUNDED)
         return self._known[peak_bytes]
@@ -69,6 +73,7 @@ class Bound:
         for op in self._ops:
             if op not in self._moments:
                 self._moments[op] = _OpBound(self._liveness, self._costs, op, self._pinned)
+            # With ``best``, this stops as soon as it is clear that the moment gives no larger bound.
             best = max(best, self._moments[op].at(peak_bytes, best))
         return best
 
@@ -81,6 +86,7 @@ class _OpBound:
     ) -> None:
         program = liveness.program
         pending = liveness.held_for_later(moment)
+        # The bytes at this moment are split into those that a schedule may choose to keep, and the rest.
         fixed = {s for s in pending if program.writer.get(s) in pinned}
         held = [s for s in pending if s not in fixed]
         self._all = sum(program.storage_bytes[s] for s in held)
@@ -95,8 +101,11 @@ class _OpBound:
         makers: dict[int, int] = {}  # storage to the op that makes it
         reads: dict[int, list[int]] = {}  # op that can run again to the storages that it needs
         wanted, stack = set(held), list(held)
+        # Walk from the held storages back to everything from which they could be made again.
         while stack:
             s = stack.pop()
+            # Not made in the forward pass so far, written in place, or pinned. No op can run again for it, and it is
+            # not in ``saved`` below, so it costs nothing.
             if len(writers[s]) != 1 or writers[s][0] in pinned:
                 continue
             maker = makers[s] = writers[s][0]
@@ -124,19 +133,23 @@ class _OpBound:
         self._adjacent: set[tuple[int, int]] = set()  # bytes of pairs with no vertex between them
 
     def at(self, peak_bytes: int, worth: Fraction) -> Fraction:
-        """The bound, which is on the hull; something that is not larger than ``worth`` if the bound is not."""
+        """Return the bound, or if it is not larger than ``worth``, any number from the bound up to ``worth``."""
         room, vertices = peak_bytes - self._rest, self._vertices
-        if room >= vertices[0].kept:
+        if room >= vertices[0].kept:  # everything fits, so nothing has to run again
             return Fraction(0)
-        if room < vertices[-1].kept:  # no schedule has this peak
+        # No schedule has this peak. The cost of keeping the least is still a bound.
+        if room < vertices[-1].kept:
             return Fraction(vertices[-1].cost, self._hull.units_per_ms)
+        # Refine the edge around ``room``. The chord between two known vertices is never below the hull, which is
+        # convex. Once no vertex lies below the chord, the chord is an edge of the hull.
         while True:
             at = next(i for i, vertex in enumerate(vertices) if vertex.kept <= room)
             left, right = vertices[at - 1], vertices[at]
             slope = Fraction(right.cost - left.cost, left.kept - right.kept)
             line = (left.cost + slope * (left.kept - room)) / self._hull.units_per_ms
             pair = left.kept, right.kept
-            if line <= worth or pair in self._adjacent:  # the hull is nowhere above the line
+            # Either the bound, being at most ``line``, cannot beat ``worth``; or the chord is an edge of the hull.
+            if line <= worth or pair in self._adjacent:
                 return line
             found = self._hull.between(left, right)
             if found is None:

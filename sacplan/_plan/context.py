@@ -1,4 +1,4 @@
-"""Everything that planning derives from a step once, whatever the budget: regions, effects, bounds."""
+"""Everything that planning derives from a step, whatever the budget: regions, effects and bounds. It is made once."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from sacplan._technique.step import PlanStep
 from sacplan._techniques import DEFAULT_TECHNIQUES, longest_run, regions, rewritten
 
 _WIDE = 2e-3
-"""What a unit around several regions is taken to cost, as a share of the forward pass.
+"""Cost that a unit around several regions is charged, as a share of the forward pass.
 
-The executor looks at every op in a unit, also at those of layers that keep everything.
+The executor looks at every op in a unit, even in layers that keep everything, and that takes time.
 """
 
 
-_SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
+_SIZES = (3, 4, 6, 8, 12, 16, 24, 32)  # of joined regions, between two neighbours and all of a kind
 
 
 class PlanningContext:
-    """What planning looks at; made once for a step, techniques and offers.
+    """Regions, effects and bounds of a step for given techniques and offers, each computed when first needed.
 
     Args:
-        step: what is planned for; its pins keep what the offers are about.
-        techniques: whose options regions have.
-        offers: choices beside the regions.
+        step: The step that is planned for. Its pins keep the ops that the offers take.
+        techniques: Names of the techniques whose options the regions have.
+        offers: Choices beside the regions.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class PlanningContext:
 
     @cached_property
     def bound(self) -> Bound:
-        """Lower bounds in the unit of the costs; of schedules that keep what is pinned.
+        """Lower bounds for schedules that keep what is pinned, in the unit of the costs.
 
-        Where there are offers, of schedules of the step with what lowers its peak most.
+        With offers, they are those of the step in which each offer lowers the peak as far as it can.
         """
         return Bound(self._floor_program.liveness, self.step.costs, self.step.pins.kept_ops)
 
     @property
     def floor_bytes(self) -> int:
-        """No choice of regions and offers has a lower peak."""
+        """A peak that no choice of regions and offers goes below."""
         return self._floor_program.liveness.floor_bytes
 
     @cached_property
@@ -62,13 +62,16 @@ class PlanningContext:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many neighbouring regions it makes sense to join: none, two, all of a kind, and what is between."""
+        """How many neighbouring regions to join: none, two, all of a kind, and then sizes in between.
+
+        This is the order in which they are tried, so that the extremes are known early.
+        """
         run = longest_run(self.step)
         sizes = (1, 2, run, *_SIZES)
         return tuple(dict.fromkeys(size for size in sizes if size <= run))
 
     def effects(self, size: int) -> RegionProblem:
-        """Of the regions, joined to that size, and of the offers."""
+        """Return the effects of the regions, joined up to this size, and of the offers."""
         if size not in self._effects:
             ops = zip(self.step.costs, self.program.ops, strict=True)
             forward = sum(cost for cost, op in ops if op.phase == Phase.FORWARD)
@@ -81,7 +84,7 @@ class PlanningContext:
 def planning_context(
     step: PlanStep, techniques: tuple[str, ...] = DEFAULT_TECHNIQUES, offers: tuple[Offer, ...] = ()
 ) -> PlanningContext:
-    """The context of a step; made once, so that several budgets share it."""
+    """Return the context of a step. It is kept with the program, so that several budgets share it."""
     known = _contexts(step.program)
     key = (techniques, tuple(offer.first for offer in offers), *step.key)
     if key not in known:
@@ -91,5 +94,5 @@ def planning_context(
 
 @derived
 def _contexts(program: Program) -> dict[Hashable, PlanningContext]:
-    """The contexts of a program, by what was asked for; ``planning_context`` fills it."""
+    """Return the contexts of a program by what was asked for: a dict that ``planning_context`` fills."""
     return {}

@@ -1,15 +1,22 @@
-"""What every option of every region does to memory, at every interval of the step.
+"""The effect of every option of every region on memory, in every interval of the step.
 
-What a plan takes is the footprint of its rewritten program, but that tells one plan from another only by trying.
-Regions that keep what passes between them do not touch each other's storages, so what their options change *adds up*:
+The memory that a plan takes is the footprint of its rewritten program. That is exact, but a solver cannot rewrite the
+program for each of its choices. It gets a linear model instead. Regions that keep what passes between them do not touch
+each other's storages, so the changes of their options *add up*:
 
     peak(interval) = base(interval) + sum over regions of effect(region, option, interval)
 
-An interval is a run of ops of one region (or of none) in one phase. Within it only that region's own options change
-over time, so the sum is exact: the recomputed tensors that live there, the gradients that come in, and the
-workspace of the kernels are all in it. An effect is found by folding just the events that touch what the option's
-rewrite touches, once for each kind of region, whatever the technique. Where regions do share a storage the sum may be
-off, which the rewritten program shows.
+An interval is a run of ops of one region (or of none) in one phase. Within it, the effects of all other regions are
+constant, so the sum is exact. It includes the recomputed tensors that live there, the gradients that come in, and
+the workspaces of the kernels.
+
+To find an effect, we fold the events that the option's rewrite touches, once with the rewrite and once without, and
+take the difference. Regions that look alike (the layers of a model) share the result. It does not matter which
+technique the option belongs to. If two regions share a storage, the sum may be wrong; the search notices, because it
+measures the rewritten program (``search.py``).
+
+Options that cost more and save nothing are dropped, and so are those that differ too little to matter. The latter
+may cost the optimum a share of ``_ALIKE``.
 """
 
 from __future__ import annotations
@@ -29,19 +36,20 @@ from sacplan._techniques import TECHNIQUES
 
 Bytes = npt.NDArray[np.int64]
 
-_ALIKE = 2e-3
+_ALIKE = 2e-3  # share of the peak, and of the cost, that dropping near duplicates may lose over all regions together
 _OP, _FREE, _CALLS = int(Event.OP), int(Event.FREE), (int(Event.ENTER), int(Event.EXIT))
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalEffect:
-    """An option's effect in the region's own events, equal for regions of one kind.
+    """The effect of an option at the events of its region. Regions of one kind have equal ones.
+
+    All bytes are relative to the step without the option.
 
     Attributes:
-        after: by event of the region, bytes that are alive more (or less) from it on.
-        during: the same while the event's op runs.
-        again: pairs (event, bytes): alive while something runs again just before it, over what is alive there
-            without the option.
+        after: By event of the region, additional bytes that are alive from this event on; may be negative.
+        during: By event of the region, additional bytes that are alive while the event's op runs.
+        again: Pairs (event, bytes): the most additional bytes that are alive while ops run again just before the event.
     """
 
     after: Bytes
@@ -50,17 +58,17 @@ class _LocalEffect:
 
 
 LocalEffects = dict[tuple[object, ...], _LocalEffect]
-"""Effects that are known, by kind of region and option; for one program."""
+"""The effects known so far for one program, by kind of region and option."""
 
 
 class _Events:
-    """The events that say how long what a region touches is alive, in their order; once for all of its options.
+    """The events that decide how long the storages of a region are alive, in order. All of its options share them.
 
     Attributes:
-        events: (position, code, argument) of each.
-        made: storages that ops of the region make.
-        at: by position, which it is.
-        about: by storage, those about it.
+        events: Position, code and argument of each event.
+        made: Storages that ops of the region write.
+        at: Position in the program to index in ``events``.
+        about: Storage to the indices of its events.
     """
 
     __slots__ = ("about", "at", "events", "made")
@@ -79,18 +87,18 @@ class _Events:
                 self.about[storage_of(code, arg)].append(k)
 
     def touched(self, patch: Patch, storages: Iterable[int]) -> list[int]:
-        """Those that a patch replaces, or that are about one of some storages."""
+        """Return the indices of the events that a patch replaces or that concern these storages."""
         found = {self.at[position] for position in patch.events}
         return sorted(found.union(*map(self.about.__getitem__, storages)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionProblem:
-    """What a solver sees, and what its choices stand for.
+    """A problem for a solver, and the regions that its choices stand for.
 
     Attributes:
-        regions: each takes one of its options.
-        problem: a choice for each region, with its options in the same order. Rows are the intervals of device
+        regions: Each takes one of its options.
+        problem: One choice for each region, with its options in the same order. The rows are the intervals of device
             memory, with the unplanned peak as their limit.
     """
 
@@ -98,20 +106,20 @@ class RegionProblem:
     problem: Problem
 
     def taken(self, picks: Picks) -> list[tuple[Region, Option]]:
-        """The regions that do not take their first option, each with the option that it takes."""
+        """Return the regions that do not take their first option, each with the option that it takes."""
         return [(self.regions[i], self.regions[i].options[o]) for i, o in picks.items() if o]
 
 
 def effects_of(
     program: Program, regions: Sequence[Region], wide_cost: float = 0.0, known: LocalEffects | None = None
 ) -> RegionProblem:
-    """The effects of the regions' options on the intervals of a step; dominated options are left out.
+    """Return the problem that the regions pose: the effects of their options, without the dominated ones.
 
     Args:
-        program: the step without a plan.
-        regions: with their options.
-        wide_cost: paid once, if any option is taken that makes a module around several regions a unit.
-        known: effects that are known; what is found is added.
+        program: The step without a plan.
+        regions: The regions with their options.
+        wide_cost: Cost that is paid once if any option is taken that makes a module around several regions a unit.
+        known: Effects that are known already. New ones are added.
     """
     found = _Effects(program, regions, {} if known is None else known)
     kept, changes = found.without_dominated()
@@ -144,7 +152,12 @@ def effects_of(
 
 
 class _Effects:
-    """Works the effects out; ``first_op``: by interval, the first recorded op in it (-1: before the step)."""
+    """Computes the effects.
+
+    Attributes:
+        first_op: By interval, its first recorded op; -1 for the state before the step, which is interval 0.
+        base: By interval, the peak without a plan.
+    """
 
     def __init__(self, program: Program, regions: Sequence[Region], known: LocalEffects) -> None:
         self.program = program
@@ -162,13 +175,16 @@ class _Effects:
         return np.concatenate([np.array([self.liveness.initial_bytes], dtype=np.int64), by_interval])
 
     def _intervals(self) -> list[int]:
-        """First ops of the runs of ops of one region in one phase; -1 stands for the state before the step."""
+        """Return the first op of each run of ops of one region in one phase; -1 stands for the state before the step.
+
+        A backward op belongs to the region of the module call that it runs for.
+        """
         program = self.program
         region_of_op = {
             op: i for i, region in enumerate(self.regions) for group in region.members for op in group
         }
         region_of_scope: dict[int, int] = {}
-        several: set[int] = set()  # module calls that more than one region has ops of: a loop that is cut
+        several: set[int] = set()  # module calls with ops of more than one region, such as a loop that is cut
         for i, region in region_of_op.items():
             scope = program.ops[i].scope
             if region_of_scope.setdefault(scope, region) != region:
@@ -176,6 +192,7 @@ class _Effects:
         starts, before = [-1], None
         for i, op in enumerate(program.ops):
             region = region_of_op.get(i, -1)
+            # The module call alone does not say which region a backward op belongs to. Its forward op does.
             if region < 0 and op.scope in several:
                 region = region_of_op.get(op.forward_of, -1)
             if region < 0:
@@ -187,6 +204,7 @@ class _Effects:
         return starts
 
     def _changes(self) -> tuple[Bytes, ...]:
+        """Return for each region the effects of its options, options x intervals. The first option changes nothing."""
         patterns: dict[tuple[object, ...], list[_LocalEffect]] = {}
         found = []
         for region in self.regions:
@@ -204,10 +222,11 @@ class _Effects:
         return tuple(found)
 
     def without_dominated(self) -> tuple[tuple[Region, ...], tuple[Bytes, ...]]:
-        """Leaves out options that another one undercuts, or nearly, in cost and, at every interval, in memory.
+        """Return the regions and effects without the options that another option beats.
 
-        Nearly: all regions together lose no more than a share of ``_ALIKE`` of the peak and of the cost of the
-        forward pass.
+        One option beats another if it costs no more and takes no more memory in any interval, or if it is so close to
+        the other that dropping the other hardly matters. Over all regions together, this loses at most a share of
+        ``_ALIKE`` of the peak and of the cost of discarding everything.
         """
         regions, left = [], []
         share = _ALIKE / len(self.regions) if self.regions else 0.0
@@ -215,6 +234,7 @@ class _Effects:
         nearly_cost = share * sum(self._member_costs())
         undominated: dict[tuple[Hashable, bytes], list[int]] = {}
         for region, change in zip(self.regions, self._changes(), strict=True):
+            # Dominance is the same on the distinct columns, which are far fewer and equal for regions that look alike.
             distinct = np.unique(change, axis=1)
             key = (region.kind, distinct.tobytes())
             if key not in undominated:
@@ -227,11 +247,11 @@ class _Effects:
         return tuple(regions), tuple(left)
 
     def _member_costs(self) -> list[float]:
-        """The most that each region can cost."""
+        """Return by region the cost of its most expensive option."""
         return [max(option.cost for option in region.options) for region in self.regions]
 
     def _pattern(self, events: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
-        """What the events of a region look like, up to names."""
+        """Return the events of a region with storages numbered as they appear: equal for regions that look alike."""
         program = self.program
         local: dict[int, int] = {}
         pattern: list[object] = []
@@ -256,13 +276,16 @@ class _Effects:
         return self.known[of_option]
 
     def _events_for(self, region: Region) -> list[tuple[int, int, int]]:
-        """(position, code, argument) of the events that say how long what a region touches is alive.
+        """Return position, code and argument of the events that decide how long a region's storages are alive.
 
-        What comes from outside is alive until its last event, whatever the region does.
+        A storage from outside the region contributes only its last event: until then it is alive, whatever the region
+        does.
         """
         program, liveness = self.program, self.liveness
         patches = [option.patch for option in region.options if option.patch is not None]
-        if patches:  # of ops that are no region's but its own, backward ones included
+        # The region of an offer. Its ops, backward ones included, belong to no other region, so the events of its
+        # patches and of the storages that they hold are all that can change.
+        if patches:
             positions = {at for patch in patches for at in patch.events}
             positions.update(
                 at for patch in patches for s in self._held(patch) for at in liveness.events_of[s]
@@ -282,7 +305,7 @@ class _Effects:
         return sorted(events)
 
     def _local_effect(self, region: Region, option: Option, own: _Events) -> _LocalEffect:
-        """Folds the events of what the option's rewrite touches, with and without it; all the rest is the same."""
+        """Fold the events that the option's rewrite touches, with and without it. All other events cancel out."""
         program, storage_of, events = self.program, self.program.storage_of, own.events
         patch = TECHNIQUES[option.technique].option_patch(program, region, option)
         touched = {s for s in patch.handle_storages if s < len(program.storage_bytes)} | set(patch.resized)
@@ -291,6 +314,8 @@ class _Effects:
             for code, arg in map(program.events.__getitem__, patch.events)
             if code != _OP and code not in _CALLS
         )
+        # Storages from outside are alive when the region begins, so both folds start with them. Those that an offer's
+        # patch holds are not: the events that make them are among the folded ones.
         outside = touched - own.made
         if option.patch is not None:
             outside.difference_update(self._held(patch))
@@ -302,18 +327,20 @@ class _Effects:
             position, code, arg = events[k]
             before = plain.live
             plain.step(code, arg)
-            noted, most = planned.live, 0  # where the op does not run any more
+            # If the rewrite has removed the op, nothing runs here, and only what is alive counts.
+            noted, most = planned.live, 0
             for new_code, new_arg in patch.events.get(position, ((code, arg),)):
                 planned.step(new_code, new_arg)
                 if new_code == _OP:
                     if new_arg < n_ops:
                         noted = planned.noted
-                    else:
+                    else:  # an op that the rewrite adds: it runs again before the recorded one
                         most = max(most, planned.noted)
             after.append(planned.live - plain.live)
             during.append(noted - plain.noted)
             if most:
                 again.append((k, most - before))
+        # Extend the result from the touched events to all events of the region: between two of them nothing changes.
         last = np.searchsorted(places, np.arange(len(events)), side="right") - 1
         all_after = np.where(last >= 0, np.array(after)[last], 0)
         all_during = all_after.copy()
@@ -321,20 +348,20 @@ class _Effects:
         return _LocalEffect(all_after, all_during, tuple(again))
 
     def _held(self, patch: Patch) -> Iterator[int]:
-        """Storages that a patch holds for longer, and that are not there from the beginning."""
+        """Yield the recorded storages that a patch holds and that do not exist before the step."""
         initial = self.program.initial
         return (s for s in patch.handle_storages if s < len(self.program.storage_bytes) and s not in initial)
 
     def _spread(self, effects: Sequence[_LocalEffect], where: Bytes, changes: Bytes) -> None:
-        """Effects of one kind of region, on the intervals of the step, for one region.
+        """Turn effects at the events of one region into effects on the intervals of the step.
 
-        Where none of the region's events is in an interval, its effect there is the same throughout. So only the ops of
-        the others are looked at one by one.
+        An interval without an event of the region has one constant effect. Only intervals that contain events have to
+        be gone through op by op: the peak with the option may be at another op than the peak without it.
 
         Args:
-            effects: of each option.
-            where: positions of the region's events.
-            changes: options x intervals, filled in.
+            effects: The effect of each option.
+            where: Positions of the region's events.
+            changes: Options x intervals. This is filled in; interval 0, before the step, stays 0.
         """
         liveness, starts = self.liveness, self._starts
         before = np.searchsorted(where, liveness.op_events[starts], side="left")
@@ -350,8 +377,9 @@ class _Effects:
             row[1:] = np.where(before > 0, effect.after[before - 1], 0)
             if len(own):
                 by_op = np.where(exact, effect.during[last], effect.after[last])
-                by_op[last < 0] = 0
+                by_op[last < 0] = 0  # before the region's first event
                 row[own + 1] = np.maximum.reduceat(at_op + by_op, offsets) - self.base[own + 1]
+            # Ops that run again may set the peak of the interval that they run in.
             for k, n_bytes in effect.again:
                 interval = int(np.searchsorted(self._last_event, where[k])) + 1
                 interval = min(interval, len(row) - 1)
@@ -363,7 +391,10 @@ class _Effects:
 def _undominated(
     costs: npt.NDArray[np.float64], changes: Bytes, nearly_cost: float, nearly_bytes: int
 ) -> list[int]:
-    """The first option, and the options that no other one undercuts; by rising cost."""
+    """Return the first option and the options that no other one beats, by rising cost.
+
+    Options are taken by rising cost, so every option that is already kept costs no more than the one in question.
+    """
     keep = [0]
     for option in sorted(range(1, len(costs)), key=lambda o: (costs[o], changes[o].sum(), o)):
         better = (changes[keep] <= changes[option]).all(axis=1)

@@ -1,4 +1,4 @@
-"""What a step may take of its device where no budget says it, and a warning where a plan takes more than there is."""
+"""Budgets and headrooms in bytes, and the warning about a plan that takes more memory than its device has."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from sacplan._program.budget import format_bytes, is_share, parse_budget
 from sacplan.errors import BudgetError, SacplanWarning
 
 DEFAULT_HEADROOM = 0.15
-"""Share of a device's memory that no budget is made of, see ``max_batch``."""
+"""Share of a device's memory that is left free when no budget is given. ``max_batch`` says what for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What one step may take, as it was asked for: a budget, or a headroom, or neither."""
+    """The limit of one step as the user gave it: a budget, a headroom, or neither."""
 
     budget: float | str | None = None
     headroom: float | str | None = None
     n_bytes: int | None = None
-    """The budget where it is known in bytes; ``budget`` then says the same for people."""
+    """The budget if it is known in bytes. Then ``budget`` is the same as text."""
 
     @classmethod
     def exactly(cls, n_bytes: int) -> Limit:
-        """Return the limit of so many bytes."""
+        """Return the limit of exactly this many bytes."""
         return cls(f"{n_bytes}B", n_bytes=n_bytes)
 
     def bytes_of(self, spec: DeviceSpec, unplanned_bytes: int) -> int:
-        """The budget, of which a share is one of the unplanned peak; else the device's memory less the headroom.
+        """Return the limit in bytes: the budget, or without one the device's memory less the headroom.
+
+        Args:
+            spec: The device.
+            unplanned_bytes: The peak without a plan. A budget that is a share (``"60%"``) is a share of this.
 
         Raises:
-            BudgetError: it cannot be read, or both are given.
+            BudgetError: The budget or headroom cannot be read, or both are given.
         """
         if self.n_bytes is not None:
             return self.n_bytes
@@ -47,10 +51,11 @@ class Limit:
 
 
 def budget_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:
-    """What steps of any size may take: the budget as given, or the device's memory less the headroom.
+    """Return a limit in bytes that does not depend on a step: the budget, or the device's memory less the headroom.
 
     Raises:
-        BudgetError: a budget or headroom that cannot be read, both, a share, or more than the device has.
+        BudgetError: The budget or headroom cannot be read, both are given, or the budget is a share or more than the
+            device has.
     """
     check_one_of(budget, headroom)
     if budget is None:
@@ -66,7 +71,7 @@ def budget_of_device(budget: float | str | None, headroom: float | str | None, s
 
 
 def check_one_of(budget: float | str | None, headroom: float | str | None) -> None:
-    """``BudgetError`` where both are given."""
+    """Raise ``BudgetError`` if both a budget and a headroom are given."""
     if budget is not None and headroom is not None:
         raise BudgetError(
             f"budget={budget!r} and headroom={headroom!r}: give one of them. A budget is kept as it is given; a "
@@ -75,7 +80,7 @@ def check_one_of(budget: float | str | None, headroom: float | str | None) -> No
 
 
 def refuse_share(budget: float | str | None) -> None:
-    """``BudgetError`` for a share where there is no one step that it could be of."""
+    """Raise ``BudgetError`` for a share: with several steps there is no one peak that it could be a share of."""
     if is_share(budget):
         raise BudgetError(
             f"budget {budget!r}: a share is one of the unplanned peak of a step, and here are several. Give bytes, "
@@ -84,7 +89,7 @@ def refuse_share(budget: float | str | None) -> None:
 
 
 def memory_less(headroom: float | str | None, spec: DeviceSpec) -> int:
-    """The device's memory without the headroom: a share of it, or bytes; None: ``DEFAULT_HEADROOM``."""
+    """Return the device's memory less the headroom, which is a share of it or bytes. None is ``DEFAULT_HEADROOM``."""
     memory = spec.memory_bytes
     headroom = DEFAULT_HEADROOM if headroom is None else headroom
     if isinstance(headroom, str):
@@ -106,14 +111,14 @@ def memory_less(headroom: float | str | None, spec: DeviceSpec) -> int:
     return memory - found
 
 
-# --- plans that the device has not the memory for ----------------------------------------------------------
+# --- plans that do not fit the device ----------------------------------------------------------------------
 
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 
 @contextlib.contextmanager
 def looking_for_plans() -> Iterator[None]:
-    """Plans that are made inside are looked at, not handed out: no warning about them."""
+    """Suppress the warning of ``handed_out`` inside. Plans made there are compared, and the user never sees most."""
     before = _quiet.set(True)
     try:
         yield
@@ -122,7 +127,10 @@ def looking_for_plans() -> Iterator[None]:
 
 
 def handed_out(made: Plan, spec: DeviceSpec) -> Plan:
-    """The plan; ``SacplanWarning`` in the name of the caller's caller if it takes more than the device has."""
+    """Return the plan, and warn if it takes more memory than the device has.
+
+    The ``SacplanWarning`` points at the line of the user who called the public function.
+    """
     if made.peak_bytes > spec.memory_bytes and not _quiet.get():
         rank = " on each rank" if made.ranks.world_size > 1 else ""
         warnings.warn(
@@ -131,6 +139,6 @@ def handed_out(made: Plan, spec: DeviceSpec) -> Plan:
             f"headroom, here {format_bytes(memory_less(None, spec))}. Else try a smaller batch, several devices, or a "
             "device with more memory.",
             SacplanWarning,
-            stacklevel=4,  # this function, the public one, and what checks its arguments
+            stacklevel=4,  # skips this function, the public one, and the decorator that checks its arguments
         )
     return made

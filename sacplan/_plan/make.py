@@ -1,4 +1,4 @@
-"""From decisions, and the footprint of the step with them, to a plan."""
+"""Make a plan from decisions and the footprint of the step with them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,21 @@ def made_plan(
     budget_bytes: int | None = None,
     added_ms: float = 0.0,
 ) -> Plan:
-    """The plan with these decisions, whose step takes what ``found`` says, and so much longer.
+    """Return the plan with these decisions.
+
+    Args:
+        profile: The step without a plan.
+        decisions: The decisions of the plan.
+        found: Footprint of the step with them.
+        provenance: How the plan was made.
+        pins: Ops that the plan leaves alone. The lower bound takes them into account.
+        status: See ``Plan``.
+        gap: See ``Plan``.
+        budget_bytes: The budget in bytes that the plan was made for; None if there was none.
+        added_ms: Additional time of the step for what the plan does besides recomputing.
 
     Raises:
-        PlanError: a unit that cannot be one under ``fully_shard``.
+        PlanError: A unit that cannot be one under ``fully_shard``.
     """
     discarded = discarded_by(decisions)
     wide = sorted(too_wide(profile.program).intersection(discarded))
@@ -49,10 +60,11 @@ def made_plan(
             "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
         )
     if all(isinstance(one, Recompute) for one in decisions):
-        added_ms = 0.0  # what it was taken from differs by rounding
+        added_ms = 0.0  # the caller computes it as a difference of sums, which leaves a rounding error
     lower_bound_ms = _lower_bound(profile, decisions, pins, found.peak_bytes)
     program = profile.program
-    if discarded:  # recipes are made of what other techniques leave where it is
+    # Recomputation is described for the program that the other techniques leave: they may have moved ops away.
+    if discarded:
         others = [one for one in decisions if not isinstance(one, Recompute)]
         program = rewritten(program, others, profile.spec)
     units, sequences = unit_plans(program, discarded, dict.fromkeys(one.unit for one in decisions))
@@ -79,7 +91,7 @@ def made_plan(
 
 
 def _lower_bound(profile: Profile, decisions: Sequence[Decision], pins: Pins, peak_bytes: int) -> float:
-    """What no schedule of the step, with what the plan does to it besides, recomputes less than."""
+    """Return the least that any schedule recomputes with this peak, given what the plan does besides recomputing."""
     others = [one for one in decisions if not isinstance(one, Recompute)]
     if not others:
         return planning_context(PlanStep(profile.program, "time", pins)).bound.at(peak_bytes)
@@ -90,7 +102,10 @@ def _lower_bound(profile: Profile, decisions: Sequence[Decision], pins: Pins, pe
 def unit_plans(
     program: Program, discarded: Discarded, fqns: Iterable[str]
 ) -> tuple[dict[str, UnitPlan], tuple[OpSequence, ...]]:
-    """What each unit keeps, what recomputing the rest takes, and the ops of its calls."""
+    """Return what each unit keeps and recomputes, and the op sequences that the calls of the units run.
+
+    A ``UnitPlan`` refers to these sequences by index, since many units run the same one.
+    """
     units = {}
     sequences: dict[OpSequence, int] = {}
     held = set(program.handle_storages)
@@ -125,12 +140,12 @@ def unit_plans(
 
 
 def kept_by_layer(profile: Profile) -> list[LayerReading]:
-    """What autograd keeps in each layer of a step without a plan."""
+    """Return what autograd keeps in each layer of a step without a plan."""
     program = profile.program
     outermost = [""] if "" in program.calls else [fqn for fqn in program.calls if "." not in fqn]
     return kept_layers(*unit_plans(program, {}, outermost))
 
 
 def profile_sections(profile: Profile) -> list[Section]:
-    """A profile in words: its figures, and what autograd keeps in each layer."""
+    """Return a profile in words: its figures, and what autograd keeps in each layer."""
     return [profile.in_words(), *kept_sections(kept_by_layer(profile))]

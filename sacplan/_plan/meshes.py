@@ -1,8 +1,18 @@
-"""Plans on a mesh: shardings that people name and those that the search finds, with recomputation and slices on each.
+"""Plans on a mesh: named shardings, and those that a search finds, each with recomputation and chunks.
 
-All of them are run by sacplan. What is compared is the step of one rank, rewritten for a sharding and then for a plan:
-its peak, and its time. Of the shardings the cheapest counts whose plan holds the budget. Nothing is proved about other
-shardings; ``Plan.gap`` and ``Plan.lower_bound_ms`` are about recomputation with this one.
+sacplan itself runs all of them. For each sharding, the step is rewritten to the program of one rank, and that is
+planned like any other step. The fastest plan that holds the budget wins:
+
+1. Make the shardings: by name on every mesh, then one search on every mesh for the fastest, and one for the fastest
+   under the budget.
+2. Plan each with a quick solver, by rising step time. A plan only adds time, so this ends as soon as the next sharding
+   is slower without a plan than the best one is with its plan.
+3. If none holds the budget, search for the shardings with the smallest peaks, and plan those.
+4. Plan the shardings within ``_CLOSE`` of the fastest with the solver that was asked for.
+
+This is a heuristic. Nothing is proved about other shardings: ``Plan.gap`` and ``Plan.lower_bound_ms`` are about
+recomputation with the chosen one. A sharding that only the careful solver would bring in front is missed if the quick
+one puts it further behind than ``_CLOSE``.
 """
 
 from __future__ import annotations
@@ -34,21 +44,21 @@ from sacplan.errors import InfeasibleBudget, PlanError
 
 _DATA, _TENSOR = ("ddp", "fsdp"), "megatron"
 POLICIES = (*_DATA, _TENSOR)
-"""Shardings with names."""
+"""Names of shardings."""
 
 SHARD = "shard"
-"""What a mesh is called among the techniques."""
+"""The name that stands for a mesh among the techniques."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A step on a mesh, in one way.
+    """A step with one sharding.
 
     Attributes:
         name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, two of them, or ``"search"``.
-        whole: the profile of the whole model on one device.
-        sharding: the way.
-        limited: whether a limit of work ended the search for it.
+        whole: The profile of the whole model on one device.
+        sharding: The mesh, and the placements of the parameters and of some inputs.
+        limited: Whether the search for the sharding stopped at its limit of work.
     """
 
     name: str
@@ -58,11 +68,11 @@ class Spread:
 
     @cached_property
     def profile(self) -> Profile:
-        """Of one rank."""
+        """The profile of one rank."""
         return self.whole.on_ranks(Ranks.spread(self.sharding))
 
     def named(self, plan: Plan) -> Plan:
-        """The plan with the name of the sharding in its provenance."""
+        """Return the plan with the name of the sharding in its provenance."""
         options = {**plan.provenance.options, "sharding": self.name}
         named = structs.replace(plan.provenance, options=options)
         if self.limited:
@@ -71,7 +81,11 @@ class Spread:
 
 
 def rows_of(profile: Profile) -> int:
-    """Size of the batch: dimension 0 of its first tensor that has one."""
+    """Return the number of samples in the batch: dimension 0 of its first tensor that has dimensions.
+
+    Raises:
+        PlanError: No tensor of the batch has a dimension.
+    """
     for _, shape, _ in profile.fingerprint.batch:
         if shape:
             return int(shape[0])
@@ -79,10 +93,10 @@ def rows_of(profile: Profile) -> int:
 
 
 def devices_of(text: str, profile: Profile) -> int:
-    """The number in ``"8xh100"``.
+    """Return the number in ``"8xh100"``.
 
     Raises:
-        PlanError: it cannot be read, or names another device than the profile's.
+        PlanError: The text cannot be read, or names another device than the profile's.
     """
     found = re.fullmatch(r"(\d+)\s*x\s*(\S+)", text.strip())
     if found is None:
@@ -96,14 +110,14 @@ def devices_of(text: str, profile: Profile) -> int:
 
 
 def resolve_mesh(mesh: Any, profile: Profile) -> tuple[Mesh, ...]:
-    """The meshes that are asked for: one, or all of a number of devices.
+    """Return the meshes that the user means: one, or all meshes of a number of devices.
 
     Args:
-        mesh: ``{"dp": 2, "tp": 4}``; ``8`` or ``"8xh100"`` stands for all meshes of so many devices.
-        profile: of the whole model.
+        mesh: Sizes by axis, ``{"dp": 2, "tp": 4}``. ``8`` or ``"8xh100"`` stands for all meshes of eight devices.
+        profile: The profile of the whole model.
 
     Raises:
-        PlanError: it is none of these, or names another device than the profile's.
+        PlanError: ``mesh`` is none of these, or names another device than the profile's.
     """
     if isinstance(mesh, str):
         if "x" not in mesh:
@@ -117,7 +131,7 @@ def resolve_mesh(mesh: Any, profile: Profile) -> tuple[Mesh, ...]:
 
 
 def meshes_of(devices: int, spec: DeviceSpec) -> tuple[Mesh, ...]:
-    """The meshes of a number of devices: data parallel, times tensor parallel within a node."""
+    """Return the meshes of a number of devices: one data parallel axis, and a tensor parallel axis within a node."""
     found = []
     for n in range(1, min(devices, spec.ranks_per_node) + 1):
         if devices % n == 0:
@@ -129,17 +143,20 @@ def meshes_of(devices: int, spec: DeviceSpec) -> tuple[Mesh, ...]:
 def spreads(
     profile: Profile, mesh: Mesh, limits: Sequence[int] = (), names: Sequence[str] | None = None
 ) -> Iterator[Spread]:
-    """Ways to spread a step over a mesh: those that have names, then what the search finds.
+    """Yield ways to spread a step over a mesh: the named ones, then those that the search finds.
+
+    Equal shardings are yielded once, and ways that spread nothing are left out.
 
     Args:
-        profile: of the whole model on one device.
-        mesh: the ranks. The last axis may be for tensor parallelism, the others are for data parallelism; the search
-            knows no such roles.
-        names: of those with names; None: all of them.
-        limits: peaks in bytes, before recomputation, under which the fastest is searched for; 0: without a limit.
+        profile: The profile of the whole model on one device.
+        mesh: The ranks. A named way may use the last axis for tensor parallelism, and uses the others for data
+            parallelism. The search knows no such roles.
+        limits: Peaks in bytes, before recomputation. For each, the search looks for the fastest sharding under it; 0
+            means no limit.
+        names: Which named ways; None for all of them.
 
     Raises:
-        PlanError: the step cannot be spread over this mesh.
+        PlanError: The step cannot be spread over this mesh in any of the ways. It says why for each.
     """
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     makers: list[tuple[str, Callable[[], Sought]]] = [
@@ -152,10 +169,12 @@ def spreads(
     for name, make in makers:
         try:
             spread = Spread(name, profile, *make())
+            # Seen under another name, or without any tensor that is cut. Neither is an error.
             if repr(spread.sharding) in seen or not _is_spread(spread.sharding):
                 continue
             seen.add(repr(spread.sharding))
-            _ = spread.profile  # refused here where the step cannot run so
+            # Computed now: if the step cannot run with this sharding, the error belongs to this way.
+            _ = spread.profile
         except PlanError as error:
             refused.setdefault(str(error), []).append(name)
             continue
@@ -179,14 +198,14 @@ def _names(mesh: Mesh) -> tuple[str, ...]:
 
 
 def names_by_role(mesh: Mesh) -> tuple[str, ...]:
-    """Of the names for a mesh of ``meshes_of``, those that use each axis for what it is called after."""
+    """Return the named ways that use each axis of a mesh for what its name says; for a mesh from ``meshes_of``."""
     if len(mesh.axes) > 1:
         return _names(mesh)[len(_DATA) :]
     return (_TENSOR,) if mesh.names == ("tp",) else _DATA
 
 
 def described_name(name: str, mesh: Mesh) -> str:
-    """A way with a name, and what it does on which axis: ``"megatron (tensors cut over dp)"``."""
+    """Return a name and what it does on which axis: ``"megatron (tensors cut over dp)"``."""
     words = name.split(" + ")
     if not set(words) <= set(POLICIES):
         return name
@@ -198,10 +217,10 @@ def described_name(name: str, mesh: Mesh) -> str:
 
 
 def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, name: str) -> Sought:
-    """A way that people use by name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"fsdp + megatron"``.
+    """Return a sharding by its name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, or ``"fsdp + megatron"`` and its like.
 
     Raises:
-        PlanError: an unknown name, or the ranks divide neither the batch nor parameters as it needs.
+        PlanError: The name is unknown, or the number of ranks does not divide what the sharding has to cut.
     """
     words = name.split(" + ")
     if not set(words) <= set(POLICIES) or len(words) > 2 or words[1:] not in ([], [_TENSOR]):
@@ -221,10 +240,10 @@ def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh
 
 
 def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
-    """One way, by name.
+    """Return a step with a sharding by its name.
 
     Raises:
-        PlanError: as ``named_sharding``; or several meshes are meant.
+        PlanError: As for ``named_sharding``; or ``mesh`` stands for several meshes; or nothing would be spread.
     """
     meshes = resolve_mesh(mesh, profile)
     if len(meshes) != 1:
@@ -243,14 +262,14 @@ def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class TriedSpread:
-    """A way to spread a step, and what planning for one of its ranks came to."""
+    """A way to spread a step, and the outcome of planning one of its ranks."""
 
     spread: Spread
     outcome: Outcome
 
     @property
     def step_ms(self) -> float:
-        """Predicted time of the step with the plan; infinite without one."""
+        """Predicted time of the step with the plan; infinite if there is no plan."""
         found = self.outcome.step_ms
         return math.inf if found is None else found
 
@@ -261,10 +280,10 @@ def asks_for_mesh(
     world_size: int | None,
     fsdp_units: Sequence[str] | None,
 ) -> bool:
-    """Whether the step is to be spread: a choice that comes before those of the techniques.
+    """Whether the user wants the step spread over a mesh.
 
     Raises:
-        PlanError: arguments that do not go together.
+        PlanError: Arguments that contradict each other.
     """
     asked = techniques or ()
     if mesh is None and SHARD not in asked:
@@ -287,12 +306,12 @@ def asks_for_mesh(
 
 
 def tried(ways: Iterable[Spread], plan_rank: Planner, *, all_of_them: bool = False) -> list[TriedSpread]:
-    """Plans on each way; without ``all_of_them``, only where they may be faster than what was found before."""
+    """Plan each way, by rising step time. Unless ``all_of_them``, stop when no other way can be faster."""
     found: list[TriedSpread] = []
     best = math.inf
     for spread in sorted(ways, key=lambda way: way.profile.step_ms):
         if spread.profile.step_ms >= best and not all_of_them:
-            break  # a plan only adds to it
+            break  # a plan only adds time, and the ways that follow are slower still
         outcome = Outcome.of(spread.profile, plan_rank)
         if outcome.plan is not None:
             outcome = replace(outcome, plan=spread.named(outcome.plan))
@@ -302,11 +321,14 @@ def tried(ways: Iterable[Spread], plan_rank: Planner, *, all_of_them: bool = Fal
 
 
 _CLOSE = 0.05
-"""By how much more time than the fastest a way may take by a quick plan, to be planned carefully."""
+"""A way is planned carefully if its quick plan takes at most this share more time than the fastest one."""
 
 
 def _smallest(profile: Profile, meshes: Sequence[Mesh], known: Sequence[Spread]) -> list[Spread]:
-    """The shardings with the smallest peaks that the search finds: a budget that it met may be missed by a little."""
+    """Return the shardings with the smallest peaks that the search finds and that are not known yet.
+
+    The search for the fastest under a budget works with estimated peaks, so its result may miss the budget by a little.
+    """
     found = {repr(way.sharding): way for mesh in meshes for way in _found(profile, mesh)}
     for way in known:
         found.pop(repr(way.sharding), None)
@@ -316,17 +338,17 @@ def _smallest(profile: Profile, meshes: Sequence[Mesh], known: Sequence[Spread])
 def _found(profile: Profile, mesh: Mesh) -> list[Spread]:
     try:
         return [way for way in spreads(profile, mesh, (1,)) if way.name == "search"]
-    except PlanError:  # said for the other ways
+    except PlanError:  # the same reasons are in the error about the other ways
         return []
 
 
 class RankPlanner(Protocol):
-    """Plans for the step of one rank; raises ``InfeasibleBudget``."""
+    """A function that plans the step of one rank. It raises ``InfeasibleBudget`` if it finds no plan."""
 
     def __call__(
         self, profile: Profile, *, techniques: Sequence[str] | None, solver: str | None = None
     ) -> Plan:
-        """``solver``: instead of the one that is asked for."""
+        """Return the plan. ``solver`` takes the place of the one that the user asked for."""
         ...
 
 
@@ -338,22 +360,22 @@ def plan_on_meshes(
     plan_rank: RankPlanner,
     quick_solver: str | None,
 ) -> Plan:
-    """The fastest plan on a mesh, or on any mesh of a number of devices, that holds a budget.
+    """Return the fastest plan that holds a budget, on a mesh or on any mesh of a number of devices.
 
-    A budget that is a share differs from one way to another: it is of the peak that a rank has without a plan, spread
-    in this way. All ways are planned quickly, and those that come near the fastest carefully.
+    A budget that is a share differs from one sharding to another: it is a share of the peak that a rank has with this
+    sharding and without a plan.
 
     Args:
-        profile: of the whole model.
-        mesh: as for ``plan``.
-        limit: the budget.
-        techniques: what a rank may do, and ``"shard"``; None: the default.
-        plan_rank: plans for a rank.
-        quick_solver: what finds a plan quickly; None: that which finds it carefully.
+        profile: The profile of the whole model.
+        mesh: As for ``plan``.
+        limit: The budget of each rank.
+        techniques: Techniques for each rank, and ``"shard"``; None for the default.
+        plan_rank: Plans the step of one rank.
+        quick_solver: Solver for the first pass over all shardings; None to use the asked one there as well.
 
     Raises:
-        InfeasibleBudget: none does; carries the smallest peak that was reached.
-        PlanError: the step cannot be spread so.
+        InfeasibleBudget: No plan holds the budget. It carries the smallest peak that was reached.
+        PlanError: The step cannot be spread over the mesh.
     """
     others = None if techniques is None else [name for name in techniques if name != SHARD]
 
@@ -366,7 +388,7 @@ def plan_on_meshes(
     def quick(rank: Profile) -> Plan:
         return plan_rank(rank, techniques=others, solver=quick_solver)
 
-    budget_of(profile)  # refused before anything is looked for
+    budget_of(profile)  # a budget that cannot be read is refused before the long search
     with looking_for_plans():
         found = _fastest(profile, mesh, budget_of, careful, quick, is_share=is_share(limit.budget))
     names = (SHARD, *found.provenance.techniques)
@@ -391,6 +413,8 @@ def _fastest(
     refused: list[str] = []
     for each in meshes:
         try:
+            # The user has named the axes of a single mesh, so any role is possible on it. The meshes of a number of
+            # devices are our own, and so are the names of their axes.
             names = names_by_role(each) if isinstance(mesh, (int, str)) else None
             ways += spreads(profile, each, (0,) if is_share else (0, budget_of(profile)), names)
         except PlanError as error:
@@ -406,6 +430,7 @@ def _fastest(
     best = min(found, key=lambda one: one.step_ms)
     if best.outcome.plan is not None:
         return best.outcome.plan
+    # Budgets differ if they are shares, so the smallest peak is the one nearest to its own budget.
     least = min(found, key=lambda one: one.outcome.peak_bytes / budget_of(one.spread.profile))
     budget_bytes, smallest_bytes = budget_of(least.spread.profile), least.outcome.peak_bytes
     where, unplanned = " or ".join(map(str, meshes)), format_bytes(least.spread.profile.peak_bytes)
@@ -423,5 +448,5 @@ def _fastest(
 
 
 def _may_improve(one: TriedSpread) -> bool:
-    """Whether a careful planner could do better than the quick one: not where the step fits as it is."""
+    """Whether a careful planner could do better than the quick one. It cannot if the step fits without a plan."""
     return one.outcome.plan is None or bool(one.outcome.plan.decisions)

@@ -1,4 +1,4 @@
-"""What planning a step for a budget comes to: a plan, or how near the smallest peak came."""
+"""The outcome of planning a step for a budget: a plan, or the smallest peak that was reached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sacplan._profile.profile import Profile
 from sacplan.errors import InfeasibleBudget
 
 Planner = Callable[[Profile], Plan]
-"""Plans a step for a budget; raises ``InfeasibleBudget``."""
+"""A function that plans a step for a budget. It raises ``InfeasibleBudget`` if it finds no plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Outcome:
 
     @classmethod
     def of(cls, profile: Profile, planner: Planner) -> Outcome:
-        """Plan for a step."""
+        """Plan a step, and turn ``InfeasibleBudget`` into an outcome without a plan."""
         try:
             made = planner(profile)
         except InfeasibleBudget as error:
@@ -46,5 +46,5 @@ class Outcome:
 
     @property
     def binding(self) -> str:
-        """What makes the smallest peak; ``""`` where a plan holds the budget."""
+        """The module or step at which the smallest peak is; ``""`` if a plan holds the budget."""
         return "" if self.error is None else self.error.binding

@@ -1,4 +1,4 @@
-"""A plan: decisions about the ops of a step, and what they give."""
+"""A plan: decisions about the ops of a step, and the figures of the step with them."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ SCHEMA_VERSION = 4
 
 
 class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """What each module discards, and the peak and recomputation of the step with it.
+    """Which tensors each module discards, and the peak and recomputation of the step with it.
 
-    Frozen; ``save`` and ``load`` it as JSON, ``msgspec.structs.replace`` makes a changed one. Plans are equal
-    whatever their provenance.
+    A plan is frozen. ``save`` writes it as JSON, ``load`` reads it, and ``msgspec.structs.replace`` makes a changed
+    copy. Two plans are equal if all fields but their provenance are.
 
     Attributes:
-        status: "optimal" (among the options of the regions, to ``gap``), "feasible", "unplanned", or "policy" (made by
-            rule, see ``sacplan.policy``).
-        gap: relative gap that the solver proved; None where it proved nothing.
-        peak_bytes: peak of the whole step with the plan.
-        baseline_peak_bytes: the same without it.
-        budget_bytes: what the peak must not exceed: the budget that was asked for, or the device's memory less the
-            headroom; None for a plan that was not made for a budget (by rule, or the smallest).
-        recompute_ms, recompute_flops: what runs a second time.
-        lower_bound_ms: no schedule with that peak recomputes less (see ``sacplan/_plan/bound.py``); of a plan with
-            chunks, no schedule with these.
-        added_ms: how much longer the step takes for its chunks: more launches, and weights that each slice reads. Less
-            than 0 if the slices together are quicker.
-        step_ms, step_flops: the step without the plan.
-        device: name of the device planned for.
-        ranks: over how many ranks the step is spread, and how; peaks are those of one rank.
-        provenance: who made it with what.
-        decisions: what it does, in execution order of the units.
-        units: fqn to what the decisions come to there, in execution order. Units do not nest.
-        fingerprint: the model and batch planned for.
-        sequences: the ops that the recorded step runs in the calls of the units, see ``places.py``.
+        status: ``"optimal"`` (among the options of the regions, up to ``gap``), ``"feasible"``, ``"unplanned"``, or
+            ``"policy"`` (made by rule, see ``sacplan.policy``).
+        gap: Relative optimality gap that the solver proved; None if it proved nothing.
+        peak_bytes: Peak of the whole step with the plan.
+        baseline_peak_bytes: Peak of the step without a plan.
+        budget_bytes: The limit for the peak: the budget that was asked for, or the device's memory less the headroom.
+            None for a plan that was not made for a budget (a policy, or the plan with the smallest peak).
+        recompute_ms, recompute_flops: Predicted time and FLOPs of the ops that run a second time.
+        lower_bound_ms: No schedule with this peak recomputes less (see ``sacplan/_plan/bound.py``). For a plan with
+            chunks: no schedule with the same chunks.
+        added_ms: How much longer the step takes because of its chunks: more launches, and each slice reads the weights
+            again. Negative if the slices together are quicker.
+        step_ms, step_flops: Predicted time and FLOPs of the step without the plan.
+        device: Name of the device that the plan is for.
+        ranks: How many ranks the step is spread over, and how. Peaks are those of one rank.
+        provenance: How the plan was made.
+        decisions: The decisions, in execution order of their units.
+        units: Fully qualified name of a module to what the plan does there, in execution order. Units do not nest.
+        fingerprint: The model and batch that the plan is for.
+        sequences: The ops that the recorded step runs in the calls of the units (see ``places.py``).
 
     Raises:
-        PlanError: units that nest, two decisions about one call site, one about a unit that is not listed or about ops
-            that its calls do not run, or a unit whose ops are not there.
+        PlanError: Units nest; two decisions are about one call site; or a decision is about a unit that is not listed,
+            or about an op that no call of its unit runs.
     """
 
     MADE_BY: ClassVar[str] = "sacplan.plan(profile, budget)"
@@ -68,12 +68,12 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by its fields; the view of ``units`` is made again."""
+        """Pickle the fields. ``units`` is a mapping proxy, which cannot be pickled, so it is made again."""
         fields = {name: getattr(self, name) for name in Plan.__struct_fields__}
         return _plan, (fields | {"units": dict(self.units)},)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per unit."""
+        """Return a table with one row for each unit."""
         import pandas as pd
 
         discarded = self.discarded
@@ -87,10 +87,10 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
 
     @checked(PlanError)
     def save(self, path: str | Path) -> None:
-        """Write as JSON (``docs/files.md``), compressed where the name ends in ``.gz``.
+        """Write the plan as JSON (``docs/files.md``), compressed if the name ends in ``.gz``.
 
         Raises:
-            PlanError: a field holds what no plan file may.
+            PlanError: A field has a value that a plan file cannot hold.
         """
         try:
             data = _plain(
@@ -104,10 +104,10 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
     @classmethod
     @checked(PlanError)
     def load(cls, path: str | Path) -> Plan:
-        """Read what ``save`` wrote.
+        """Read a plan that ``save`` wrote.
 
         Raises:
-            PlanError: the file is something else, damaged, edited, or of another schema version.
+            PlanError: The file is not a plan, is damaged, was edited, or has another schema version.
         """
         file = files.load(path, PlanFile, "plan", SCHEMA_VERSION, PlanError)
         return Plan(**{name: getattr(file, name) for name in Plan.__struct_fields__})
@@ -119,7 +119,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
         return f"chunks of up to {most} slices {self.added_ms:+.2f} ms, "
 
     def __str__(self) -> str:
-        """What the plan does, layer by layer, in lines of up to 100 characters."""
+        """The plan in words, layer by layer, in lines of up to 100 characters."""
         return as_text(plan_sections(self))
 
     def _repr_html_(self) -> str:
@@ -134,7 +134,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
 
 
 PlanOrPath: TypeAlias = Plan | str | Path
-"""A plan, or the file that it was saved to."""
+"""A plan, or the path of the file that it was saved to."""
 
 
 def _plan(fields: Mapping[str, Any]) -> Plan:
@@ -142,11 +142,11 @@ def _plan(fields: Mapping[str, Any]) -> Plan:
 
 
 class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag="plan"):
-    """A file of a plan.
+    """The contents of a plan file.
 
     Attributes:
-        schema_version: of the file's form.
-        sha256: checksum of everything else, so that a plan that was damaged or edited is noticed.
+        schema_version: Version of the file format.
+        sha256: Checksum of all other fields. It reveals a file that was damaged or edited.
     """
 
     schema_version: Literal[4]
@@ -160,7 +160,7 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
-    """JSON-ready."""
+    """Return the fields of a plan in types that JSON has."""
     found: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_as_dict)
     return found
 

@@ -1,4 +1,17 @@
-"""``plan``: the cheapest plan under a budget; what to say where there is none."""
+"""``plan``: the cheapest plan under a budget, and the error that explains why there is none.
+
+The planner runs one or two searches (``search.py``). The first has no offers. If techniques make offers that may pay at
+any budget (such as the loss in slices), a second one includes them. For a budget:
+
+1. Each search asks its solvers in turn, the quick ones first, and stops when a plan is within ``_OPTIMAL`` of the lower
+   bound. The cheapest plan of all searches wins.
+2. If none holds the budget, look for the smallest peak. Techniques may make further offers about that peak; each set of
+   offers becomes a search of its own.
+3. If even that is above the budget, ask Rotor, which may recompute a value several times. It works only for chains.
+
+No step backtracks, so the result is the best of what was tried. ``Plan.gap`` and ``Plan.lower_bound_ms`` say how far it
+may be from the optimum.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +48,9 @@ from sacplan._technique.technique import StepSolver
 from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, TECHNIQUES, resolve_techniques
 from sacplan.errors import InfeasibleBudget, PlanError
 
-_OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
-_FURTHER = 3  # times that techniques are asked what else would lower the smallest peak
-_STAGES = 48  # of a chain that Rotor is asked about where the other solvers hold no budget
+_OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
+_FURTHER = 3  # how often techniques are asked for further offers that would lower the smallest peak
+_STAGES = 48  # length of the chain that Rotor is given if no other solver holds the budget
 
 
 @checked(PlanError, "budget", "headroom")
@@ -56,56 +69,60 @@ def plan(
     accumulate: Accumulate = "float32",
     mesh: Any = None,
 ) -> Plan:
-    """Choose what each module discards, so that the whole step stays under a budget.
+    """Return the cheapest plan that keeps the peak of the whole step under a budget.
+
+    The plan says which tensors each module discards in the forward pass and recomputes in the backward pass.
 
         plan = sacplan.plan(profile)  # for the device's memory, less a headroom
         plan = sacplan.plan(profile, budget="22GiB")
         plan = sacplan.plan(profile, "60%", keep=["*.router", "aten.topk"], never=["vision_tower.*"])
 
     Args:
-        profile: from ``sacplan.profile``.
-        budget: for the peak of the whole step. A number is GiB; a string has a unit (``"22GiB"``, ``"24GB"``), or is a
-            share of the unplanned peak (``"60%"``). None: the memory of the profile's device (on a CPU, all that the
-            machine has) less the headroom. Several ranks have one device each, and the budget is that of one.
-        headroom: what is left free of the device's memory where no budget is given, a share of it (``0.05``, ``"5%"``)
-            or bytes (``"2GiB"``). By default 15%; what for, see ``sacplan.max_batch``.
-        solver: ``"milp"``, ``"greedy"``, ``"uniform"``, ``"best"`` (greedy, and milp where that is not at the bound;
-            the cheaper plan wins), or an object such as ``sacplan.Milp(gap=1e-4)``. ``"rotor"`` plans for models that
-            are a chain (``sacplan.Rotor``): more expensive, but its smallest peak may be lower, since it may recompute
-            the same values several times; it always minimises time. Where neither greedy nor milp holds the budget,
-            ``"best"`` asks ``sacplan.Rotor(stages=48)``.
-        objective: what is recomputed the least of: ``"time"`` (ms, as the profile predicts them) or ``"flops"``.
-        keep: patterns of ops and modules; what they make is never discarded. A pattern that starts with ``aten.`` or
-            ``prims.``, or has ``::`` in it, is matched (``fnmatch``) with the names of ops: ``"aten.topk"``,
-            ``"aten.topk.default"``, ``"aten.*attention*"``, ``"mylib::scan"``. Any other is matched with the names of
-            modules; without ``*``, ``?`` or ``[`` it is the name itself. All that runs in a module that matches
-            counts. ``*`` also matches dots.
-        never: patterns of modules that are left alone: nothing in them is discarded or runs in slices, and neither they
-            nor a module around or inside of them becomes a unit, so they run as without a plan. Of a module around one,
-            only what inner modules compute can then be discarded.
-        techniques: what the plan may do: ``"recompute"`` (the default in training), ``"chunk"`` (the default for a
-            profile with ``mode="inference"``, where it is the only one that helps; its stretches are found by a search
-            of their own, whatever the solver).
-        world_size, fsdp_units: over how many ranks the step is spread, and how, as for ``sacplan.profile``. The
-            default is what the profile says.
-        accumulate: in what chunks add up the gradients of parameters of modules that compute in half precision:
-            ``"float32"``, rounded once at the end, or ``"parameter"``, their own type, which takes less memory while a
-            loop runs and rounds once for each slice.
+        profile: A profile from ``sacplan.profile``, or the path of one.
+        budget: Limit for the peak of the whole step. A number is in GiB. A string has a unit (``"22GiB"``, ``"24GB"``)
+            or is a share of the peak without a plan (``"60%"``). None: the memory of the profile's device (on a CPU,
+            all memory of the machine) less the headroom. With several ranks, the budget is that of each rank.
+        headroom: Memory of the device to leave free if no budget is given: a share of it (``0.05``, ``"5%"``) or bytes
+            (``"2GiB"``). The default is 15%; ``sacplan.max_batch`` says what for.
+        solver: ``"milp"``, ``"greedy"``, ``"uniform"``, or an object such as ``sacplan.Milp(gap=1e-4)``. ``"best"``
+            asks greedy, and milp if the plan of greedy is not at the lower bound, and takes the cheaper plan.
+            ``"rotor"`` (``sacplan.Rotor``) plans models that are a chain. Its plans cost more, but its smallest peak
+            may be lower, since it may recompute a value several times. It always minimises time. If neither greedy nor
+            milp holds the budget, ``"best"`` asks ``sacplan.Rotor(stages=48)``.
+        objective: The amount of recomputation to minimise: ``"time"`` (in ms, as the profile predicts) or ``"flops"``.
+        keep: Patterns of ops and modules whose outputs are never discarded. A pattern that starts with ``aten.`` or
+            ``prims.`` or contains ``::`` is matched (``fnmatch``) with the names of ops: ``"aten.topk"``,
+            ``"aten.topk.default"``, ``"aten.*attention*"``, ``"mylib::scan"``. Any other pattern is matched with the
+            names of modules, and stands for everything that runs in them. ``*`` also matches dots. Without ``*``,
+            ``?`` or ``[``, a pattern is the name itself.
+        never: Patterns of modules to leave alone. Nothing in such a module is discarded or runs in slices. Neither it
+            nor a module around it or inside it becomes a unit, so it runs as without a plan. In a module around it,
+            only the outputs of other inner modules can then be discarded.
+        techniques: What the plan may do. ``"recompute"`` is the default in training. ``"chunk"`` is the default for a
+            profile with ``mode="inference"``, where only this helps; a search of its own finds the stretches to run in
+            slices, whatever the solver.
+        world_size, fsdp_units: Number of ranks and FSDP2 units, as for ``sacplan.profile``. By default, those of the
+            profile.
+        accumulate: The type in which chunks add up the gradients of parameters, for modules that compute in half
+            precision. ``"float32"`` rounds once, at the end. ``"parameter"`` is the type of the parameters: it takes
+            less memory while a loop runs, and rounds once for each slice.
+        mesh: Also spread the step over ranks: ``{"dp": 2, "tp": 4}``, the axis with the slowest links first. ``8`` or
+            ``"8xh100"`` tries all meshes of eight devices and returns the fastest plan. The batch of the profile is
+            that of all ranks together. The budget limits the peak of each rank; a share is a share of the peak that a
+            rank has without a plan, with the sharding in question. ``Plan.ranks.sharding`` has the placements of the
+            parameters. ``"shard"`` among the techniques may be given as well, and means the same.
 
-        mesh: spread the step over ranks, too: ``{"dp": 2, "tp": 4}``, the axis with the slowest links first. ``8`` or
-            ``"8xh100"`` tries the meshes of so many devices and returns the fastest plan. The batch of the profile is
-            that of all ranks together. The budget bounds the peak of each rank; a share is one of the peak that a rank
-            has without a plan, in the way that the step is spread. ``Plan.ranks.sharding`` says where parameters lie.
-            ``"shard"`` among the techniques says the same.
-
-    With pins ``Plan.lower_bound_ms`` is what no schedule undercuts that keeps what is pinned. A plan that takes more
-    than the device has, since the budget is more, gives a ``SacplanWarning``.
+    Returns:
+        The plan: peaks in bytes, times in ms. With ``keep`` or ``never``, ``Plan.lower_bound_ms`` holds for schedules
+        that keep the same. A plan that takes more memory than the device has gives a ``SacplanWarning``; this happens
+        if the budget is larger than the device.
 
     Raises:
-        BudgetError: the budget or headroom cannot be read, or both are given.
-        PlanError: an unknown solver, objective or technique; a pattern that matches nothing.
-        TraceError: the model cannot be spread over ranks so.
-        InfeasibleBudget: no plan found holds it; carries the smallest peak that one does.
+        BudgetError: The budget or headroom cannot be read, or both are given.
+        PlanError: An unknown solver, objective or technique; a pattern that matches nothing; or arguments about a mesh
+            that contradict each other.
+        TraceError: The model cannot be spread over the ranks in this way.
+        InfeasibleBudget: No plan was found that holds the budget. It carries the smallest peak that was reached.
     """
     profile = opened(profile, Profile)
     limit, wanted = Limit(budget, headroom), solver
@@ -139,10 +156,10 @@ def plan_smallest(
     fsdp_units: Sequence[str] | None = None,
     accumulate: Accumulate = "float32",
 ) -> Plan:
-    """The plan with the smallest peak that the search finds, whatever it recomputes.
+    """Return the plan with the smallest peak that the search finds, however much it recomputes.
 
-    Its ``peak_bytes`` is the ``smallest_feasible_bytes`` that ``InfeasibleBudget`` reports. The other arguments are
-    those of ``plan``.
+    Its ``peak_bytes`` is what ``InfeasibleBudget`` reports as ``smallest_feasible_bytes``. The search takes longer than
+    one for a budget. Arguments and errors are those of ``plan``.
     """
     profile = opened(profile, Profile)
     asked = Planner.of(
@@ -153,20 +170,21 @@ def plan_smallest(
 
 @dataclass(frozen=True)
 class Planner:
-    """What a plan is asked for, checked, and the searches for it.
+    """The checked arguments of ``plan``, and the searches for its answer.
 
-    A planner answers for one budget: what it measured for another one could make its plan cheaper than the one that
-    ``plan`` returns. What follows from the step alone is kept with its program, for all planners.
+    Use a planner for one budget only. It remembers every plan that it has measured, so a second budget might get a
+    cheaper plan than ``plan`` returns for it. Regions, effects and bounds follow from the step alone; all planners of a
+    program share them.
 
     Attributes:
-        profile: The step.
-        solvers: They are asked in this order.
+        profile: The step to plan.
+        solvers: Solvers in the order in which they are asked.
         objective: See ``plan``.
-        pins: What no plan touches.
-        techniques: What plans may do.
+        pins: Ops and modules that no plan touches.
+        techniques: Names of the techniques that plans may use.
         accumulate: See ``plan``.
-        last: It is asked where none of the solvers holds a budget.
-        limits_reached: Solvers that stopped at their limit of work so far.
+        last: The solver to ask if none of the others holds the budget; None for none.
+        limits_reached: Names of the solvers that have stopped at their limit of work so far.
     """
 
     profile: Profile
@@ -191,7 +209,7 @@ class Planner:
         fsdp_units: Sequence[str] | None = None,
         accumulate: Accumulate = "float32",
     ) -> Planner:
-        """Check what is asked for. The arguments and errors are those of ``plan``."""
+        """Check the arguments, which are those of ``plan``, as are the errors."""
         solvers = tuple(resolve_solver(solver))
         default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
         names = resolve_techniques(default if techniques is None else techniques)
@@ -207,19 +225,22 @@ class Planner:
         return cls(profile, solvers, objective, pins, names, accumulate, last if usable else None)
 
     def step(self, pins: Pins) -> PlanStep:
-        """The step that is planned for, with these pins."""
+        """Return the step to plan, with these pins."""
         profile = self.profile
         gradients = profile.mode != "inference"
         return PlanStep(profile.program, self.objective, pins, profile.spec, gradients, self.accumulate)
 
     def own_solvers(self) -> list[StepSolver]:
-        """Those that techniques have themselves."""
+        """Return the solvers that the techniques bring themselves."""
         step = self.step(self.pins)
         return [solver for name in self.techniques for solver in TECHNIQUES[name].solvers(step)]
 
     @cached_property
     def searches(self) -> list[PlanSearch]:
-        """A search without offers and one with those that may pay at any budget; ``smallest`` adds to the list."""
+        """A search without offers, and if there are offers that may pay at any budget, one with them.
+
+        ``smallest`` appends further ones.
+        """
         found = [self.search(self.pins)]
         offers = self._offers(None)
         if offers:
@@ -227,12 +248,15 @@ class Planner:
         return found
 
     def search(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanSearch:
-        """One search, with these pins."""
+        """Return a new search with these pins and offers."""
         context = planning_context(self.step(pins), self.techniques, offers)
         return PlanSearch(context, limits_reached=self.limits_reached)
 
     def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
-        """Those that are known, and what the techniques offer besides that goes with them."""
+        """Return the known offers, and those of the techniques that are compatible with them.
+
+        ``peak`` is the footprint whose peak the offers should lower; None asks for those that may pay at any budget.
+        """
         step = self.step(self.pins)
         for name in self.techniques:
             for offer in TECHNIQUES[name].offers(step, peak):
@@ -241,7 +265,7 @@ class Planner:
         return known
 
     def _with_offers(self, offers: tuple[Offer, ...]) -> PlanSearch:
-        """Pins leave what offers are about to them."""
+        """Return a search in which pins keep the other techniques away from the ops and modules of these offers."""
         profile, pins = self.profile, self.pins
         alone = [unit for offer in offers for unit in offer.alone]
         if alone:
@@ -250,17 +274,17 @@ class Planner:
         return self.search(replace(pins, kept_ops=kept), offers)
 
     def _with_further_offers(self, search: PlanSearch) -> PlanSearch | None:
-        """With what techniques offer, too, to lower the smallest peak of a search; None: nothing."""
+        """Return a search with further offers that may lower the smallest peak of this one; None if there are none."""
         known = search.context.offers
         offers = self._offers(search.smallest.footprint, known)
         return self._with_offers(offers) if len(offers) > len(known) else None
 
     def plan(self, limit: Limit) -> Plan:
-        """The cheapest plan under a budget.
+        """Return the cheapest plan under a budget.
 
         Raises:
-            BudgetError: it cannot be read.
-            InfeasibleBudget: no plan found holds it.
+            BudgetError: The budget cannot be read.
+            InfeasibleBudget: No plan was found that holds it.
         """
         budget_bytes = limit.bytes_of(self.profile.spec, self.profile.peak_bytes)
         found = self.cheapest(budget_bytes)
@@ -296,6 +320,7 @@ class Planner:
         return found
 
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
+        # A step that fits as it is needs no solver. Its search begins with the empty plan.
         if search.program.footprint.peak_bytes > budget_bytes:
             for one in (*self.own_solvers(), *self.solvers):
                 search.solve(one, budget_bytes)
@@ -310,12 +335,13 @@ class Planner:
             quick: Ask only the searches that there are, and not what else techniques could do about the peak.
         """
         searches, solvers = self.searches, (*self.own_solvers(), *self.solvers)
-        for search in reversed(searches):
+        for search in reversed(searches):  # the one with offers first: it usually reaches the smaller peak
             search.minimise(solvers, budget_bytes)
             if search.smallest.footprint.peak_bytes <= budget_bytes:
                 break
         if quick:
             return min(searches, key=_smallest_bytes).smallest
+        # Further offers are about the op at the peak. Once they have lowered it, the peak is elsewhere: ask again.
         for _ in range(_FURTHER):
             best = min(searches, key=_smallest_bytes)
             further = self._with_further_offers(best) if _smallest_bytes(best) > budget_bytes else None
@@ -323,21 +349,25 @@ class Planner:
                 break
             further.minimise(solvers, budget_bytes)
             searches.append(further)
+        # ``minimise`` and the closed loop go about it differently. With offers, asking for a budget of one byte less
+        # may find a plan with a smaller peak, and then the reported peak would not be the smallest.
         best = min(searches, key=_smallest_bytes)
         known = None
         while best.context.offers and known != _smallest_bytes(best) > budget_bytes:
             known = _smallest_bytes(best)
-            self._solve(best, known - 1)  # what a budget right below it would find
+            self._solve(best, known - 1)
         self._ask_last(searches[0], best, budget_bytes)
         return min(searches, key=_smallest_bytes).smallest
 
     def _ask_last(self, search: PlanSearch, best: PlanSearch, budget_bytes: int) -> None:
-        """Rotor's smallest peak if the others hold no budget, and where that holds it, its plan for the budget.
+        """Ask Rotor for its smallest peak if no other solver holds the budget, and if that holds it, for a plan.
 
-        Only a budget that the smallest peak holds is asked for: the peak that an error reports is then found again by
-        whoever asks for it.
+        Its smallest peak comes first so that results agree: whoever asks for a budget of exactly the smallest peak that
+        an error reports gets a plan.
         """
         run = best.smallest.footprint
+        # Rotor is not wanted; a plan holds the budget already; or the peak is in the optimizer's step, which no
+        # recomputation changes.
         if self.last is None or run.peak_bytes <= budget_bytes or run.peak_phase == Phase.OPTIMIZER:
             return
         try:
@@ -345,7 +375,7 @@ class Planner:
             if _smallest_bytes(search) <= budget_bytes:
                 search.solve(self.last, budget_bytes)
         except PlanError:
-            return  # the model is no chain, or pins do not leave it one unit
+            return  # the model is not a chain, or pins forbid making all of it one unit
 
     def _as_plan(self, found: Candidate, limit: Limit | None = None, budget_bytes: int | None = None) -> Plan:
         known = (*self.solvers, *(() if self.last is None else (self.last,)))
@@ -387,7 +417,11 @@ def _cheapest(searches: Sequence[PlanSearch], budget_bytes: int) -> Candidate | 
 
 
 def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:
-    """Solver objects by name; ``"best"`` is those whose plans are worth comparing, the quickest first."""
+    """Return the solvers that a name stands for. ``"best"`` is several whose plans are compared, the quickest first.
+
+    Raises:
+        PlanError: The name is unknown.
+    """
     if not isinstance(solver, str):
         return [solver]
     known: dict[str, list[Solver | StepSolver]] = {
@@ -406,6 +440,10 @@ def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolve
 
 
 def _infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
+    """Return the error: what was tried, the smallest peak and where it is, and what to do about it.
+
+    Trying alternatives takes as long as planning. So they are tried only when the message is read.
+    """
     search = min(asked.searches, key=_smallest_bytes)
     run = search.smallest.footprint
     inference = asked.profile.mode == "inference"
@@ -442,7 +480,7 @@ def _infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
 
     def alternatives() -> str:
         if own:
-            return ""  # who has a solver of its own has tried all that there is
+            return ""  # a technique's own solver has tried everything there is
         return (
             _pinned_share(asked, search)
             + _with_rotor(asked, search, budget_bytes)
@@ -461,24 +499,24 @@ def _infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
 
 
 def _with_rotor(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
-    """A sentence on what Rotor, which may recompute values more than once, would do."""
+    """Return a sentence on what Rotor, which may recompute a value several times, would reach; ``""`` if nothing."""
     free, rotor = PlanSearch(search.context), Rotor(stages=_STAGES)
     if asked.last is not None:
-        return ""  # it was asked
+        return ""  # Rotor was asked already
     try:
         free.solve(rotor, budget_bytes)
         named = f"sacplan.Rotor(stages={_STAGES})" if is_longer(search.program, rotor) else '"rotor"'
     except PlanError:
-        return ""  # the model is no chain
+        return ""  # the model is not a chain
     found = free.best(budget_bytes)
-    if found is None:
+    if found is None:  # Rotor does not hold the budget either
         return ""
     return f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
 
 
 def _with_techniques(asked: Planner, budget_bytes: int) -> str:
-    """A sentence on what another technique would reach."""
-    if asked.profile.mode == "inference":
+    """Return sentences on what other techniques would reach; the first one with which the budget holds ends it."""
+    if asked.profile.mode == "inference":  # only chunks help there, and they are the default
         return ""
     said = ""
     for name in TECHNIQUES:
@@ -500,8 +538,9 @@ def _with_techniques(asked: Planner, budget_bytes: int) -> str:
 
 
 def _with_optimizers(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
-    """A sentence on what an Adam that keeps less, or has no temporaries, would reach; tried on the recording."""
+    """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
     profile = asked.profile
+    # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
     if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
         return ""
     bare = without_optimizer(profile)
@@ -512,19 +551,19 @@ def _with_optimizers(asked: Planner, search: PlanSearch, budget_bytes: int) -> s
         if peaks[one.says] <= budget_bytes:
             return f"With {one.says} the budget holds: {format_bytes(peaks[one.says])}. "
     best = min(peaks, key=peaks.__getitem__)
-    if peaks[best] >= search.smallest.footprint.peak_bytes:
+    if peaks[best] >= search.smallest.footprint.peak_bytes:  # neither of them lowers the peak
         return ""
     return f"With {best} the smallest is {format_bytes(peaks[best])}. "
 
 
 def _pinned_share(asked: Planner, search: PlanSearch) -> str:
-    """A sentence on how much smaller the smallest peak would be without pins, if it would be."""
+    """Return a sentence on the smallest peak without pins, if it is smaller."""
     if not asked.pins:
         return ""
     free = asked.search(NO_PINS)
     free.minimise(asked.solvers, 0)
     smallest = free.smallest.footprint.peak_bytes
-    if smallest >= search.smallest.footprint.peak_bytes:
+    if smallest >= search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up
         return ""
     return (
         f"That is with {asked.pins.said}; without the pins the smallest is {format_bytes(smallest)} ({smallest} "

@@ -1,9 +1,15 @@
-"""What people do by hand today, as plans: checkpoint nothing, all, every k-th layer, by op; the loss in slices.
+"""Plans by rule: checkpoint nothing, everything, every k-th layer, or by op; and the loss in slices.
 
-The checkpointing modes and their names are those of torchtitan (``torchtitan/distributed/activation_checkpoint.py``)
-and torchtune (PR #785). What differs is how they are executed: as recipes (``_recompute/executor/recipes.py``), so only
-what the backward pass asks for runs again, and nothing is cached that autograd never wanted. Nothing is
-optimised here; the plan carries the replayed peak and recomputation like any other.
+This is what people do by hand. The checkpointing modes and their names are those of torchtitan
+(``torchtitan/distributed/activation_checkpoint.py``) and torchtune (PR #785). They differ in how they run: as recipes
+(``_recompute/executor/recipes.py``), so that only ops whose outputs the backward pass asks for run again, and nothing
+is cached that autograd does not use. Nothing is optimised here. The peak and the recomputation of the plan are measured
+on the rewritten program, as for any other plan.
+
+A rule turns into decisions in three steps. ``layers_of`` finds the layers: the longest runs of numbered siblings that
+look alike and feed one another. The mode then selects ops in them (``_Selects``, by position in one call of a layer).
+At last ``_discarded_in`` walks back from what autograd saves to the selected ops that have to run again for it. A
+selected op whose output nobody needs in the backward pass does not become a decision.
 
 Known inefficiency: the layers of a run are compared by walking over the ops between them, once per neighbour.
 """
@@ -47,52 +53,54 @@ def policy(
     never: Sequence[str] = (),
     mesh: Any = None,
 ) -> Plan:
-    """A plan by rule instead of by search: the same in every layer, whatever the budget.
+    """Return a plan made by a rule instead of a search: the same in every layer, whatever the budget.
 
         plan = sacplan.policy("selective", 2, profile=profile)   # checkpoint every second layer
         plan = sacplan.policy("full", profile=profile, layers="model.layers.*")
         plan = sacplan.policy("chunked-loss", slices=16, profile=profile)
 
     Args:
-        mode: ``"none"`` discards nothing. ``"full"`` discards in every layer all that may run again; what
-            enters the layer is kept. ``"selective"`` does what ``option`` says. ``"chunked-loss"`` discards
-            nothing, but computes the loss and its gradients in slices, from the module on with which that saves
-            most: in most models the head. ``"ddp"`` and ``"fsdp"`` spread the batch over all axes of a mesh, with
-            parameters whole or cut on each rank; run by sacplan, they are neither PyTorch's DDP nor its FSDP2, which
-            ``world_size`` and ``fsdp_units`` stand for. ``"megatron"`` cuts the parameters of matrix products on the
-            last axis and computes in parts, with ``"ddp"`` on the other axes; ``"fsdp + megatron"`` with that.
-        option: of ``"selective"``, and only of it:
+        mode: ``"none"`` discards nothing. ``"full"`` discards everything in every layer that may run again; the inputs
+            of the layer are kept. ``"selective"`` does what ``option`` says. ``"chunked-loss"`` discards nothing, but
+            computes the loss and its gradients in slices. They begin at the module with which this saves most, which
+            is the head in most models.
 
-            - an integer ``k`` (or its digits, ``"2"``): *checkpoint* every k-th layer as ``"full"`` does, that
-              is layers number k, 2k, ... of the run, and leave the others alone. 1 is ``"full"``.
-            - ``"op"``: in every layer keep attention and every second matmul or convolution (the first, the
-              third, ...), recompute the rest. The count starts anew in each call of a layer.
-            - ``"op-keep-matmuls"``: in every layer keep attention and all matmuls and convolutions, recompute
-              the rest.
+            ``"ddp"`` and ``"fsdp"`` cut the batch over all axes of a mesh; each rank has all parameters, or a shard of
+            them. sacplan runs these itself: they are neither PyTorch's DDP nor its FSDP2, for which there are
+            ``world_size`` and ``fsdp_units``. ``"megatron"`` is tensor parallelism on the last axis, with ``"ddp"`` on
+            the other axes; ``"fsdp + megatron"`` has ``"fsdp"`` on them.
+        option: For ``"selective"`` only:
 
-        profile: from ``sacplan.profile``.
-        layers: pattern for the names of the layers (``fnmatch``: ``*`` also matches dots; of nested matches the
-            outermost counts). By default they are found: siblings with consecutive places in a list
-            (``h.0``, ``h.1``, ...), of the same kind, each of which depends on the one before. The longest such
-            run, and others that neither contain nor are inside of one taken already (encoder and decoder).
-            A recorded step knows no classes, so two modules are of the same kind if at least half of the names of
-            the modules called in one or the other are in both.
-        slices: of ``"chunked-loss"``, and only of it: how many, 2 or more; one fewer or several where that does not
-            divide the rows.
-        keep, never: patterns as in ``sacplan.plan``: what these ops and modules make is kept whatever the mode says.
-            They change neither which layers there are nor how matmuls are counted. A layer with a module of ``never``
-            in it is no unit; its inner modules around which there is nothing left alone are units in its place.
-            What is pinned must not be part of a chunked loss.
-        mesh: of ``"ddp"``, ``"fsdp"``, ``"megatron"``, and ``"fsdp + megatron"``, and only of them: the ranks, as for
-            ``sacplan.plan``; the batch of the profile is that of all together.
+            - An integer ``k`` (or its digits, ``"2"``): checkpoint the layers number k, 2k, ... of the run as
+              ``"full"`` does, and leave the others alone. 1 is the same as ``"full"``.
+            - ``"op"``: in every layer, keep attention and every second matmul or convolution (the first, the third,
+              ...), and recompute the rest. The count starts anew in each call of a layer.
+            - ``"op-keep-matmuls"``: in every layer, keep attention and all matmuls and convolutions, and recompute the
+              rest.
+
+        profile: A profile from ``sacplan.profile``, or the path of one.
+        layers: A pattern for the names of the layers (``fnmatch``; ``*`` also matches dots). If matches are nested, the
+            outermost ones count. By default, layers are found by structure: siblings with consecutive numbers in a list
+            (``h.0``, ``h.1``, ...) that are of the same kind, each of which depends on the one before. The longest run
+            counts, and so do others that are not nested with it (an encoder and a decoder). A recorded step has no
+            classes, so two modules count as the same kind if they share at least half of the names of the modules that
+            are called in them.
+        slices: For ``"chunked-loss"`` only: the number of slices, 2 or more. If it does not divide the rows, there may
+            be fewer.
+        keep, never: Patterns as for ``sacplan.plan``. The outputs of these ops and modules are kept, whatever the mode
+            says. They change neither which modules are layers nor how matmuls are counted. A layer that contains a
+            module of ``never`` does not become a unit; in its place, inner modules that contain none become units. A
+            chunked loss must not contain anything pinned.
+        mesh: For ``"ddp"``, ``"fsdp"``, ``"megatron"`` and ``"fsdp + megatron"`` only: the ranks, as for
+            ``sacplan.plan``. The batch of the profile is that of all ranks together.
 
     Returns:
-        A plan with status ``"policy"``, without a budget. Its peak, its recomputation and ``added_ms`` are replayed.
-        ``SacplanWarning`` if it takes more than the device has.
+        A plan with status ``"policy"`` and without a budget: peaks in bytes, times in ms. A plan that takes more memory
+        than the device has gives a ``SacplanWarning``.
 
     Raises:
-        PlanError: an unknown mode or option, no layers, a mode that would discard nothing in them, a pattern
-            that matches nothing, or a loss that cannot run in these slices; says why.
+        PlanError: An unknown mode or option, no layers, a mode that would discard nothing in them, a pattern that
+            matches nothing, or a loss that cannot run in these slices. The message says why.
     """
     profile = opened(profile, Profile)
     if mesh is not None:
@@ -138,7 +146,7 @@ def policy(
 
 
 def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:
-    """The plan of a named sharding, without recomputation."""
+    """Return the plan of a named sharding, without recomputation."""
     spread = spread_of(profile, mode, mesh)
     made = policy("none", profile=spread.profile)
     provenance = structs.replace(
@@ -153,7 +161,7 @@ def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:
 def _discarded_by(
     mode: str, option: int | str | None, program: Program, layers: str | None, pins: Pins
 ) -> Discarded:
-    """What the layers discard under any mode but ``"none"``."""
+    """Return by unit the call sites that the layers discard in the modes ``"full"`` and ``"selective"``."""
     selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
     found = layers_of(program, layers)
     if k > len(found):
@@ -191,7 +199,12 @@ def _read_slices(slices: object, layers: str | None) -> int:
 
 
 def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
-    """The chunk that begins where slices save most, in so many."""
+    """Return the chunk that begins where slices save most, with this number of slices.
+
+    Raises:
+        PlanError: The profile is of inference; no module can begin a chunked loss; pins forbid it; or there are more
+            slices than rows.
+    """
     if profile.mode == "inference":
         raise PlanError(
             "mode 'chunked-loss' is for training, and this profile is of inference, which computes no gradients. "
@@ -221,7 +234,7 @@ def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
 # --- options ----------------------------------------------------------------------------------------------
 
 _Selects = Callable[[Sequence[Op]], set[int]]
-"""From the ops of one call of a layer to the positions of those that may be discarded."""
+"""A rule: it takes the ops of one call of a layer, and returns the positions of those to discard."""
 
 
 def _everything(ops: Sequence[Op]) -> set[int]:
@@ -242,7 +255,11 @@ _BY_OP: dict[str, _Selects] = {"op": _every_second_matmul, "op-keep-matmuls": _a
 
 
 def _read_option(option: object) -> tuple[_Selects, int]:
-    """What is discarded in a layer, and in every which layer."""
+    """Return the rule for the ops of a layer, and k if only every k-th layer follows it.
+
+    Raises:
+        PlanError: The option is unknown.
+    """
     if isinstance(option, str):
         if option in _BY_OP:
             return _BY_OP[option], 1
@@ -261,10 +278,10 @@ def _read_option(option: object) -> tuple[_Selects, int]:
 
 
 def layers_of(program: Program, pattern: str | None = None) -> list[str]:
-    """The layers of a model in execution order: those that match, or those found by structure (see ``policy``).
+    """Return the names of the layers in execution order: those that match, or those found by structure (``policy``).
 
     Raises:
-        PlanError: there are none.
+        PlanError: There are none.
     """
     runs = _runs(program)
     if pattern is None:
@@ -292,8 +309,11 @@ def _in_order(program: Program, fqns: Iterable[str]) -> list[str]:
 
 
 def _runs(program: Program) -> list[list[str]]:
-    """Runs of at least two alike siblings that do not nest, the longest first."""
-    members: dict[str, set[str]] = defaultdict(set)  # module to the names called directly inside
+    """Return runs of at least two siblings that are alike and feed one another, the longest first.
+
+    Runs do not nest. If two do (layers, and numbered modules inside each of them), the longer one wins. This is greedy.
+    """
+    members: dict[str, set[str]] = defaultdict(set)  # module to the names of modules called directly in it
     for fqn in program.calls:
         parts = fqn.split(".")
         for depth in range(1, len(parts)):
@@ -301,6 +321,7 @@ def _runs(program: Program) -> list[list[str]]:
     siblings: dict[str, list[str]] = defaultdict(list)
     for fqn in program.calls:
         parent, _, name = fqn.rpartition(".")
+        # A numbered leaf, such as a linear module of nn.Sequential, is not a layer.
         if name.isdigit() and fqn not in program.leaf_fqns and members[fqn]:
             siblings[parent].append(fqn)
 
@@ -321,7 +342,8 @@ def _runs(program: Program) -> list[list[str]]:
             run.append(other)
         runs.append(run)
     taken: list[list[str]] = []
-    for run in sorted((run for run in runs if len(run) > 1), key=len, reverse=True):  # stable
+    # The sort is stable, so runs of equal length stay in execution order.
+    for run in sorted((run for run in runs if len(run) > 1), key=len, reverse=True):
         others = [fqn for other in taken for fqn in other]
         if not any(is_inside(a, b) or is_inside(b, a) for a in run for b in others):
             taken.append(run)
@@ -332,9 +354,10 @@ def _runs(program: Program) -> list[list[str]]:
 
 
 def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> Discarded:
-    """What one layer discards: saved tensors whose producers are selected, and what making them again takes.
+    """Return by unit the call sites that one layer discards, each once.
 
-    By unit: the layer, or where pins forbid that, modules in it.
+    These are the selected ops that made saved tensors, and the selected ops that have to run again for those. The unit
+    is the layer, or if pins forbid that, modules inside it.
     """
     chosen: set[int] = set()
     for scope in program.calls[fqn]:
@@ -345,10 +368,11 @@ def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> 
     for unit in pins.units_in(program, fqn):
         sites: dict[CallSite, int] = {}
         for scope, (inside, outside) in _saved_by_call(program, unit).items():
-            # What is held anyway, the unit's own output above all, stays where it is.
+            # A storage that something else holds is available without recomputing; above all, the unit's own output.
             again = _again(program, scope, inside, outside | program.liveness.outlives_forward, chosen)
             sites.update((site, 1) for op, site in program.sites(scope).items() if op in again)
-        for site, ops in program.call_sites(unit).items():  # a call site is the same in every call
+        # A decision holds for all calls of the unit. If an op may not run again in one call, its site is kept in all.
+        for site, ops in program.call_sites(unit).items():
             if not pins.kept_ops.isdisjoint(ops) or not all(program.ops[i].recomputable for i in ops):
                 sites.pop(site, None)
         if sites:
@@ -357,7 +381,7 @@ def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> 
 
 
 def _saved_by_call(program: Program, fqn: str) -> dict[int, tuple[set[int], set[int]]]:
-    """By call of a module: the storages that autograd saves in it, and those that it saves anywhere else."""
+    """Return by call of a module the storages that autograd saves in it, and those that it saves anywhere else."""
     scopes = {scope for scope in program.liveness.handle_scopes if scope != ROOT_SCOPE}
     around = {scope: {scope, *program.ancestors(scope)} for scope in scopes}
     by_call: dict[int, tuple[set[int], set[int]]] = {call: (set(), set()) for call in program.calls[fqn]}
@@ -370,7 +394,11 @@ def _saved_by_call(program: Program, fqn: str) -> dict[int, tuple[set[int], set[
 def _again(
     program: Program, scope: int, saved: set[int], held: Container[int], chosen: Container[int]
 ) -> set[int]:
-    """The ops of one call that run again."""
+    """Return the chosen ops of one call that have to run again to make its saved storages.
+
+    Walks from the saved storages back to their makers, and on to what those read, as far as the makers are chosen and
+    nothing else holds the storage.
+    """
     ops = program.ops
     inside = [i for i in program.sites(scope) if i in chosen and ops[i].recomputable]
     maker = {s: i for i in inside for s in ops[i].writes if s not in held}

@@ -1,4 +1,4 @@
-"""Who made a plan, with what, and when."""
+"""Provenance: how a plan was made."""
 
 from __future__ import annotations
 
@@ -27,23 +27,27 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who made a plan, with what, and when. Says nothing about what the plan does.
+    """How a plan was made: by which solver, with which arguments and versions, and when.
+
+    It has no influence on what the plan does.
 
     Attributes:
-        solver: name of the solver or policy whose proposal it is; ``"none"`` for a step that fits as it is.
-        options: of the solver or policy.
-        objective: what was recomputed the least of; None for a policy.
-        techniques: what the plan was allowed to do.
-        keep, never: the pins, see ``sacplan.plan``.
-        budget: as it was asked for; None where ``Plan.budget_bytes`` is the device's memory less a headroom, or None.
-        headroom: as it was asked for; None for the default of 15%, and where a budget was given.
-        mode, trace, runtime: of the profile, see ``sacplan.profile``.
-        assumptions: of the profile, by which sizes were decided that depend on data (``data_rules``), such as balanced
-            routing. Absent where there were none.
-        limits_reached: what ended at its limit of work before it had proved its answer, such as ``"milp"``: with more
-            of it (``sacplan.Milp(work_limit=)``) there may be a better plan. Absent where nothing did.
-        sacplan, torch: versions.
-        date: when, in UTC.
+        solver: Name of the solver or policy; ``"none"`` for a step that fits as it is.
+        options: Options of the solver or policy.
+        objective: The amount of recomputation that was minimised; None for a policy.
+        techniques: The techniques that the plan was allowed to use.
+        keep, never: The pins, see ``sacplan.plan``.
+        budget: The budget as the user gave it; None if there was none, as when the device's memory less a headroom was
+            the limit.
+        headroom: The headroom as the user gave it; None for the default of 15%, or if a budget was given.
+        mode, trace, runtime: Arguments of the profile, see ``sacplan.profile``.
+        assumptions: Rules of the profile for sizes that depend on data (``data_rules``), such as balanced routing.
+            Absent if there were none.
+        limits_reached: Solvers and searches that stopped at their limit of work before they had proved their answer,
+            such as ``"milp"``. With a higher limit (``sacplan.Milp(work_limit=)``) there may be a better plan. Absent
+            if there were none.
+        sacplan, torch: Versions of the packages.
+        date: Time at which the plan was made, in UTC.
     """
 
     solver: Name
@@ -77,7 +81,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
         limits_reached: tuple[str, ...] = (),
     ) -> Provenance:
-        """Of a plan that is made now, by this version; options that are no JSON scalars are written as text."""
+        """Return the provenance of a plan made now, by this version. Options that are not JSON scalars become text."""
         return cls(
             solver=solver,
             options={k: v if type(v) in _SCALARS else repr(v) for k, v in (options or {}).items()},
@@ -98,7 +102,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What the plan's figures take for granted where sizes depend on data, and what to try, a sentence each."""
+        """One sentence for each assumption about sizes that depend on data, with what to do if it may not hold."""
         if self.assumptions is UNSET:
             return ()
         return tuple(
@@ -108,13 +112,13 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def with_limit(self, what: str) -> Provenance:
-        """The same, with something more that ended at its limit of work."""
+        """Return a copy that names one more solver or search that stopped at its limit of work."""
         reached = () if self.limits_reached is UNSET else self.limits_reached
         return msgspec.structs.replace(self, limits_reached=(*reached, what))
 
     @property
     def limit_in_words(self) -> str:
-        """That a limit of work was reached, and what to try; empty where none was."""
+        """A sentence on the limits of work that were reached, and what to try; empty if there were none."""
         if self.limits_reached is UNSET:
             return ""
         return (
@@ -124,7 +128,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @staticmethod
     def asked(budget: Any, headroom: Any) -> dict[str, Any]:
-        """Both fields, in types that JSON has."""
+        """Return budget and headroom as fields, in types that JSON has."""
         return {"budget": _as_written(budget), "headroom": _as_written(headroom)}
 
 
@@ -135,7 +139,7 @@ def _as_written(size: Any) -> int | float | str | None:
 
 
 def options_of(solver: object) -> dict[str, Any]:
-    """The fields of a solver object."""
+    """Return the fields of a solver object."""
     if dataclasses.is_dataclass(solver):
         return {f.name: getattr(solver, f.name) for f in dataclasses.fields(solver)}
     return dict(getattr(solver, "__dict__", {}))

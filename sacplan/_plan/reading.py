@@ -3,7 +3,16 @@
     for section in plan_sections(plan): ...
     print(as_text(plan_sections(plan)))
 
-``print(plan)``, notebooks and the command line show the same sections. Layers that do the same are one section.
+``print(plan)``, notebooks and the command line show the same sections.
+
+A plan decides by unit and call site; a reader thinks in layers. The way from one to the other:
+
+1. Each call site gets a name as seen from the model, so that it no longer matters which module was the unit.
+2. The values made there are grouped by layer, the outermost numbered module.
+3. Inside a layer, modules whose ops read the same are folded into one part.
+4. Layers with the same parts become one section: ``model.layers.0-31 (32 layers)``.
+
+All figures of a section are those of one layer.
 """
 
 from __future__ import annotations
@@ -25,10 +34,10 @@ from sacplan._program.program import CallSite, Program
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import resolve_units
 
-ITSELF = "(the model itself)"  # what it computes outside of its modules
+ITSELF = "(the model itself)"  # the layer of ops that run outside of any module but the model
 
-_LAST = (2**62, 0)
-_PARTS = 10  # in a sentence; the rest is counted
+_LAST = (2**62, 0)  # order of a layer of which no value is known: it runs in slices and nothing else
+_PARTS = 10  # named in a sentence; the others are only counted
 _RUNS_IN_SLICES = {
     "rest": "all that is computed from its input on: the loss, and their gradients",
     "module": "the module, forward and backward",
@@ -36,7 +45,7 @@ _RUNS_IN_SLICES = {
 
 
 class _ModelSite(NamedTuple):
-    """Where an op runs, whatever the unit of the plan."""
+    """A call site as seen from the model, so that it is the same whatever the unit of the plan."""
 
     module: str
     place: str
@@ -46,7 +55,10 @@ class _ModelSite(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _SiteValue:
-    """What is made at one call site; ``order`` is that of execution, bytes and ms are None where a plan has none."""
+    """The value made at one call site.
+
+    ``order`` is the order of execution. Bytes and ms are None if the plan has no such figures, as in older files.
+    """
 
     at: _ModelSite
     order: tuple[int, int]
@@ -59,10 +71,10 @@ class LayerOps:
     """Ops of the same kind in modules of a layer.
 
     Attributes:
-        ops: in words, with how often each runs.
-        modules: relative to the layer; ``""`` is the layer itself.
-        n_bytes: what autograd asks for of them; None if it is not known.
-        ms: predicted time to run them again, likewise; 0 for what is kept.
+        ops: Their names, with how often each runs.
+        modules: Names relative to the layer; ``""`` is the layer itself.
+        n_bytes: Bytes of their outputs that autograd asks for; None if not known.
+        ms: Predicted time to run them again, 0 if they are kept; None if not known.
     """
 
     ops: str
@@ -77,12 +89,12 @@ class LayerOps:
 
 @dataclass(frozen=True, slots=True)
 class LayerReading:
-    """What a plan does in layers that are alike.
+    """The effect of a plan in layers that are alike.
 
     Attributes:
-        layers: their names. A layer is a module that is numbered, or else one that has ops of its own.
-        kept, recomputed: of one of them, the largest parts first.
-        sliced: what runs in slices, in words.
+        layers: Names of the layers. A layer is a numbered module, or outside of those a module with ops of its own.
+        kept, recomputed: Parts of one of the layers, the largest first.
+        sliced: Descriptions of what runs in slices.
     """
 
     layers: tuple[str, ...]
@@ -92,19 +104,19 @@ class LayerReading:
 
     @property
     def name(self) -> str:
-        """All of them: ``model.layers.0-31 (32 layers)``."""
+        """One name for all of them: ``model.layers.0-31 (32 layers)``."""
         return together(self.layers)
 
 
 def together(layers: Sequence[str]) -> str:
-    """Layers that differ in one number, as one name."""
+    """Return one name for layers whose names differ in one number."""
     if len(layers) == 1:
         return layers[0] or ITSELF
     return f"{one_name(layers)} ({len(layers)} layers)"
 
 
 def read_layers(plan: PlanValue) -> list[LayerReading]:
-    """What a plan does, layer by layer in the order of execution; outside of its units it does nothing."""
+    """Return what a plan does layer by layer, in order of execution. Outside of its units it does nothing."""
     kept, recomputed = _values(plan)
     sliced: dict[str, list[str]] = defaultdict(list)
     for chunk in plan.chunks:
@@ -114,19 +126,19 @@ def read_layers(plan: PlanValue) -> list[LayerReading]:
 
 
 def kept_layers(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> list[LayerReading]:
-    """What a step keeps without a plan, from ``unit_plans`` of what discards nothing."""
+    """Return what a step keeps without a plan. The arguments are from ``unit_plans`` with nothing discarded."""
     return _folded(list(_kept_values(units, sequences)), [], {})
 
 
 def what_runs(chunk: Chunk) -> str:
-    """What a chunk runs in slices, in words."""
+    """Describe what a chunk runs in slices."""
     if chunk.span == "stretch":
         return f"a stretch of {len(chunk.sites)} ops"
     return _RUNS_IN_SLICES[chunk.span]
 
 
 def _values(plan: PlanValue) -> tuple[list[_SiteValue], list[_SiteValue]]:
-    """What is kept and what is recomputed in the units of a plan."""
+    """Return the values that are kept, and those that are recomputed, in the units of a plan."""
     discarded = plan.discarded
     recomputed = []
     for index, (fqn, unit) in enumerate(plan.units.items()):
@@ -152,13 +164,14 @@ class _ModelSites:
 
     def __init__(self, index: int, fqn: str, unit: UnitPlan, sequences: Sequence[OpSequence]) -> None:
         self.index, self.fqn = index, fqn
-        self.known: dict[str, tuple[int, str]] = {}  # by place, its number and the module around it
+        self.known: dict[str, tuple[int, str]] = {}  # place to (order, module around it)
         for i in unit.calls:
             for caller, place, _ in sequences[i]:
                 self.known.setdefault(place, (len(self.known), caller))
 
     def of(self, site: CallSite) -> tuple[_ModelSite, tuple[int, int]]:
-        """The place, and its order."""
+        """Return the call site as seen from the model, and its place in the order of execution."""
+        # "after X" is in the module that calls X. If the recorded sequence does not have the place, its name tells.
         after, inner = site.place.startswith("after "), site.place.removeprefix("after ")
         around = inner.rpartition(".")[0] if after else inner
         order, caller = self.known.get(site.place, (len(self.known), around))
@@ -171,7 +184,10 @@ class _ModelSites:
 
 
 def _layer_of(module: str) -> tuple[str, str]:
-    """The numbered module that one is in, and the rest of its name."""
+    """Split the name of a module into its layer, the outermost numbered module, and the rest.
+
+    A module inside no numbered one is its own layer.
+    """
     parts = module.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1]), ".".join(parts[number + 1 :])
@@ -180,6 +196,11 @@ def _layer_of(module: str) -> tuple[str, str]:
 def _folded(
     kept: Sequence[_SiteValue], recomputed: Sequence[_SiteValue], sliced: Mapping[str, Sequence[str]]
 ) -> list[LayerReading]:
+    """Group values by layer, and fold layers that read the same into one.
+
+    Layers are the same if their names differ only in numbers and their parts have the same words and bytes. Times may
+    differ by rounding, so they are not compared; those of the first layer are shown.
+    """
     by_layer: dict[str, tuple[list[_SiteValue], list[_SiteValue]]] = {}
     for which, values in enumerate((recomputed, kept)):
         for value in values:
@@ -202,12 +223,13 @@ def _folded(
 
 
 def _parts(values: Iterable[_SiteValue]) -> tuple[LayerOps, ...]:
-    """Values of a layer by module, and modules that do the same as one."""
+    """Group the values of a layer by module, and fold modules with the same ops into one part."""
     by_module: dict[str, list[_SiteValue]] = defaultdict(list)
     for value in values:
         by_module[_layer_of(value.at.module)[1]].append(value)
     alike: dict[tuple[str, bool], list[tuple[str, list[_SiteValue]]]] = defaultdict(list)
     for module, own in by_module.items():
+        # Ops of the layer itself stay apart: the folded name of several modules has no word for it.
         alike[_ops_in_words(own), not module].append((module, own))
     parts = [
         LayerOps(
@@ -235,7 +257,7 @@ def _sum(numbers: Iterable[float | int | None]) -> int | None:
 
 
 def plan_sections(plan: PlanValue) -> list[Section]:
-    """A plan in words."""
+    """Return a plan in words: its figures, then a section for each kind of layer."""
     sections = [Section(f"Plan for {plan.fingerprint.model_class} on {plan.device}", plan_rows(plan))]
     if plan.ranks.sharding is not None:
         homes = tuple(plan.ranks.sharding.homes.items())
@@ -255,12 +277,12 @@ def plan_sections(plan: PlanValue) -> list[Section]:
 
 
 def kept_sections(layers: Sequence[LayerReading]) -> list[Section]:
-    """What a step keeps, in words."""
+    """Return in words what a step keeps in its layers."""
     return [Section(one.name, (("keeps", _amount(one.kept, len(one.layers))),)) for one in layers]
 
 
 def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
-    """The figures of a plan in words."""
+    """Return the figures of a plan as labels and texts. Labels that do not apply are left out."""
     fingerprint, setup = plan.fingerprint, str(plan.fingerprint.setup)
     saves = 1 - plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
     rows = [
@@ -294,11 +316,12 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
 
 
 def _amount(parts: Sequence[LayerOps], layers: int, *, with_time: bool = False) -> str:
-    """``1.50 GiB in each, 48.00 GiB in all: attention of self_attn; ...``."""
+    """Return the figures and names of parts: ``1.50 GiB, 3.20 ms each: mm x2 of q_proj, k_proj; ...``."""
     if not parts:
         return ""
     n_bytes, ms = _sum(part.n_bytes for part in parts), _sum(part.ms for part in parts)
     figures = []
+    # 0 bytes are not shown if the parts take time: those ops run again only for other ops.
     if n_bytes is not None and (n_bytes or not ms):
         figures.append(format_bytes(n_bytes))
     if with_time and ms is not None:
@@ -317,12 +340,12 @@ def _ms(ms: float) -> str:
 
 
 def as_text(sections: Sequence[Section], width: int = 100) -> str:
-    """For ``print``: a title, and rows below it that fold beside their label."""
+    """Return sections as text: each has a title, and rows below it whose long texts are wrapped beside their label."""
     return "\n\n".join(section.text(width) for section in sections)
 
 
 def layer_facts(layers: Sequence[LayerReading]) -> list[dict[str, object]]:
-    """Layers for ``--json``; bytes and ms are those of one layer."""
+    """Return the layers for ``--json``. Bytes and ms are those of one layer."""
     return [
         {
             "layers": list(layer.layers),
@@ -339,9 +362,9 @@ def _part_facts(part: LayerOps) -> dict[str, object]:
 
 
 def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
-    """Over how many ranks a step is spread, what runs it, and how.
+    """Describe how a step is spread over ranks, and what runs it.
 
-    With its program also how many modules each pattern matches.
+    With its program, this includes how many modules each pattern of FSDP2 units matches.
     """
     if ranks.world_size == 1:
         return "one device"
@@ -367,12 +390,12 @@ def _unit(pattern: str, program: Program | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerDifference:
-    """What two plans do otherwise in layers that are alike.
+    """A difference between two plans, in layers that are alike.
 
     Attributes:
-        layers: their names.
-        only_first, only_second: what one of them recomputes and the other does not; of one layer.
-        slices: what runs in slices in the first, and in the second; empty where that is the same.
+        layers: Names of the layers.
+        only_first, only_second: Parts of one layer that one plan recomputes and the other does not.
+        slices: Descriptions of what runs in slices in the first plan and in the second; empty if they are the same.
     """
 
     layers: tuple[str, ...]
@@ -383,12 +406,12 @@ class LayerDifference:
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """Where two plans differ.
+    """The difference between two plans.
 
     Attributes:
-        equal: they are the same, but for who made them.
-        figures: label to both values in words; those that differ, and always peak and recompute.
-        layers: what they do otherwise.
+        equal: Whether they are equal; provenance does not count.
+        figures: Label to both texts, for those that differ, and always for peak and recompute.
+        layers: The layers in which they differ.
     """
 
     equal: bool
@@ -397,7 +420,7 @@ class PlanDifference:
 
 
 def difference(first: PlanValue, second: PlanValue) -> PlanDifference:
-    """Compares two plans call site by call site, whatever their units."""
+    """Compare two plans call site by call site, whatever their units."""
     rows = [
         {"model": plan.fingerprint.model_class, "device": plan.device, **dict(plan_rows(plan))}
         for plan in (first, second)
@@ -434,7 +457,7 @@ def _sliced_otherwise(first: PlanValue, second: PlanValue) -> list[LayerDifferen
 
 
 def difference_sections(found: PlanDifference, names: tuple[str, str]) -> list[Section]:
-    """The layers of a difference in words; ``names`` are those of the plans."""
+    """Return in words the layers in which two plans differ; ``names`` are the names of the plans."""
     sections = []
     for layer in found.layers:
         rows = [
@@ -447,7 +470,7 @@ def difference_sections(found: PlanDifference, names: tuple[str, str]) -> list[S
 
 
 def difference_facts(found: PlanDifference) -> dict[str, object]:
-    """A difference for ``--json``; bytes and ms are those of one layer."""
+    """Return a difference for ``--json``. Bytes and ms are those of one layer."""
     return {
         "equal": found.equal,
         "figures": {label: list(both) for label, both in found.figures.items()},

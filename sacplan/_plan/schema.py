@@ -1,4 +1,7 @@
-"""The JSON schemas of our files, from the types that read them: ``python -m sacplan._plan.schema`` writes them."""
+"""The JSON schemas of plan, profile and device files, made from the types that read the files.
+
+``python -m sacplan._plan.schema`` writes them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ PATH = files.schema_path("plan", SCHEMA_VERSION)
 
 
 def plan_schema() -> dict[str, Any]:
-    """The JSON schema of files of plans."""
+    """Return the JSON schema of plan files."""
     return files.schema_of(PlanFile, "A plan of sacplan")
 
 
 def schemas() -> dict[Path, dict[str, Any]]:
-    """All of them, by where the package has them."""
+    """Return all schemas by their path in the package."""
     return {
         PATH: plan_schema(),
         files.schema_path("profile", profile_files.SCHEMA_VERSION): profile_files.schema(),

@@ -1,11 +1,20 @@
-"""The closed loop: a solver proposes, the rewritten program says what that takes, and the solver is asked again.
+"""The closed loop: a solver proposes, the rewritten program is measured, and the solver is asked again.
 
-A solver works on effects that add up (``effects.py``); the rewritten program is the step. So a solution counts only
-with the peak of the program that it gives, a difference between the two moves what the solver is asked for, and of all
-that hold the budget the cheapest is the plan.
+A solver works on a linear model, in which effects add up (``effects.py``). The rewritten program is the step itself.
+So a proposal counts only with the peak of the program that it gives. If this differs from the peak in the model, the
+budget that the solver is given moves by the difference:
 
-Regions are chosen for one by one first. Where that is not enough, or far from the bound, neighbouring regions are
-joined, two, three and more, so that what passes between them may be discarded too.
+    asked = budget - (measured peak - modelled peak)
+
+Of all measured proposals that hold the budget, the cheapest is the plan. The loop ends when the difference no longer
+moves, or after ``_ROUNDS`` rounds.
+
+At first every region takes an option on its own. If the plan is then missing or far from the lower bound, neighbouring
+regions are joined (two, all of a kind, three and more), so that tensors that pass between them may be discarded too.
+This stops near the bound, or when several sizes in a row have made nothing cheaper.
+
+An exact solver finds the optimum of each problem, up to its gap. The search as a whole is not optimal: it tries only
+some sizes and, where effects do not add up, only a few budgets. ``Plan.lower_bound_ms`` limits how far it can be off.
 """
 
 from __future__ import annotations
@@ -27,23 +36,24 @@ from sacplan._technique.regions import Option, Region
 from sacplan._technique.technique import StepSolver
 from sacplan._techniques import TECHNIQUES, rewritten
 
-_IN_VAIN = 3  # sizes of regions in a row that make nothing cheaper, or no peak smaller
-_ROUNDS = 4  # of asking a solver again
-_AT_FLOOR = 1.001  # times what no plan can be under: the smallest peak, near enough
-_NEAR, _SMALL = 2e-2, 2e-3  # share of its cost, or of the step, up to which joined regions are not looked at
+_IN_VAIN = 3  # give up after so many sizes in a row without a cheaper plan, or without a smaller peak
+_ROUNDS = 4  # of asking a solver at most, for one size
+_AT_FLOOR = 1.001  # a peak this many times the floor counts as the smallest
+# How far a plan may be above the bound for no larger regions to be tried: as a share of its cost, or of the step.
+_NEAR, _SMALL = 2e-2, 2e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Decisions, and the step with them.
+    """Decisions, and the figures of the step with them.
 
     Attributes:
-        decisions: of a plan.
-        footprint: of the rewritten program.
-        added_ms: how much longer it takes, without what runs again.
-        status: "optimal" or "feasible" in the solver's own model; "unplanned".
-        gap: relative gap that the solver proved; None where it proved nothing.
-        solver: its name.
+        decisions: The decisions of a plan.
+        footprint: Footprint of the rewritten program.
+        added_ms: Additional time of the step, without the ops that run again.
+        status: ``"optimal"`` or ``"feasible"`` in the solver's own model, or ``"unplanned"``.
+        gap: Relative optimality gap that the solver proved; None if it proved nothing.
+        solver: Name of the solver.
     """
 
     decisions: tuple[Decision, ...]
@@ -56,12 +66,17 @@ class Candidate:
 
 @dataclass(slots=True)
 class PlanSearch:
-    """Measures each set of decisions once and remembers it."""
+    """Asks solvers for proposals. Each set of decisions is measured once and remembered.
+
+    Attributes:
+        context: Regions, effects and bounds of the step.
+        tried: All candidates measured so far, by their decisions.
+        limits_reached: Names of solvers that stopped at their limit of work. Searches for one plan may share it.
+    """
 
     context: PlanningContext
     tried: dict[frozenset[Decision], Candidate] = field(default_factory=dict)
     limits_reached: dict[str, None] = field(default_factory=dict)
-    """Solvers that a limit of work ended; searches for one plan may share it."""
 
     def __post_init__(self) -> None:
         self._measure((), "unplanned", None, "none")
@@ -72,18 +87,18 @@ class PlanSearch:
         return self.context.program
 
     def solve(self, solver: Solver | StepSolver, budget_bytes: int) -> None:
-        """Regions one by one, then joined, as long as that makes it cheaper."""
-        if isinstance(solver, StepSolver):
+        """Look for the cheapest plan: with single regions, then with joined ones for as long as that helps."""
+        if isinstance(solver, StepSolver):  # it works on the step and knows nothing of regions
             self._add_proposals(solver, budget_bytes)
             return
-        if budget_bytes < self.context.floor_bytes:
+        if budget_bytes < self.context.floor_bytes:  # no choice of options holds this budget
             return
         cheapest: float | None = None
         in_vain = 0
         for size in self.context.sizes:
             self._close_loop(solver, self.context.effects(size), budget_bytes)
             found = self.best(budget_bytes)
-            if found is None:
+            if found is None:  # larger regions may still hold the budget
                 continue
             cost = self.cost(found)
             in_vain = in_vain + 1 if cheapest is not None and cost >= cheapest else 0
@@ -93,13 +108,13 @@ class PlanSearch:
                 break
 
     def minimise(self, solvers: Sequence[Solver | StepSolver], budget_bytes: int) -> None:
-        """The smallest peaks, in regions of all sizes, until one holds the budget."""
+        """Look for the smallest peak, with larger and larger regions, until one holds the budget."""
         enough = max(budget_bytes, _AT_FLOOR * self.context.floor_bytes)
         for solver in solvers:
             if isinstance(solver, StepSolver):
                 self._add_proposals(solver, 0)
                 continue
-            if self.smallest.footprint.peak_bytes <= self.context.floor_bytes:
+            if self.smallest.footprint.peak_bytes <= self.context.floor_bytes:  # no option can go lower
                 continue
             worse = 0
             for size in self.context.sizes:
@@ -108,21 +123,25 @@ class PlanSearch:
                 self._add(effects, self._noted(solver.smallest(effects.problem), solver), solver.name)
                 now = self.smallest.footprint.peak_bytes
                 worse = worse + 1 if now >= before else 0
+                # Low enough, or larger regions no longer help. Either way, the remaining solvers are not asked.
                 if now <= enough or worse == _IN_VAIN:
                     return
 
     def cost(self, candidate: Candidate) -> float:
-        """What is minimised: what runs again, and the cost of other techniques' ops."""
+        """Return the objective of a candidate: the cost of what runs again, plus that of the other techniques' ops."""
         again = sum(self.context.step.costs[op] for op in candidate.footprint.again)
         return again + self.context.step.added_cost(candidate.added_ms)
 
     def best(self, budget_bytes: int) -> Candidate | None:
-        """The cheapest that holds; the lower peak on a tie."""
+        """Return the cheapest candidate that holds the budget, or None. On a tie, the lower peak wins."""
         holding = [t for t in self.tried.values() if t.footprint.peak_bytes <= budget_bytes]
         return min(holding, key=lambda t: (self.cost(t), t.footprint.peak_bytes), default=None)
 
     def above_bound(self, budget_bytes: int) -> tuple[float, float]:
-        """How far the best is above what any schedule costs, as a share of its cost and of the step's."""
+        """Return how far the best plan is above the lower bound, as a share of its own cost and of the step's.
+
+        Both are infinite if no plan holds the budget.
+        """
         found = self.best(budget_bytes)
         if found is None:
             return math.inf, math.inf
@@ -131,29 +150,34 @@ class PlanSearch:
         return above / cost if cost else 0.0, above / sum(self.context.step.costs)
 
     def has_found(self, solver: Solver | StepSolver) -> bool:
-        """Whether a solver has found anything."""
+        """Whether any candidate comes from this solver."""
         return any(one.solver == solver.name for one in self.tried.values())
 
     @property
     def smallest(self) -> Candidate:
-        """The lowest peak seen."""
+        """The candidate with the lowest peak."""
         return min(self.tried.values(), key=lambda t: (t.footprint.peak_bytes, self.cost(t)))
 
     def _close_loop(self, solver: Solver, effects: RegionProblem, budget_bytes: int) -> None:
-        """Ask at the budget, then at budgets moved by what the program says otherwise than the effects."""
+        """Ask at the budget, then at budgets corrected by how far the model was off."""
         problem = effects.problem
         asked = budget_bytes
         for _ in range(_ROUNDS):
             limited = problem.with_limit(DEVICE_MEMORY, asked)
             solution = solver.solve(limited)
+            # No choice holds this budget in the model, or the solver ended before it had found one.
             if solution is None or self._noted(solution, solver).status == "unknown":
                 break
             tried = self._add(effects, solution, solver.name)
-            if solution.bound is not None:  # it also minimised costs paid once, which recompute nothing
+            # An exact solver has also minimised the one-time cost of wide units. That is an estimate, and recomputes
+            # nothing. So we also try the same picks less what the budget does not need, with that cost left out.
+            if solution.bound is not None:
                 free = replace(limited, once_costs=())
                 leaner = replace(solution, picks=give_back(free, solution.picks), status="feasible")
                 self._add(effects, leaner, solver.name)
             off = tried.footprint.peak_bytes - problem.peak(solution.picks)
+            # Either the correction is the one just used, so asking again would change nothing; or the plan holds the
+            # budget, and the correction would not allow the solver any more than it had.
             if off == budget_bytes - asked or tried.footprint.peak_bytes <= budget_bytes <= asked + off:
                 break
             asked = budget_bytes - off
@@ -183,7 +207,8 @@ class PlanSearch:
         return self.tried[key]
 
     def _add_proposals(self, solver: StepSolver, budget_bytes: int) -> None:
-        """What a solver of whole steps proposes; it knows of no offers."""
+        """Measure what a solver of whole steps proposes."""
+        # It does not know which ops the offers have taken, so it is asked only in a search without offers.
         if not self.context.offers:
             for decisions in solver.proposals(self.context.step, budget_bytes):
                 self._measure(decisions, "feasible", None, solver.name)
@@ -192,7 +217,10 @@ class PlanSearch:
 def decisions_of(
     program: Program, taken: Sequence[tuple[Region, Option]], device: DeviceSpec | None = None
 ) -> tuple[Decision, ...]:
-    """Options that regions take, as decisions. A technique names call sites of what those before it leave."""
+    """Return the options that regions take as decisions.
+
+    The techniques go in their listed order. Each names call sites of the program that those before it have rewritten.
+    """
     found: list[Decision] = []
     for technique in TECHNIQUES.values():
         own = [(region, option) for region, option in taken if option.technique == technique.name]

@@ -1,4 +1,8 @@
-"""The fields of a plan, checked, and what follows from them: what a plan says about itself in words reads these."""
+"""The fields of a plan, their checks, and what follows from them.
+
+``Plan`` adds files and text. They are apart because the module that describes a plan in words reads these fields, and
+``Plan`` needs that module.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +28,16 @@ Status = Literal["optimal", "feasible", "unplanned", "policy"]
 
 
 class UnitPlan(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the decisions come to in one unit.
+    """The result of the decisions in one unit.
 
     Attributes:
-        discard_ratio: share of what autograd keeps in the unit that is not kept.
-        recompute_ms: predicted time of what runs again.
-        kept: call sites whose outputs autograd keeps.
-        calls: which of ``Plan.sequences`` the unit's calls run.
-        kept_bytes: bytes of what is kept, for each of ``kept``, all calls of the unit together.
-        discarded_bytes, discarded_ms: for each decision to recompute, in their order: bytes that autograd asks for and
-            does not get kept, and the predicted time to run the op again. 0 bytes: it runs again for other ops alone.
+        discard_ratio: Bytes that are discarded, as a share of those that autograd keeps in the unit without a plan.
+        recompute_ms: Predicted time of the ops that run again.
+        kept: Call sites whose outputs autograd keeps.
+        calls: Indices in ``Plan.sequences`` of the op sequences that the calls of the unit run.
+        kept_bytes: For each of ``kept``, the bytes that are kept, all calls of the unit together.
+        discarded_bytes, discarded_ms: For each decision to recompute, in their order: the bytes that autograd would
+            have kept, and the predicted time to run the op again. With 0 bytes, it runs again only for other ops.
     """
 
     discard_ratio: Share
@@ -46,10 +50,10 @@ class UnitPlan(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """The fields of ``Plan``, which says what they are, and what follows from them.
+    """The fields of ``Plan``, where they are documented, and what follows from them.
 
     Raises:
-        PlanError: as ``Plan``.
+        PlanError: As for ``Plan``.
     """
 
     status: Status
@@ -72,6 +76,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     added_ms: float = 0.0
 
     def __post_init__(self) -> None:
+        # The struct is frozen, and a caller's dict is not.
         msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
         others = {d.unit for d in self.decisions if not isinstance(d, Recompute)}
         recompute = {d.unit for d in self.decisions if isinstance(d, Recompute)}
@@ -83,7 +88,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
         for decision in self.decisions:
             if decision.unit not in self.units:
                 raise PlanError(f"there is a decision about {decision}, but no unit {decision.unit!r}.")
-            if not isinstance(decision, Recompute):
+            if not isinstance(decision, Recompute):  # only recomputation decides about single call sites
                 continue
             if decision.site in seen:
                 raise PlanError(
@@ -94,7 +99,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
         self._check_sites()
 
     def _check_lengths(self) -> None:
-        """``PlanError`` where a unit has figures for other call sites than it has; it may have none."""
+        """Raise ``PlanError`` if a unit has another number of figures than of call sites. It may have none at all."""
         again = Counter(d.unit for d in self.decisions if isinstance(d, Recompute))
         for fqn, unit in self.units.items():
             wanted = {
@@ -105,22 +110,23 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
                     raise PlanError(f"unit {fqn!r} has {len(getattr(unit, name))} {name} for {n} call sites.")
 
     def _check_sites(self) -> None:
-        """``PlanError`` for a call site that no call of its unit has; the calls of a unit may not be known."""
+        """Raise ``PlanError`` for a decision about a call site that no call of its unit has."""
         sites = [{site for _, _, site in ops_of(sequence)} for sequence in self.sequences]
         for decision in self.decisions:
             there = [sites[i] for i in self.units[decision.unit].calls]
+            # A unit of a plan that was put together by hand may have no recorded calls. Then nothing can be checked.
             for site in decision.sites if there else ():
                 if not any(site in call for call in there):
                     raise PlanError(_not_run(decision.unit, site, set().union(*there)))
 
     @property
     def gradients(self) -> Literal["bit-equal", "close"]:
-        """Whether gradients are those of the step without the plan, bit by bit, or differ by rounding."""
+        """Whether gradients equal those of the step without the plan bit by bit, or differ by rounding."""
         return "close" if self.chunks else "bit-equal"
 
     @property
     def why_gradients(self) -> str:
-        """Why gradients are what ``gradients`` says, in words."""
+        """The reason for ``gradients``, in words."""
         if not self.chunks:
             return "what is recomputed runs the same kernels on the same values"
         named = folded_names(dict.fromkeys(chunk.unit for chunk in self.chunks))
@@ -129,32 +135,32 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """What runs in slices."""
+        """The decisions to run ops in slices."""
         return tuple(one for one in self.decisions if isinstance(one, Chunk))
 
     @property
     def solver(self) -> str:
-        """Name of the solver or policy that made it."""
+        """Name of the solver or policy that made the plan."""
         return self.provenance.solver
 
     @property
     def discard_ratios(self) -> dict[str, float]:
-        """Unit to the share of its activations that is discarded."""
+        """Name of each unit to the share of its activations that is discarded."""
         return {fqn: unit.discard_ratio for fqn, unit in self.units.items()}
 
     @property
     def discarded(self) -> dict[str, dict[CallSite, int]]:
-        """Unit to the call sites that it discards, each with the number of times that its values are dropped."""
+        """Name of each unit to the call sites that it discards, each with how often its values are dropped."""
         return discarded_by(self.decisions)
 
     @property
     def recorded(self) -> dict[str, tuple[OpSequence, ...]]:
-        """By unit, the ops that its calls run in the recorded step."""
+        """Name of each unit to the op sequences that its calls run in the recorded step."""
         return {fqn: tuple(self.sequences[i] for i in unit.calls) for fqn, unit in self.units.items()}
 
     @property
     def op_decisions(self) -> dict[Site, str]:
-        """(fqn of the unit, op name, occurrence, place) to ``"discard"`` or ``"keep"``."""
+        """Call site (with its unit) to ``"discard"`` or ``"keep"``."""
         found: dict[Site, str] = {}
         for fqn, unit in self.units.items():
             found.update((Site(fqn, *site), "keep") for site in unit.kept)
@@ -163,7 +169,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
 
 
 def _not_run(unit: str, site: CallSite, run: Iterable[CallSite]) -> str:
-    """That no call of a unit has a call site, and what there is instead."""
+    """Return the message that no call of a unit has a call site. It lists what there is instead."""
     in_place = Counter(one.op for one in run if one.place == site.place)
     places = sorted({one.place for one in run})
     if in_place:
@@ -179,7 +185,7 @@ def _not_run(unit: str, site: CallSite, run: Iterable[CallSite]) -> str:
 
 
 def _check_nesting(units: Collection[str]) -> None:
-    """``PlanError`` where a unit that recomputes is inside another: their recipes would overlap."""
+    """Raise ``PlanError`` if a unit is inside another: their recipes would overlap."""
     for fqn in units:
         parts = fqn.split(".")
         for depth in range(len(parts)):

@@ -1,4 +1,8 @@
-"""``advise``: what makes the peak of a step, and what would make it smaller; each remedy is tried on the recording."""
+"""``advise``: the causes of the peak of a step, and remedies, each tried on the recording.
+
+A remedy is a rewrite of the recorded program or of its optimizer. The peak and the time that it reports are those of
+the rewritten step, so nothing is claimed that was not computed. Only changes of the model itself need a new recording.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +34,24 @@ from sacplan._questions.planned import planned
 from sacplan._record.step import LossFn, check_model, resolve_batch
 from sacplan.errors import PlanError
 
-_SAME = 0.1  # share of the most that a loss in slices saves that is not worth twice as many
+_SAME = 0.1  # fewer slices are good enough if they miss at most this share of what the most slices save
 
 Kind = Literal["loss", "recompute", "optimizer", "model"]
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something that makes the peak of a step smaller.
+    """A change that makes the peak of a step smaller.
 
     Attributes:
-        name: for example ``"chunked-loss"`` or ``"adamw-fused"``.
-        kind: what it changes.
-        sentence: what it does and saves, for people.
-        saves_bytes: of the peak of the step.
-        peak_bytes: of the step with it.
-        added_ms: time that it adds to the step, predicted; less than 0 if the step is quicker.
-        code: Python that does it; ``profile`` and ``params`` stand for one's own.
-        option: the same for the command line; ``""`` where it has none.
+        name: Its name, such as ``"chunked-loss"`` or ``"adamw-fused"``.
+        kind: The part of the step that it changes.
+        sentence: Its effect in words.
+        saves_bytes: By how much the peak of the step gets smaller.
+        peak_bytes: Peak of the step with it.
+        added_ms: Predicted time that it adds to the step; negative if the step gets quicker.
+        code: Python code for it. ``profile`` and ``params`` stand for the user's own.
+        option: The same for the command line; ``""`` if there is no such option.
     """
 
     name: str
@@ -62,17 +66,18 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What makes the peak of a step, and what would make it smaller.
+    """The causes of the peak of a step, and remedies.
 
     Attributes:
-        model: class of the model.
-        device: name of the device.
-        peak_bytes: of the whole step.
-        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``: when the peak is.
-        op, module: what runs then.
-        moment: the three in words.
-        alive: what is alive then, the largest part first; their bytes sum up to the peak.
-        remedies: the one that saves most first. Each was tried alone; what two save together may be less, or more.
+        model: Class name of the model.
+        device: Name of the device.
+        peak_bytes: Peak of the whole step.
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``: the phase of the peak.
+        op, module: The op that runs at the peak, and its module.
+        moment: Phase, op and module in words.
+        alive: Everything that is alive at the peak, in parts, the largest first. Their bytes add up to the peak.
+        remedies: Those that save memory, the one that saves most first. Each was tried alone; two together may save
+            more or less than the sum.
     """
 
     model: str
@@ -87,12 +92,12 @@ class Advice:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What makes the peak, then one sentence for each remedy."""
+        """A sentence on the cause of the peak, then one for each remedy."""
         return (self.cause, *(remedy.sentence for remedy in self.remedies))
 
     @property
     def cause(self) -> str:
-        """When the peak is, and what is alive then."""
+        """A sentence on when the peak is, and on what is alive then. Parts below 1% are added up as the rest."""
         shown = [part for part in self.alive if part.n_bytes >= self.peak_bytes / 100]
         rest = self.peak_bytes - sum(part.n_bytes for part in shown)
         parts = [str(part) for part in shown] + ([f"the rest {format_bytes(rest)}"] if rest else [])
@@ -111,30 +116,33 @@ def advise(
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
 ) -> Advice:
-    """What makes the peak of a step, and what would make it smaller.
+    """Explain the peak of a step, and try what would make it smaller.
 
         print(sacplan.advise(profile))
         for remedy in sacplan.advise(profile, plan).remedies: ...
 
-    Every remedy is tried on the recording: the step is rewritten, and its peak read. What saves nothing is left out: a
-    peak is a maximum, so that saving at one moment helps only down to the next highest one. Tried are the loss in
-    slices, recomputation (the plan with the smallest peak), and other optimizers, each alone.
+    Remedies are the loss in slices, recomputation (the plan with the smallest peak), and other optimizers. Each is
+    tried alone: the recorded step is rewritten, and its peak is computed. A remedy that saves nothing is left out. The
+    peak is a maximum, so saving memory at one moment helps only down to the next highest one.
 
-    With the model, and what else the profile was recorded with, more is tried where it keeps memory for nothing: keys
-    and values that nobody reads (``use_cache``), attention scores (``"eager"`` attention, or calls of
-    ``scaled_dot_product_attention`` that no fused kernel of the GPU runs: the remedy says why, and what such a kernel
-    needs). The step is then recorded again; the model stays as it is.
+    With the model, and the other arguments that the profile was recorded with, more is tried if the model keeps memory
+    for nothing: keys and values that nobody reads (``use_cache``), or attention scores. These are kept with ``"eager"``
+    attention, and by calls of ``scaled_dot_product_attention`` that no fused kernel of the GPU can run; the remedy says
+    why, and what such a kernel needs. The step is then recorded again. The model is not changed.
 
     Args:
-        profile: from ``sacplan.profile``, of a step of training on one device or a rank.
-        plan: made from that profile; the advice is then about the step with the plan.
-        model, batch, loss_fn, optimizer: what the profile was recorded with. May be left out.
+        profile: A profile from ``sacplan.profile``, or the path of one.
+        plan: A plan made from that profile. The advice is then about the step with the plan.
+        model, batch, loss_fn, optimizer: The arguments that the profile was recorded with. They may be left out.
+
+    Returns:
+        The advice: peaks in bytes, times in ms.
 
     Raises:
-        PlanMismatch: the plan was made from another profile.
-        PlanError: a model without its batch.
-        TraceError: the model is no module, or the batch holds no tensor; the step with another configuration cannot be
-            recorded.
+        PlanMismatch: The plan was made from another profile.
+        PlanError: A model without its batch, or a batch without its model.
+        TraceError: The model is not a module, the batch holds no tensor, or the step cannot be recorded with another
+            configuration of the model.
     """
     if (model is None) != (batch is None):
         raise PlanError("give both the model and the batch that the profile was recorded with, or neither.")
@@ -162,7 +170,7 @@ def advise(
 
 @dataclass(frozen=True)
 class _Tried:
-    """A step, and what becomes of its peak when something is changed."""
+    """A step, and the remedies that are tried on it."""
 
     profile: Profile
     plan: Plan | None
@@ -186,10 +194,10 @@ class _Tried:
     def _remedy(
         self, name: str, kind: Kind, what: str, program: Program, code: str, option: str
     ) -> Iterator[Remedy]:
-        """One, if the peak of the program is smaller."""
+        """Yield a remedy if the peak of the rewritten program is smaller."""
         peak = program.footprint.peak_bytes
         saves = self.peak_bytes - peak
-        if saves <= 0:
+        if saves <= 0:  # no remedy
             return
         added = program.step_ms - self.program.step_ms
         share = added / self.program.step_ms if self.program.step_ms else 0.0
@@ -205,11 +213,16 @@ class _Tried:
         yield Remedy(name, kind, sentence, saves, peak, added, code, option)
 
     def loss(self) -> Iterator[Remedy]:
-        """The loss in slices; beside a plan, in place of what that does: both together take a search of minutes."""
+        """Try the loss in slices.
+
+        If there is a plan, this is tried in its place: a plan with both would take minutes to search for.
+        """
+        # An inference profile has no loss; the plan has chunks already; or the step is spread over ranks, and slices
+        # are planned for one device (``Chunking.one_device``).
         if not self._trains or (self.plan is not None and self.plan.chunks) or self._is_spread:
             return
         found = loss_chunks(self.profile.program, self.profile.spec)
-        if not isinstance(found, ChunkOptions):
+        if not isinstance(found, ChunkOptions):  # no module can begin the slices; these are the reasons
             return
         programs = {chunk.slices: self.profile.with_plan((chunk,)) for chunk, _ in found.options}
         smallest = min(program.footprint.peak_bytes for program in programs.values())
@@ -226,7 +239,9 @@ class _Tried:
         )
 
     def recomputation(self) -> Iterator[Remedy]:
-        """The plan with the smallest peak."""
+        """Try the plan with the smallest peak."""
+        # In inference there is nothing to recompute. On a mesh, a plan chooses the sharding as well
+        # (``plan_on_meshes``).
         if not self._trains or self.profile.ranks.sharding is not None:
             return
         names = ("recompute",) if self.plan is None else tuple(self.plan.provenance.techniques)
@@ -262,23 +277,25 @@ class _Tried:
 
     @cached_property
     def _steps(self) -> dict[str, OptimizerStep]:
-        """The candidates' steps on the parameters of the profile."""
+        """By name, the step of each candidate on the parameters of the profile."""
         return {one.name: recorded_step(self.profile, one.make) for one in CANDIDATES}
 
     @cached_property
     def _same(self) -> OptimizerCandidate | None:
-        """The candidate that the profile was recorded with, as its ops tell."""
+        """The candidate that the profile was recorded with, recognised by its ops; None if it is none of them."""
         if not self._has_optimizer or self._is_spread:
             return None
         return recognised(self.profile, self._steps)
 
     @property
     def optimizer_name(self) -> str:
-        """The optimizer's, as far as it is known."""
+        """The name of the optimizer, or "the optimizer" if it is not recognised."""
         return "the optimizer" if self._same is None else self._same.says.split()[0]
 
     def optimizers(self) -> Iterator[Remedy]:
-        """Other optimizers in the place of the recorded one; of those that keep the same state, the best."""
+        """Try other optimizers in the place of the recorded one. Of those with the same peak, the first is taken."""
+        # There is no optimizer to replace. Or there are several ranks: the candidates are recorded on whole parameters,
+        # and a rank may have only shards.
         if not self._has_optimizer or self._is_spread:
             return
         bare = without_optimizer(self.profile)
@@ -298,7 +315,7 @@ class _Tried:
     def configurations(
         self, model: Any, batch: Any, loss_fn: LossFn | None, optimizer: Any
     ) -> Iterator[Remedy]:
-        """What the model keeps for nothing, by its configuration or its calls of attention."""
+        """Try changes of the model that stop it from keeping memory for nothing. Each is recorded again."""
         for change in changes(self.profile, model):
             again = recorded(change, self.profile, model, batch, loss_fn, optimizer)
             decisions = () if self.plan is None else self.plan.decisions
@@ -307,7 +324,7 @@ class _Tried:
 
 
 def recognised(of: Profile, steps: dict[str, OptimizerStep]) -> OptimizerCandidate | None:
-    """The candidate whose step is that of a profile: the same ops, and as much state."""
+    """Return the candidate whose step runs the same ops as that of a profile, and has as much state; None if none."""
     recorded = OptimizerStep(of.recorded, ())
     for name, step in steps.items():
         if step.names == recorded.names and step.state_bytes == recorded.state_bytes:

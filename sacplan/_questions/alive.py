@@ -1,4 +1,4 @@
-"""What is alive at an op, and which module and op made it."""
+"""The storages that are alive at an op, and the modules and ops that made them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ GENERATOR_STATE = "generator state"
 
 
 def alive_at(program: Program, op: int) -> frozenset[int]:
-    """Storages alive while an op runs, its outputs included, and without the one that it overwrites."""
+    """Return the storages that are alive while an op runs: with its outputs, without the one that it overwrites."""
     return frozenset(program.liveness.alive(op)) - {program.ops[op].replaces}
 
 
 @dataclass(frozen=True, slots=True)
 class AliveGroup:
-    """Storages of one size that the same op of modules of one pattern made.
+    """Storages of the same size, made by the same op in modules with the same pattern of names.
 
     Attributes:
-        module: the modules, with ``*`` for numbers that differ.
-        op: what made them, in a few words.
-        kind: what they are for; ``"workspace"`` and ``"generator state"`` are not storages of the step.
-        recomputed: they were made a second time.
-        count: how many.
-        each_bytes: size of one.
+        module: Names of the modules, with ``*`` for numbers that differ.
+        op: The op that made them, in a few words.
+        kind: What they are for. ``"workspace"`` and ``"generator state"`` are not storages of the recorded step.
+        recomputed: Whether they were made a second time.
+        count: Number of storages.
+        each_bytes: Size of one of them.
     """
 
     module: str
@@ -48,16 +48,16 @@ class AliveGroup:
 
     @property
     def n_bytes(self) -> int:
-        """All together."""
+        """Bytes of all of them together."""
         return self.count * self.each_bytes
 
 
 def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
-    """Everything that is alive at the peak, in groups, the largest first; their bytes sum up to the peak exactly.
+    """Return everything that is alive at the peak in groups, the largest first. Their bytes add up to the peak exactly.
 
     Args:
-        profile: of the step.
-        program: the step, with a plan or without.
+        profile: The profile of the step.
+        program: The program of the step, with a plan or without.
     """
     at, origins = program.footprint.peak_op, Origins(profile, program)
     grouped: dict[tuple[str, str, str, bool, int], list[str]] = defaultdict(list)
@@ -77,7 +77,7 @@ def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
 
 
 class Origins:
-    """Where what is alive comes from."""
+    """Says which module and op made a storage."""
 
     def __init__(self, profile: Profile, program: Program) -> None:
         self.program = program
@@ -91,7 +91,7 @@ class Origins:
                 self.reader.setdefault(s, i)
 
     def made_by(self, op: int) -> tuple[str, str, bool]:
-        """Module and name of an op, as shown, and whether it runs a second time."""
+        """Return module and name of an op, for display, and whether it runs a second time."""
         again = self.program.ops[op].recomputes
         recorded = again if again >= 0 else op
         return (
@@ -101,7 +101,7 @@ class Origins:
         )
 
     def of(self, s: int) -> tuple[str, str, str, bool]:
-        """Module, op and kind of a storage, as shown, and whether it was made a second time."""
+        """Return module, op and kind of a storage, for display, and whether it was made a second time."""
         program, kind = self.program, self.program.storage_kinds[s]
         for_what = kind.name.lower().replace("_", " ")
         writer = program.writer.get(s)
@@ -110,11 +110,13 @@ class Origins:
             if not recomputed and program.ops[writer].phase == Phase.BACKWARD:
                 name = _once(f"{name} backward")
             return module, name, for_what, recomputed
-        if s >= self.n_recorded:
+        # From here on, no op of the program has written the storage.
+        if s >= self.n_recorded:  # added by a plan: recipes save the state of random number generators
             return self.model, "recipes", GENERATOR_STATE, False
         if kind == StorageKind.OPTIMIZER_STATE:
             return OPTIMIZER, "state", for_what, False
         reader = self.reader.get(s)
+        # On a GPU, what no op writes or reads is the workspace of a library.
         if s not in self.initial and reader is None and not self.on_cpu:
             return OUTSIDE, "matmul library's workspace", for_what, False
         if kind == StorageKind.OTHER:
@@ -124,5 +126,5 @@ class Origins:
 
 
 def _once(name: str) -> str:
-    """``"layer norm backward"`` need not say backward twice."""
+    """Drop the last word of ``"layer norm backward backward"``."""
     return name.removesuffix(" backward") if "backward" in name.removesuffix(" backward") else name

@@ -1,10 +1,16 @@
-"""Batch sizes, looked at one by one: a trace and a plan for each, and where they stop fitting.
+"""Batch sizes, tried one by one: each takes a trace and a plan, and the search finds where they stop fitting.
 
     sizes = BatchSizes(model, make_batch, budget_bytes, spec, ...)
     unplanned, planned = sizes.edges()
 
-A size whose floor (``Liveness.floor_bytes``) is above the budget is ruled out without planning. Where the smallest peak
-was not searched for, the floor stands in for it, times the last known ratio of the two.
+The largest size that fits is found by lines through known peaks and by bisection (``largest.py``). A trace and a plan
+take seconds to minutes, so two things save planning:
+
+- A size whose floor (``Liveness.floor_bytes``, a peak that no plan goes below) is above the budget is ruled out.
+- The next guess needs the smallest peak of a size, and it is known only where planning failed. Elsewhere, the floor
+  times the last known ratio of the two stands in for it. This only guides the guesses; what is reported was planned.
+
+Nothing is assumed about sizes that were not tried: a model may need less memory from some size on.
 """
 
 from __future__ import annotations
@@ -28,17 +34,17 @@ from sacplan._record.step import LossFn, resolve_batch
 from sacplan._solve.solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
 
-_SECOND = 8  # the size looked at after one: far enough for a slope, small enough to be quick
-_MOST = 2**20  # samples; what still fits then does not depend on the batch
+_SECOND = 8  # the size tried after 1: far enough for a slope, small enough to be quick
+_MOST = 2**20  # if this many samples still fit, memory does not depend on the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPoint(Row):
-    """One batch size that was looked at.
+    """One batch size that was tried.
 
     Attributes:
         batch_size: Samples in the batch.
-        floor_bytes: No plan has a lower peak, unless it runs more than the loss in slices.
+        floor_bytes: No plan has a lower peak, except one that runs more than the loss in slices.
     """
 
     shown: ClassVar = (
@@ -56,17 +62,17 @@ class CapacityPoint(Row):
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second; None where no plan holds the budget."""
+        """Samples per second; None if no plan holds the budget."""
         return self.batch_size / self.step_ms * 1e3 if self.step_ms else None
 
 
 @dataclass(slots=True)
 class BatchSizes:
-    """Looks at batch sizes, each once, and remembers what it saw. Arguments: see ``max_batch``.
+    """Tries batch sizes, each once, and remembers the results. The arguments are those of ``max_batch``.
 
     Raises:
-        InfeasibleBudget: one sample does not fit.
-        PlanError: ``make_batch`` does not follow n.
+        InfeasibleBudget: One sample does not fit.
+        PlanError: ``make_batch`` makes batches of the same size whatever it is asked for.
     """
 
     model: torch.nn.Module
@@ -82,7 +88,7 @@ class BatchSizes:
     progress: Callable[[CapacityPoint, str], None] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     above_floor: float = 1.0
-    """Smallest peak found over the floor, where both were last known."""
+    """Ratio of the smallest peak to the floor, from the last size for which both are known."""
 
     def __post_init__(self) -> None:
         self.look(1)
@@ -91,19 +97,21 @@ class BatchSizes:
 
     @property
     def limit(self) -> int:
-        """No larger size is looked at."""
+        """The largest size to try."""
         return _MOST if self.at_most is None else self.at_most
 
     # --- one size -----------------------------------------------------------------------------
 
     def look(self, n: int) -> CapacityPoint:
-        """Trace a batch of n, and plan for it unless no plan can hold."""
-        if n in self.points:
+        """Trace a batch of n, and plan it unless no plan can hold the budget."""
+        if n in self.points:  # tried before
             return self.points[n]
         traced = self._profile(n)
         self._check_batch_follows(n, traced.fingerprint)
         may_chunk = "chunk" in (self.techniques or ())
         floor = _floor_bytes(traced, may_chunk)
+        # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
+        # name the smallest peak.
         if floor <= self.budget_bytes or may_chunk or n == 1:
             outcome = Outcome.of(
                 traced, PlanWithin(self.budget_bytes, self.solver, techniques=self.techniques)
@@ -113,7 +121,7 @@ class BatchSizes:
                     raise self._nothing_fits(outcome.error) from outcome.error
                 self.above_floor = outcome.peak_bytes / floor
             taken = Row.taken(outcome)
-        else:  # no plan is under the floor, so the smallest peak is not looked for
+        else:  # no plan can hold the budget, so the smallest peak is not searched for
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
         point = CapacityPoint(batch_size=n, floor_bytes=floor, **taken)
         self.points[n] = point
@@ -123,7 +131,8 @@ class BatchSizes:
 
     def _profile(self, n: int) -> Profile:
         def batch() -> Any:
-            return resolve_batch(self.make_batch(n))  # called by profile, which puts the generators back
+            # Called inside of ``profile``, which restores the random number generators.
+            return resolve_batch(self.make_batch(n))
 
         try:
             return profile(
@@ -136,7 +145,7 @@ class BatchSizes:
             ) from error
 
     def _check_batch_follows(self, n: int, fingerprint: Fingerprint) -> None:
-        """``PlanError`` if the batch has the same shapes as that of one sample."""
+        """Raise ``PlanError`` if the batch has the same shapes as that of one sample."""
         one = self.points[1].plan if 1 in self.points else None
         if one is not None and n >= min(_SECOND, self.limit) and fingerprint.batch == one.fingerprint.batch:
             shapes = ", ".join(str(shape) for _, shape, _ in fingerprint.batch)
@@ -159,7 +168,8 @@ class BatchSizes:
     def edges(self) -> tuple[int, int]:
         """Return the largest size that fits without a plan, or 0, and the largest that a plan holds."""
         looked = -1
-        while looked != len(self.points):  # what one of them looked at may tell the other something new
+        # A size that one of the two searches tried may be news for the other, so repeat until both have nothing to try.
+        while looked != len(self.points):
             looked = len(self.points)
             unplanned = self._largest(lambda p: p.unplanned_peak_bytes, lambda p: self._excess(p) <= 0)
             planned = self._largest(self._smallest_peak, lambda p: p.fits)
@@ -177,8 +187,12 @@ class BatchSizes:
         return point.unplanned_peak_bytes - self.budget_bytes
 
     def _smallest_peak(self, point: CapacityPoint) -> float:
-        """Return the smallest peak of a size, as far as it is known: what a plan for the budget has says nothing."""
-        if not point.fits and point.peak_bytes is not None:
+        """Return the smallest peak of a size, or an estimate from its floor.
+
+        The peak of a plan that fits is of no use here: the plan uses the budget up, so its peak is near the budget at
+        every size.
+        """
+        if not point.fits and point.peak_bytes is not None:  # planning failed, and reported the smallest peak
             return point.peak_bytes
         return point.floor_bytes * self.above_floor
 
@@ -186,7 +200,7 @@ class BatchSizes:
 
     @property
     def fastest(self) -> int:
-        """The size with the most samples per second; the smaller on a tie."""
+        """The size with the most samples per second. On a tie, the smaller one."""
         return max(self._planned, key=lambda n: (self.points[n].samples_per_s or 0.0, -n))
 
     @property
@@ -194,20 +208,24 @@ class BatchSizes:
         return [n for n, point in self.points.items() if point.fits]
 
     def refine(self, looks: int) -> None:
-        """Halve the gaps on both sides of the fastest, until there are none; at most so often."""
+        """Try sizes around the fastest one: halve the wider gap to its neighbours, at most ``looks`` times.
+
+        This finds the best size only if samples per second rise and then fall. Rounding to tiles and kernels that
+        change with the size may break that.
+        """
         for _ in range(looks):
             best = self.fastest
             below = max((n for n in self._planned if n < best), default=best)
             above = min((n for n in self._planned if n > best), default=best)
             gaps = ((best - below, (below + best) // 2), (above - best, (best + above) // 2))
             middles = [(gap, n) for gap, n in gaps if n not in self.points]
-            if not middles:
+            if not middles:  # both neighbours of the fastest have been tried
                 return
             self.look(max(middles)[1])
 
 
 def _floor_bytes(traced: Profile, may_chunk: bool) -> int:
-    """What no plan is under, unless it runs other things than the loss in slices."""
+    """Return a peak that no plan goes below, except one that runs other things than the loss in slices."""
     programs = [traced.program]
     chunks = loss_chunks(traced.program, traced.spec) if may_chunk else ()
     if isinstance(chunks, ChunkOptions):

@@ -1,14 +1,14 @@
-"""What fits: the largest batch under a budget, and the batch and plan with the most samples per second.
+"""``max_batch`` and ``throughput``: the largest batch under a budget, and the one with the most samples per second.
 
     found = sacplan.max_batch(model, lambda n: torch.randint(0, 50257, (n, 1024)), device="h100")
     found.batch_size, found.unplanned_batch_size, found.plan
 
-A batch size is looked at by a trace of its own, and fits if ``sacplan.plan`` finds a plan for it. Peaks grow nearly
-in a line with the batch, so a line through two sizes says where to look next, and bisection takes over where
-it does not: a handful of traces, whatever the result.
+Each batch size that is tried gets a trace of its own. It fits if ``sacplan.plan`` finds a plan for it. Peaks are nearly
+linear in the batch size, so a line through two sizes says which to try next, and bisection takes over if this leads
+nowhere. A handful of traces is enough, whatever the result.
 
-Memory need not grow with the batch (a model may work in chunks from some size on). So what is claimed is what was
-looked at: the result fits, one sample more does not, nor does any larger size that was looked at.
+Memory need not grow with the batch: a model may work in chunks from some size on. So the claim is only about sizes that
+were tried: the result fits, one sample more does not, and neither does any larger size that was tried.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
     import pandas as pd
     from typing_extensions import Unpack
 
-_ALL = 16  # up to this many sizes, throughput looks at each
-_REFINEMENTS = 16  # looks around the best of those that are spread out
+_ALL = 16  # if there are at most this many sizes, throughput tries all of them
+_REFINEMENTS = 16  # sizes tried around the best one
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A batch size, the plan for it, and all sizes that were looked at on the way.
+    """A batch size, the plan for it, and all sizes that were tried on the way.
 
     Attributes:
-        batch_size: the answer.
-        plan: for that size; ``status`` "unplanned" where it fits as it is.
-        samples_per_s, step_ms: predicted, recomputation and chunks included.
-        budget_bytes: for the peak of the step.
-        headroom_bytes: what the device has besides.
-        device: its name.
-        unplanned_batch_size: the largest that fits without a plan; 0 where one sample does not.
-        largest_batch_size: the largest that a plan holds. From ``max_batch`` it is ``batch_size``.
-        bounded_by: what keeps ``largest_batch_size`` from being larger.
-        points: the sizes that were looked at, in their order; each took one trace.
+        batch_size: The answer: number of samples.
+        plan: The plan for that size. Its ``status`` is ``"unplanned"`` if the step fits as it is.
+        samples_per_s, step_ms: Predicted, with recomputation and chunks.
+        budget_bytes: Limit for the peak of the step.
+        headroom_bytes: Memory of the device beyond the budget.
+        device: Name of the device.
+        unplanned_batch_size: The largest size that fits without a plan; 0 if one sample does not.
+        largest_batch_size: The largest size that fits with a plan. For ``max_batch`` it is ``batch_size``.
+        bounded_by: What keeps ``largest_batch_size`` from being larger: memory, or the argument ``at_most``.
+        points: The sizes that were tried, by size. Each took one trace.
     """
 
     batch_size: int
@@ -74,12 +74,12 @@ class Capacity:
 
     @property
     def fastest(self) -> CapacityPoint:
-        """Of the sizes that were looked at, the one with the most samples per second."""
+        """The size with the most samples per second, of those that were tried."""
         return max(self.points, key=lambda point: (point.samples_per_s or 0.0, -point.batch_size))
 
     @property
     def faster(self) -> str:
-        """That another size that was looked at is faster, in words; empty where the answer is the fastest."""
+        """A phrase that names a faster size, of those that were tried; empty if the answer is the fastest."""
         best = self.fastest
         if best.batch_size == self.batch_size or best.samples_per_s is None:
             return ""
@@ -87,7 +87,7 @@ class Capacity:
         return f"fastest of those looked at: {best.batch_size}, {more:.1%} more samples/s"
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per size that was looked at, in their order."""
+        """Return a table with one row for each size that was tried, by size."""
         return frame(self.points).set_index("batch_size")
 
     def _repr_html_(self) -> str:
@@ -114,7 +114,7 @@ class Capacity:
 
 
 class SearchOptions(TypedDict, total=False):
-    """What ``max_batch`` and ``throughput`` take besides; see there."""
+    """The keyword arguments that ``max_batch`` and ``throughput`` share; see ``max_batch``."""
 
     loss_fn: LossFn | None
     optimizer: Any
@@ -134,50 +134,51 @@ def max_batch(
     device: str | DeviceSpec | torch.device = "h100",
     **options: Unpack[SearchOptions],
 ) -> Capacity:
-    """The largest batch size for which a plan holds the budget.
+    """Return the largest batch size for which a plan holds the budget, with that plan.
 
         found = sacplan.max_batch(model, lambda n: torch.empty(n, 3, 224, 224, device="meta"), device="rtx-4090")
         handle = sacplan.apply(model, found.plan)  # and train with batches of found.batch_size
 
-    The plan is made for batches of just that size, so it discards what it has to. A smaller batch is often faster:
-    ``found.fastest`` is the best of the sizes that were looked at, and ``throughput`` looks for the best of all.
+    The largest batch needs the most recomputation, so a smaller one is often faster. ``found.fastest`` is the fastest
+    of the sizes that were tried on the way; ``throughput`` searches for the fastest.
 
     Args:
-        model: as for ``sacplan.profile``.
-        make_batch: ``make_batch(n)`` makes a batch of n samples, in any form that ``profile`` takes. It is also
-            called with sizes that do not fit; tensors on the meta device take no memory here.
-        budget: for the peak of the step. A number is GiB, a string has a unit (``"22GiB"``). None: the device's
-            memory less the headroom. A share (``"90%"``) is refused: it would be one of the unplanned peak of a step,
-            as elsewhere, and here are steps of many sizes.
-        device: see ``sacplan.devices()``.
-        **options: by keyword.
+        model: As for ``sacplan.profile``.
+        make_batch: A function: ``make_batch(n)`` returns a batch of n samples, in any form that ``profile`` takes. It
+            is also called with sizes that do not fit; tensors on the meta device take no memory here.
+        budget: Limit for the peak of the step. A number is in GiB, a string has a unit (``"22GiB"``). None: the
+            device's memory less the headroom. A share (``"90%"``) is refused: elsewhere it is a share of the peak
+            without a plan, and here each size has another one.
+        device: The target device, see ``sacplan.devices()``.
+        **options: By keyword.
 
-            - ``loss_fn``, ``optimizer``, ``trace``: as for ``profile``. A real trace runs each size that is looked
-              at, without a plan: those have to fit here.
-            - ``headroom``: what is left free of the device's memory where no budget is given: a share of it (``0.05``,
-              ``"5%"``) or bytes (``"2GiB"``). By default ``DEFAULT_HEADROOM``, 15%. See below.
-            - ``solver``, ``techniques``: as for ``sacplan.plan``.
-            - ``at_most``: no larger size is looked at.
-            - ``progress``: None shows a bar in a notebook and on a terminal, True anywhere, False never; a function is
-              called with each ``CapacityPoint``, as soon as it is known.
+            - ``loss_fn``, ``optimizer``, ``trace``: As for ``profile``. A real trace runs each size that is tried,
+              without a plan, so all of them have to fit here.
+            - ``headroom``: Memory of the device to leave free if no budget is given: a share of it (``0.05``, ``"5%"``)
+              or bytes (``"2GiB"``). The default is ``DEFAULT_HEADROOM``, 15%; see below.
+            - ``solver``, ``techniques``: As for ``sacplan.plan``.
+            - ``at_most``: The largest size to try.
+            - ``progress``: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is
+              called with each ``CapacityPoint`` as soon as it is known.
 
-    Headroom: the peak of a plan is the sum of what is alive, rounded as the allocator rounds it, with cuBLAS'
-    workspaces. The headroom is for what takes memory besides:
+    The peak of a plan is the sum of everything that is alive, rounded as the allocator rounds it, with the workspaces
+    of cuBLAS. The headroom is for memory that is not part of it:
 
-    - Holes between blocks. Played through torch's default allocator (``benchmarks/allocator.py``, with free
-      segments given back when memory runs out; not compared with a GPU), the plans of ``python -m
-      benchmarks.capacity`` need 0.2 to 2.3% more memory than their peak, and up to 10% where the output holds the
-      keys and values of all layers (``use_cache=True`` in transformers). 15% covers that. With
-      ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` there are no holes of that kind: ``headroom=0.05``.
+    - Holes between blocks. In a simulation of PyTorch's default allocator (``benchmarks/allocator.py``; free segments
+      are returned when memory runs out; not compared with a GPU), the plans of ``python -m benchmarks.capacity`` need
+      0.2 to 2.3% more memory than their peak, and up to 10% if the output holds the keys and values of all layers
+      (``use_cache=True`` in transformers). 15% covers that. With
+      ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` there are no such holes, and ``headroom=0.05`` will do.
     - The CUDA context with its kernels: 0.3 to 0.5 GiB with lazy loading (pytorch #86509, #109888).
 
-    It is not meant for workspaces of cuDNN, NCCL's buffers, other processes, or longer batches than were planned for.
+    It does not cover workspaces of cuDNN, buffers of NCCL, other processes, or batches longer than the planned one.
 
     Raises:
-        InfeasibleBudget: one sample does not fit; carries the smallest peak that it does with.
-        BudgetError: a budget or headroom that cannot be read, or leaves nothing; a budget that is a share.
-        PlanError: ``make_batch`` is not callable or does not follow n; a bad ``at_most``; an unknown solver.
-        DeviceError: an unknown device.
+        InfeasibleBudget: One sample does not fit. It carries the smallest peak that was reached for it.
+        BudgetError: The budget or headroom cannot be read or leaves nothing, or the budget is a share.
+        PlanError: ``make_batch`` is not callable or makes batches of one size; ``at_most`` is not a size; or the solver
+            is unknown.
+        DeviceError: The device is unknown.
     """
     with reported(options.pop("progress", None), "batch sizes") as step:
         sizes = _sizes(model, make_batch, budget, device, step, **options)
@@ -192,21 +193,21 @@ def throughput(
     device: str | DeviceSpec | torch.device = "h100",
     **options: Unpack[SearchOptions],
 ) -> Capacity:
-    """The batch size and the plan, together, that give the most samples per second under the budget.
+    """Return the batch size with the most samples per second under the budget, with the plan for it.
 
         found = sacplan.throughput(model, lambda n: torch.randint(0, 50257, (n, 1024)), device="h100")
         found.to_frame()["samples_per_s"]
 
-    Larger batches use a device better (launches, the optimizer's step and reading the parameters are paid for once
-    a batch), and from the largest unplanned one on they cost recomputation: so samples per second rise, then fall.
-    Looked at are all sizes where they are few. Else powers of two, the largest with and without a plan, three
-    between those; then, around the best, the middles of the gaps to its neighbours, until there are none or
-    16 were looked at. So the result is the best of ``points``, and no more than that is claimed.
+    Launches, the optimizer's step and reading the parameters are paid for once per batch, so larger batches use a
+    device better. From the largest unplanned batch on, they cost recomputation. So samples per second rise at first and
+    then fall. If at most 16 sizes fit, all are tried. Otherwise we try powers of two, the largest sizes with and
+    without a plan, and three between those; then the gaps next to the best size are halved, at most 16 times. The
+    result is the best of ``points``, and no more than that is claimed.
 
-    Times are predictions of a cost model, the roofline of the device (``sacplan/_device/cost.py``): each kernel at a
-    fixed share of the peak, whatever its shape. It knows no waves or tiles, so it cannot tell 63 from 64.
+    Times are predicted by the roofline of the device (``sacplan/_device/cost.py``): each kernel runs at a fixed share
+    of the peak, whatever its shape. The roofline has no waves and no tiles, so it cannot tell 63 samples from 64.
 
-    Args and errors: as for ``max_batch``.
+    Arguments and errors are those of ``max_batch``.
     """
     with reported(options.pop("progress", None), "batch sizes") as step:
         sizes = _sizes(model, make_batch, budget, device, step, **options)
@@ -218,7 +219,7 @@ def throughput(
 
 
 def _spread(unplanned: int, largest: int) -> list[int]:
-    """Powers of two, both edges, and three sizes between them; multiples of eight where there is room."""
+    """Return powers of two, both edges, and three sizes between them; those are multiples of 8 if there is room."""
     sizes = {2**k for k in range(largest.bit_length()) if 2**k <= largest} | {unplanned, largest}
     for quarter in (1, 2, 3):
         n = unplanned + (largest - unplanned) * quarter // 4
@@ -239,7 +240,7 @@ def _sizes(
     at_most: int | None = None,
     **options: Any,
 ) -> BatchSizes:
-    """Check what can be checked before anything is traced, and look at the first sizes."""
+    """Check the arguments before anything is traced, and try the first sizes."""
     if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
         raise PlanError(
             f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
@@ -266,8 +267,8 @@ def _sizes(
 
 
 def _capacity(sizes: BatchSizes, n: int) -> Capacity:
-    """The result, with the edges as all looks together show them."""
-    unplanned, largest = sizes.edges()
+    """Return the result for a size that fits."""
+    unplanned, largest = sizes.edges()  # again, since refining may have found larger sizes that fit
     point = sizes.points[n]
     assert point.plan is not None  # n fits
     assert point.step_ms is not None

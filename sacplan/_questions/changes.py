@@ -1,4 +1,4 @@
-"""Changes of a model that are worth another recording, and how they are taken back."""
+"""Changes of a model that are worth another recording. Each is undone when the recording ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from sacplan._profile.tracing import trace_step
 from sacplan._program.program import Phase
 from sacplan._record.step import LossFn
 
-_UNFUSED = "aten._safe_softmax.default"  # of scaled_dot_product_attention alone
+_UNFUSED = "aten._safe_softmax.default"  # only the unfused path of scaled_dot_product_attention runs this op
 
 
 class Change(Protocol):
-    """A change of a model: its name, and, once it was recorded, a phrase for people and the code that makes it."""
+    """A change of a model.
+
+    ``says``, a phrase for people, and ``code``, which makes the change, may depend on what happened during the
+    recording. Read them after it.
+    """
 
     @property
     def name(self) -> str: ...
@@ -32,13 +36,13 @@ class Change(Protocol):
     def code(self) -> str: ...
 
     def made(self) -> AbstractContextManager[None]:
-        """Inside, the model is changed."""
+        """Change the model inside the context, and undo it at the end."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """``config.attribute = value``."""
+    """An assignment: ``config.attribute = value``."""
 
     name: str
     says: str
@@ -59,7 +63,10 @@ class ConfigChange:
 
 @dataclass(frozen=True, slots=True)
 class FusedAttention:
-    """Calls of attention that a fused kernel can run, in place of those that none can; ``found``: what differs."""
+    """Calls of attention that a fused kernel can run, in place of those that none can.
+
+    ``found`` is filled during the recording: the reason why no fused kernel could run a call, to the code that helps.
+    """
 
     found: dict[str, str] = field(default_factory=dict)
     name: str = "fused-attention"
@@ -79,7 +86,7 @@ class FusedAttention:
 def recorded(
     change: Change, like: Profile, model: torch.nn.Module, batch: Any, loss_fn: LossFn | None, optimizer: Any
 ) -> Profile:
-    """The step with a change, recorded as the profile was."""
+    """Record the step with a change, in the same way as the profile ``like``."""
     with change.made():
         again = trace_step(
             model, batch, loss_fn, optimizer, like.spec, like.runtime, like.trace, mode=like.mode
@@ -88,7 +95,7 @@ def recorded(
 
 
 def changes(profile: Profile, model: torch.nn.Module) -> Iterator[Change]:
-    """Those that a step could do with."""
+    """Yield the changes from which a step may profit."""
     config = getattr(model, "config", None)
     if model.training and getattr(config, "use_cache", False) is True:
         yield ConfigChange(

@@ -1,11 +1,23 @@
-"""``fit``: whether a step fits a device, by how much not, and what to do about it.
+"""``fit``: whether a step fits a device, by how much it does not, and what to do about it.
 
     print(sacplan.fit(model, lambda n: torch.randint(0, 50257, (n, 1024)), device="rtx-4090"))
 
-The step is recorded without its optimizer, once at the asked size and once at another; other sizes are computed from
-these (``scaled.py``). Optimizers are recorded on the parameters alone (``optimizers.py``): each adds its state to the
-step, and has a peak of its own. So what planning derives from the step serves all optimizers, and each has a budget of
-its own: the budget less its state. A row is what ``plan`` finds for that budget with the techniques of its way.
+The answer is a table of optimizers times *ways* to run the step (as it is, with a plan, with a chunked loss, ...).
+Recording and planning each entry by itself would take too long, so the work is shared:
+
+- The step is recorded without its optimizer. An optimizer is recorded on the parameters alone (``optimizers.py``). It
+  adds its state to the whole step, and its own step has a peak of its own:
+
+      peak = max(peak of the step without optimizer + state, peak of the optimizer's step)
+
+  So everything that planning derives from the step serves all optimizers, and an optimizer only changes the budget:
+  the budget less its state.
+- The step is recorded at two sizes for each axis (batch, sequence). Other sizes are computed from these
+  (``scaled.py``).
+
+The peak and time of a row that fits are those of the plan that ``plan`` finds. If none fits, the row has the smallest
+peak that a quick search finds. The largest batch and sequence are lower bounds: they hold with the decisions that have
+the smallest peak at the asked size, and planning anew at each size might find larger ones.
 """
 
 from __future__ import annotations
@@ -42,9 +54,9 @@ from sacplan._record.step import LossFn, resolve_batch
 from sacplan.errors import PlanError
 
 _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
-_LARGEST = 2**24  # no larger size is looked for
-_WAYS: tuple[Way, ...] = ("plan", "chunked loss", "plan + chunked loss")  # found without a long search
-_TOKENS = 128  # sequences are looked at in multiples of so many: kernels pad others
+_LARGEST = 2**24  # the largest size to try
+_WAYS: tuple[Way, ...] = ("plan", "chunked loss", "plan + chunked loss")  # those that need no long search
+_TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 
 
 @checked(PlanError, "model", "make_batch", "optimizer", "budget")
@@ -64,35 +76,37 @@ def fit(
     sizes: bool = True,
     on_verdict: Callable[[Verdict], object] | None = None,
 ) -> Verdict:
-    """Whether a training step fits a device; if not, by how much, and what to do.
+    """Say whether a training step fits a device; if it does not, by how much, and what to do.
 
         found = sacplan.fit(model, lambda n: torch.empty(n, 3, 224, 224, device="meta"), device="rtx-4090", batch=64)
         print(found)
         found = sacplan.fit(model, lambda n, seq: torch.zeros(n, seq, dtype=torch.long), seq=4096)
 
     Args:
-        model: as for ``sacplan.profile``; on the meta device it takes no memory here.
-        make_batch: ``make_batch(n)`` makes a batch of n samples; with ``seq``, ``make_batch(n, seq)`` one of so many
-            tokens each.
-        device: see ``sacplan.devices()``.
-        loss_fn: as for ``profile``.
-        optimizer: a name (``"adamw"``, ``"adamw-fused"``, ``"adamw-8bit"``, ``"sgd"``), a callable
+        model: As for ``sacplan.profile``. On the meta device it takes no memory here.
+        make_batch: A function: ``make_batch(n)`` returns a batch of n samples. If ``seq`` is given, it is called as
+            ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each.
+        device: The target device, see ``sacplan.devices()``.
+        loss_fn: As for ``profile``.
+        optimizer: A name (``"adamw"``, ``"adamw-fused"``, ``"adamw-8bit"``, ``"sgd"``), a function
             ``params -> optimizer``, or None.
-        budget, headroom: what the step may take of the device, as for ``max_batch``.
-        batch, seq: the size that is asked about.
-        longest: no longer sequence is looked at; for models with a limit.
-        name: what to call the model.
-        sizes: whether to compute the largest batches and sequences; without, it takes about half as long.
-        on_verdict: called with the verdict as soon as it is known, before the largest sizes are.
+        budget, headroom: Limit for the peak of the step, as for ``max_batch``.
+        batch, seq: The size of the step: samples, and tokens in each.
+        longest: The longest sequence to try, for models that have a limit.
+        name: Name of the model in the answer.
+        sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
+        on_verdict: A function that is called with the verdict as soon as it is known, before the largest sizes are.
 
-    Peaks of the rows are exact, as those of ``plan`` are. The largest batches and sequences hold with a plan that was
-    found near them; a search at each size (``max_batch``) may find a somewhat larger one.
+    Returns:
+        The verdict: peaks in bytes, times in ms. Peaks are exact, as those of ``plan`` are. The largest batches and
+        sequences hold with the plan that has the smallest peak at the size that was asked for. ``max_batch``, which
+        plans at each size, may find somewhat larger ones.
 
     Raises:
-        PlanError: ``make_batch`` is not callable, or makes batches of one size; an unknown name of an optimizer; a size
-            below 1.
-        BudgetError: a budget or headroom that cannot be read, or leaves nothing.
-        TraceError, DeviceError: as for ``profile``.
+        PlanError: ``make_batch`` is not callable or makes batches of one size; the optimizer's name is unknown; or a
+            size is below 1.
+        BudgetError: The budget or headroom cannot be read, or leaves nothing.
+        TraceError, DeviceError: As for ``profile``.
     """
     if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
         raise PlanError(
@@ -125,7 +139,10 @@ def fit(
 
 @dataclass
 class _Sweep:
-    """Optimizers times ways, and what is recorded and computed for them."""
+    """The table of optimizers and ways, and everything that is recorded and computed for it.
+
+    Recordings and plans are made when they are first needed, and kept.
+    """
 
     model: torch.nn.Module
     make_batch: Callable[..., Any]
@@ -143,7 +160,7 @@ class _Sweep:
     _known: dict[tuple[str, Way], Peaks] = field(default_factory=dict)  # by "batch" or "seq", and way
 
     def recorded(self, batch: int, seq: int | None, optimizer: Any = None) -> Profile:
-        """The step at a size."""
+        """Record the step at a size."""
         given = (batch,) if seq is None else (batch, seq)
 
         def made() -> Any:
@@ -153,14 +170,14 @@ class _Sweep:
 
     @cached_property
     def base(self) -> Profile:
-        """The step at the asked size, without an optimizer."""
+        """The step at the size that was asked for, without an optimizer."""
         return self.recorded(self.batch, self.seq)
 
     # --- optimizers
 
     @cached_property
     def candidates(self) -> dict[str, OptimizerCandidate]:
-        """The asked optimizer, and those worth comparing with it."""
+        """By name, the optimizer that was asked for, then those worth comparing with it."""
         own = self.optimizer
         if own is None:
             return {}
@@ -175,14 +192,14 @@ class _Sweep:
 
     @cached_property
     def steps(self) -> dict[str, OptimizerStep | None]:
-        """By name, the optimizers' steps; None stands for no optimizer."""
+        """By name, the step of each optimizer; None stands for no optimizer."""
         if not self.candidates:
             return {"no optimizer": None}
         return {one.name: recorded_step(self.base, one.make) for one in self.candidates.values()}
 
     @cached_property
     def own(self) -> dict[str, tuple[int, int, float]]:
-        """By optimizer: what its state adds to all of the step, the peak of its own step, and its time."""
+        """By optimizer, the bytes of its state, the peak of its own step in bytes, and the time of that step in ms."""
         found = {}
         for name, step in self.steps.items():
             if step is None:
@@ -201,10 +218,10 @@ class _Sweep:
 
     @cached_property
     def smallest(self) -> dict[Way, Candidate]:
-        """By way, what has the smallest peak at the asked size, and is tried at other sizes."""
+        """By way, the candidate with the smallest peak at the asked size. Its decisions are used at other sizes too."""
         found = {way: self._smallest(way) for way in _WAYS}
         found = {"as it is": Planner.of(self.base).search(NO_PINS).smallest, **found}
-        if not found["chunked loss"].decisions:  # the loss has to be whole, or slices save nothing
+        if not found["chunked loss"].decisions:  # the loss cannot run in slices, or slices save nothing
             del found["chunked loss"], found["plan + chunked loss"]
         return found
 
@@ -213,13 +230,15 @@ class _Sweep:
         return Planner.of(self.base, "greedy", techniques=TECHNIQUES[way]).smallest(0, quick=way in _WAYS)
 
     def row(self, name: str, way: Way) -> FitRow:
-        """One way with one optimizer, at the asked size."""
+        """Return the row of one way with one optimizer, at the asked size."""
         state, own_peak, ms = self.own[name]
+        # No plan helps if the optimizer's own step is over the budget.
         found = self._cheapest(way, self.budget_bytes - state) if own_peak <= self.budget_bytes else None
         best = found or self.smallest[way]
         peak = max(best.footprint.peak_bytes + state, own_peak)
         fits = peak <= self.budget_bytes
         recompute_ms, added_ms = best.footprint.recompute_ms, best.added_ms
+        # The smallest peak is found without regard to time, so its time would mislead.
         is_timed = fits or not TECHNIQUES[way]
         self._decided[name, way] = frozenset(best.decisions)
         same = next(w for w in self.smallest if self._decided.get((name, w)) == self._decided[name, way])
@@ -236,8 +255,8 @@ class _Sweep:
         )
 
     def _cheapest(self, way: Way, left: int) -> Candidate | None:
-        """What ``plan`` finds for a budget; None where it finds nothing, or would have to look long."""
-        if not TECHNIQUES[way]:
+        """Return what ``plan`` finds for a budget; None if it finds nothing, or would have to search for long."""
+        if not TECHNIQUES[way]:  # as it is: nothing to plan
             return None
         if (way, left) not in self._planned:
             planner = Planner.of(self.base, techniques=TECHNIQUES[way])
@@ -245,14 +264,14 @@ class _Sweep:
         return self._planned[way, left]
 
     def with_sizes(self, row: FitRow) -> FitRow:
-        """The row with the largest batch and sequence."""
-        none = not row.fits and self.batch == 1  # then no other batch has to be recorded
+        """Return the row with its largest batch and sequence."""
+        none = not row.fits and self.batch == 1  # no batch fits, so no other one has to be recorded
         batch = 0 if none else self.largest(row.optimizer, row.way, "batch")
         return replace(row, largest_batch=batch, longest_seq=self.largest(row.optimizer, row.way, "seq"))
 
     @property
     def _could_fit(self) -> bool:
-        """Whether any plan could hold: what no plan makes smaller is within the budget."""
+        """Whether some plan could hold the budget: the memory that no plan reduces is within it."""
         needs = (max(self.constant_bytes + state, own_peak) for state, own_peak, _ in self.own.values())
         return any(n_bytes <= self.budget_bytes for n_bytes in needs)
 
@@ -260,20 +279,22 @@ class _Sweep:
 
     @cached_property
     def by_batch(self) -> Sized | None:
-        """The step at any batch."""
+        """The step at any batch size; None if the recordings run different ops."""
+        # A batch of one is special: dimensions of size 1 broadcast and have arbitrary strides. So do not extrapolate
+        # it.
         first = max(2, self.batch)
         one = self.base if first == self.batch else self.recorded(first, self.seq)
         return self._sized("batch", (first, first + 2), one, lambda n: self.recorded(n, self.seq))
 
     @cached_property
     def by_seq(self) -> Sized | None:
-        """The step at any length."""
+        """The step at any sequence length; None if there are no sequences, or the recordings run different ops."""
         if self.seq is None:
             return None
         other = self.seq // 2 if self.seq % (2 * _TOKENS) == 0 else 2 * self.seq
         if self.longest is not None and other > self.longest:
             other = max(1, self.seq // 2)
-        if other == self.seq:
+        if other == self.seq:  # a sequence of one token, and no longer one is allowed
             return None
         return self._sized("seq", (self.seq, other), self.base, lambda n: self.recorded(self.batch, n))
 
@@ -289,15 +310,15 @@ class _Sweep:
         return found
 
     def largest(self, name: str, way: Way, axis: Literal["batch", "seq"]) -> int | None:
-        """The largest size that fits; None where it cannot be computed."""
-        if axis == "seq" and self.seq is None:
+        """Return the largest size that fits, 0 if none does, or None if it cannot be computed."""
+        if axis == "seq" and self.seq is None:  # the model has no sequences
             return None
         state, own_peak, _ = self.own[name]
         left = self.budget_bytes - state
-        if own_peak > self.budget_bytes or self.constant_bytes > left:
+        if own_peak > self.budget_bytes or self.constant_bytes > left:  # over the budget at any size
             return 0
         steps = self.by_batch if axis == "batch" else self.by_seq
-        if steps is None:
+        if steps is None:  # the two recordings run different ops, so other sizes are unknown
             return None
         unit = _TOKENS if axis == "seq" and self.seq is not None and self.seq % _TOKENS == 0 else 1
         most = None if axis == "batch" or self.longest is None else self.longest // unit
@@ -310,7 +331,7 @@ class _Sweep:
 
     @cached_property
     def constant_bytes(self) -> int:
-        """What no size goes below: parameters, buffers and gradients."""
+        """Bytes that are alive at every size: parameters, buffers and gradients."""
         return self.base.baseline.end_bytes - self._batch_bytes
 
     @property
@@ -320,9 +341,10 @@ class _Sweep:
         return sum(program.storage_bytes[s] for s in initial)
 
     def _excess(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> int:
-        """Return how many bytes a step takes more than there are, in this way or as it is, whichever takes less.
+        """Return by how many bytes a step exceeds ``left``, in this way or as it is, whichever takes less.
 
-        Peaks come from lines through recordings; where rounding could decide, from the program at that size.
+        Peaks come from polynomials through recordings. These ignore that the allocator rounds each storage. If the
+        rounding of all storages together could decide the answer, the peak is computed from the program at that size.
         """
         peaks = []
         for one in dict.fromkeys((way, "as it is")):
@@ -334,7 +356,10 @@ class _Sweep:
         return min(peaks) - left
 
     def _peaks(self, steps: Sized, axis: str, way: Way) -> Peaks:
-        """The peaks of a way by size, worked out when they are first asked for."""
+        """Return the peaks of a way as a function of the size, computed when first needed.
+
+        Memory is linear in the batch, and in a sequence at most quadratic, because of attention scores.
+        """
         if (axis, way) not in self._known:
             self._known[axis, way] = steps.peaks(self.smallest[way].decisions, 1 if axis == "batch" else 2)
         return self._known[axis, way]
@@ -342,9 +367,10 @@ class _Sweep:
     # --- the answer
 
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
-        """All rows, and the one to take; first without the largest sizes."""
+        """Return the verdict with all rows. ``on_verdict`` gets it earlier, without the largest sizes."""
         rows = [self.row(each, way) for each in self.steps for way in self.smallest]
-        if not any(row.fits for row in rows) and self._could_fit:  # the search that takes long
+        # Chunks of any module take long to search for, so they are tried last, and only if they could help.
+        if not any(row.fits for row in rows) and self._could_fit:
             self.smallest["plan + chunks"] = self._smallest("plan + chunks")
             rows += [self.row(each, "plan + chunks") for each in self.steps]
         verdict = self._verdict(name, rows)
@@ -374,7 +400,7 @@ class _Sweep:
 
 
 def _holding(n_bytes: int) -> tuple[str, ...]:
-    """GPUs of the table that hold so much with the usual headroom, the smallest first."""
+    """Return the names of known GPUs that hold this many bytes with the default headroom, the smallest first."""
     from sacplan._device.devices import devices
 
     named = [resolve_device(name) for name in devices().index]

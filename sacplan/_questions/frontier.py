@@ -1,4 +1,4 @@
-"""``frontier``: replayed peak against what a plan costs, for every solver over a range of budgets."""
+"""``frontier``: the peak of plans against their cost, for every solver over a range of budgets, and for policies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SLICES = 16  # of the loss, as a policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierRow(Row):
-    """A solver at a budget, or a policy, whose budget is its own peak; for the figures see ``frontier``."""
+    """The row of a solver at a budget, or of a policy, whose budget is its own peak. ``frontier`` lists the figures."""
 
     shown: ClassVar = (
         "solver", "budget_bytes", "peak_bytes", "recompute_ms", "lower_bound_ms", "recompute_share", "recompute_flops",
@@ -51,11 +51,11 @@ class FrontierRow(Row):
 
     @classmethod
     def of(cls, solver: str, budget_bytes: int, outcome: Outcome) -> FrontierRow:
-        """Return the row of a plan, or of a budget that the solver does not hold."""
+        """Return the row of a plan, or of a budget for which the solver found none."""
         return cls(solver=solver, budget_bytes=budget_bytes, **Row.taken(outcome))
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the plan, with what follows from them."""
+        """Return the figures of the plan, and shares computed from them."""
         made = self.plan
         assert made is not None  # a budget that is not held has no row
         step_ms, step_flops = made.step_ms or math.inf, made.step_flops or math.inf
@@ -83,31 +83,35 @@ def frontier(
     techniques: Sequence[str] | None = None,
     progress: Progress = None,
 ) -> pd.DataFrame:
-    """Plans of every solver at budgets from the smallest feasible peak to the unplanned one, and named policies.
+    """Plan with every solver at budgets from the smallest peak to the unplanned one, and make the named policies.
 
-    The first solver also gets the peak of each policy as a budget: what a plan costs between two budgets is not known
-    from its neighbours, so a policy is compared with a plan for its own peak.
+    The first solver also gets the peak of each policy as a budget. The cost of a plan between two budgets does not
+    follow from its neighbours, so each policy is compared with a plan for its own peak.
 
     Args:
-        profile: from ``sacplan.profile``.
-        points: how many budgets, evenly spaced; 2 to 1000.
-        solvers: names, or solver objects; by default milp, greedy and uniform, and rotor where the model is a chain; in
-            inference best.
-        objective: what the solvers recompute the least of, see ``sacplan.plan``.
-        policies: with one row for each of the modes that people use by hand (``sacplan.policy``): full, every
-            second and third layer, by op, and with ``"chunk"`` among the techniques the loss in 16 slices. Those that
-            the model has no layers for are left out, and those that would change nothing.
-        keep, never: what no plan here touches, see ``sacplan.plan``.
-        techniques: what the plans may do, see ``sacplan.plan``. Policies do what their name says.
-        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never; a function is called
-            with each row, a dict, when it is known, and with None for a budget that a solver does not hold.
+        profile: A profile from ``sacplan.profile``, or the path of one.
+        points: Number of budgets, evenly spaced; 2 to 1000.
+        solvers: Names or solver objects. The default is milp, greedy and uniform, and rotor if the model is a chain; in
+            inference it is best.
+        objective: The amount of recomputation that solvers minimise, see ``sacplan.plan``.
+        policies: Whether to add a row for each of the modes that people use by hand (``sacplan.policy``): full, every
+            second and every third layer, by op, and if ``"chunk"`` is among the techniques, the loss in 16 slices. A
+            policy that needs layers the model does not have, or would change nothing, is left out.
+        keep, never: Patterns of what no plan here touches, see ``sacplan.plan``.
+        techniques: What the plans may do, see ``sacplan.plan``. Policies do what their name says.
+        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is called
+            with each row, a dict, when it is known, and with None for a budget for which a solver found no plan.
 
     Returns:
-        One row for each solver and budget that it can hold: ``solver``, ``budget_bytes`` (for a policy, its peak),
-        ``peak_bytes``, ``recompute_ms``, ``lower_bound_ms`` (that no schedule with this peak undercuts),
-        ``recompute_share`` (of the step's predicted time), ``recompute_flops``, ``recompute_flops_share`` (of the
-        step's FLOPs), ``added_ms`` and ``added_share`` (how much longer the step takes besides, for its chunks),
-        ``units``, ``status``. The last row of each solver is the unplanned step.
+        A table with one row for each solver and budget for which it found a plan. Columns: ``solver``, ``budget_bytes``
+        (for a policy, its peak), ``peak_bytes``, ``recompute_ms``, ``lower_bound_ms`` (no schedule with this peak
+        recomputes less), ``recompute_share`` (of the predicted time of the step), ``recompute_flops``,
+        ``recompute_flops_share`` (of the FLOPs of the step), ``added_ms`` and ``added_share`` (additional time because
+        of chunks), ``units``, ``status``. The last row of each solver is the unplanned step.
+
+    Raises:
+        PlanError: ``points`` is out of range; or an unknown solver, objective or technique; or a pattern that matches
+            nothing.
     """
     profile = opened(profile, Profile)
     if not 2 <= points <= MAX_POINTS:
@@ -115,7 +119,7 @@ def frontier(
     if solvers is None:
         solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
         if profile.mode == "inference":
-            solvers = ("best",)  # there is one search for stretches
+            solvers = ("best",)  # all solvers would give the same plan: chunks have a search of their own
     how = PlanWithin(profile.peak_bytes, "best", objective, keep, never, techniques)
     with looking_for_plans():
         named = list(_named_policies(profile, how)) if policies else []
@@ -151,11 +155,11 @@ def _rows(
 
 
 def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:
-    if never:  # it makes the whole model one unit
+    if never:  # rotor makes the whole model one unit, which ``never`` forbids
         return False
     try:
         unit_of(profile.program)
-    except PlanError:  # no chain
+    except PlanError:  # the model is not a chain
         return False
     return True
 
@@ -175,6 +179,6 @@ def _named_policies(profile: Profile, how: PlanWithin) -> Iterator[FrontierRow]:
     for name, options in asked.items():
         try:
             found = policy(**options, profile=profile, keep=how.keep, never=how.never)
-        except PlanError:  # patterns and options are known to be right: it would change nothing
+        except PlanError:  # patterns and options were checked, so this one would change nothing
             continue
         yield FrontierRow.of(name, found.peak_bytes, Outcome(profile, found, found.peak_bytes))

@@ -1,8 +1,12 @@
-"""The largest size that fits, with few looks: a look may be a trace and a search for a plan.
+"""Find the largest size that fits by trying few sizes. Each try may take a trace and a search for a plan.
 
-Peaks grow nearly in a line with the size, so a line through two sizes says where to look next. Where that leads
-nowhere, every other look halves what is left. A model may need less memory from some size on, so the claim is about
-what was looked at: the result fits, the next size does not, and no larger size that was looked at does.
+The search keeps a bracket: ``low`` fits, ``high`` is the next larger size tried, and does not. Peaks are nearly linear
+in the size, so the line through the two peaks nearest to the budget gives the next guess (the secant method). If that
+has not ended the search after ``_PATIENCE`` tries, every second try halves the bracket, so the number of tries is at
+most logarithmic in it.
+
+A model may need less memory from some size on. So the claim is only about sizes that were tried: the result fits, the
+next size does not, and no larger size that was tried does.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ from typing import TypeVar
 
 Point = TypeVar("Point")
 
-_GROWTH = 16  # times the largest size that fits, at most, to look at next
-_PATIENCE = 3  # looks along lines, before every other look halves the bracket
+_GROWTH = 16  # without an upper bound, the next size is at most this many times the largest that fits
+_PATIENCE = 3  # tries along lines before every second one halves the bracket
 
 
 def largest(
@@ -23,34 +27,38 @@ def largest(
     fits: Callable[[Point], bool],
     excess: Callable[[Point], float],
 ) -> int:
-    """Return a size that fits where one more does not: of those that were looked at, the largest that fits; or 0.
+    """Return the largest of the tried sizes that fits, such that one more does not fit; 0 if none fits.
 
     Args:
-        points: What is known, by size.
-        look: Adds a size to the points.
-        limit: No larger size is looked at.
-        fits: Whether a point fits.
-        excess: How many bytes a point takes more than there are; less than 0 where it fits.
+        points: Sizes tried so far, and their results.
+        look: Tries a size, and adds it to ``points``.
+        limit: The largest size to try.
+        fits: Whether a result fits.
+        excess: By how many bytes a result exceeds the budget; negative if it fits.
     """
     looks = 0
     while True:
         low = max((n for n, point in points.items() if fits(point)), default=0)
-        if low == limit:
+        if low == limit:  # nothing larger may be tried
             return low
         high = min((n for n in points if n > low), default=None)
-        if high == low + 1:
+        if high == low + 1:  # the bracket is closed
             return low
         looks += 1
         if high is not None and looks > _PATIENCE and looks % 2:
             guess = (low + high) // 2
         else:
             guess = _on_a_line({n: excess(point) for n, point in points.items()}) or 2 * low
+        # Whatever the guess, stay inside the bracket, so that it shrinks with every try.
         last = min(_GROWTH * max(low, 1), limit) if high is None else high - 1
         look(min(max(guess, low + 1), last))
 
 
 def _on_a_line(excess: Mapping[int, float]) -> int | None:
-    """Return the size at which the line through the two sizes nearest to the budget meets it."""
+    """Return the size at which the line through the two peaks nearest to the budget meets it.
+
+    None if there are fewer than two, or the line does not rise.
+    """
     near = sorted(excess, key=lambda n: abs(excess[n]))[:2]
     if len(near) < 2 or excess[near[0]] == excess[near[1]]:
         return None

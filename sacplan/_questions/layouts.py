@@ -1,10 +1,11 @@
-"""``layouts``: every mesh of a number of devices, and what a step comes to on it.
+"""``layouts``: peak and time of a step on every mesh of a number of devices.
 
     found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
     found.best.plan, found.to_frame()
 
-All rows are run by sacplan. ``fsdp`` is not FSDP2 and ``ddp`` is not DDP: these have buffers of their own, and are
-predicted from a step on the batch of one rank (``world_size=`` and ``fsdp_units=``, see ``sacplan/_ranks``).
+The rows are for steps that sacplan runs. Its ``fsdp`` is not FSDP2 and its ``ddp`` is not DDP. Those have buffers of
+their own, and are predicted from a step on the batch of one rank (``world_size=`` and ``fsdp_units=``, see
+``sacplan/_ranks``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 RUN_BY = "sacplan: an op gathers the parameters that it reads (FSDP2, DDP: plan with world_size)"
-"""What a table of layouts says of its rows."""
+"""The note on a table of layouts about who runs the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Layout(Row):
         recompute_ms: Part of ``step_ms`` that runs a second time; 0 where no plan holds the budget, as ``added_ms``.
         collective_ms: Part of ``step_ms``: exposed communication.
         samples_per_s: Of all ranks together; 0 where no plan holds the budget.
-        binding: What makes the smallest peak; ``""`` where a plan holds the budget.
+        binding: The module or step at which the smallest peak is; ``""`` if a plan holds the budget.
     """
 
     shown: ClassVar = (
@@ -101,15 +102,15 @@ class Layout(Row):
 
 @dataclass(frozen=True)
 class Layouts:
-    """All ways that were looked at, the fastest that fits first. On several devices they are run by sacplan.
+    """All layouts that were tried. On several devices, sacplan runs them.
 
     Attributes:
-        rows: the ways.
-        refused: meshes that the step cannot be spread over, and why.
-        devices: how many.
-        device: the name of each.
-        batch_size: samples in a step, of all ranks together.
-        budget_bytes: for the peak on each rank.
+        rows: The layouts: those that fit by time, then the others by peak.
+        refused: The reasons why the step cannot be spread over some meshes, a sentence for each mesh.
+        devices: Number of devices.
+        device: Name of the device.
+        batch_size: Samples in a step, of all ranks together.
+        budget_bytes: Limit for the peak on each rank.
     """
 
     rows: tuple[Layout, ...]
@@ -121,10 +122,10 @@ class Layouts:
 
     @property
     def best(self) -> Layout:
-        """The fastest that fits.
+        """The fastest layout that fits.
 
         Raises:
-            InfeasibleBudget: none does; carries the smallest peak that was reached.
+            InfeasibleBudget: None fits. It carries the smallest peak that was reached.
         """
         if self.rows and self.rows[0].fits:
             return self.rows[0]
@@ -140,7 +141,7 @@ class Layouts:
         )
 
     def to_frame(self) -> pd.DataFrame:
-        """One row for each, in bytes and ms."""
+        """Return a table with one row for each layout, in bytes and ms."""
         return frame(self.rows)
 
     def _repr_html_(self) -> str:
@@ -151,7 +152,7 @@ class Layouts:
         return as_html([Section(title, tuple(rows))]) + frame_html(self.to_frame())
 
     def __repr__(self) -> str:
-        """One line."""
+        """One line: how many layouts fit, and the fastest."""
         fitting = [row for row in self.rows if row.fits]
         best = f"fastest {fitting[0].name} on {fitting[0].mesh}" if fitting else "none fits"
         return (
@@ -177,32 +178,35 @@ def layouts(
     search: bool = False,
     progress: Progress = None,
 ) -> Layouts:
-    """What a step comes to on each mesh of a number of devices: which parallelism to use.
+    """Plan a step on each mesh of a number of devices, to see which parallelism to use.
 
         found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
         print(found.to_frame())
 
-    All rows are run by sacplan: ``sacplan.apply`` with a mesh. Peaks of PyTorch's FSDP2 and DDP differ, since they
-    gather whole units ahead, and hold gradients in buckets: for these, ``sacplan.profile`` or ``sacplan.plan`` with
-    ``world_size=`` and ``fsdp_units=``, and the batch of one rank.
+    The rows are for steps that sacplan runs, that is, ``sacplan.apply`` with a mesh. PyTorch's FSDP2 and DDP have other
+    peaks, since they prefetch whole units and hold gradients in buckets. For these, use ``sacplan.profile`` or
+    ``sacplan.plan`` with ``world_size=`` and ``fsdp_units=``, and the batch of one rank.
 
     Args:
-        model: to train, or a profile of it.
-        batch: of all ranks together, as for ``sacplan.profile``; not with a profile.
-        devices: how many, or ``"8xh100"``; 1: no mesh.
-        budget: for the peak on each rank. A number is GiB, a string has a unit (``"22GiB"``), and a share is refused.
-            None: the device's memory less the headroom.
-        device: of each rank, see ``sacplan.devices()``.
-        loss_fn, optimizer, trace: as for ``sacplan.profile``.
-        headroom: as for ``sacplan.max_batch``.
-        solver, techniques: as for ``sacplan.plan``, on each rank.
-        search: also search for a sharding on each mesh, beside those that have names; takes longer.
-        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never; a function is called
+        model: The model to train, or a profile of it.
+        batch: The batch of all ranks together, as for ``sacplan.profile``. Leave it out with a profile.
+        devices: Number of devices, or ``"8xh100"``. 1 means no mesh.
+        budget: Limit for the peak on each rank. A number is in GiB, a string has a unit (``"22GiB"``); a share is
+            refused. None: the device's memory less the headroom.
+        device: The device of each rank, see ``sacplan.devices()``.
+        loss_fn, optimizer, trace: As for ``sacplan.profile``.
+        headroom: As for ``sacplan.max_batch``.
+        solver, techniques: As for ``sacplan.plan``, on each rank.
+        search: Whether to search for shardings on each mesh, in addition to the named ones. This takes longer.
+        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is called
             with each row when it is known.
 
+    Returns:
+        The layouts, the fastest that fits first: peaks in bytes per rank, times in ms.
+
     Raises:
-        BudgetError: a budget or headroom that cannot be read.
-        PlanError: the step cannot be spread over any mesh of so many devices.
+        BudgetError: The budget or headroom cannot be read.
+        PlanError: The step cannot be spread over any mesh of this many devices.
     """
     if isinstance(devices, str) and "x" in devices and not isinstance(model, Profile):
         number, _, device = map(str.strip, devices.partition("x"))

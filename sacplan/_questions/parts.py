@@ -1,4 +1,4 @@
-"""What is alive at the peak of a step, in a few parts that a person has words for."""
+"""The peak of a step in a few parts with plain names: parameters, saved activations, copies of the logits, ..."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of what is alive at the peak.
+    """A part of what is alive at the peak.
 
     Attributes:
-        what: in words.
-        n_bytes: all of it together.
+        what: Its name in words.
+        n_bytes: Bytes of all its storages.
     """
 
     what: str
@@ -48,11 +48,11 @@ class Part:
 
 
 def parts_of(program: Program, optimizer: str = "the optimizer") -> tuple[Part, ...]:
-    """What is alive at the peak of a program, the largest part first; together they are the peak.
+    """Return everything that is alive at the peak in parts, the largest first. Their bytes add up to the peak.
 
     Args:
-        program: the step, with a plan or without.
-        optimizer: its name.
+        program: The program of the step, with a plan or without.
+        optimizer: Name of the optimizer.
     """
     at = program.footprint.peak_op
     words = _Words(program, optimizer)
@@ -70,7 +70,7 @@ def parts_of(program: Program, optimizer: str = "the optimizer") -> tuple[Part, 
 
 
 def moment_of(program: Program, model: str) -> tuple[Phase, str, str, str]:
-    """Phase, op and module of the peak, and all of it in words; ``model`` stands for the model itself."""
+    """Return phase, op and module of the peak, and the three in words. ``model`` is the name of the model itself."""
     op = program.ops[program.footprint.peak_op]
     recorded = op.recomputes if op.recomputes >= 0 else program.footprint.peak_op
     name, module = short_op(program.ops[recorded].name), shown_module(program, recorded, model)
@@ -81,6 +81,12 @@ def moment_of(program: Program, model: str) -> tuple[Phase, str, str, str]:
 
 
 class _Words:
+    """Names the part that a storage belongs to.
+
+    A recording has no names for tensors, so logits and attention scores are recognised by their number of elements:
+    whatever is as large as the input of the loss counts as a copy of the logits.
+    """
+
     def __init__(self, program: Program, optimizer: str) -> None:
         self.program, self.optimizer = program, optimizer
         self.elements: dict[int, int] = defaultdict(int)
@@ -96,7 +102,10 @@ class _Words:
         return math.prod(self.program.tensors[tensor].shape)
 
     def of(self, s: int) -> str:
-        """What a storage is a part of; what is counted has a ``#``, what is in layers a list's name behind ``@``."""
+        """Return the name of the part that a storage belongs to, as a template for ``counted``.
+
+        ``#`` stands for the number of storages. After ``@`` is the name of the list whose layers are to be counted.
+        """
         program, kind = self.program, self.program.storage_kinds[s]
         if kind in _PLAIN:
             return _PLAIN[kind]
@@ -129,7 +138,7 @@ class _Words:
         return "" if scope == ROOT_SCOPE else self.program.scopes[scope].fqn
 
     def counted(self, what: str, storages: Iterable[int]) -> str:
-        """With how many there are."""
+        """Fill in the template of a part: how many storages, or how many layers, it has."""
         storages = list(storages)
         if what.startswith("#"):
             n = len(storages)

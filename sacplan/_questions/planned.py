@@ -1,4 +1,4 @@
-"""The step that a plan, or none, makes of a profile."""
+"""The program of a profile with a plan, after checking that the two belong together."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sacplan.errors import PlanMismatch
 
 
 def planned(profile: Profile, plan: Plan | None) -> Program:
-    """The program of the step, rewritten by the plan if there is one.
+    """Return the program of the step, rewritten by the plan if there is one.
 
     Raises:
-        PlanMismatch: the plan was made from another profile, or is about ops that the step does not run.
+        PlanMismatch: The plan was made from another profile, or is about ops that the step does not run.
     """
     if plan is None:
         return profile.program
@@ -23,6 +23,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
             f"the plan is of a {plan.fingerprint.model_class} with other parameters or another batch than the profile "
             f"of {profile.fingerprint.model_class}. Report on the profile that it was made from."
         )
+    # Model and batch are the same. Another device, optimizer or loss shows in the peak.
     program = profile.with_plan(plan)
     found = program.footprint.peak_bytes
     if found != plan.peak_bytes:
@@ -36,7 +37,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
 
 
 def _check_sites(profile: Profile, plan: Plan) -> None:
-    """``PlanMismatch`` for a call site that no call of its unit has: nothing would be discarded there."""
+    """Raise ``PlanMismatch`` for a call site that no call of its unit has: nothing would be discarded there."""
     program = profile.with_plan([one for one in plan.decisions if not isinstance(one, Recompute)])
     for unit, sites in plan.discarded.items():
         there = {site for scope in program.calls.get(unit, ()) for site in program.sites(scope).values()}

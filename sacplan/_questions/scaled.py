@@ -1,11 +1,20 @@
-"""A recorded step at another size, from recordings at two: what a batch of 40 takes, without tracing it.
+"""A recorded step at any size, computed from recordings at two sizes: a batch of 40 without tracing it.
 
-A step runs the same ops whatever the batch or the sequence is, and each dimension of its tensors is a line in the size.
-So a recording at two sizes gives the program at any other: shapes, bytes, and the numbers among the arguments. It
-equals a recording at that size (``tests/questions/test_fit.py``). What is only near: times, and what kernels allocate
-inside.
+For most models, a step runs the same ops whatever the size of the batch or the sequence is, and each dimension of its
+tensors is linear in that size. So every number of the program at size n lies on a line through the two recordings:
 
-Where two recordings did not run the same ops, there is no such program: ``sized`` returns None.
+    x(n) = x(first) + (x(second) - x(first)) * (n - first) / (second - first)
+
+This is applied to the dimensions of tensors and to the integers among the arguments of ops. Strides and bytes follow
+from the dimensions if they do so in both recordings. The result equals a recording at that size
+(``tests/questions/test_fit.py``). Two things are only near: times, and the workspaces of kernels, which need not be
+linear.
+
+If the two recordings differ in anything but sizes, ``sized`` returns None. If both happen to run the same ops and a
+third size would not, this is not noticed.
+
+The program at a size takes as long to build as the step has ops. To look for the largest size, ``Peaks`` is cheaper:
+the bytes alive at each op as a polynomial in the size.
 """
 
 from __future__ import annotations
@@ -32,11 +41,11 @@ _INTEGER = re.compile(r"(?<![\w.\"])-?\d+(?![\w.\"])")
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """The step at any size.
+    """A step at any size.
 
     Attributes:
-        sizes: at which it was recorded, two of them.
-        profiles: of the recordings.
+        sizes: The two sizes at which it was recorded.
+        profiles: The two recordings.
     """
 
     sizes: tuple[int, int]
@@ -44,7 +53,7 @@ class Sized:
     _made: dict[int, Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, n: int) -> Profile:
-        """The step at a size; the recording itself where there is one."""
+        """Return the step at a size: the recording if there is one, otherwise a computed one, which is kept."""
         if n in self.sizes:
             return self.profiles[self.sizes.index(n)]
         if n not in self._made:
@@ -68,7 +77,17 @@ class Sized:
         return lambda x, y: x + (y - x) * exact / (second - first)
 
     def peaks(self, decided: Decided, degree: int = 2) -> Peaks:
-        """The peak with a plan, as a polynomial in the size: of degree 1 for batches, of 2 where scores are kept."""
+        """Return the bytes at each op, with a plan, as polynomials in the size.
+
+        Args:
+            decided: The plan.
+            degree: 1 if memory is linear in the size, as in the batch; 2 if attention scores may be kept, whose two
+                dimensions both grow with the sequence.
+
+        Raises:
+            PlanError: The plan rewrites the step to different ops at another size.
+        """
+        # A polynomial of this degree goes through degree + 1 points. The third size is computed, not recorded.
         at = (*self.sizes, 2 * max(self.sizes))[: degree + 1]
         moments = [bytes_at_ops(self.at(n).with_plan(decided)) for n in at]
         if len({len(found) for found in moments}) > 1:
@@ -79,16 +98,16 @@ class Sized:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """By op, the bytes alive while it runs, as a polynomial in the size.
+    """The bytes that are alive at each op, as polynomials in the size. The rounding of the allocator is not in them.
 
     Attributes:
-        coefficients: of the highest power first, one row for each.
+        coefficients: Powers x ops, the highest power first.
     """
 
     coefficients: npt.NDArray[np.float64]
 
     def at(self, n: int) -> int:
-        """The peak at a size."""
+        """Return the peak at a size: the maximum over all ops."""
         value = np.zeros(self.coefficients.shape[1])
         for row in self.coefficients:
             value = value * n + row
@@ -96,10 +115,10 @@ class Peaks:
 
 
 def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | None:
-    """The step at any size; None if the two recordings differ in more than sizes.
+    """Return the step at any size; None if the two recordings differ in more than sizes.
 
     Raises:
-        PlanError: their batches do not differ.
+        PlanError: The batches of the two recordings are the same.
     """
     batch, other = (one.fingerprint.batch for one in profiles)
     if batch == other:
@@ -113,7 +132,7 @@ def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | 
 
 
 def _shape(program: Program) -> Sequence[object]:
-    """What may not differ."""
+    """Return everything about a program that must be equal at both sizes."""
     return (
         program.events,
         program.initial,
@@ -143,7 +162,7 @@ def _tensor(x: Tensor, y: Tensor, line: Callable[[float, float], float]) -> Tens
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor without holes whose dimensions have this order, the outermost first."""
+    """Return the strides of a dense tensor whose dimensions have this order in memory, the outermost first."""
     strides, step = [0] * len(shape), 1
     for d in reversed(order):
         strides[d] = step
@@ -154,7 +173,11 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 def _sizes(
     a: Program, b: Program, tensors: Sequence[Tensor], line: Callable[[float, float], float], spec: DeviceSpec
 ) -> tuple[int, ...]:
-    """Bytes of the storages: those of the tensors on them, as the allocator rounds them."""
+    """Return the bytes of the storages.
+
+    If the size of a storage is that of its largest tensor, rounded by the allocator, in both recordings, it is so at
+    any size. Interpolating the rounded bytes would be wrong by up to a block. Only other storages are interpolated.
+    """
     whole = [_largest_on(program.tensors, len(a.storage_bytes)) for program in (a, b)]
     found = []
     for s, (x, y) in enumerate(zip(a.storage_bytes, b.storage_bytes, strict=True)):
@@ -178,7 +201,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _largest_on(tensors: Sequence[Tensor], n_storages: int) -> list[tuple[int, int]]:
-    """By storage, the bytes of its largest tensor without holes, and which that is."""
+    """Return by storage the bytes and the index of its largest tensor, not counting expanded ones (stride 0)."""
     found = [(0, -1)] * n_storages
     for i, tensor in enumerate(tensors):
         size = _bytes(tensor) if 0 not in tensor.stride else 0

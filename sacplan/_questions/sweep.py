@@ -1,8 +1,8 @@
-"""One row for each case that a question looks at: what the step takes there, planned for a budget.
+"""Sweeps: a question is answered by one row for each case, and each case is a step planned for a budget.
 
-Every question is a sweep over cases: ``frontier`` over solvers and budgets, ``max_batch`` and ``throughput`` over batch
-sizes, ``layouts`` over meshes, ``fit`` over optimizers and techniques. A case is planned by ``PlanWithin``; its row
-says what came of it and what tells the case from others.
+``frontier`` goes over solvers and budgets, ``max_batch`` and ``throughput`` over batch sizes, ``layouts`` over meshes,
+``fit`` over optimizers and techniques. ``PlanWithin`` plans a case. A row has the result, and what distinguishes the
+case from the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PlanWithin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a step takes in one case of a sweep; all figures are predicted.
+    """The memory and time of a step in one case of a sweep. All figures are predicted.
 
     Attributes:
         fits: Whether the peak is within the budget.
@@ -61,7 +61,7 @@ class Row:
     """
 
     shown: ClassVar[tuple[str, ...]] = ()
-    """Attributes that tables and JSON have, in this order."""
+    """Attributes to show in tables and JSON, in this order."""
 
     fits: bool
     peak_bytes: int | None
@@ -73,7 +73,7 @@ class Row:
 
     @staticmethod
     def taken(outcome: Outcome) -> dict[str, Any]:
-        """Return the fields that every row takes from what planning came to."""
+        """Return the fields that every row takes from the outcome of planning."""
         made = outcome.plan
         return {
             "fits": made is not None,
@@ -86,7 +86,7 @@ class Row:
         }
 
     def figures(self) -> dict[str, Any]:
-        """Return what tables and JSON show of the row."""
+        """Return the figures of the row that tables and JSON show."""
         return {name: getattr(self, name) for name in self.shown}
 
 

@@ -1,4 +1,4 @@
-"""What ``fit`` answers: whether a step fits a device, the ways that were tried, and which of them to take."""
+"""The answer of ``fit``: whether a step fits a device, the ways that were tried, and the recommended one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Way = Literal["as it is", "plan", "chunked loss", "plan + chunked loss", "plan + chunks"]
 
-_SHOWN_DEVICES = 3  # of those that are larger
+_SHOWN_DEVICES = 3  # larger devices that are named; the others are counted
 
 TECHNIQUES: dict[Way, tuple[str, ...]] = {
     "as it is": (),
@@ -53,7 +53,7 @@ class FitRow(Row):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The optimizer and the way, in words."""
         return f"{self.optimizer}, {self.way}"
 
 
@@ -62,19 +62,18 @@ class Verdict:
     """Whether a step fits a device, and how.
 
     Attributes:
-        model: its class, or the name that was given.
-        parameters: how many numbers are trained or not.
-        batch, seq: the asked size; ``seq`` is None for models without one.
-        optimizer: name of the asked one.
-        device, memory_bytes: the device, and what it has.
-        budget_bytes: what the step may take of that.
-        budget: as ``plan`` takes it; None where it is the default.
-        rows: all ways that were tried, the asked optimizer's first.
-        recommended: of those that fit, the one to take; None if nothing fits.
-        headroom_bytes: what is left free of the device's memory; None where a budget was given.
-        larger_devices: GPUs from the table on which the smallest row would fit, the smallest first; only where nothing
-            fits here.
-        computed: sentences on what was computed from recordings, and what was not.
+        model: Class name of the model, or the name that was given.
+        parameters: Number of elements in all parameters, trained or not.
+        batch, seq: The size that was asked for; ``seq`` is None for models without sequences.
+        optimizer: Name of the optimizer that was asked for.
+        device, memory_bytes: Name of the device, and its memory.
+        budget_bytes: Limit for the peak of the step.
+        budget: The same in the form that ``plan`` takes; None if it is the default.
+        rows: All ways that were tried, those with the asked optimizer first.
+        recommended: The row to choose of those that fit; None if nothing fits.
+        headroom_bytes: Memory of the device that is left free; None if a budget was given.
+        larger_devices: Known GPUs on which the smallest row would fit, the smallest first. Empty if something fits
+        here. computed: Sentences on which figures were computed from recordings, and which were not.
     """
 
     model: str
@@ -99,7 +98,7 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """One sentence."""
+        """The verdict in one sentence."""
         tokens = "" if self.seq is None else f", {self.seq} tokens"
         step = f"{self.model}, batch {self.batch}{tokens}, {self.optimizer}"
         device = f"{self.device} ({format_bytes(self.memory_bytes)})"
@@ -130,7 +129,7 @@ class Verdict:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do, a sentence each."""
+        """Sentences on what to do."""
         if self.recommended is None:
             names, more = self.larger_devices[:_SHOWN_DEVICES], len(self.larger_devices[_SHOWN_DEVICES:])
             larger = f"{', '.join(names)}{f' and {more} larger ones' if more else ''}"
@@ -146,12 +145,12 @@ class Verdict:
 
     @property
     def techniques(self) -> tuple[str, ...]:
-        """Of the plan that is recommended."""
+        """The techniques of the recommended plan."""
         return () if self.recommended is None else TECHNIQUES[self.recommended.way]
 
     @property
     def code(self) -> str:
-        """Lines to paste; ``model``, ``batch`` and ``params`` stand for one's own."""
+        """Lines of Python to paste. ``model``, ``batch`` and ``params`` stand for the user's own."""
         best = self.recommended
         if best is None:
             return ""
@@ -168,7 +167,7 @@ class Verdict:
         return "\n".join(lines)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per way."""
+        """Return a table with one row for each way."""
         return frame(self.rows)
 
     def __str__(self) -> str:
@@ -181,7 +180,11 @@ class Verdict:
 
 
 def recommended(rows: Sequence[FitRow]) -> FitRow | None:
-    """As it is, if that fits; else the fastest that does, of the asked optimizer and of the same one fused, if any."""
+    """Return the row to choose, or None if nothing fits.
+
+    The step as it is wins if it fits. Otherwise it is the fastest way that fits with the asked optimizer or its fused
+    version. Another optimizer, which changes the training, is chosen only if those do not fit.
+    """
     holding = [row for row in rows if row.fits]
     if not holding or holding[0] is rows[0]:
         return holding[0] if holding else None
