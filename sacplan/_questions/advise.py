@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._plan.planning import Planner
+from sacplan._plan.planner import Planner
 from sacplan._profile.optimizers import (
     BY_NAME,
     CANDIDATES,

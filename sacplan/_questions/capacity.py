@@ -22,7 +22,7 @@ import torch
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import budget_of_device
 from sacplan._plan.plan import Plan
-from sacplan._plan.planning import resolve_solver
+from sacplan._plan.planner import resolve_solver
 from sacplan._profile.tracing import Trace
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes

@@ -31,7 +31,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import budget_of_device, looking_for_plans, memory_less
-from sacplan._plan.planning import Planner
+from sacplan._plan.planner import Planner
 from sacplan._plan.search import Candidate
 from sacplan._profile.optimizers import (
     BY_NAME,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sacplan._plan.limits import looking_for_plans
 from sacplan._plan.outcome import Outcome
-from sacplan._plan.planning import Planner
+from sacplan._plan.planner import Planner
 from sacplan._plan.policies import layers_of, policy
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sacplan._plan.limits import Limit, handed_out
 from sacplan._plan.outcome import Outcome
 from sacplan._plan.plan import Plan
-from sacplan._plan.planning import Planner
+from sacplan._plan.planner import Planner
+from sacplan._plan.planning import plan_within
 from sacplan._profile.profile import Profile
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
@@ -42,7 +43,7 @@ class PlanWithin:
             InfeasibleBudget: No plan holds the budget.
         """
         planner = Planner.of(profile, self.solver, self.objective, self.keep, self.never, self.techniques)
-        return handed_out(planner.plan(Limit.exactly(self.budget_bytes)), profile.spec)
+        return handed_out(plan_within(planner, Limit.exactly(self.budget_bytes)), profile.spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
 from sacplan._chunk.rest import training_chunk
-from sacplan._plan.planning import Planner
+from sacplan._plan.planner import Planner
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import CallSite
 from sacplan._techniques import rewritten

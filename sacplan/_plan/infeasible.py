@@ -1,0 +1,151 @@
+"""The error for a budget that no plan holds: what makes the smallest peak, and what would reach a smaller one.
+
+Alternatives (Rotor, other techniques, other optimizers, no pins) are tried only when somebody reads the message: each
+is a search of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sacplan._plan.planner import ROTOR_STAGES, Planner, smallest_bytes
+from sacplan._plan.search import PlanSearch
+from sacplan._profile.optimizers import BY_NAME, recorded_step, with_optimizer, without_optimizer
+from sacplan._program.budget import exact_bytes, format_bytes
+from sacplan._program.pins import NO_PINS
+from sacplan._program.program import Phase
+from sacplan._rotor.sequences import Rotor, is_longer
+from sacplan._techniques import TECHNIQUES
+from sacplan.errors import InfeasibleBudget, PlanError
+
+
+def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
+    """Return the error: what was tried, the smallest peak and where it is, and what to do about it.
+
+    Trying alternatives takes as long as planning. So they are tried only when the message is read.
+    """
+    search = min(asked.searches, key=smallest_bytes)
+    run = search.smallest.footprint
+    inference = asked.profile.mode == "inference"
+    if run.peak_phase == Phase.OPTIMIZER:
+        binding = "optimizer step"
+    else:
+        outside = (
+            "the loss, outside of any module" if run.peak_scope < 0 and not inference else "the model itself"
+        )
+        binding = run.peak_fqn or outside
+    where = f"{run.peak_phase.name.lower()} of {binding}" if binding != "optimizer step" else binding
+    advice = "make the batch smaller"
+    if binding == "optimizer step":
+        advice = (
+            "use an optimizer with less state or fewer temporaries (fused=True), or train fewer parameters: a smaller "
+            "batch does not help"
+        )
+    reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
+    own = [TECHNIQUES[name].how for one in asked.own_solvers() for name in one.techniques]
+    if inference and not own:
+        message = (
+            f"the step takes more than {format_bytes(budget_bytes)}, and in inference nothing is kept for a backward "
+            f"pass, so there is nothing to recompute. Its peak is {reached}"
+        )
+    else:
+        names = " and ".join(s.name for s in asked.solvers)
+        if asked.last is not None and any(each.has_found(asked.last) for each in asked.searches):
+            names += f", then {asked.last.name}"
+        how = f", {', '.join(own)}" if own else f" (solvers: {names})"
+        message = (
+            f"no plan found keeps the step under {format_bytes(budget_bytes)}{how}. Unplanned it takes "
+            f"{format_bytes(asked.profile.peak_bytes)}. The smallest peak reached is {reached}"
+        )
+
+    def alternatives() -> str:
+        if own:
+            return ""  # a technique's own solver has tried everything there is
+        return (
+            _pinned_share(asked, search)
+            + _with_rotor(asked, search, budget_bytes)
+            + _with_techniques(asked, budget_bytes)
+            + _with_optimizers(asked, search, budget_bytes)
+        )
+
+    return InfeasibleBudget(
+        message,
+        f"Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
+        alternatives=alternatives,
+        budget_bytes=budget_bytes,
+        smallest_feasible_bytes=run.peak_bytes,
+        binding=binding,
+    )
+
+
+def _with_rotor(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
+    """Return a sentence on what Rotor, which may recompute a value several times, would reach; ``""`` if nothing."""
+    free, rotor = PlanSearch(search.context), Rotor(stages=ROTOR_STAGES)
+    if asked.last is not None:
+        return ""  # Rotor was asked already
+    try:
+        free.solve(rotor, budget_bytes)
+        named = f"sacplan.Rotor(stages={ROTOR_STAGES})" if is_longer(search.program, rotor) else '"rotor"'
+    except PlanError:
+        return ""  # the model is not a chain
+    found = free.best(budget_bytes)
+    if found is None:  # Rotor does not hold the budget either
+        return ""
+    return f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
+
+
+def _with_techniques(asked: Planner, budget_bytes: int) -> str:
+    """Return sentences on what other techniques would reach; the first one with which the budget holds ends it."""
+    if asked.profile.mode == "inference":  # only chunks help there, and they are the default
+        return ""
+    said = ""
+    for name in TECHNIQUES:
+        if name in asked.techniques:
+            continue
+        more = replace(asked, techniques=(*asked.techniques, name))
+        found = more.cheapest(budget_bytes)
+        named = f"techniques={more.techniques!r}"
+        if found is not None:
+            share = (found.footprint.recompute_ms + found.added_ms) / asked.profile.step_ms
+            takes = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time than"
+            if f"{abs(share):.1%}" == "0.0%":
+                takes = "takes as long as"
+            return f"With {named} the budget holds, and the step {takes} without a plan. "
+        smallest = min(map(smallest_bytes, more.searches))
+        if smallest < smallest_bytes(more.searches[0]):
+            said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
+    return said
+
+
+def _with_optimizers(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
+    """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
+    profile = asked.profile
+    # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
+    if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
+        return ""
+    bare = without_optimizer(profile)
+    peaks = {}
+    for one in (BY_NAME["adamw-fused"], BY_NAME["adamw-8bit"]):
+        step = with_optimizer(bare, recorded_step(profile, one.make))
+        peaks[one.says] = step.footprint(search.smallest.decisions).peak_bytes
+        if peaks[one.says] <= budget_bytes:
+            return f"With {one.says} the budget holds: {format_bytes(peaks[one.says])}. "
+    best = min(peaks, key=peaks.__getitem__)
+    if peaks[best] >= search.smallest.footprint.peak_bytes:  # neither of them lowers the peak
+        return ""
+    return f"With {best} the smallest is {format_bytes(peaks[best])}. "
+
+
+def _pinned_share(asked: Planner, search: PlanSearch) -> str:
+    """Return a sentence on the smallest peak without pins, if it is smaller."""
+    if not asked.pins:
+        return ""
+    free = asked.search(NO_PINS)
+    free.minimise(asked.solvers, 0)
+    smallest = free.smallest.footprint.peak_bytes
+    if smallest >= search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up
+        return ""
+    return (
+        f"That is with {asked.pins.said}; without the pins the smallest is {format_bytes(smallest)} ({smallest} "
+        "bytes). "
+    )

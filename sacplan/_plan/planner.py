@@ -1,0 +1,310 @@
+"""What a plan is asked for, and how the planner looks for it.
+
+The planner runs one or two searches (``search.py``). The first has no offers. If techniques make offers that may pay at
+any budget (such as the loss in slices), a second one includes them. For a budget:
+
+1. Each search asks its solvers in turn, the quick ones first, and stops when a plan is within ``_OPTIMAL`` of the lower
+   bound. The cheapest plan of all searches wins.
+2. If none holds the budget, look for the smallest peak. Techniques may make further offers about that peak; each set of
+   offers becomes a search of its own.
+3. If even that is above the budget, ask Rotor, which may recompute a value several times. It works only for chains.
+
+No step backtracks, so the result is the best of what was tried. ``Plan.gap`` and ``Plan.lower_bound_ms`` say how far it
+may be from the optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import cast, get_args
+
+from sacplan._plan.context import planning_context
+from sacplan._plan.limits import Limit
+from sacplan._plan.make import made_plan
+from sacplan._plan.plan import Plan
+from sacplan._plan.provenance import Provenance, options_of
+from sacplan._plan.search import Candidate, PlanSearch
+from sacplan._plan.value import Status
+from sacplan._profile.profile import Profile
+from sacplan._program.decisions import Accumulate
+from sacplan._program.liveness import Footprint
+from sacplan._program.pins import Pins, resolve_pins
+from sacplan._program.program import Phase
+from sacplan._ranks.ranks import Ranks
+from sacplan._rotor.sequences import Rotor
+from sacplan._solve.greedy import Greedy
+from sacplan._solve.milp import Milp
+from sacplan._solve.solvers import Solver
+from sacplan._solve.uniform import Uniform
+from sacplan._technique.offers import Offer
+from sacplan._technique.step import Objective, PlanStep
+from sacplan._technique.technique import StepSolver
+from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, TECHNIQUES, resolve_techniques
+from sacplan.errors import PlanError
+
+_OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
+_FURTHER = 3  # how often techniques are asked for further offers that would lower the smallest peak
+ROTOR_STAGES = 48
+"""Length of the chain that Rotor is given if no other solver holds the budget."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """The checked arguments of ``plan``, and the searches for its answer.
+
+    Use a planner for one budget only. It remembers every plan that it has measured, so a second budget might get a
+    cheaper plan than ``plan`` returns for it. Regions, effects and bounds follow from the step alone; all planners of a
+    program share them.
+
+    Attributes:
+        profile: The step to plan.
+        solvers: Solvers in the order in which they are asked.
+        objective: See ``plan``.
+        pins: Ops and modules that no plan touches.
+        techniques: Names of the techniques that plans may use.
+        accumulate: See ``plan``.
+        last: The solver to ask if none of the others holds the budget; None for none.
+        limits_reached: Names of the solvers that have stopped at their limit of work so far.
+    """
+
+    profile: Profile
+    solvers: tuple[Solver | StepSolver, ...]
+    objective: Objective
+    pins: Pins
+    techniques: tuple[str, ...]
+    accumulate: Accumulate
+    last: Rotor | None = None
+    limits_reached: dict[str, None] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        solver: str | Solver | StepSolver = "best",
+        objective: Objective = "time",
+        keep: Sequence[str] = (),
+        never: Sequence[str] = (),
+        techniques: Sequence[str] | None = None,
+        world_size: int | None = None,
+        fsdp_units: Sequence[str] | None = None,
+        accumulate: Accumulate = "float32",
+    ) -> Planner:
+        """Check the arguments, which are those of ``plan``, as are the errors."""
+        solvers = tuple(resolve_solver(solver))
+        default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
+        names = resolve_techniques(default if techniques is None else techniques)
+        if world_size is not None or fsdp_units is not None:
+            ranks = Ranks.of(profile.ranks.world_size if world_size is None else world_size, fsdp_units)
+            profile = profile.on_ranks(ranks)
+        pins = resolve_pins(profile.program, profile.fingerprint, keep, never)
+        if accumulate not in get_args(Accumulate):
+            known = " and ".join(map(repr, get_args(Accumulate)))
+            raise PlanError(f"accumulate is {accumulate!r}; known are {known}.")
+        last = Rotor(stages=ROTOR_STAGES)
+        usable = solver == "best" and set(last.techniques) <= set(names)
+        return cls(profile, solvers, objective, pins, names, accumulate, last if usable else None)
+
+    def step(self, pins: Pins) -> PlanStep:
+        """Return the step to plan, with these pins."""
+        profile = self.profile
+        gradients = profile.mode != "inference"
+        return PlanStep(profile.program, self.objective, pins, profile.spec, gradients, self.accumulate)
+
+    def own_solvers(self) -> list[StepSolver]:
+        """Return the solvers that the techniques bring themselves."""
+        step = self.step(self.pins)
+        return [solver for name in self.techniques for solver in TECHNIQUES[name].solvers(step)]
+
+    @cached_property
+    def searches(self) -> list[PlanSearch]:
+        """A search without offers, and if there are offers that may pay at any budget, one with them.
+
+        ``smallest`` appends further ones.
+        """
+        found = [self.search(self.pins)]
+        offers = self._offers(None)
+        if offers:
+            found.append(self._with_offers(offers))
+        return found
+
+    def search(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanSearch:
+        """Return a new search with these pins and offers."""
+        context = planning_context(self.step(pins), self.techniques, offers)
+        return PlanSearch(context, limits_reached=self.limits_reached)
+
+    def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
+        """Return the known offers, and those of the techniques that are compatible with them.
+
+        ``peak`` is the footprint whose peak the offers should lower; None asks for those that may pay at any budget.
+        """
+        step = self.step(self.pins)
+        for name in self.techniques:
+            for offer in TECHNIQUES[name].offers(step, peak):
+                if self.pins.named_ops.isdisjoint(offer.ops) and all(map(offer.goes_with, known)):
+                    known = (*known, offer)
+        return known
+
+    def _with_offers(self, offers: tuple[Offer, ...]) -> PlanSearch:
+        """Return a search in which pins keep the other techniques away from the ops and modules of these offers."""
+        profile, pins = self.profile, self.pins
+        alone = [unit for offer in offers for unit in offer.alone]
+        if alone:
+            pins = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, *alone))
+        kept = pins.kept_ops.union(*(offer.kept for offer in offers))
+        return self.search(replace(pins, kept_ops=kept), offers)
+
+    def _with_further_offers(self, search: PlanSearch) -> PlanSearch | None:
+        """Return a search with further offers that may lower the smallest peak of this one; None if there are none."""
+        known = search.context.offers
+        offers = self._offers(search.smallest.footprint, known)
+        return self._with_offers(offers) if len(offers) > len(known) else None
+
+    def smallest_plan(self, *, without_rotor: bool = False) -> Plan:
+        """Return the plan with the smallest peak.
+
+        Rotor may reach a smaller peak than the other solvers, at several times the cost of the step. A comparison or a
+        recommendation does not want that plan: ``without_rotor``.
+        """
+        asked = replace(self, last=None) if without_rotor else self
+        return asked.as_plan(asked.smallest(0))
+
+    def cheapest(self, budget_bytes: int, *, quick: bool = False) -> Candidate | None:
+        """Return the cheapest candidate that holds a budget, or None.
+
+        Args:
+            budget_bytes: The budget.
+            quick: Do not look for the smallest peak where the first searches hold no budget. That takes far longer.
+        """
+        for search in self.searches:
+            self._solve(search, budget_bytes)
+        found = _cheapest(self.searches, budget_bytes)
+        if found is None and not quick:
+            known = len(self.searches)
+            self.smallest(budget_bytes)
+            for search in self.searches[known:]:
+                self._solve(search, budget_bytes)
+            found = _cheapest(self.searches, budget_bytes)
+        return found
+
+    def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
+        # A step that fits as it is needs no solver. Its search begins with the empty plan.
+        if search.program.footprint.peak_bytes > budget_bytes:
+            for one in (*self.own_solvers(), *self.solvers):
+                search.solve(one, budget_bytes)
+                if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
+                    break
+
+    def smallest(self, budget_bytes: int, *, quick: bool = False) -> Candidate:
+        """Return the candidate with the smallest peak, or one that holds a budget.
+
+        Args:
+            budget_bytes: No smaller peak is looked for.
+            quick: Ask only the searches that there are, and not what else techniques could do about the peak.
+        """
+        searches, solvers = self.searches, (*self.own_solvers(), *self.solvers)
+        for search in reversed(searches):  # the one with offers first: it usually reaches the smaller peak
+            search.minimise(solvers, budget_bytes)
+            if search.smallest.footprint.peak_bytes <= budget_bytes:
+                break
+        if quick:
+            return min(searches, key=smallest_bytes).smallest
+        # Further offers are about the op at the peak. Once they have lowered it, the peak is elsewhere: ask again.
+        for _ in range(_FURTHER):
+            best = min(searches, key=smallest_bytes)
+            further = self._with_further_offers(best) if smallest_bytes(best) > budget_bytes else None
+            if further is None:
+                break
+            further.minimise(solvers, budget_bytes)
+            searches.append(further)
+        # ``minimise`` and the closed loop go about it differently. With offers, asking for a budget of one byte less
+        # may find a plan with a smaller peak, and then the reported peak would not be the smallest.
+        best = min(searches, key=smallest_bytes)
+        known = None
+        while best.context.offers and known != smallest_bytes(best) > budget_bytes:
+            known = smallest_bytes(best)
+            self._solve(best, known - 1)
+        self._ask_last(searches[0], best, budget_bytes)
+        return min(searches, key=smallest_bytes).smallest
+
+    def _ask_last(self, search: PlanSearch, best: PlanSearch, budget_bytes: int) -> None:
+        """Ask Rotor for its smallest peak if no other solver holds the budget, and if that holds it, for a plan.
+
+        Its smallest peak comes first so that results agree: whoever asks for a budget of exactly the smallest peak that
+        an error reports gets a plan.
+        """
+        run = best.smallest.footprint
+        # Rotor is not wanted; a plan holds the budget already; or the peak is in the optimizer's step, which no
+        # recomputation changes.
+        if self.last is None or run.peak_bytes <= budget_bytes or run.peak_phase == Phase.OPTIMIZER:
+            return
+        try:
+            search.solve(self.last, 0)
+            if smallest_bytes(search) <= budget_bytes:
+                search.solve(self.last, budget_bytes)
+        except PlanError:
+            return  # the model is not a chain, or pins forbid making all of it one unit
+
+    def as_plan(self, found: Candidate, limit: Limit | None = None, budget_bytes: int | None = None) -> Plan:
+        """Return a candidate as a plan; ``limit`` and ``budget_bytes`` say what was asked for."""
+        known = (*self.solvers, *(() if self.last is None else (self.last,)))
+        used = next((options_of(solver) for solver in known if solver.name == found.solver), None)
+        made_by = Provenance.now(
+            self.profile,
+            found.solver,
+            used,
+            objective=self.objective,
+            budget=None if limit is None else limit.budget,
+            headroom=None if limit is None else limit.headroom,
+            pins=self.pins,
+            techniques=self.techniques,
+            limits_reached=tuple(self.limits_reached),
+        )
+        return made_plan(
+            self.profile,
+            found.decisions,
+            found.footprint,
+            made_by,
+            self.pins,
+            status=cast(Status, found.status),
+            gap=found.gap,
+            budget_bytes=budget_bytes,
+            added_ms=found.added_ms,
+        )
+
+
+def smallest_bytes(search: PlanSearch) -> int:
+    """Return the smallest peak that a search has seen."""
+    return search.smallest.footprint.peak_bytes
+
+
+def _cheapest(searches: Sequence[PlanSearch], budget_bytes: int) -> Candidate | None:
+    found = ((search, search.best(budget_bytes)) for search in searches)
+    holding = [
+        (search.cost(best), best.footprint.peak_bytes, best) for search, best in found if best is not None
+    ]
+    return min(holding, key=lambda each: each[:2])[2] if holding else None
+
+
+def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:
+    """Return the solvers that a name stands for. ``"best"`` is several whose plans are compared, the quickest first.
+
+    Raises:
+        PlanError: The name is unknown.
+    """
+    if not isinstance(solver, str):
+        return [solver]
+    known: dict[str, list[Solver | StepSolver]] = {
+        "milp": [Milp()],
+        "greedy": [Greedy()],
+        "uniform": [Uniform()],
+        "rotor": [Rotor()],
+        "best": [Greedy(), Milp()],
+    }
+    if solver not in known:
+        raise PlanError(
+            f"unknown solver {solver!r}; known are {', '.join(map(repr, known))}, or an object such as "
+            "sacplan.Milp()."
+        )
+    return known[solver]
