@@ -243,7 +243,6 @@ class _AxisProgram:
         self.constant = self.graph.rest_ms
         self.x: list[dict[int, int]] = []
         self._edges: dict[ValueUse, dict[tuple[Placements, Placements], int]] = {}
-        self._copied: dict[tuple[ValueUse, User], int] = {}
         self._strategies = [{k: program._with(c, k) for k in valid} for c, valid in enumerate(program._valid)]
         # For each half: exposed >= hidden collectives - computation, exposed >= 0. ``_beside`` collects the
         # terms of the row; minimising makes the inequality tight.
