@@ -1,4 +1,4 @@
-"""What a plan is asked for, and how the planner looks for it.
+"""The planner of one step: it checks what is asked for, and looks for the cheapest plan.
 
 The planner runs one or two searches (``search.py``). The first has no offers. If techniques make offers that may pay at
 any budget (such as the loss in slices), a second one includes them. For a budget:

@@ -115,7 +115,7 @@ class _Reads(Watching):
 
     @property
     def left(self) -> tuple[torch.UntypedStorage, ...]:
-        """Those that are still alive."""
+        """Return those that are still alive."""
         found = (ref() for ref, made in self._known.values() if not made)
         return tuple(storage for storage in found if storage is not None)
 
