@@ -10,7 +10,7 @@ module of the model runs is in exactly one part. ``regions.py`` has the choices 
 Four stages:
 
 1. Walk down the module tree. A module is split into its children if it is large or its children repeat
-   (``_ModuleCalls.splits``); otherwise it is a part.
+   (``_CallTree.splits``); otherwise it is a part.
 2. Attach the ops that split modules run themselves (``_attached``).
 3. Cut what is too large and has no modules to be split into, such as an unrolled recurrence, into windows: each ends
    where few bytes cross, which is between two steps of the recurrence (``_windows``).
@@ -71,7 +71,7 @@ class OpGroup:
     family: str | None = None
 
 
-class _ModuleCalls:
+class _CallTree:
     """The module calls of a program as a tree of modules."""
 
     def __init__(self, program: Program, pins: Pins) -> None:
@@ -153,7 +153,7 @@ class _ModuleCalls:
 
 def partition(program: Program, pins: Pins) -> tuple[list[OpGroup], frozenset[str]]:
     """Return the parts in the order of execution, and the modules that were split."""
-    tree = _ModuleCalls(program, pins)
+    tree = _CallTree(program, pins)
     owned: set[int] = set()
     whole: list[OpGroup] = []  # modules
     rest: list[OpGroup] = []  # what modules that are split run themselves

@@ -40,7 +40,7 @@ from sacplan._shard.rank.draft import RankDraft
 from sacplan._shard.rank.gradients import GradientHooks
 from sacplan._shard.rank.local_runs import LocalRuns, module_of
 from sacplan._shard.rank.moves import Moves
-from sacplan._shard.rank.saved import SavedTensors
+from sacplan._shard.rank.saved import RankSavedTensors
 from sacplan._shard.rank.storages import RankStorages
 from sacplan._shard.rank.tensors import AskedLayouts, PlacedTensors
 from sacplan._shard.views import Views
@@ -108,7 +108,7 @@ class _Rank:
         self._runs = LocalRuns(program, mesh, device)
         self._storages = storages = RankStorages()
         views = _views(program)
-        self._saved = SavedTensors(draft, placed, storages, views)
+        self._saved = RankSavedTensors(draft, placed, storages, views)
         self._gradients = GradientHooks(program, placed.homes)
         self._moves = Moves(draft, mesh, self._runs, placed, storages, self._saved, views, self._gradients)
         self._phase = Phase.FORWARD

@@ -22,7 +22,7 @@ from sacplan._shard.rank.draft import RankDraft
 from sacplan._shard.rank.exposed import HiddenCollectives
 from sacplan._shard.rank.gradients import GradientHooks
 from sacplan._shard.rank.local_runs import LocalRuns
-from sacplan._shard.rank.saved import SavedTensors
+from sacplan._shard.rank.saved import RankSavedTensors
 from sacplan._shard.rank.storages import RankStorages
 from sacplan._shard.rank.tensors import PlacedTensors
 from sacplan._shard.recorded import collective_named
@@ -53,7 +53,7 @@ class Moves:
         runs: LocalRuns,
         placed: PlacedTensors,
         storages: RankStorages,
-        saved: SavedTensors,
+        saved: RankSavedTensors,
         views: Views,
         gradients: GradientHooks,
     ) -> None:

@@ -32,7 +32,7 @@ class _Saved(NamedTuple):
     handles: list[int]  # all handles of the tensor: the same list for each
 
 
-class SavedTensors:
+class RankSavedTensors:
     """Follows the handles on placed tensors.
 
     Args:
