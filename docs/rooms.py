@@ -67,7 +67,7 @@ _SAYS = {
     "_plan": "plan()",
     "_apply": "apply()",
     "_verify": "verify()",
-    "_questions": "what makes the peak, what helps",
+    "_questions": "what fits, what helps",
     "_report": "tables, figures, a page",
     "testing": "for test suites",
     "integrations": "trainers",

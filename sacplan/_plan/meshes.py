@@ -31,7 +31,7 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._placing.data_parallel import with_data_parallel
 from sacplan._placing.shardings import Sought, searched, tensor_parallel
 from sacplan._plan.limits import Limit, looking_for_plans
-from sacplan._plan.outcome import Outcome, Planner
+from sacplan._plan.outcome import Outcome, PlanMaker
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes, is_share
@@ -305,7 +305,7 @@ def asks_for_mesh(
     return True
 
 
-def tried(ways: Iterable[Spread], plan_rank: Planner, *, all_of_them: bool = False) -> list[TriedSpread]:
+def tried(ways: Iterable[Spread], plan_rank: PlanMaker, *, all_of_them: bool = False) -> list[TriedSpread]:
     """Plan each way, by rising step time. Unless ``all_of_them``, stop when no other way can be faster."""
     found: list[TriedSpread] = []
     best = math.inf
@@ -399,8 +399,8 @@ def _fastest(
     profile: Profile,
     mesh: Any,
     budget_of: Callable[[Profile], int],
-    plan_rank: Planner,
-    quick: Planner,
+    plan_rank: PlanMaker,
+    quick: PlanMaker,
     *,
     is_share: bool,
 ) -> Plan:

@@ -9,7 +9,7 @@ from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan.errors import InfeasibleBudget
 
-Planner = Callable[[Profile], Plan]
+PlanMaker = Callable[[Profile], Plan]
 """A function that plans a step for a budget. It raises ``InfeasibleBudget`` if it finds no plan."""
 
 
@@ -30,7 +30,7 @@ class Outcome:
     error: InfeasibleBudget | None = None
 
     @classmethod
-    def of(cls, profile: Profile, planner: Planner) -> Outcome:
+    def of(cls, profile: Profile, planner: PlanMaker) -> Outcome:
         """Plan a step, and turn ``InfeasibleBudget`` into an outcome without a plan."""
         try:
             made = planner(profile)

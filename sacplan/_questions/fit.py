@@ -321,13 +321,14 @@ class _Sweep:
         if steps is None:  # the two recordings run different ops, so other sizes are unknown
             return None
         unit = _TOKENS if axis == "seq" and self.seq is not None and self.seq % _TOKENS == 0 else 1
-        most = None if axis == "batch" or self.longest is None else self.longest // unit
+        # 0 is a limit, too: a longest sequence shorter than the unit
+        most = _LARGEST if axis == "batch" or self.longest is None else self.longest // unit
         looked: dict[int, int] = {}
 
         def look(n: int) -> None:
             looked[n] = self._excess(steps, axis, way, n * unit, left)
 
-        return unit * largest(looked, look, most or _LARGEST, lambda excess: excess <= 0, float)
+        return unit * largest(looked, look, most, lambda excess: excess <= 0, float)
 
     @cached_property
     def constant_bytes(self) -> int:

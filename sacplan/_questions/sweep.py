@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sacplan._plan.limits import Limit, handed_out
+from sacplan._plan.limits import Limit
 from sacplan._plan.outcome import Outcome
 from sacplan._plan.plan import Plan
 from sacplan._plan.planner import Planner
@@ -43,7 +43,7 @@ class PlanWithin:
             InfeasibleBudget: No plan holds the budget.
         """
         planner = Planner.of(profile, self.solver, self.objective, self.keep, self.never, self.techniques)
-        return handed_out(plan_within(planner, Limit.exactly(self.budget_bytes)), profile.spec)
+        return plan_within(planner, Limit.exactly(self.budget_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

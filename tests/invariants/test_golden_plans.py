@@ -15,7 +15,7 @@ import pytest
 from tests.support.golden import CASES, file_of
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("layers", "recurrence")
+QUICK = ("layers", "recurrence", "transformer")
 BUSY = "while True: sum(range(10**6))"
 
 

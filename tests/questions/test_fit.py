@@ -259,6 +259,11 @@ def test_a_batch_that_does_not_follow_the_size_is_refused(make_batch: Any, said:
         sacplan.fit(model, make_batch, "cpu", cross_entropy, "sgd", "1GiB", seq=64)
 
 
+def test_no_length_fits_under_a_longest_shorter_than_the_unit() -> None:
+    """Lengths are looked at in multiples of 128, and none is within 100: 0 is not "no limit"."""
+    assert fitted("1GiB", optimizer="sgd", seq=128, longest=100).rows[0].longest_seq == 0
+
+
 def test_where_there_is_one_length_none_is_the_longest() -> None:
     row = fitted("1GiB", optimizer="sgd", seq=1, longest=1).rows[0]
     assert row.fits
