@@ -7,6 +7,6 @@ share is in folders:
 - ``models``: the models and batches that are trained.
 - ``graphs``: steps as plain graphs of ops, and programs that bound any schedule of such a graph.
 
-Three files are no commands: ``allocator.py`` (``gpu`` and ``capacity``), ``rivals.py`` (``frontier``) and
+Two files are no commands: ``rivals.py`` (``frontier``) and
 ``rotor_reference.py`` (``rotor``).
 """

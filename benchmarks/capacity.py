@@ -14,9 +14,8 @@ of the cost model.
 
 The headroom is for what the caching allocator needs over the step's peak. The largest batch without a plan, the largest
 with one, and one half way between are traced with their plans applied, and played through torch's allocator in its
-default settings (``allocator.py``): with unlimited memory (``res``), and with ever less of it (``need``), where
-free segments are given back before it gives up, as the real one does. It is one step on an empty device. What later
-steps find split is not in it.
+default settings (``sacplan/_device/device_memory.py``): with unlimited memory (``res``), and with ever less of it
+(``need``), where free segments are given back before it gives up, as the real one does.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 
 import sacplan
-from benchmarks import allocator
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import as_budget, timed
 from benchmarks.harness.results import GIB, Row
 from benchmarks.harness.table import Table
 from benchmarks.models.cases import empty_text, llama_3_8b, on_meta
 from sacplan._apply.apply import apply
+from sacplan._device.caching_allocator import Block, CachingAllocator, PoolKey
+from sacplan._device.device_memory import device_memory, peaks_on
 from sacplan._plan.limits import DEFAULT_HEADROOM
 from sacplan._profile.tracing import trace_step
 from sacplan._program.program import Program
@@ -90,7 +89,7 @@ class OutOfMemory(Exception):
     """A step does not run in the memory that there is."""
 
 
-class LimitedAllocator(allocator.CachingAllocator):
+class LimitedAllocator(CachingAllocator):
     """A caching allocator on a device with little memory: it gives free segments back before it gives up."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -98,9 +97,9 @@ class LimitedAllocator(allocator.CachingAllocator):
         self.limit_bytes = limit_bytes
         self.given_back_bytes = 0
 
-    def _new_segment(self, nbytes: int, small: bool) -> allocator._Block:
+    def _new_block(self, nbytes: int, pool: PoolKey) -> Block:
         before = self.reserved_bytes
-        block = super()._new_segment(nbytes, small)
+        block = super()._new_block(nbytes, pool)
         if self.reserved_bytes - self.given_back_bytes > self.limit_bytes:
             for free in [b for b in self._at.values() if b.before is b.after is None]:
                 self._forget(free)
@@ -112,18 +111,16 @@ class LimitedAllocator(allocator.CachingAllocator):
 
 def runs_in(program: Program, limit_bytes: int) -> bool:
     """Whether torch's default allocator gets through a step with that much memory."""
-    limited = LimitedAllocator(limit_bytes)
-    with mock.patch.object(allocator, "CachingAllocator", return_value=limited):
-        try:
-            allocator.allocator_peaks(program)
-        except OutOfMemory:
-            return False
+    try:
+        peaks_on(LimitedAllocator(limit_bytes), program)
+    except OutOfMemory:
+        return False
     return True
 
 
 def needed_bytes(program: Program, peak_bytes: int) -> int:
     """Find the least memory that the default allocator runs the step in, by bisection."""
-    low, high = peak_bytes - 1, allocator.allocator_peaks(program).reserved_bytes
+    low, high = peak_bytes - 1, device_memory(program).steps.max_memory_reserved
     while high - low > peak_bytes * _CLOSE:
         middle = (low + high) // 2
         if runs_in(program, middle):
@@ -147,7 +144,7 @@ def fragmentation(case: Batches, n: int, device: str, budget_bytes: int) -> dict
     return {
         "batch_size": n,
         "peak_bytes": peak,
-        "reserved_share": allocator.allocator_peaks(seen.program).reserved_bytes / peak,
+        "reserved_share": device_memory(seen.program).steps.max_memory_reserved / peak,
         "needed_share": needed_bytes(seen.program, peak) / peak,
     }
 

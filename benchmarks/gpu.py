@@ -29,10 +29,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 
 import sacplan
-from benchmarks.allocator import allocator_peaks
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget, budget_at, timed
 from benchmarks.harness.results import MIB, RESULTS, Row, write_results
@@ -41,6 +41,7 @@ from benchmarks.harness.table import Table
 from benchmarks.models import gpu_models
 from sacplan._device.attention import AttentionCall, attention_backend
 from sacplan._device.calibrate import calibrate
+from sacplan._device.device_memory import device_memory
 from sacplan._device.devices import DeviceSpec, resolve_device, torch_version
 from sacplan._record.step import Step, default_loss
 from sacplan._rewrites.library_workspaces import library_workspace_bytes
@@ -118,7 +119,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     row: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "predicted_peak_bytes": seen.peak_bytes,
-        "predicted_allocator": dataclasses.asdict(allocator_peaks(seen.program)),
+        "predicted_allocator": msgspec.to_builtins(device_memory(seen.program).first_step),
         "predicted_ms": {name: p.step_ms for name, p in profiles.items()},
         "profile_s": profile_s,
         "not_timed": sorted(
@@ -395,7 +396,7 @@ def _print_row(row: Row) -> None:
         predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
         reserved = f"{r['reserved_bytes'] / MIB:.1f}"
         if "predicted_allocator" in r:
-            reserved = f"{r['predicted_allocator']['reserved_bytes'] / MIB:.1f}/{reserved}"
+            reserved = f"{r['predicted_allocator']['max_memory_reserved'] / MIB:.1f}/{reserved}"
         peaks = predicted / MIB, measured / MIB, predicted / measured - 1
         print(_TABLE.row(*about, budget, *peaks, reserved, ms, r["measured_ms"], equal), flush=True)
 

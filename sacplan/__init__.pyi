@@ -15,6 +15,7 @@ from ._classical.graph import (
 from ._classical.policy import get_optimal_checkpointing_policy_per_module
 from ._classical.sac_milp import SacMilpResult, sac_milp
 from ._device.calibrate import calibrate
+from ._device.device_memory import AllocatorPeaks, DeviceMemory
 from ._device.devices import DeviceSpec, devices
 from ._device.kernels import fake_device
 from ._plan.limits import DEFAULT_HEADROOM
@@ -69,12 +70,14 @@ from .errors import (
 __all__ = [
     "DEFAULT_HEADROOM",
     "Advice",
+    "AllocatorPeaks",
     "BudgetError",
     "Capacity",
     "CapacityPoint",
     "Chain",
     "DataDependentError",
     "DeviceError",
+    "DeviceMemory",
     "DeviceSpec",
     "Emission",
     "Fit",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sacplan import Plan, Profile, Verification
     from sacplan._cli.target import Target
+    from sacplan._device.device_memory import DeviceMemory
     from sacplan._program.notebook import Section
     from sacplan._program.program import CallSite, Program
     from sacplan._ranks.ranks import Ranks
@@ -96,6 +97,7 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
         "device_memory_bytes": profile.device_memory_bytes,
         "ranks": msgspec.to_builtins(profile.ranks),
         "peak_bytes": profile.peak_bytes,
+        "device_memory": msgspec.to_builtins(profile.device_memory()),
         "peak_phase": profile.baseline.peak_phase.name.lower(),
         "peak_module": profile.baseline.peak_fqn,
         "step_ms": profile.step_ms,
@@ -122,6 +124,7 @@ def profile_table(profile: Profile, facts: Mapping[str, Any]) -> Table:
             _device(f"{profile.device}, {size(profile.device_memory_bytes)}", profile.ranks, profile.program),
             ("recorded with", str(profile.fingerprint.setup)),
             ("peak", f"{size(profile.peak_bytes)}, in the {where}"),
+            *_allocator_pairs(profile.device_memory()),
             ("step", f"{profile.step_ms:.2f} ms ({profile.runtime}), forward {profile.forward_ms:.2f} ms"),
             ("recorded", f"{len(profile.program.ops)} ops ({profile.mode}, {profile.trace})"),
         ]
@@ -138,6 +141,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
+        "device_memory": msgspec.to_builtins(plan.device_memory),
         "recompute_ms": plan.recompute_ms,
         "recompute_flops": plan.recompute_flops,
         "lower_bound_ms": plan.lower_bound_ms,
@@ -165,6 +169,7 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
             ("unplanned", size(plan.baseline_peak_bytes)),
             ("budget", size(plan.budget_bytes) + _whence(plan)),
             ("planned", size(plan.peak_bytes)),
+            *_allocator_pairs(plan.device_memory),
             (
                 "recompute",
                 f"{plan.recompute_ms:.2f} ms, {format_share(plan.recompute_ms, plan.step_ms)} of the step without a "
@@ -185,6 +190,13 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
     if plan.discarded or (plan.units and not plan.chunks):
         tables.append(_units_table(plan))
     return tables
+
+
+def _allocator_pairs(found: DeviceMemory | None) -> list[tuple[str, str]]:
+    """Return the peaks that torch's allocator would report; nothing for a CPU."""
+    from sacplan._plan.reading import device_memory_text
+
+    return [("on the GPU", device_memory_text(found))] if found is not None else []
 
 
 def _planned_ms(plan: Plan) -> str:

@@ -1,10 +1,10 @@
 """The CUDA caching allocator, simulated: the address of each block, and the bytes that are reserved.
 
-The algorithm of ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings (no expandable segments, no
-``max_split_size_mb``) and one stream:
+The algorithm of ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings (no ``max_split_size_mb``, no rounding
+to powers of two, no garbage collection):
 
-1. ``round_size``: a request is rounded up to a multiple of 512 bytes. Up to 1 MiB it is *small*, else *large*; each
-   kind has its own pool of free blocks.
+1. ``round_size``: a request is rounded up to a multiple of 512 bytes. Up to 1 MiB it is *small*, else *large*. Each
+   kind has its own pool of free blocks, and so has each stream.
 2. ``get_free_block``: best fit, that is the smallest free block of the pool that is large enough, and among equals the
    one at the lowest address.
 3. ``get_allocation_size``: if there is none, a new segment is reserved: 2 MiB for a small request, 20 MiB for a large
@@ -13,6 +13,14 @@ The algorithm of ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings
    more than 1 MiB in a large one. A remainder that stays counts as allocated, so ``max_memory_allocated`` can lie
    above the sum of the tensors.
 5. ``free_block``: a freed block merges with free neighbours of its segment. Segments stay reserved.
+
+With ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` (:class:`ExpandableAllocator`) a pool has one segment that
+grows at its end:
+
+3. ``try_allocate_expandable_block``: if no block fits, memory is mapped behind the last one, in pages of 2 MiB (small)
+   or 20 MiB (large). If the last block is free, it is part of the new one.
+2. ``get_free_block``: the last block counts as large as it could grow, so the next larger one is taken before it.
+4. ``should_split``: a remainder of 512 bytes or more is split off in both pools.
 
 Invariant: the blocks of a segment cover it without gaps, and no two neighbours are both free.
 
@@ -23,8 +31,10 @@ memory has no end.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 MIB = 2**20
 MIN_BLOCK_BYTES = 512
@@ -34,16 +44,21 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_OWN_SEGMENT_BYTES = 10 * MIB
 ROUND_LARGE_BYTES = 2 * MIB
 
+PoolKey: TypeAlias = tuple[int, bool]
+"""A stream, and whether the pool is the one of small blocks."""
+
+_APART = 1 << 50  # addresses of expandable segments lie this far apart
+
 
 class Block:
     """A part of a segment, between its neighbours."""
 
-    __slots__ = ("address", "after", "before", "free", "nbytes", "small")
+    __slots__ = ("address", "after", "before", "free", "nbytes", "pool")
 
-    def __init__(self, address: int, nbytes: int, small: bool) -> None:
+    def __init__(self, address: int, nbytes: int, pool: PoolKey) -> None:
         self.address = address
         self.nbytes = nbytes
-        self.small = small
+        self.pool = pool
         self.free = False
         self.before: Block | None = None
         self.after: Block | None = None
@@ -76,17 +91,18 @@ class CachingAllocator:
         self.segments: list[Segment] = []
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (bytes, address), sorted
+        self._free: defaultdict[PoolKey, list[tuple[int, int]]] = defaultdict(
+            list
+        )  # (bytes, address), sorted
         self._at: dict[int, Block] = {}
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int, stream: int = 0) -> Block:
         """Return a block of at least ``nbytes``."""
         nbytes = max(MIN_BLOCK_BYTES, -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
         # As in torch, the pool is chosen by the rounded request.
-        small = nbytes <= SMALL_BYTES
-        block = self._best_fit(nbytes, small) or self._new_segment(nbytes, small)
-        rest = block.nbytes - nbytes
-        if rest >= MIN_BLOCK_BYTES if small else rest > SMALL_BYTES:
+        pool = stream, nbytes <= SMALL_BYTES
+        block = self._best_fit(nbytes, pool) or self._new_block(nbytes, pool)
+        if block.nbytes - nbytes >= self._min_rest(pool):
             self._split(block, nbytes)
         self.allocated_bytes += block.nbytes
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -113,19 +129,26 @@ class CachingAllocator:
                 block.after.before = block
         self._remember(block)
 
-    def _best_fit(self, nbytes: int, small: bool) -> Block | None:
-        pool = self._free[small]
-        at = bisect_left(
-            pool, (nbytes, -1)
-        )  # addresses start at 0: the first block of the smallest size that fits
-        if at == len(pool):
+    def _best_fit(self, nbytes: int, pool: PoolKey) -> Block | None:
+        blocks = self._free[pool]
+        at = self._choose(blocks, bisect_left(blocks, (nbytes, -1)))  # addresses start at 0
+        if at == len(blocks):
             return None
-        block = self._at.pop(pool.pop(at)[1])
+        block = self._at.pop(blocks.pop(at)[1])
         block.free = False
         return block
 
-    def _new_segment(self, nbytes: int, small: bool) -> Block:
-        if small:
+    def _choose(self, blocks: list[tuple[int, int]], at: int) -> int:
+        """Return the place of the block to take; ``at`` is that of the smallest that fits, at the lowest address."""
+        return at
+
+    def _min_rest(self, pool: PoolKey) -> int:
+        """Return from how many bytes on a remainder is split off."""
+        return MIN_BLOCK_BYTES if pool[1] else SMALL_BYTES + 1
+
+    def _new_block(self, nbytes: int, pool: PoolKey) -> Block:
+        """Reserve a segment, as one block."""
+        if pool[1]:
             size = SMALL_SEGMENT_BYTES
         elif nbytes < MIN_OWN_SEGMENT_BYTES:
             size = LARGE_SEGMENT_BYTES
@@ -133,12 +156,12 @@ class CachingAllocator:
             size = -(-nbytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
         address = self.reserved_bytes  # segments lie one after the other; blocks of two never merge
         self.reserved_bytes += size
-        block = Block(address, size, small)
+        block = Block(address, size, pool)
         self.segments.append(Segment(address, size, block))
         return block
 
     def _split(self, block: Block, nbytes: int) -> None:
-        rest = Block(block.address + nbytes, block.nbytes - nbytes, block.small)
+        rest = Block(block.address + nbytes, block.nbytes - nbytes, block.pool)
         rest.before, rest.after = block, block.after
         if rest.after is not None:
             rest.after.before = rest
@@ -148,9 +171,51 @@ class CachingAllocator:
     def _remember(self, block: Block) -> None:
         block.free = True
         self._at[block.address] = block
-        insort(self._free[block.small], (block.nbytes, block.address))
+        insort(self._free[block.pool], (block.nbytes, block.address))
 
     def _forget(self, block: Block) -> None:
-        pool = self._free[block.small]
+        pool = self._free[block.pool]
         del pool[bisect_left(pool, (block.nbytes, block.address))]
         del self._at[block.address]
+
+
+class ExpandableAllocator(CachingAllocator):
+    """The allocator with expandable segments. ``segments`` stays empty: there is one for each pool, and it grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[PoolKey, Block] = {}  # by pool, the block at the end of its segment
+
+    def _choose(self, blocks: list[tuple[int, int]], at: int) -> int:
+        # Only the last block of the segment can grow, and no other one is as large as it could become.
+        if at < len(blocks) - 1 and self._at[blocks[at][1]].after is None:
+            return at + 1
+        return at
+
+    def _min_rest(self, pool: PoolKey) -> int:
+        return MIN_BLOCK_BYTES
+
+    def _new_block(self, nbytes: int, pool: PoolKey) -> Block:
+        page = SMALL_SEGMENT_BYTES if pool[1] else LARGE_SEGMENT_BYTES
+        last = self._last.get(pool)
+        if last is not None and last.free:
+            self._forget(last)
+            last.free = False
+            block, missing = last, nbytes - last.nbytes
+        else:
+            address = len(self._last) * _APART if last is None else last.address + last.nbytes
+            block, missing = Block(address, 0, pool), nbytes
+            block.before = last
+            if last is not None:
+                last.after = block
+        mapped = -(-missing // page) * page
+        block.nbytes += mapped
+        self.reserved_bytes += mapped
+        self._last[pool] = block
+        return block
+
+    def _remember(self, block: Block) -> None:
+        super()._remember(block)
+        # It has grown by a block that was the last, or was split off the last.
+        if block.after is None:
+            self._last[block.pool] = block

@@ -87,6 +87,7 @@ def made_plan(
         units=units,
         sequences=sequences,
         fingerprint=profile.fingerprint,
+        device_memory=profile.device_memory(decisions),
     )
 
 

@@ -43,6 +43,8 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
         recompute_ms, recompute_flops: Predicted time and FLOPs of the ops that run a second time.
         lower_bound_ms: No schedule with this peak recomputes less (see ``sacplan/_plan/bound.py``). For a plan with
             chunks: no schedule with the same chunks.
+        device_memory: The peaks that torch's allocator on a GPU would report: of the blocks that it hands out, and of
+            the segments that it reserves. None for a CPU, and in files from before there was this.
         added_ms: How much longer the step takes because of its chunks: more launches, and each slice reads the weights
             again. Negative if the slices together are quicker.
         step_ms, step_flops: Predicted time and FLOPs of the step without the plan.
@@ -162,6 +164,9 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
 def _plain(plan: Plan) -> dict[str, Any]:
     """Return the fields of a plan in types that JSON has."""
     found: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_as_dict)
+    # Left out, so that the checksums of files from before there was this field still hold.
+    if found["device_memory"] is None:
+        del found["device_memory"]
     return found
 
 

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sacplan._device.device_memory import DeviceMemory
 from sacplan._plan.value import PlanValue, UnitPlan
 from sacplan._program.budget import format_bytes, format_share
 from sacplan._program.decisions import Chunk
@@ -296,6 +297,7 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
             f"{format_bytes(plan.peak_bytes)}, {saves:.1%} less than the {format_bytes(plan.baseline_peak_bytes)} "
             "without a plan",
         ),
+        ("on the GPU", device_memory_text(plan.device_memory)),
         (
             "recompute",
             f"{plan.recompute_ms:.2f} ms, {format_share(plan.recompute_ms, plan.step_ms)} of the step",
@@ -313,6 +315,17 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         *(("assumes", sentence) for sentence in plan.provenance.assumed),
     ]
     return tuple((label, text) for label, text in rows if text)
+
+
+def device_memory_text(found: DeviceMemory | None) -> str:
+    """Return the peaks of the allocator in words; empty if there are none."""
+    if found is None:
+        return ""
+    reserved, expandable = found.steps.max_memory_reserved, found.expandable_steps.max_memory_reserved
+    return (
+        f"{format_bytes(found.steps.max_memory_allocated)} allocated, {format_bytes(reserved)} reserved, "
+        f"{format_bytes(expandable)} with expandable segments"
+    )
 
 
 def _amount(parts: Sequence[LayerOps], layers: int, *, with_time: bool = False) -> str:

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from sacplan._device.device_memory import DeviceMemory
 from sacplan._plan.provenance import Provenance
 from sacplan._program.decisions import Chunk, Decision, Recompute, Site, discarded_by
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
@@ -74,6 +75,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     fingerprint: Fingerprint
     sequences: tuple[OpSequence, ...] = ()
     added_ms: float = 0.0
+    device_memory: DeviceMemory | None = None
 
     def __post_init__(self) -> None:
         # The struct is frozen, and a caller's dict is not.

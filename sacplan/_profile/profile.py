@@ -13,6 +13,7 @@ from sacplan._classical.fit import FitKind
 from sacplan._classical.graph import Graph, parse_module_info
 from sacplan._classical.stats import module_info, segments_of
 from sacplan._classical.units import UnitTradeoff, unit_tradeoffs
+from sacplan._device.device_memory import DeviceMemory, device_memory
 from sacplan._device.devices import DeviceSpec
 from sacplan._profile import files
 from sacplan._profile.remarks import no_optimizer, summed_outputs, without_bfloat16
@@ -196,6 +197,18 @@ class Profile:
     def footprint(self, plan: Decided) -> Footprint:
         """Return peak and recomputation of the step with a plan; for ``plan`` see ``with_plan``."""
         return self.with_plan(plan).footprint
+
+    def device_memory(self, plan: Decided | None = None) -> DeviceMemory | None:
+        """Return the peaks that torch's allocator would report on the GPU, without a plan or with one.
+
+            profile.device_memory().steps.max_memory_reserved
+
+        ``peak_bytes`` is the sum of everything that is alive. A GPU's allocator hands out blocks and reserves segments,
+        and both take more: see :class:`sacplan.DeviceMemory`. None if the device is a CPU.
+        """
+        if self.spec.kind != "cuda":
+            return None
+        return device_memory(self.program if plan is None else self.with_plan(plan))
 
     def to_frame(self) -> pd.DataFrame:
         """Return statistics of each module as a table, in execution order."""

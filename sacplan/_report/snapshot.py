@@ -228,7 +228,7 @@ class _Writer:
                     "active_size": active,
                     "requested_size": sum(b["requested_size"] for b in blocks),
                     "stream": 0,
-                    "segment_type": "small" if segment.first.small else "large",
+                    "segment_type": "small" if segment.first.pool[1] else "large",
                     "segment_pool_id": _POOL,
                     "is_expandable": False,
                     "frames": [],

@@ -1,0 +1,255 @@
+"""Predict what torch reports on a GPU: ``max_memory_allocated`` and ``max_memory_reserved``.
+
+The peak of a program is the sum of its tensors (``liveness.py``). A GPU reports more, since its memory is handed out in
+blocks: a block may be larger than its tensor (``max_memory_allocated``), and segments stay reserved when their blocks
+are free (``max_memory_reserved``). So the program's allocations and frees are played through on the simulated allocator
+(``caching_allocator.py``), in their order.
+
+The play begins as a process does, since the order in which things come decides where holes are:
+
+1. The model: parameters and buffers.
+2. The first step. The optimizer's state comes when its ``step`` begins, into blocks that the backward pass has freed.
+3. More steps, until one reserves nothing more. When a step begins, the next batch is there before the old one goes,
+   and then the gradients go (``zero_grad``).
+
+The workspaces that cuBLAS keeps stay from step to step.
+
+Not simulated: the CUDA context, NCCL's buffers and libraries that allocate for themselves, which are outside of the
+allocator; what happens when memory runs out; ``record_stream``, which delays frees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from sacplan._device.caching_allocator import Block, CachingAllocator, ExpandableAllocator
+from sacplan._program.derived import derived
+from sacplan._program.elements import Event, Phase, StorageKind
+from sacplan._program.files import Count
+from sacplan._program.program import Program
+
+_STEPS = 8  # at most; of the steps tried so far, the third reserved nothing more
+_STAYS = (
+    StorageKind.PARAMETER,
+    StorageKind.BUFFER,
+    StorageKind.OPTIMIZER_STATE,
+    StorageKind.GRADIENT,  # alive before the step: buckets of DDP
+)
+
+
+class AllocatorPeaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The peaks that torch's allocator reports, in bytes.
+
+    Attributes:
+        max_memory_allocated: ``torch.cuda.max_memory_allocated()``: blocks in use.
+        max_memory_reserved: ``torch.cuda.max_memory_reserved()``: segments.
+    """
+
+    max_memory_allocated: Count
+    max_memory_reserved: Count
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The peaks of a training run as torch's allocator on a GPU would report them.
+
+    Attributes:
+        steps: of the steps after which nothing changes any more, with the allocator's default settings.
+        first_step: of the first step alone, in which the optimizer's state does not exist before its ``step``.
+        expandable_steps, expandable_first_step: the same with
+            ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+    """
+
+    steps: AllocatorPeaks
+    first_step: AllocatorPeaks
+    expandable_steps: AllocatorPeaks
+    expandable_first_step: AllocatorPeaks
+
+
+@derived
+def device_memory(program: Program) -> DeviceMemory:
+    """Play a program on the allocator of a GPU, with its default settings and with expandable segments.
+
+    Args:
+        program: the step, with a plan or without. Sizes are those of a CUDA device.
+    """
+    first_step, steps = peaks_on(CachingAllocator(), program)
+    expandable_first_step, expandable_steps = peaks_on(ExpandableAllocator(), program)
+    return DeviceMemory(steps, first_step, expandable_steps, expandable_first_step)
+
+
+def peaks_on(allocator: CachingAllocator, program: Program) -> tuple[AllocatorPeaks, AllocatorPeaks]:
+    """Train on an empty allocator. Return the peaks of the first step, and of the steps after which nothing changes."""
+    run = _Run(_changes_of(program), allocator)
+    run.allocate(run.changes.model)
+    first = run.step(is_first=True)
+    last, reserved = first, -1
+    for _ in range(_STEPS):
+        if allocator.reserved_bytes == reserved:
+            break
+        reserved = allocator.reserved_bytes
+        last = run.step()
+    return first, last
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """The allocations and frees of a process. A block is an index into ``sizes``, which the allocator is to give.
+
+    Attributes:
+        sizes: bytes of each block.
+        model: blocks that are there before the first step.
+        batch: blocks of the batch.
+        state: blocks that come when the optimizer's ``step`` begins for the first time.
+        until_state, rest: changes of a step until then, and after: a block, or the complement ``~block`` of one that is
+            freed.
+        leftover: blocks that nothing has freed when the step is over, such as gradients and the loss.
+        staying: blocks among ``until_state`` and ``rest`` that stay from step to step.
+    """
+
+    sizes: list[int]
+    model: list[int]
+    batch: list[int]
+    state: list[int]
+    until_state: list[int]
+    rest: list[int]
+    leftover: list[int]
+    staying: frozenset[int]
+
+
+@derived
+def _changes_of(program: Program) -> _Changes:
+    """Read a program's changes off its events, by the one rule of ``liveness.py``."""
+    reader = _Reader(program)
+    for code, arg in program.events:
+        reader.step(code, arg)
+    kinds, initial = program.storage_kinds, [s for s in program.initial if program.storage_bytes[s]]
+    until = len(reader.changes) if reader.optimizer_at is None else reader.optimizer_at
+    return _Changes(
+        sizes=reader.sizes,
+        model=[s for s in initial if kinds[s] in _STAYS and kinds[s] != StorageKind.OPTIMIZER_STATE],
+        batch=[s for s in initial if kinds[s] not in _STAYS],
+        state=[s for s in initial if kinds[s] == StorageKind.OPTIMIZER_STATE],
+        until_state=reader.changes[:until],
+        rest=reader.changes[until:],
+        leftover=[
+            block
+            for storage, block in reader.block_of.items()
+            if storage not in initial and block not in reader.workspaces
+        ],
+        staying=frozenset(reader.workspaces),
+    )
+
+
+class _Reader:
+    """Turn the events of a program into allocations and frees.
+
+    Attributes:
+        sizes: bytes by block. Those of the program's storages come first, under their own indices.
+        changes: blocks as they are allocated, ``~block`` as they are freed.
+        block_of: by storage that is alive, its block.
+        optimizer_at: how many changes there were when the optimizer began; None if it did not.
+        workspaces: blocks that a library keeps for good.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.sizes = list(program.storage_bytes)
+        self.changes: list[int] = []
+        self.block_of = {s: s for s in program.initial if program.storage_bytes[s]}
+        self.optimizer_at: int | None = None
+        # No op makes a workspace, and no tensor is on it.
+        seen = {tensor.storage for tensor in program.tensors}
+        self.workspaces = {arg for code, arg in program.events if code == Event.ALLOC and arg not in seen}
+        self._holders = [0] * len(self.sizes)
+        for storage in program.initial:
+            self._holders[storage] = 1
+        self._overwritten = -1  # a storage whose block was taken over by the op before
+
+    def step(self, code: int, arg: int) -> None:
+        """Go on by one event."""
+        if code == Event.OP:
+            self._run(arg)
+        elif code in (Event.ALLOC, Event.PACK, Event.UNPACK):
+            self._hold(self.program.storage_of(code, arg))
+        elif code in (Event.FREE, Event.RELEASE, Event.DROP):
+            self._release(self.program.storage_of(code, arg))
+
+    def _run(self, index: int) -> None:
+        op = self.program.ops[index]
+        if self.optimizer_at is None and op.phase == Phase.OPTIMIZER:
+            self.optimizer_at = len(self.changes)
+        # The block went to the new version, but the old one is still there: it was kept after all.
+        if self._overwritten >= 0 and self._holders[self._overwritten]:
+            self._allocate(self._overwritten)
+        self._overwritten = -1
+        # An op that writes in place makes a new version of a storage, in the block of the old one.
+        if op.replaces in self.block_of and self.sizes[op.writes[0]] == self.sizes[op.replaces]:
+            self.block_of[op.writes[0]] = self.block_of.pop(op.replaces)
+            self._overwritten = op.replaces
+        for storage in op.writes:
+            self._hold(storage)
+        if op.workspace_bytes:
+            block = len(self.sizes)
+            self.sizes.append(op.workspace_bytes)
+            self.changes += (block, ~block)
+
+    def _hold(self, storage: int) -> None:
+        self._holders[storage] += 1
+        if self._holders[storage] == 1 and storage not in self.block_of:
+            self._allocate(storage)
+
+    def _allocate(self, storage: int) -> None:
+        if self.sizes[storage]:  # the allocator gives no block for 0 bytes
+            self.block_of[storage] = storage
+            self.changes.append(storage)
+
+    def _release(self, storage: int) -> None:
+        self._holders[storage] -= 1
+        if not self._holders[storage] and storage in self.block_of:
+            self.changes.append(~self.block_of.pop(storage))
+
+
+class _Run:
+    """A process that trains: its allocator, and the blocks that it holds."""
+
+    def __init__(self, changes: _Changes, allocator: CachingAllocator) -> None:
+        self.changes = changes
+        self.allocator = allocator
+        self.blocks: dict[int, Block] = {}
+
+    def allocate(self, indices: Iterable[int]) -> None:
+        """Allocate blocks, of which none is held."""
+        sizes, allocate = self.changes.sizes, self.allocator.allocate
+        for index in indices:
+            self.blocks[index] = allocate(sizes[index])
+
+    def step(self, *, is_first: bool = False) -> AllocatorPeaks:
+        """Run one step, and return its peaks."""
+        changes, allocator = self.changes, self.allocator
+        # The next batch is loaded while the old one is still in its variable.
+        old = [] if is_first else [self.blocks.pop(index) for index in changes.batch]
+        self.allocate(changes.batch)
+        for block in old:
+            allocator.free(block)
+        if not is_first:
+            for index in changes.leftover:
+                allocator.free(self.blocks.pop(index))
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
+        self._change(changes.until_state)
+        if is_first:
+            self.allocate(changes.state)
+        self._change(changes.rest)
+        return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.reserved_bytes)
+
+    def _change(self, indices: Iterable[int]) -> None:
+        changes, blocks = self.changes, self.blocks
+        sizes, staying = changes.sizes, changes.staying
+        allocate, free = self.allocator.allocate, self.allocator.free
+        for index in indices:
+            if index < 0:
+                free(blocks.pop(~index))
+            elif index not in staying or index not in blocks:
+                blocks[index] = allocate(sizes[index])
