@@ -12,7 +12,8 @@ The play begins as a process does, since the order in which things come decides 
 3. More steps, until one reserves nothing more. When a step begins, the next batch is there before the old one goes,
    and then the gradients go (``zero_grad``).
 
-The workspaces that cuBLAS keeps stay from step to step.
+The workspaces that cuBLAS keeps stay from step to step. Buffers that ``fully_shard`` allocates on streams of their own
+have pools of their own, as in torch.
 
 Not simulated: the CUDA context, NCCL's buffers and libraries that allocate for themselves, which are outside of the
 allocator; what happens when memory runs out; ``record_stream``, which delays frees.
@@ -32,6 +33,10 @@ from sacplan._program.files import Count
 from sacplan._program.program import Program
 
 _STEPS = 8  # at most; of the steps tried so far, the third reserved nothing more
+_STREAMS = {"fsdp.all_gather_copy_in.default": 1, "c10d._reduce_scatter_base_.default": 2}
+"""Ops that allocate on a stream of their own: ``foreach_all_gather`` and ``foreach_reduce`` in torch's
+``_fsdp_collectives.py``."""
+
 _STAYS = (
     StorageKind.PARAMETER,
     StorageKind.BUFFER,
@@ -100,6 +105,7 @@ class _Changes:
 
     Attributes:
         sizes: bytes of each block.
+        streams: stream of the blocks that are not on the main one.
         model: blocks that are there before the first step.
         batch: blocks of the batch.
         state: blocks that come when the optimizer's ``step`` begins for the first time.
@@ -110,6 +116,7 @@ class _Changes:
     """
 
     sizes: list[int]
+    streams: dict[int, int]
     model: list[int]
     batch: list[int]
     state: list[int]
@@ -129,6 +136,7 @@ def _changes_of(program: Program) -> _Changes:
     until = len(reader.changes) if reader.optimizer_at is None else reader.optimizer_at
     return _Changes(
         sizes=reader.sizes,
+        streams=reader.streams,
         model=[s for s in initial if kinds[s] in _STAYS and kinds[s] != StorageKind.OPTIMIZER_STATE],
         batch=[s for s in initial if kinds[s] not in _STAYS],
         state=[s for s in initial if kinds[s] == StorageKind.OPTIMIZER_STATE],
@@ -148,6 +156,7 @@ class _Reader:
 
     Attributes:
         sizes: bytes by block. Those of the program's storages come first, under their own indices.
+        streams: stream of the blocks that are not on the main one.
         changes: blocks as they are allocated, ``~block`` as they are freed.
         block_of: by storage that is alive, its block.
         optimizer_at: how many changes there were when the optimizer began; None if it did not.
@@ -157,6 +166,7 @@ class _Reader:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.sizes = list(program.storage_bytes)
+        self.streams: dict[int, int] = {}
         self.changes: list[int] = []
         self.block_of = {s: s for s in program.initial if program.storage_bytes[s]}
         self.optimizer_at: int | None = None
@@ -189,10 +199,12 @@ class _Reader:
         if op.replaces in self.block_of and self.sizes[op.writes[0]] == self.sizes[op.replaces]:
             self.block_of[op.writes[0]] = self.block_of.pop(op.replaces)
             self._overwritten = op.replaces
+        inside = (len(self.sizes),) if op.workspace_bytes else ()
+        if op.name in _STREAMS:
+            self.streams.update(dict.fromkeys((*op.writes, *inside), _STREAMS[op.name]))
         for storage in op.writes:
             self._hold(storage)
-        if op.workspace_bytes:
-            block = len(self.sizes)
+        for block in inside:
             self.sizes.append(op.workspace_bytes)
             self.changes += (block, ~block)
 
@@ -222,9 +234,9 @@ class _Run:
 
     def allocate(self, indices: Iterable[int]) -> None:
         """Allocate blocks, of which none is held."""
-        sizes, allocate = self.changes.sizes, self.allocator.allocate
+        sizes, streams, allocate = self.changes.sizes, self.changes.streams, self.allocator.allocate
         for index in indices:
-            self.blocks[index] = allocate(sizes[index])
+            self.blocks[index] = allocate(sizes[index], streams.get(index, 0))
 
     def step(self, *, is_first: bool = False) -> AllocatorPeaks:
         """Run one step, and return its peaks."""
@@ -246,10 +258,10 @@ class _Run:
 
     def _change(self, indices: Iterable[int]) -> None:
         changes, blocks = self.changes, self.blocks
-        sizes, staying = changes.sizes, changes.staying
+        sizes, streams, staying = changes.sizes, changes.streams, changes.staying
         allocate, free = self.allocator.allocate, self.allocator.free
         for index in indices:
             if index < 0:
                 free(blocks.pop(~index))
             elif index not in staying or index not in blocks:
-                blocks[index] = allocate(sizes[index])
+                blocks[index] = allocate(sizes[index], streams.get(index, 0))

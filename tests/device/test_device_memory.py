@@ -104,3 +104,27 @@ def test_a_plan_has_the_figures_and_a_cpu_has_none(tmp_path: Any) -> None:
     here = profiled(64, device="cpu")
     assert here.device_memory() is None
     assert sacplan.plan_smallest(here).device_memory is None
+
+
+def test_buffers_of_fully_shard_have_pools_of_their_own() -> None:
+    """The buffer of an all-gather cannot take over a block of computation, nor the other way round."""
+    model = nn.Sequential(*(mlp(1024) for _ in range(3)))
+    profile = sacplan.profile(
+        model,
+        torch.randn(64, 1024),
+        lambda m, x: m(x).sum(),
+        device="h100",
+        world_size=2,
+        fsdp_units=["*", ""],
+    )
+    program = profile.program
+    gathers = [op for op in program.ops if op.name == "fsdp.all_gather_copy_in.default"]
+    reduces = [op for op in program.ops if op.name == "c10d._reduce_scatter_base_.default"]
+    allocator = CachingAllocator()
+    peaks_on(allocator, program)
+    reserved = dict.fromkeys((0, 1, 2), 0)
+    for segment in allocator.segments:
+        reserved[segment.first.pool[0]] += segment.nbytes
+    assert gathers
+    assert reserved[1] >= max(program.storage_bytes[s] for op in gathers for s in op.writes)
+    assert reserved[2] >= sum(program.storage_bytes[s] for op in reduces for s in op.writes)
