@@ -97,6 +97,10 @@ class Storages:
         elif self.kinds[known] is None:
             self.kinds[known] = kind
 
+    def leave_on_host(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that is not in the device's memory as 0 bytes."""
+        self.nbytes[self.known(tensor)] = 0
+
     def track_given(self, tensor: torch.Tensor) -> int:
         """Count a tensor as alive from the start; return its storage."""
         self.track(tensor, StorageKind.OTHER, initial=True)

@@ -128,3 +128,18 @@ def test_buffers_of_fully_shard_have_pools_of_their_own() -> None:
     assert gathers
     assert reserved[1] >= max(program.storage_bytes[s] for op in gathers for s in op.writes)
     assert reserved[2] >= sum(program.storage_bytes[s] for op in reduces for s in op.writes)
+
+
+@pytest.mark.parametrize(
+    ("options", "on_device"),
+    [({}, False), ({"foreach": False}, False), ({"fused": True}, True)],
+)
+def test_counters_of_steps_are_on_the_host(options: dict[str, bool], on_device: bool) -> None:
+    """As torch.optim makes them: 512 bytes on a GPU for each parameter only where a kernel or a graph reads them."""
+    profile = profiled(64, lambda parameters: torch.optim.AdamW(parameters, **options))
+    program = profile.program
+    state = [s for s in program.initial if program.storage_kinds[s].name == "OPTIMIZER_STATE"]
+    moments = 2 * sum(
+        program.storage_bytes[s] for s in program.initial if program.storage_kinds[s].name == "PARAMETER"
+    )
+    assert sum(program.storage_bytes[s] for s in state) == moments + 512 * 4 * on_device

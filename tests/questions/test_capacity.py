@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import LimitedAllocator, OutOfMemory, needed_bytes, runs_in
+from sacplan._device.device_memory import device_memory
 from sacplan._device.devices import resolve_device
 from sacplan._plan.limits import DEFAULT_HEADROOM
 from sacplan._questions.batch_sizes import CapacityPoint
@@ -315,11 +315,11 @@ def test_an_allocator_with_little_memory_gives_free_segments_back() -> None:
 
 def test_what_a_step_needs_lies_between_its_peak_and_what_it_reserves() -> None:
     program = sacplan.profile(perceptron(), torch.empty(1000, 130, 64, device="meta")).program
-    peaks = allocator_peaks(program)
-    needed = needed_bytes(program, peaks.allocated_bytes)
-    assert peaks.allocated_bytes <= needed <= peaks.reserved_bytes
+    peaks = device_memory(program).steps
+    needed = needed_bytes(program, peaks.max_memory_allocated)
+    assert peaks.max_memory_allocated <= needed <= peaks.max_memory_reserved
     assert runs_in(program, needed)
-    assert not runs_in(program, peaks.allocated_bytes - 1)
+    assert not runs_in(program, peaks.max_memory_allocated - 1)
 
 
 def test_a_batch_that_is_not_the_fastest_says_which_is() -> None:
