@@ -70,9 +70,9 @@ def _mingpt(layers: int, heads: int, width: int) -> Built:
 
 _MINGPT = functools.partial(
     Step,
-    points=tuple(
-        Point(part=(part,), loop=Loop(gradients, _logits_and_loss, _cublaslt))
-        for part, gradients in (("before", "backward"), ("after", "step"))
+    points=(
+        Point(part=("before",), loop=Loop("backward", _logits_and_loss, _cublaslt)),
+        Point(part=("after",), loop=Loop("step", _logits_and_loss, _cublaslt)),
     ),
     device="a100-80gb",
 )

@@ -85,6 +85,36 @@ def test_gradients_that_stay_are_there_during_the_forward_pass() -> None:
     assert kept - dropped == 8 * MIB  # of both layers, beside the new gradient of one
 
 
+def test_what_something_holds_beyond_its_last_use_counts_until_it_is_dropped() -> None:
+    profile = _two_linears(rows=8192)
+    program = profile.program
+    products = [i for i, op in enumerate(program.ops) if op.name == "aten.mm.default"]
+    (out,) = program.ops[products[1]].writes  # the model's output
+    plain, dropped, kept = (
+        allocator_figures(profile, loop=Loop(until=lambda _, until=until: until)).steady.end
+        for until in ({}, {out: len(program.ops) - 1}, {out: len(program.ops)})
+    )
+    assert dropped == plain  # before the last op of the step
+    assert kept == plain + 32 * MIB  # not in this step
+
+
+def test_streams_of_fsdp_have_pools_of_their_own() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+        batch = torch.empty(64, 1024)
+    profile = sacplan.profile(
+        model,
+        batch,
+        lambda model, batch: model(batch).sum(),
+        device="h100",
+        world_size=2,
+        fsdp_units=["*", ""],
+    )
+    run = allocator_figures(profile)
+    # Two gathered layers at a time and the gradients of one are in pools that serve nothing else.
+    assert run.steady.reserved > run.steady.allocated + 2 * MIB
+
+
 def _two_linears(rows: int = 64) -> sacplan.Profile:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
