@@ -73,7 +73,7 @@ def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
 def _row(point: Point, run: RunFigures, measured: Any) -> Row:
     figures = run.first if point.first else run.steady
     published = point.published_bytes(measured)
-    predicted = getattr(figures, point.predicted_figure)
+    predicted = run.end if point.figure == "end" else getattr(figures, point.predicted_figure)
     return {
         "part": ", ".join(map(str, point.part)),
         "figure": point.figure,

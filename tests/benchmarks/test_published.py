@@ -10,7 +10,7 @@ from torch import nn
 
 import sacplan
 from benchmarks import published
-from benchmarks.harness.played import ExpandableAllocator, Loop, allocator_figures
+from benchmarks.harness.played import Loop, allocator_figures
 from benchmarks.harness.results import MIB
 from benchmarks.models import published_networks as networks
 from benchmarks.models.published_steps import STEPS
@@ -91,7 +91,7 @@ def test_what_something_holds_beyond_its_last_use_counts_until_it_is_dropped() -
     products = [i for i, op in enumerate(program.ops) if op.name == "aten.mm.default"]
     (out,) = program.ops[products[1]].writes  # the model's output
     plain, dropped, kept = (
-        allocator_figures(profile, loop=Loop(until=lambda _, until=until: until)).steady.end
+        allocator_figures(profile, loop=Loop(until=lambda _, until=until: until)).end
         for until in ({}, {out: len(program.ops) - 1}, {out: len(program.ops)})
     )
     assert dropped == plain  # before the last op of the step
@@ -126,34 +126,3 @@ def _two_linears(rows: int = 64) -> sacplan.Profile:
         lambda parameters: torch.optim.AdamW(parameters, foreach=False),
         device="a100-80gb",
     )
-
-
-# --- expandable segments
-
-
-def test_an_expandable_segment_grows_by_pages_and_merges_all_that_is_free() -> None:
-    allocator = ExpandableAllocator()
-    first, second = allocator.allocate(15 * MIB), allocator.allocate(15 * MIB)
-    assert allocator.reserved_bytes == 40 * MIB
-    assert allocator.allocated_bytes == 30 * MIB
-    allocator.free(first)
-    allocator.free(second)
-    allocator.allocate(40 * MIB)  # into what both have left, merged: default segments would not
-    assert allocator.reserved_bytes == 40 * MIB
-
-
-def test_the_block_that_can_grow_is_taken_last() -> None:
-    allocator = ExpandableAllocator()
-    hole, _keeps_it = allocator.allocate(15 * MIB), allocator.allocate(2 * MIB)
-    allocator.free(hole)  # free now: 15 MiB here, and the last 3 of the page
-    block = allocator.allocate(2 * MIB)
-    assert block.address == hole.address
-
-
-def test_an_expandable_segment_splits_off_every_remainder() -> None:
-    allocator = ExpandableAllocator()
-    block = allocator.allocate(20 * MIB - 1024)
-    assert block.nbytes == 20 * MIB - 1024  # default segments would leave 1 KiB on it
-    small = allocator.allocate(512)
-    assert allocator.reserved_bytes == 22 * MIB
-    assert allocator.allocated_bytes == block.nbytes + small.nbytes

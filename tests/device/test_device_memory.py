@@ -13,7 +13,7 @@ from benchmarks import random_programs
 from sacplan._device.caching_allocator import MIB, CachingAllocator
 from sacplan._device.device_memory import device_memory, peaks_on
 from sacplan._program.liveness import Fold
-from sacplan._program.program import Event, Program
+from sacplan._program.program import Event, Phase, Program
 
 
 def mlp(width: int = 512) -> nn.Module:
@@ -27,15 +27,27 @@ def profiled(rows: int = 1024, optimizer: Any = None, device: str = "a100-80gb")
 
 
 def peak_of_later_steps(program: Program) -> int:
-    """The fold's peak if the workspaces are there from the beginning, as they are from the second step on."""
+    """The fold's peak from the second step on.
+
+    The workspaces are there from the beginning. The loss, and whatever else is neither freed nor a gradient, is there
+    twice in the forward pass: the one of the step before is still in its variable.
+    """
     on_tensors = {tensor.storage for tensor in program.tensors}
     workspaces = {arg for code, arg in program.events if code == Event.ALLOC and arg not in on_tensors}
+    ended = Fold(program)
+    for code, arg in program.events:
+        ended.step(code, arg)
+    gradients = {program.tensors[t].storage for t in program.gradients.values()}
+    left = {s for s, n in ended.holders.items() if n} - {*program.initial, *workspaces, *gradients}
+    old = sum(map(ended.size, left))
     fold = Fold(program, initial=(*program.initial, *workspaces))
     peak = fold.live
     for code, arg in program.events:
         fold.step(code, arg)
         if code == Event.OP:
-            peak = max(peak, fold.noted)
+            if program.ops[arg].phase != Phase.FORWARD:
+                old = 0
+            peak = max(peak, fold.noted + old)
     return peak
 
 
