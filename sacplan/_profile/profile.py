@@ -87,6 +87,13 @@ class Profile:
         """
         if ranks == self.ranks:  # the same profile, with all that is cached in it
             return self
+        recorded = self.fingerprint.setup.mixed
+        if ranks.mixed != recorded:
+            raise TraceError(
+                f"the step was recorded with {recorded or 'no mixed-precision policy'}, and the ranks have "
+                f"{ranks.mixed or 'none'}. Both decide what modules run: say mp_policy and fsdp_units to "
+                "sacplan.profile, and the same to sacplan.plan or nothing."
+            )
         spread = dataclasses.replace(self, ranks=ranks)
         # Computed and cached now: a model that cannot be spread so is an error here, and not where a figure is read.
         _ = spread.program

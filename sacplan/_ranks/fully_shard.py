@@ -43,6 +43,7 @@ parameter's (Adafactor's factors) is counted whole.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -53,10 +54,12 @@ from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
+from sacplan._ranks.options import DEFAULTS, FullyShardOptions
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
-from sacplan._ranks.shards import Parameter, owners, parameter_bytes, parameters_of, resolve_units
+from sacplan._ranks.shards import Parameter, itemsize, owners, parameter_bytes, parameters_of, resolve_units
 from sacplan._ranks.unit_limits import GATHER, kept_at_limits
-from sacplan._shard.costs import Collective
+from sacplan._shard.costs import Collective, Costs
+from sacplan._shard.mesh import Mesh
 from sacplan._shard.overlap import Overlap
 from sacplan.errors import TraceError
 
@@ -73,8 +76,7 @@ def sharded(
     spec: DeviceSpec,
     world_size: int,
     units: Sequence[str],
-    *,
-    reshard_after_forward: bool | None = None,
+    options: FullyShardOptions = DEFAULTS,
 ) -> Patch:
     """Return the rewrite for one rank, if ``fully_shard`` is called on each of the units.
 
@@ -84,16 +86,17 @@ def sharded(
         spec: the device; its allocator's rounding counts.
         world_size: ranks, at least 2.
         units: patterns for module names, see ``resolve_units``.
-        reshard_after_forward: as for ``fully_shard``; None: all units but the outermost ones.
+        options: the other arguments of ``fully_shard``. The step must have been recorded with its ``mp_policy``.
 
     Raises:
         TraceError: unknown units, or a model that ``fully_shard`` could not run with them.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
         raise TraceError(f"world_size is {world_size!r}; to shard it must be an int of at least 2.")
+    options.check(world_size)
     found = parameters_of(program, parameters)
     names = resolve_units(units, program)
-    owned = owners(found, names, program)
+    owned = owners(found, names, program, options.mp_policy)
     if not owned:
         raise TraceError(
             f"none of the units {', '.join(map(repr, names))} has a parameter of its own: nothing would be sharded."
@@ -102,7 +105,7 @@ def sharded(
     # does not change otherwise would be missing from its patch, so they are merged in; where both have one,
     # the rewriter's wins, since it was made from the marked op.
     limited = kept_at_limits(program, owned)
-    patch = _FullyShardRewriter(limited, spec, world_size, names, owned, reshard_after_forward).patch()
+    patch = _FullyShardRewriter(limited, spec, world_size, names, owned, options).patch()
     kept = {i: op for i, (op, old) in enumerate(zip(limited.ops, program.ops, strict=True)) if op is not old}
     return msgspec.structs.replace(patch, changed_ops={**kept, **patch.changed_ops})
 
@@ -124,6 +127,7 @@ class _Context:
     copied_ms: float | None = None  # when the last all-gather was copied out
     reduced: list[int] = field(default_factory=list)  # inputs of reduce-scatters
     reducing: list[_Running] = field(default_factory=list)
+    all_reducing: list[_Running] = field(default_factory=list)  # among replicas, waited for at the end
     order: list[_ParamGroup] = field(default_factory=list)  # in which forwards ended
 
 
@@ -134,14 +138,16 @@ class _ParamGroup:
     unit: str
     parameters: tuple[Parameter, ...]
     context: _Context
-    reshards: bool
+    ranks_after_forward: int  # over so many ranks the parameters are spread from forward to backward
     state: str = "idle"
     gathering: int | None = None  # the buffer of an all-gather that nobody has waited for
     gather: _Running | None = None
-    unsharded: int | None = None
+    unsharded: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()  # shards of fewer ranks, from forward to backward, one for each parameter
     indices: list[int] = field(default_factory=list)
     grads: dict[int, None] = field(default_factory=dict)  # not reduced yet
     reduced_grads: int | None = None
+    all_reduced: int | None = None  # the buffer of an all-reduce, if it is not the gradient itself
 
 
 class _FullyShardRewriter:
@@ -154,16 +160,18 @@ class _FullyShardRewriter:
         world_size: int,
         units: Sequence[str],
         owned: Mapping[str, tuple[Parameter, ...]],
-        reshard_after_forward: bool | None,
+        options: FullyShardOptions,
     ) -> None:
         self.r = program
         self.spec = spec
-        self.world_size = world_size
+        self.options = options
+        self.replicas, self.shards = options.replicas, world_size // options.replicas
         self.clock = Overlap.of(world_size, spec)
         self.draft = PatchBuilder(program)
         # The rewrite is a list of events in the place of each old one; an event that maps to itself is not
         # stored.
         self.out: list[tuple[int, int]] = []  # the events in the place of the current one
+        self.after_casts: list[int] = []  # buffers that live until the outputs of a root are cast
         self.entered: set[int] = set()
         self.groups: dict[str, _ParamGroup] = {}
         self.contexts: dict[str, _Context] = {}
@@ -175,14 +183,15 @@ class _FullyShardRewriter:
             # A unit whose parameters all belong to inner units has no parameter group. It only frees the last
             # all-gather when it is a root.
             if unit in owned:
-                reshards = unit != root if reshard_after_forward is None else reshard_after_forward
-                self.groups[unit] = _ParamGroup(unit, owned[unit], context, reshards)
+                after_forward = options.ranks_after_forward(self.shards, unit == root)
+                self.groups[unit] = _ParamGroup(unit, owned[unit], context, after_forward)
         self.unit_calls = {scope: unit for unit in units for scope in program.calls[unit]}
         self.around = self._calls_around()
+        self.trained = self._trained()
         self.gradients = self._gradients()
         self.reduced: dict[int, int] = {}  # gradients that were freed, to the storages of their shards
         self.awaited: set[int] = set()  # gradients that live until they are reduced
-        for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), world_size, spec)):
+        for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), self.shards, spec)):
             if n_bytes != program.storage_bytes[s]:
                 self.draft.storage_bytes[s] = n_bytes
 
@@ -194,15 +203,35 @@ class _FullyShardRewriter:
             found[scope] = own + found[call.parent]
         return found
 
+    def _trained(self) -> dict[int, list[tuple[_ParamGroup, Parameter]]]:
+        """Return, by storage of a gradient, the parameters that it is for; several gradients may lie on one storage."""
+        found: dict[int, list[tuple[_ParamGroup, Parameter]]] = defaultdict(list)
+        for group in self.groups.values():
+            for p in group.parameters:
+                if p.storage in self.r.gradients:
+                    found[self.r.tensors[self.r.gradients[p.storage]].storage].append((group, p))
+        return found
+
     def _gradients(self) -> dict[int, _ParamGroup]:
-        """Return, by storage of a gradient, the unit that reduces it: the innermost with a parameter of that size."""
+        """Return, by storage of a gradient, the unit that reduces it.
+
+        A gradient that another one has replaced is known as the gradient of no parameter. It goes to the innermost unit
+        around its op that has a parameter of its size.
+        """
         r, found = self.r, {}
         started = set(r.initial)
+        last = {r.tensors[t].storage for t in r.gradients.values()}
         for s, kind in enumerate(r.storage_kinds):
             writer = r.writer.get(s)
             # Gradients that were there before the step are reduced already, and a storage that no op writes
             # is not made by this backward pass.
             if kind != StorageKind.GRADIENT or s in started or writer is None:
+                continue
+            if s in last:
+                if (
+                    s in self.trained
+                ):  # else the parameter belongs to no unit, and nothing reduces its gradient
+                    found[s] = self.trained[s][0][0]
                 continue
             groups = [self._group(call) for call in self.around[r.ops[writer].scope]]
             if not groups and "" in self.groups:
@@ -212,9 +241,10 @@ class _FullyShardRewriter:
                 group
                 for group in groups
                 for p in group.parameters
-                if p.trainable and self.spec.round_up(p.n_bytes) == r.storage_bytes[s]
+                if p.trainable and self.spec.round_up(p.gradient_bytes) == r.storage_bytes[s]
             )
-            group = next(fitting, groups[0] if groups else None)  # several gradients may lie on one storage
+            trained = (group for group in groups if any(p.trainable for p in group.parameters))
+            group = next(fitting, next(trained, None))
             if group is not None:
                 found[s] = group
         return found
@@ -230,6 +260,10 @@ class _FullyShardRewriter:
         events = self.draft.events
         for position, (code, arg) in enumerate(r.events):
             self.out = []
+            if self.after_casts and not self._casts_output(code, arg):
+                for buffer in self.after_casts:
+                    self._free(buffer)
+                self.after_casts.clear()
             if position in hooks:
                 self._run_hooks(hooks[position])
             # The recorded step frees a gradient in the optimizer or at the end. On a rank the unsharded
@@ -249,15 +283,30 @@ class _FullyShardRewriter:
                 self.gradients[arg].grads.pop(arg, None)  # it was replaced by another
             if self.out != [(code, arg)]:
                 events[position] = tuple(self.out)
-        # The hooks that run after the last event, if the step ends with its backward pass.
+        # What comes after the last event: the end of the root's forward in inference, or hooks if the step ends with
+        # its backward pass.
+        self.out = []
+        for buffer in self.after_casts:
+            self._free(buffer)
         if len(r.events) in hooks:
-            self.out = []
             self._run_hooks(hooks[len(r.events)])
+        if self.out:
             events[len(r.events)] = tuple(self.out)
         return msgspec.structs.replace(
             self.draft.patch(),
             parameter_bytes=parameter_bytes(r, self._owned(), self.draft.storage_bytes, self.spec),
         )
+
+    def _casts_output(self, code: int, arg: int) -> bool:
+        """Whether an event after the end of a root's forward belongs to the cast of its outputs (``output_dtype``)."""
+        policy = self.options.mp_policy
+        if policy is None or policy.output_dtype is None:
+            return False
+        if code != Event.OP:
+            return code in (Event.PACK, Event.FREE)
+        op = self.r.ops[arg]
+        dtypes = {self.r.tensors[t].dtype for t in op.outputs if t >= 0}
+        return op.name == "aten._to_copy.default" and dtypes == {policy.output_dtype}
 
     def _owned(self) -> Iterator[Parameter]:
         for group in self.groups.values():
@@ -310,7 +359,27 @@ class _FullyShardRewriter:
         time_ms: float = 0.0,
     ) -> int:
         """Add an op that allocates one storage, and return the storage. A collective has its exposed time."""
-        storage = self.draft.new_storage(n_bytes, kind)
+        (storage,) = self._allocating(name, phase, group, reads, [n_bytes], kind, workspace_bytes, time_ms)
+        return storage
+
+    def _changing(self, name: str, group: _ParamGroup, storage: int) -> None:
+        """Add an op of the backward pass that changes a storage in place."""
+        self._allocating(name, Phase.BACKWARD, group, (storage,), (), StorageKind.OTHER, mutates=(storage,))
+
+    def _allocating(
+        self,
+        name: str,
+        phase: Phase,
+        group: _ParamGroup,
+        reads: Iterable[int],
+        sizes: Iterable[int],
+        kind: StorageKind,
+        workspace_bytes: int = 0,
+        time_ms: float = 0.0,
+        mutates: tuple[int, ...] = (),
+    ) -> tuple[int, ...]:
+        """Add an op that allocates storages of these sizes, and return them."""
+        storages = tuple(self.draft.new_storage(n_bytes, kind) for n_bytes in sizes)
         op = Op(
             name=name,
             phase=phase,
@@ -320,21 +389,25 @@ class _FullyShardRewriter:
             flops=0,
             workspace_bytes=workspace_bytes,
             reads=tuple(reads),
-            writes=(storage,),
-            mutates=(),
+            writes=storages,
+            mutates=mutates,
             # A collective must run on all ranks in the same order, so a plan may never run it again on its
             # own.
             recomputable=False,
         )
         self.out.append((_OP, self.draft.ops.add(op)))
-        return storage
+        return storages
 
-    def _started(self, kind: Collective, n_bytes: int, since: float | None = None) -> _Running:
-        """Start the collective of the op that was added last."""
+    def _started(self, kind: Collective, n_bytes: int, ranks: int, since: float | None = None) -> _Running:
+        """Start the collective of the op that was added last, among ``ranks`` neighbours or among the replicas."""
         at_once = self.spec.kind == "cpu"
-        running = _Running(
-            len(self.draft.ops) - 1, self.clock.start(kind, n_bytes, None if at_once else since)
-        )
+        axes = Mesh.of({"outer": self.replicas * self.shards // ranks, "inner": ranks})
+        axis = 1
+        if kind == "all_reduce":
+            axes, axis = Mesh.of({"replicas": self.replicas, "shards": self.shards}), 0
+        time_ms = Costs.of(axes, self.spec).collective_ms(kind, n_bytes, axis)
+        end = self.clock.send(time_ms, None if at_once else since)
+        running = _Running(len(self.draft.ops) - 1, end)
         # Without streams (``_fsdp_param_group.py`` on a CPU) nothing overlaps: the collective is waited for
         # where it starts.
         if at_once:
@@ -385,8 +458,10 @@ class _FullyShardRewriter:
             return
         group = self.groups.get(unit)
         if group is not None:
-            if group.reshards:
+            if group.ranks_after_forward == self.shards:
                 self._reshard(group)
+            elif group.ranks_after_forward > 1:
+                self._keep_shards(group)
             # A unit that is called several times has several entries; each of its backwards pops the last one
             # (``_record_post_forward`` in ``_fsdp_param_group.py``).
             group.indices.append(len(group.context.order))
@@ -396,7 +471,8 @@ class _FullyShardRewriter:
         # ``contexts`` is keyed by root: only the end of the root's forward frees the last all-gather, since
         # no unit gathers after it (``FSDPState._post_forward``).
         if context is not None and context.gathered is not None:
-            self._free(context.gathered)
+            # As above, a local variable of ``_post_forward`` holds the buffer while outputs are cast.
+            self.after_casts.append(context.gathered)
             context.gathered = None
 
     def _pre_backward(self, group: _ParamGroup) -> None:
@@ -413,14 +489,26 @@ class _FullyShardRewriter:
                 self._unshard(group.context.order[index - 1], Phase.BACKWARD)
 
     def _unshard(self, group: _ParamGroup, phase: Phase) -> None:
-        if group.gathering is None and group.unsharded is None:  # else it was prefetched, or never resharded
+        if group.gathering is None and not group.unsharded:  # else it was prefetched, or never resharded
             # The host reaches this point long before the device. So the gather counts as started when the
             # unit before it had copied out its own, not now.
-            reads = (p.storage for p in group.parameters)
-            n_bytes = self._padded_bytes(group.parameters)
-            size = self.spec.round_up(n_bytes)
-            group.gathering = self._collective(GATHER, phase, group, reads, size, StorageKind.OTHER)
-            group.gather = self._started("all_gather", n_bytes, group.context.copied_ms)
+            ranks = group.ranks_after_forward if group.kept else self.shards
+            reads = group.kept or tuple(p.storage for p in group.parameters)
+            n_bytes = sum(p.gathered_bytes(self.shards) for p in group.parameters)
+            # Shards of another type are cast into one flat tensor (``_get_param_all_gather_inputs``), which lives until
+            # they are copied into the buffer. Shards kept after the forward have the right type, and are copied too.
+            cast_bytes = sum(p.gathered_bytes(self.shards) for p in group.parameters if p.is_cast) // ranks
+            group.gathering = self._collective(
+                GATHER,
+                phase,
+                group,
+                reads,
+                self.spec.round_up(n_bytes),
+                StorageKind.OTHER,
+                self.spec.round_up(cast_bytes),
+                time_ms=self.clock.copy(cast_bytes) if cast_bytes else 0.0,
+            )
+            group.gather = self._started("all_gather", n_bytes, ranks, group.context.copied_ms)
 
     def _wait(self, group: _ParamGroup, phase: Phase) -> None:
         # Unsharded already: it was not resharded after forward.
@@ -429,26 +517,51 @@ class _FullyShardRewriter:
         context, buffer, group.gathering = group.context, group.gathering, None
         if group.gather is not None:
             self._waited(group.gather)
-        # The order is that of ``wait_for_unshard``: free the buffer of the unit before, then allocate the
-        # copies. The other way round, two buffers and two sets of copies would be alive.
-        if phase == Phase.FORWARD and context.gathered is not None:
-            self._free(context.gathered)  # of the unit before, see above
-        n_bytes = sum(self.spec.round_up(self._padded_bytes([p])) for p in group.parameters)
-        time_ms = self.clock.copy(n_bytes)
+        sizes = [self.spec.round_up(p.gathered_bytes(self.shards)) for p in group.parameters]
+        time_ms = self.clock.copy(sum(sizes))
         context.copied_ms = self.clock.now
-        group.unsharded = self._collective(
-            _COPY_OUT, phase, group, (buffer,), n_bytes, StorageKind.PARAMETER, time_ms=time_ms
+        # One storage for all of them, unless they are freed one by one.
+        if group.ranks_after_forward in (1, self.shards):
+            sizes = [sum(sizes)]
+        group.unsharded = self._allocating(
+            _COPY_OUT, phase, group, (buffer,), sizes, StorageKind.PARAMETER, time_ms=time_ms
         )
+        for shard in group.kept:
+            self._free(shard)
+        group.kept = ()
         if phase == Phase.FORWARD:
+            # ``wait_for_unshard`` lets go of the buffer of the unit before at its start, but a local variable holds it
+            # until the function returns: two buffers are alive while the second one is copied out.
+            if context.gathered is not None:
+                self._free(context.gathered)
             # Kept until the next unit has gathered, so that its all-gather can overlap with this copy-out.
             context.gathered = buffer
         else:
             self._free(buffer)
 
     def _reshard(self, group: _ParamGroup) -> None:
-        if group.unsharded is not None:
-            self._free(group.unsharded)
-            group.unsharded = None
+        for storage in group.unsharded:
+            self._free(storage)
+        group.unsharded = ()
+
+    def _keep_shards(self, group: _ParamGroup) -> None:
+        """Copy the shards that the unit keeps until its backward, and free its parameters, one after the other."""
+        kept = []
+        for p, storage in zip(group.parameters, group.unsharded, strict=True):
+            n_bytes = p.gathered_bytes(self.shards) // group.ranks_after_forward
+            kept.append(
+                self._collective(
+                    "aten.clone.default",
+                    Phase.FORWARD,
+                    group,
+                    (storage,),
+                    self.spec.round_up(n_bytes),
+                    StorageKind.PARAMETER,
+                    time_ms=self.clock.copy(n_bytes),
+                )
+            )
+            self._free(storage)
+        group.kept, group.unsharded = tuple(kept), ()
 
     def _post_backward(self, group: _ParamGroup) -> None:
         group.state = "reduced"
@@ -463,12 +576,16 @@ class _FullyShardRewriter:
         # No parameter of the unit is trained, or none got a gradient in this pass.
         if not group.grads:
             return
-        # All trained parameters count, as if each had a gradient.
-        trained = [p for p in group.parameters if p.trainable]
-        n_bytes = self._padded_bytes(trained)
+        if group.all_reduced is not None:  # of the pass before
+            self._free(group.all_reduced)
+            group.all_reduced = None
+        trained = self._with_gradient(group)
+        elements = sum(p.shard_elements(self.shards) for p in trained)
+        dtype, reduce_dtype = trained[0].dtype, self._reduce_dtype(trained[0])
+        n_bytes = self.shards * elements * itemsize(reduce_dtype)
         # CUDA has a kernel for it; on a CPU what has to be padded is copied first.
-        padded = [[p] for p in trained if self.spec.kind == "cpu" and p.is_padded(self.world_size)]
-        workspace = sum(self.spec.round_up(self._padded_bytes(p)) for p in padded)
+        padded = (p for p in trained if self.spec.kind == "cpu" and p.is_padded(self.shards))
+        workspace = sum(self.spec.round_up(p.gathered_bytes(self.shards)) for p in padded)
         full = self._collective(
             _COPY_IN,
             Phase.BACKWARD,
@@ -488,10 +605,15 @@ class _FullyShardRewriter:
             Phase.BACKWARD,
             group,
             (full,),
-            self.spec.round_up(n_bytes // self.world_size),
+            self.spec.round_up(n_bytes // self.shards),
             StorageKind.GRADIENT,
         )
-        context.reducing.append(self._started("reduce_scatter", n_bytes))
+        context.reducing.append(self._started("reduce_scatter", n_bytes, self.shards))
+        if self.replicas > 1:
+            self._changing("c10d.allreduce_.default", group, shard)
+            context.all_reducing.append(self._started("all_reduce", n_bytes // self.shards, self.replicas))
+        if reduce_dtype != dtype:
+            shard = self._cast_shard(group, shard, elements * itemsize(dtype))
         # The first pass of an accumulation leaves its shard as the gradient; later ones add theirs to it.
         if group.reduced_grads is None:
             group.reduced_grads = shard
@@ -500,6 +622,45 @@ class _FullyShardRewriter:
         self.reduced.update(dict.fromkeys(group.grads, group.reduced_grads))
         group.grads.clear()
         context.reduced.append(full)
+
+    def _cast_shard(self, group: _ParamGroup, reduced: int, n_bytes: int) -> int:
+        """Cast reduced gradients to the type of the shards, and return the storage of the result."""
+        shard = self._collective(
+            "aten._to_copy.default",
+            Phase.BACKWARD,
+            group,
+            (reduced,),
+            self.spec.round_up(n_bytes),
+            StorageKind.GRADIENT,
+            time_ms=self.clock.copy(n_bytes),
+        )
+        # Among replicas the unit holds what was reduced until its next reduction, or the end of the backward pass, so
+        # that no other reduction gets the same memory (``AllReduceState`` in ``_fsdp_param_group.py``).
+        if self.replicas > 1:
+            group.all_reduced = reduced
+        else:
+            self._free(reduced)
+        return shard
+
+    def _with_gradient(self, group: _ParamGroup) -> list[Parameter]:
+        """Return the parameters whose gradients the unit reduces now: those that have one."""
+        found = [
+            p
+            for p in group.parameters
+            if p.storage in self.r.gradients
+            and self.r.tensors[self.r.gradients[p.storage]].storage in group.grads
+        ]
+        # A gradient of an earlier pass may have been replaced by another: then its parameter is not known.
+        known = all(s in self.trained for s in group.grads)
+        return found if known and found else [p for p in group.parameters if p.trainable]
+
+    def _reduce_dtype(self, p: Parameter) -> str:
+        """Return the type in which the gradients of a unit are reduced, one of whose parameters this is."""
+        policy = self.options.mp_policy
+        computed = (p.compute_dtype or p.dtype).removeprefix("torch.")
+        if policy is None or policy.reduce_dtype is None or policy.reduce_dtype == policy.param_dtype:
+            return f"torch.{computed}"
+        return f"torch.{policy.reduce_dtype}"
 
     def _final_callback(self) -> None:
         # As in ``FSDPState._root_post_backward_final_callback``: first the units whose hook did not run, then
@@ -512,13 +673,16 @@ class _FullyShardRewriter:
             if group.gathering is not None:  # gathered ahead, and never wanted
                 self._free(group.gathering)
                 group.gathering = None
+            if group.all_reduced is not None:
+                self._free(group.all_reduced)
+                group.all_reduced = None
         for context in self.contexts.values():
             self._waited_for_reduces(context)
+            for running in context.all_reducing:
+                self._waited(running)
+            context.all_reducing.clear()
             context.copied_ms = None
             context.order.clear()
             for buffer in context.reduced:
                 self._free(buffer)
             context.reduced.clear()
-
-    def _padded_bytes(self, parameters: Sequence[Parameter]) -> int:
-        return self.world_size * sum(p.shard_bytes(self.world_size) for p in parameters)
