@@ -45,29 +45,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
-from sacplan._program.rewriting import PatchBuilder
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
 from sacplan._ranks.options import DEFAULTS, FullyShardOptions
+from sacplan._ranks.param_groups import CommContext, ParamGroup, Reduction
+from sacplan._ranks.rank_ops import RankOps
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
-from sacplan._ranks.shards import Parameter, itemsize, owners, parameter_bytes, parameters_of, resolve_units
+from sacplan._ranks.shards import Parameter, owners, parameter_bytes, parameters_of, resolve_units
 from sacplan._ranks.unit_limits import GATHER, kept_at_limits
-from sacplan._shard.costs import Collective, Costs
-from sacplan._shard.mesh import Mesh
-from sacplan._shard.overlap import Overlap
 from sacplan.errors import TraceError
 
 _COPY_OUT = "fsdp.split_with_sizes_copy.default"
 _COPY_IN = "fsdp.chunk_cat.default"
 _REDUCE = "c10d._reduce_scatter_base_.default"
-
-_FREE, _OP = int(Event.FREE), int(Event.OP)
+_ALL_REDUCE = "c10d.allreduce_.default"
+_NORM = "aten.linalg_vector_norm.default"
 
 
 def sharded(
@@ -110,46 +107,6 @@ def sharded(
     return msgspec.structs.replace(patch, changed_ops={**kept, **patch.changed_ops})
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A collective that computation has not waited for yet."""
-
-    op: int
-    end_ms: float
-
-
-@dataclass(slots=True)
-class _Context:
-    """The state that the units below one root share, as ``FSDPCommContext``."""
-
-    root: str
-    gathered: int | None = None  # the buffer of the last all-gather in forward
-    copied_ms: float | None = None  # when the last all-gather was copied out
-    reduced: list[int] = field(default_factory=list)  # inputs of reduce-scatters
-    reducing: list[_Running] = field(default_factory=list)
-    all_reducing: list[_Running] = field(default_factory=list)  # among replicas, waited for at the end
-    order: list[_ParamGroup] = field(default_factory=list)  # in which forwards ended
-
-
-@dataclass(slots=True, eq=False)
-class _ParamGroup:
-    """The state of one unit, as ``FSDPParamGroup``."""
-
-    unit: str
-    parameters: tuple[Parameter, ...]
-    context: _Context
-    ranks_after_forward: int  # over so many ranks the parameters are spread from forward to backward
-    state: str = "idle"
-    gathering: int | None = None  # the buffer of an all-gather that nobody has waited for
-    gather: _Running | None = None
-    unsharded: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()  # shards of fewer ranks, from forward to backward, one for each parameter
-    indices: list[int] = field(default_factory=list)
-    grads: dict[int, None] = field(default_factory=dict)  # not reduced yet
-    reduced_grads: int | None = None
-    all_reduced: int | None = None  # the buffer of an all-reduce, if it is not the gradient itself
-
-
 class _FullyShardRewriter:
     """Goes through the events once, and does at each what the hooks of ``fully_shard`` do there."""
 
@@ -166,25 +123,22 @@ class _FullyShardRewriter:
         self.spec = spec
         self.options = options
         self.replicas, self.shards = options.replicas, world_size // options.replicas
-        self.clock = Overlap.of(world_size, spec)
-        self.draft = PatchBuilder(program)
-        # The rewrite is a list of events in the place of each old one; an event that maps to itself is not
-        # stored.
-        self.out: list[tuple[int, int]] = []  # the events in the place of the current one
+        # The rewrite is a list of events in the place of each old one; an event that maps to itself is not stored.
+        self.ops = RankOps(program, spec, self.shards, self.replicas)
         self.after_casts: list[int] = []  # buffers that live until the outputs of a root are cast
         self.entered: set[int] = set()
-        self.groups: dict[str, _ParamGroup] = {}
-        self.contexts: dict[str, _Context] = {}
+        self.groups: dict[str, ParamGroup] = {}
+        self.contexts: dict[str, CommContext] = {}
         for unit in units:
             # The outermost unit around this one. FSDP2 finds it as the state whose forward runs first
             # (``FSDPState._lazy_init``), and shares streams and buffers among all units below it.
             root = min((u for u in units if unit == u or is_inside(unit, u)), key=len)
-            context = self.contexts.setdefault(root, _Context(root))
+            context = self.contexts.setdefault(root, CommContext(root))
             # A unit whose parameters all belong to inner units has no parameter group. It only frees the last
             # all-gather when it is a root.
             if unit in owned:
                 after_forward = options.ranks_after_forward(self.shards, unit == root)
-                self.groups[unit] = _ParamGroup(unit, owned[unit], context, after_forward)
+                self.groups[unit] = ParamGroup(unit, owned[unit], context, self.shards, after_forward)
         self.unit_calls = {scope: unit for unit in units for scope in program.calls[unit]}
         self.around = self._calls_around()
         self.trained = self._trained()
@@ -193,7 +147,7 @@ class _FullyShardRewriter:
         self.awaited: set[int] = set()  # gradients that live until they are reduced
         for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), self.shards, spec)):
             if n_bytes != program.storage_bytes[s]:
-                self.draft.storage_bytes[s] = n_bytes
+                self.ops.draft.storage_bytes[s] = n_bytes
 
     def _calls_around(self) -> dict[int, tuple[int, ...]]:
         """Return, by scope, the calls of units with parameters around it (itself included), the innermost first."""
@@ -203,16 +157,22 @@ class _FullyShardRewriter:
             found[scope] = own + found[call.parent]
         return found
 
-    def _trained(self) -> dict[int, list[tuple[_ParamGroup, Parameter]]]:
-        """Return, by storage of a gradient, the parameters that it is for; several gradients may lie on one storage."""
-        found: dict[int, list[tuple[_ParamGroup, Parameter]]] = defaultdict(list)
+    def _trained(self) -> dict[int, list[ParamGroup]]:
+        """Return, by storage of a gradient, the units with the parameters that it is for.
+
+        Several gradients may lie on one storage.
+        """
+        found: dict[int, list[ParamGroup]] = defaultdict(list)
         for group in self.groups.values():
             for p in group.parameters:
                 if p.storage in self.r.gradients:
-                    found[self.r.tensors[self.r.gradients[p.storage]].storage].append((group, p))
+                    found[self._gradient_of(p)].append(group)
         return found
 
-    def _gradients(self) -> dict[int, _ParamGroup]:
+    def _gradient_of(self, p: Parameter) -> int:
+        return self.r.tensors[self.r.gradients[p.storage]].storage
+
+    def _gradients(self) -> dict[int, ParamGroup]:
         """Return, by storage of a gradient, the unit that reduces it.
 
         A gradient that another one has replaced is known as the gradient of no parameter. It goes to the innermost unit
@@ -228,10 +188,9 @@ class _FullyShardRewriter:
             if kind != StorageKind.GRADIENT or s in started or writer is None:
                 continue
             if s in last:
-                if (
-                    s in self.trained
-                ):  # else the parameter belongs to no unit, and nothing reduces its gradient
-                    found[s] = self.trained[s][0][0]
+                # Else the parameter belongs to no unit, and nothing reduces its gradient.
+                if s in self.trained:
+                    found[s] = self.trained[s][0]
                 continue
             groups = [self._group(call) for call in self.around[r.ops[writer].scope]]
             if not groups and "" in self.groups:
@@ -249,7 +208,7 @@ class _FullyShardRewriter:
                 found[s] = group
         return found
 
-    def _group(self, call: int) -> _ParamGroup:
+    def _group(self, call: int) -> ParamGroup:
         return self.groups[self.unit_calls[call]]
 
     # --- the rewrite --------------------------------------------------------------------------------
@@ -257,23 +216,26 @@ class _FullyShardRewriter:
     def patch(self) -> Patch:
         """Return the rewrite."""
         r, hooks = self.r, hooks_of(self.r, self.around)
-        events = self.draft.events
+        events = self.ops.draft.events
         for position, (code, arg) in enumerate(r.events):
-            self.out = []
+            self.ops.out = []
             if self.after_casts and not self._casts_output(code, arg):
                 for buffer in self.after_casts:
-                    self._free(buffer)
+                    self.ops.free(buffer)
                 self.after_casts.clear()
             if position in hooks:
                 self._run_hooks(hooks[position])
             # The recorded step frees a gradient in the optimizer or at the end. On a rank the unsharded
             # gradient is freed when it is reduced (``_post_backward``), so the recorded event is dropped.
             awaited = code == Event.FREE and (arg in self.reduced or arg in self.awaited)
+            norms = self._replicated_norms(arg) if code == Event.OP else {}
             if not awaited:
-                self.out.append((code, arg))
+                self.ops.out.append((code, arg))
             if code == Event.OP:
                 # The op is in ``out`` already; this does the bookkeeping around it.
-                self._copy_op(arg)
+                self._copy_op(arg, norms)
+                for norm in norms.values():
+                    self.ops.free(norm)
             elif code == Event.ENTER:
                 self.entered.add(arg)
                 self._pre_forward(arg)
@@ -281,20 +243,20 @@ class _FullyShardRewriter:
                 self._post_forward(arg)
             elif code == Event.FREE and not awaited and arg in self.gradients:
                 self.gradients[arg].grads.pop(arg, None)  # it was replaced by another
-            if self.out != [(code, arg)]:
-                events[position] = tuple(self.out)
+            if self.ops.out != [(code, arg)]:
+                events[position] = tuple(self.ops.out)
         # What comes after the last event: the end of the root's forward in inference, or hooks if the step ends with
         # its backward pass.
-        self.out = []
+        self.ops.out = []
         for buffer in self.after_casts:
-            self._free(buffer)
+            self.ops.free(buffer)
         if len(r.events) in hooks:
             self._run_hooks(hooks[len(r.events)])
-        if self.out:
-            events[len(r.events)] = tuple(self.out)
+        if self.ops.out:
+            events[len(r.events)] = tuple(self.ops.out)
         return msgspec.structs.replace(
-            self.draft.patch(),
-            parameter_bytes=parameter_bytes(r, self._owned(), self.draft.storage_bytes, self.spec),
+            self.ops.draft.patch(),
+            parameter_bytes=parameter_bytes(r, self._owned(), self.ops.draft.storage_bytes, self.spec),
         )
 
     def _casts_output(self, code: int, arg: int) -> bool:
@@ -312,16 +274,53 @@ class _FullyShardRewriter:
         for group in self.groups.values():
             yield from group.parameters
 
-    def _copy_op(self, index: int) -> None:
+    def _replicated_norms(self, index: int) -> dict[int, int]:
+        """Reduce the norms of sharded gradients before the op that takes their norm; return the storages by theirs.
+
+        ``clip_grad_norm_`` takes the norm of each gradient, stacks them, and takes the norm of that. On DTensors each
+        rank has the norms of its shards (``_NormPartial``), and the last norm needs those of all ranks: they are raised
+        to the power of the norm, reduced, and the root is taken (``torch/distributed/tensor/_ops/_math_ops.py``).
+        """
+        r, op = self.r, self.r.ops[index]
+        if op.phase != Phase.OPTIMIZER or op.name != _NORM or not self.reduced:
+            return {}
+        # The largest of the largest values is taken first, and the ranks reduce that single number.
+        if "inf" in op.arguments.lower():
+            return {}
+        found = {}
+        for stacked in op.reads:
+            writer = r.writer.get(stacked)
+            if writer is None or r.ops[writer].name != "aten.stack.default":
+                continue
+            makers = (r.ops[w] for s in r.ops[writer].reads if (w := r.writer.get(s)) is not None)
+            if not any("norm" in maker.name and self.reduced.keys() & set(maker.reads) for maker in makers):
+                continue
+            n_bytes = r.storage_bytes[stacked]
+            (found[stacked],) = self.ops.add(
+                "_c10d_functional.all_reduce.default",
+                Phase.OPTIMIZER,
+                ROOT_SCOPE,
+                (stacked,),
+                [n_bytes],
+                StorageKind.TEMPORARY,
+                workspace_bytes=2 * self.spec.round_up(n_bytes),
+            )
+            self.ops.wait(self.ops.start("all_reduce", n_bytes, self.shards))
+        return found
+
+    def _copy_op(self, index: int, instead: Mapping[int, int]) -> None:
+        """Do what a rank does at an op of the recorded step; ``instead``: storages that it reads in place of others."""
         op = self.r.ops[index]
-        self.clock.compute(op.time_ms)
+        self.ops.clock.compute(op.time_ms)
         # The optimizer reads the reduced shard in the place of each gradient. Several gradients of a unit are
         # one storage now, hence ``dict.fromkeys``.
         if op.phase == Phase.OPTIMIZER and self.reduced:
-            reads = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.reads))
+            reads = tuple(dict.fromkeys(instead.get(s, self.reduced.get(s, s)) for s in op.reads))
             mutates = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.mutates))
             time_ms = op.time_ms * self._share(op, (*reads, *op.writes))
-            self.draft.ops[index] = msgspec.structs.replace(op, reads=reads, mutates=mutates, time_ms=time_ms)
+            self.ops.draft.ops[index] = msgspec.structs.replace(
+                op, reads=reads, mutates=mutates, time_ms=time_ms
+            )
         elif op.phase == Phase.BACKWARD:
             for s in op.mutates:
                 # Gradient accumulation: the recorded op adds to the full gradient of the pass before. On a
@@ -338,10 +337,10 @@ class _FullyShardRewriter:
         # The optimizer is bound by memory, so its time is taken to be proportional to its bytes. At most 1: a
         # shard is never larger than the tensor, but rounding and padding may make it appear so.
         whole = sum(self.r.storage_bytes[s] for s in {*op.reads, *op.writes})
-        touched = sum(self.draft.storage_bytes[s] for s in set(storages))
+        touched = sum(self.ops.draft.storage_bytes[s] for s in set(storages))
         return min(1.0, touched / whole) if whole else 1.0
 
-    def _await(self, group: _ParamGroup, gradients: Iterable[int]) -> None:
+    def _await(self, group: ParamGroup, gradients: Iterable[int]) -> None:
         for s in gradients:
             self.awaited.add(s)
             self.gradients[s] = group
@@ -351,7 +350,7 @@ class _FullyShardRewriter:
         self,
         name: str,
         phase: Phase,
-        group: _ParamGroup,
+        group: ParamGroup,
         reads: Iterable[int],
         n_bytes: int,
         kind: StorageKind,
@@ -359,78 +358,28 @@ class _FullyShardRewriter:
         time_ms: float = 0.0,
     ) -> int:
         """Add an op that allocates one storage, and return the storage. A collective has its exposed time."""
-        (storage,) = self._allocating(name, phase, group, reads, [n_bytes], kind, workspace_bytes, time_ms)
+        (storage,) = self.ops.add(
+            name,
+            phase,
+            self._scope(group, phase),
+            reads,
+            [n_bytes],
+            kind,
+            workspace_bytes=workspace_bytes,
+            time_ms=time_ms,
+        )
         return storage
 
-    def _changing(self, name: str, group: _ParamGroup, storage: int) -> None:
-        """Add an op of the backward pass that changes a storage in place."""
-        self._allocating(name, Phase.BACKWARD, group, (storage,), (), StorageKind.OTHER, mutates=(storage,))
+    def _scope(self, group: ParamGroup, phase: Phase) -> int:
+        """Return the call that an op of a unit belongs to."""
+        calls = self.r.calls[group.unit]
+        # In backward no call is running, so the op goes to the first call of the unit.
+        return calls[0] if phase == Phase.BACKWARD else next(s for s in reversed(calls) if s in self.entered)
 
-    def _allocating(
-        self,
-        name: str,
-        phase: Phase,
-        group: _ParamGroup,
-        reads: Iterable[int],
-        sizes: Iterable[int],
-        kind: StorageKind,
-        workspace_bytes: int = 0,
-        time_ms: float = 0.0,
-        mutates: tuple[int, ...] = (),
-    ) -> tuple[int, ...]:
-        """Add an op that allocates storages of these sizes, and return them."""
-        storages = tuple(self.draft.new_storage(n_bytes, kind) for n_bytes in sizes)
-        op = Op(
-            name=name,
-            phase=phase,
-            # In backward no call is running, so the op goes to the first call of the unit.
-            scope=self.r.calls[group.unit][0] if phase == Phase.BACKWARD else self._running(group),
-            time_ms=time_ms,
-            flops=0,
-            workspace_bytes=workspace_bytes,
-            reads=tuple(reads),
-            writes=storages,
-            mutates=mutates,
-            # A collective must run on all ranks in the same order, so a plan may never run it again on its
-            # own.
-            recomputable=False,
-        )
-        self.out.append((_OP, self.draft.ops.add(op)))
-        return storages
-
-    def _started(self, kind: Collective, n_bytes: int, ranks: int, since: float | None = None) -> _Running:
-        """Start the collective of the op that was added last, among ``ranks`` neighbours or among the replicas."""
-        at_once = self.spec.kind == "cpu"
-        axes = Mesh.of({"outer": self.replicas * self.shards // ranks, "inner": ranks})
-        axis = 1
-        if kind == "all_reduce":
-            axes, axis = Mesh.of({"replicas": self.replicas, "shards": self.shards}), 0
-        time_ms = Costs.of(axes, self.spec).collective_ms(kind, n_bytes, axis)
-        end = self.clock.send(time_ms, None if at_once else since)
-        running = _Running(len(self.draft.ops) - 1, end)
-        # Without streams (``_fsdp_param_group.py`` on a CPU) nothing overlaps: the collective is waited for
-        # where it starts.
-        if at_once:
-            self._waited(running)
-        return running
-
-    def _waited(self, running: _Running) -> None:
-        """Have computation wait for a collective, and add the wait to the time of its op."""
-        op = self.draft.ops[running.op]
-        exposed = self.clock.wait(running.end_ms)
-        self.draft.ops[running.op] = msgspec.structs.replace(op, time_ms=op.time_ms + exposed)
-
-    def _waited_for_reduces(self, context: _Context) -> None:
+    def _waited_for_reduces(self, context: CommContext) -> None:
         for running in context.reducing:
-            self._waited(running)
+            self.ops.wait(running)
         context.reducing.clear()
-
-    def _running(self, group: _ParamGroup) -> int:
-        """Return the call of a unit that runs now."""
-        return next(s for s in reversed(self.r.calls[group.unit]) if s in self.entered)
-
-    def _free(self, storage: int) -> None:
-        self.out.append((_FREE, storage))
 
     # --- what fully_shard does ----------------------------------------------------------------------
 
@@ -475,7 +424,7 @@ class _FullyShardRewriter:
             self.after_casts.append(context.gathered)
             context.gathered = None
 
-    def _pre_backward(self, group: _ParamGroup) -> None:
+    def _pre_backward(self, group: ParamGroup) -> None:
         if group.state == "backward":  # a hook on each output, but the first one gathers
             return
         group.state = "backward"
@@ -488,63 +437,59 @@ class _FullyShardRewriter:
             if index > 0:
                 self._unshard(group.context.order[index - 1], Phase.BACKWARD)
 
-    def _unshard(self, group: _ParamGroup, phase: Phase) -> None:
+    def _unshard(self, group: ParamGroup, phase: Phase) -> None:
         if group.gathering is None and not group.unsharded:  # else it was prefetched, or never resharded
             # The host reaches this point long before the device. So the gather counts as started when the
             # unit before it had copied out its own, not now.
-            ranks = group.ranks_after_forward if group.kept else self.shards
-            reads = group.kept or tuple(p.storage for p in group.parameters)
-            n_bytes = sum(p.gathered_bytes(self.shards) for p in group.parameters)
-            # Shards of another type are cast into one flat tensor (``_get_param_all_gather_inputs``), which lives until
-            # they are copied into the buffer. Shards kept after the forward have the right type, and are copied too.
-            cast_bytes = sum(p.gathered_bytes(self.shards) for p in group.parameters if p.is_cast) // ranks
+            n_bytes, ranks = group.gathered_bytes, group.gathering_ranks
             group.gathering = self._collective(
                 GATHER,
                 phase,
                 group,
-                reads,
-                self.spec.round_up(n_bytes),
+                group.sources,
+                n_bytes,
                 StorageKind.OTHER,
-                self.spec.round_up(cast_bytes),
-                time_ms=self.clock.copy(cast_bytes) if cast_bytes else 0.0,
+                workspace_bytes=self.spec.round_up(group.cast_bytes),
+                time_ms=self.ops.copy_ms(group.cast_bytes),
             )
-            group.gather = self._started("all_gather", n_bytes, ranks, group.context.copied_ms)
+            group.gather = self.ops.start("all_gather", n_bytes, ranks, group.context.copied_ms)
 
-    def _wait(self, group: _ParamGroup, phase: Phase) -> None:
+    def _wait(self, group: ParamGroup, phase: Phase) -> None:
         # Unsharded already: it was not resharded after forward.
         if group.gathering is None:
             return
         context, buffer, group.gathering = group.context, group.gathering, None
         if group.gather is not None:
-            self._waited(group.gather)
+            self.ops.wait(group.gather)
         sizes = [self.spec.round_up(p.gathered_bytes(self.shards)) for p in group.parameters]
-        time_ms = self.clock.copy(sum(sizes))
-        context.copied_ms = self.clock.now
+        time_ms = self.ops.copy_ms(sum(sizes))
+        context.copied_ms = self.ops.clock.now
         # One storage for all of them, unless they are freed one by one.
         if group.ranks_after_forward in (1, self.shards):
             sizes = [sum(sizes)]
-        group.unsharded = self._allocating(
-            _COPY_OUT, phase, group, (buffer,), sizes, StorageKind.PARAMETER, time_ms=time_ms
+        scope = self._scope(group, phase)
+        group.unsharded = self.ops.add(
+            _COPY_OUT, phase, scope, (buffer,), sizes, StorageKind.PARAMETER, time_ms=time_ms
         )
         for shard in group.kept:
-            self._free(shard)
+            self.ops.free(shard)
         group.kept = ()
         if phase == Phase.FORWARD:
             # ``wait_for_unshard`` lets go of the buffer of the unit before at its start, but a local variable holds it
             # until the function returns: two buffers are alive while the second one is copied out.
             if context.gathered is not None:
-                self._free(context.gathered)
+                self.ops.free(context.gathered)
             # Kept until the next unit has gathered, so that its all-gather can overlap with this copy-out.
             context.gathered = buffer
         else:
-            self._free(buffer)
+            self.ops.free(buffer)
 
-    def _reshard(self, group: _ParamGroup) -> None:
+    def _reshard(self, group: ParamGroup) -> None:
         for storage in group.unsharded:
-            self._free(storage)
+            self.ops.free(storage)
         group.unsharded = ()
 
-    def _keep_shards(self, group: _ParamGroup) -> None:
+    def _keep_shards(self, group: ParamGroup) -> None:
         """Copy the shards that the unit keeps until its backward, and free its parameters, one after the other."""
         kept = []
         for p, storage in zip(group.parameters, group.unsharded, strict=True):
@@ -555,112 +500,107 @@ class _FullyShardRewriter:
                     Phase.FORWARD,
                     group,
                     (storage,),
-                    self.spec.round_up(n_bytes),
+                    n_bytes,
                     StorageKind.PARAMETER,
-                    time_ms=self.clock.copy(n_bytes),
+                    time_ms=self.ops.copy_ms(n_bytes),
                 )
             )
-            self._free(storage)
+            self.ops.free(storage)
         group.kept, group.unsharded = tuple(kept), ()
 
-    def _post_backward(self, group: _ParamGroup) -> None:
+    def _post_backward(self, group: ParamGroup) -> None:
         group.state = "reduced"
         # The order is that of ``FSDPParamGroup.post_backward``: free the unsharded parameters, then the input
         # of the reduction before, and only then allocate the input of this one.
         self._reshard(group)
         context = group.context
         for buffer in context.reduced:
-            self._free(buffer)
+            self.ops.free(buffer)
         context.reduced.clear()
         self._waited_for_reduces(context)
         # No parameter of the unit is trained, or none got a gradient in this pass.
         if not group.grads:
             return
         if group.all_reduced is not None:  # of the pass before
-            self._free(group.all_reduced)
+            self.ops.free(group.all_reduced)
             group.all_reduced = None
         trained = self._with_gradient(group)
-        elements = sum(p.shard_elements(self.shards) for p in trained)
-        dtype, reduce_dtype = trained[0].dtype, self._reduce_dtype(trained[0])
-        n_bytes = self.shards * elements * itemsize(reduce_dtype)
+        sizes = Reduction.of(trained, self.shards, self.options.mp_policy)
         # CUDA has a kernel for it; on a CPU what has to be padded is copied first.
-        padded = (p for p in trained if self.spec.kind == "cpu" and p.is_padded(self.shards))
-        workspace = sum(self.spec.round_up(p.gathered_bytes(self.shards)) for p in padded)
+        padded = sizes.padded_bytes if self.spec.kind == "cpu" else ()
         full = self._collective(
             _COPY_IN,
             Phase.BACKWARD,
             group,
             group.grads,
-            self.spec.round_up(n_bytes),
+            sizes.input_bytes,
             StorageKind.OTHER,
-            workspace,
-            time_ms=self.clock.copy(n_bytes),
+            workspace_bytes=sum(map(self.spec.round_up, padded)),
+            time_ms=self.ops.copy_ms(sizes.input_bytes),
         )
         # ``foreach_reduce`` drops the unsharded gradients when they are copied in, before it allocates the
         # output.
         for s in group.grads:
-            self._free(s)
+            self.ops.free(s)
         shard = self._collective(
             _REDUCE,
             Phase.BACKWARD,
             group,
             (full,),
-            self.spec.round_up(n_bytes // self.shards),
+            sizes.output_bytes,
             StorageKind.GRADIENT,
         )
-        context.reducing.append(self._started("reduce_scatter", n_bytes, self.shards))
+        context.reducing.append(self.ops.start("reduce_scatter", sizes.input_bytes, self.shards))
         if self.replicas > 1:
-            self._changing("c10d.allreduce_.default", group, shard)
-            context.all_reducing.append(self._started("all_reduce", n_bytes // self.shards, self.replicas))
-        if reduce_dtype != dtype:
-            shard = self._cast_shard(group, shard, elements * itemsize(dtype))
-        # The first pass of an accumulation leaves its shard as the gradient; later ones add theirs to it.
+            scope = self._scope(group, Phase.BACKWARD)
+            self.ops.add(
+                _ALL_REDUCE, Phase.BACKWARD, scope, (shard,), (), StorageKind.GRADIENT, mutates=(shard,)
+            )
+            running = self.ops.start("all_reduce", sizes.output_bytes, self.replicas, among_replicas=True)
+            context.all_reducing.append(running)
+        if sizes.is_cast:
+            shard = self._cast_shard(group, shard, sizes.shard_bytes)
+        # The first pass of an accumulation leaves its shard as the gradients; later ones add theirs to it. A later
+        # one with the first gradient of some parameter stays, since that gradient is a view of it.
+        having = {p.storage for p in trained}
         if group.reduced_grads is None:
             group.reduced_grads = shard
-        else:
-            self._free(shard)  # added to what is there
+        elif having <= group.with_grad:
+            self.ops.free(shard)
+        group.with_grad |= having
         self.reduced.update(dict.fromkeys(group.grads, group.reduced_grads))
         group.grads.clear()
         context.reduced.append(full)
 
-    def _cast_shard(self, group: _ParamGroup, reduced: int, n_bytes: int) -> int:
+    def _cast_shard(self, group: ParamGroup, reduced: int, n_bytes: int) -> int:
         """Cast reduced gradients to the type of the shards, and return the storage of the result."""
         shard = self._collective(
             "aten._to_copy.default",
             Phase.BACKWARD,
             group,
             (reduced,),
-            self.spec.round_up(n_bytes),
+            n_bytes,
             StorageKind.GRADIENT,
-            time_ms=self.clock.copy(n_bytes),
+            time_ms=self.ops.copy_ms(n_bytes),
         )
         # Among replicas the unit holds what was reduced until its next reduction, or the end of the backward pass, so
         # that no other reduction gets the same memory (``AllReduceState`` in ``_fsdp_param_group.py``).
         if self.replicas > 1:
             group.all_reduced = reduced
         else:
-            self._free(reduced)
+            self.ops.free(reduced)
         return shard
 
-    def _with_gradient(self, group: _ParamGroup) -> list[Parameter]:
+    def _with_gradient(self, group: ParamGroup) -> list[Parameter]:
         """Return the parameters whose gradients the unit reduces now: those that have one."""
         found = [
             p
             for p in group.parameters
-            if p.storage in self.r.gradients
-            and self.r.tensors[self.r.gradients[p.storage]].storage in group.grads
+            if p.storage in self.r.gradients and self._gradient_of(p) in group.grads
         ]
         # A gradient of an earlier pass may have been replaced by another: then its parameter is not known.
         known = all(s in self.trained for s in group.grads)
         return found if known and found else [p for p in group.parameters if p.trainable]
-
-    def _reduce_dtype(self, p: Parameter) -> str:
-        """Return the type in which the gradients of a unit are reduced, one of whose parameters this is."""
-        policy = self.options.mp_policy
-        computed = (p.compute_dtype or p.dtype).removeprefix("torch.")
-        if policy is None or policy.reduce_dtype is None or policy.reduce_dtype == policy.param_dtype:
-            return f"torch.{computed}"
-        return f"torch.{policy.reduce_dtype}"
 
     def _final_callback(self) -> None:
         # As in ``FSDPState._root_post_backward_final_callback``: first the units whose hook did not run, then
@@ -671,18 +611,18 @@ class _FullyShardRewriter:
             group.state = "idle"
             group.indices.clear()
             if group.gathering is not None:  # gathered ahead, and never wanted
-                self._free(group.gathering)
+                self.ops.free(group.gathering)
                 group.gathering = None
             if group.all_reduced is not None:
-                self._free(group.all_reduced)
+                self.ops.free(group.all_reduced)
                 group.all_reduced = None
         for context in self.contexts.values():
             self._waited_for_reduces(context)
             for running in context.all_reducing:
-                self._waited(running)
+                self.ops.wait(running)
             context.all_reducing.clear()
             context.copied_ms = None
             context.order.clear()
             for buffer in context.reduced:
-                self._free(buffer)
+                self.ops.free(buffer)
             context.reduced.clear()

@@ -20,12 +20,12 @@ from torch import nn
 import sacplan
 from sacplan._plan.reading import ranks_text
 from sacplan._program.mixed_precision import MixedPrecision
-from sacplan._program.program import StorageKind
+from sacplan._program.program import Phase, StorageKind
 from sacplan._ranks.options import FullyShardOptions
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import resolve_units
 from sacplan.errors import TraceError
-from tests.support.ranks import RANKS, RankMemory, cross_entropy_in_two, fully_sharded, optimizer_of
+from tests.support.ranks import RANKS, RankMemory, cross_entropy_in_two, fully_sharded, levels, optimizer_of
 from tests.support.steps import mean_square
 from tests.zoo import language_models as models
 from tests.zoo.layers import HeavyLayers, Shared, Towers
@@ -254,6 +254,56 @@ def test_a_planned_step_has_the_planned_peak(name: str, mesh: Any, tmp_path: Pat
     for value, kind in ((plan, sacplan.Plan), (profile, sacplan.Profile)):
         value.save(tmp_path / "file.json")
         assert kind.load(tmp_path / "file.json") == value
+
+
+# --- clipping of gradients ------------------------------------------------------------------------------------------
+
+
+def clips(norm_type: float, foreach: bool | None) -> Callable[..., torch.optim.Optimizer]:
+    """Plain SGD that clips gradients before its step. It has no temporaries that would hide those of clipping."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([p for p in parameters if p.requires_grad])
+
+        def clip(*_: Any) -> None:
+            clipped = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(clipped, 1.0, norm_type, foreach=foreach)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+def test_clipping_takes_what_dtensors_take(
+    norm_type: float,
+    foreach: bool | None,
+    shape: tuple[int, int] | None,
+    mesh: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norms of shards are reduced over the ranks before the norm of them is taken."""
+    optimizer = clips(norm_type, foreach)
+    monkeypatch.setattr("tests.support.ranks.optimizer_of", optimizer)
+    case = Case(mesh=shape, **{**HEAVY, "policy": None, "batch": lambda: torch.randn(2, 64)})
+    model, batch = case.make(), case.batch()
+    program = sacplan.profile(model, batch, case.loss, optimizer, "cpu", **case.arguments()).program
+    predicted = max(
+        moment.live_bytes
+        for moment in program.liveness.moments
+        if moment.op >= 0 and program.ops[moment.op].phase == Phase.OPTIMIZER
+    )
+    memory = RankMemory(case.sharded(model, resolve_units(case.units, program), mesh), batch, case.loss)
+    memory.step()
+    memory.optimizer.zero_grad(set_to_none=True)
+    loss = case.loss(memory.model, batch)
+    loss.backward()
+    shards = (p.grad._local_tensor.untyped_storage() for p in model.parameters())  # type: ignore[union-attr]
+    gradients = sum({s._cdata: s.nbytes() for s in shards}.values())
+    assert predicted == memory._alive_bytes() + loss.nbytes + gradients + max(levels(memory.optimizer.step))
 
 
 # --- what is recorded -----------------------------------------------------------------------------------------------
