@@ -18,10 +18,19 @@ The order of allocations was read in ``torch/distributed/fsdp/_fully_shard`` of 
 ``tests/ranks/test_fsdp_plans.py`` (real ranks):
 
 - The output of an all-gather and the unsharded parameters that are copied out of it are two buffers. In the forward
-  pass the first lives until the next unit has gathered too, or the root's forward ends. In the backward pass it lives
-  until it is copied out, but it is gathered one unit ahead.
-- The input of a reduce-scatter lives until the next unit's backward is over. Its output is the gradients.
+  pass the first lives until the next unit has copied out its own, or the root's forward ends. In the backward pass it
+  lives until it is copied out, but it is gathered one unit ahead.
+- The input of a reduce-scatter lives until the next unit's backward is over. Its output is the gradients. Only
+  parameters that have a gradient are in it.
 - A unit whose inputs need no gradient is reduced when the whole backward pass is over.
+- With ``reshard_after_forward=n`` a unit copies the shards that ``n`` ranks hold together out of its unsharded
+  parameters, one after the other, and gathers these in the backward pass.
+
+With a mixed-precision policy the step is recorded with units that compute in ``param_dtype``
+(``_record/mixed_precision.py``), while parameters keep the size of their own type. What is added here has one of three
+types: an all-gather ``param_dtype``, and before it a flat tensor in which the shards are cast; a reduce-scatter
+``reduce_dtype``; the gradients after it the type of the shards. With replicas the output of the reduce-scatter is
+all-reduced in place, and if it is cast afterwards, each unit holds it until the backward pass is over.
 
 The time of a collective is its exposed part (``overlap.py``):
 
@@ -34,11 +43,11 @@ The time of a collective is its exposed part (``overlap.py``):
 Recomputation by a plan hides more than is counted here: exposed times are those of the step without it. The time of the
 optimizer's ops is proportional to the bytes of the shards.
 
-Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled:
-that collectives take multiprocessors and bandwidth from computation; mixed-precision policies
-(what is gathered and reduced has the parameters' own type), offloading, meshes of two dimensions, explicit
-prefetching, gradients left unreduced over several backward passes. Optimizer state of another shape than its
-parameter's (Adafactor's factors) is counted whole.
+Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled: that
+collectives take multiprocessors and bandwidth from computation; offloading, optimizers that step in the backward pass,
+different arguments for different units, explicit prefetching, gradients left unreduced over several backward passes,
+and links of their own for all-reduces among replicas. Optimizer state of another shape than its parameter's
+(Adafactor's factors) is counted whole.
 """
 
 from __future__ import annotations
