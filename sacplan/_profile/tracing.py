@@ -26,6 +26,7 @@ from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Setup, compiled_inside, current_autocast, scripted_inside
+from sacplan._ranks.options import check_offload
 from sacplan._ranks.ranks import Ranks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
@@ -91,6 +92,7 @@ def profile(
     mesh: Any = None,
     mp_policy: Any = None,
     reshard_after_forward: bool | int | None = None,
+    offload_policy: Any = None,
 ) -> Profile:
     """Record one step of a model.
 
@@ -124,6 +126,7 @@ def profile(
             ``DeviceMesh`` of one or two axes, or its sizes by name, ``{"replicate": 2, "shard": 4}``, and stands in for
             ``world_size``. ``mp_policy`` is a ``MixedPrecisionPolicy``. The model keeps its own type: parameters in
             float32 are recorded with units that compute in ``param_dtype``.
+        offload_policy: None or an ``OffloadPolicy`` that does nothing. ``CPUOffloadPolicy`` is an error.
 
     Raises:
         TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
@@ -137,9 +140,25 @@ def profile(
     ranks = Ranks.asked(
         None if world_size == 1 else world_size, fsdp_units, mesh, mp_policy, reshard_after_forward
     )
+    check_offload(offload_policy)
+    if fsdp_units is not None and isinstance(model, torch.nn.Module):
+        _check_no_gradient_hooks(model)
     found = trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, mode=mode, mixed=ranks.mixed)
     warn_of_step(found, stacklevel=3)
     return found.on_ranks(ranks)
+
+
+def _check_no_gradient_hooks(model: torch.nn.Module) -> None:
+    # ``fully_shard`` runs such a hook when the gradient of a shard is reduced, in the middle of the backward pass. A
+    # copy of the model has no hooks, and would keep all gradients until the optimizer's step.
+    for name, p in model.named_parameters():
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise TraceError(
+                f"parameter {name!r} has a hook that runs when its gradient is there "
+                "(register_post_accumulate_grad_hook), such as an optimizer that steps in the backward pass. With "
+                "fsdp_units that is not modelled. Remove the hook, and give an optimizer that steps after the "
+                "backward pass: the peak is then an upper bound, since it keeps all gradients."
+            )
 
 
 def warn_of_step(found: Profile, stacklevel: int) -> None:

@@ -100,6 +100,12 @@ def sharded(
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
         raise TraceError(f"world_size is {world_size!r}; to shard it must be an int of at least 2.")
     options.check(world_size)
+    trains = any(op.phase == Phase.BACKWARD for op in program.ops)
+    if not trains and options.reshard_after_forward not in (None, True):
+        raise TraceError(
+            f"reshard_after_forward is {options.reshard_after_forward} and the step has no backward pass: units would "
+            "keep their parameters until the next step, which is not modelled. Leave it out, or give True."
+        )
     found = parameters_of(program, parameters)
     names = resolve_units(units, program)
     owned = owners(found, names, program, options.mp_policy)

@@ -88,5 +88,20 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
         return ", ".join(parts)
 
 
+def check_offload(policy: Any) -> None:
+    """Raise ``TraceError`` for an ``offload_policy`` that moves anything."""
+    if policy is None:
+        return
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    if not isinstance(policy, OffloadPolicy):
+        raise TraceError(f"offload_policy is {policy!r:.100}; fully_shard takes an OffloadPolicy.")
+    if isinstance(policy, CPUOffloadPolicy):
+        raise TraceError(
+            "offload_policy is a CPUOffloadPolicy, and shards that lie in the memory of the host are not modelled. "
+            "Leave it out: the peak is then that with shards, gradients and optimizer state on the device."
+        )
+
+
 DEFAULTS = FullyShardOptions()
 """What ``fully_shard(module)`` does."""

@@ -455,6 +455,42 @@ def test_options_without_units(arguments: dict[str, Any]) -> None:
         Ranks.asked(**{**({} if "mesh" in arguments else {"world_size": 8}), **arguments})
 
 
+def test_shards_on_the_host_are_not_modelled() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    step: Any = (HeavyLayers(), torch.randn(4, 64), mean_square, None, "cpu")
+    spread: dict[str, Any] = {"world_size": 8, "fsdp_units": UNITS}
+    sacplan.profile(*step, **spread, offload_policy=OffloadPolicy())
+    with pytest.raises(TraceError, match=r"CPUOffloadPolicy.*not modelled"):
+        sacplan.profile(*step, **spread, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(TraceError, match=r"offload_policy is True"):
+        sacplan.profile(*step, **spread, offload_policy=True)
+
+
+def test_an_optimizer_in_the_backward_pass_is_not_modelled() -> None:
+    model = HeavyLayers()
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(TraceError, match=r"'head.weight' has a hook.*steps in the backward pass"):
+        sacplan.profile(model, torch.randn(4, 64), mean_square, device="cpu", world_size=8, fsdp_units=UNITS)
+
+
+@pytest.mark.parametrize("reshard", [False, 2])
+def test_inference_keeps_no_parameters(reshard: bool | int) -> None:
+    step: Any = (HeavyLayers(), torch.randn(4, 64))
+    case = Case(**{**HEAVY, "reshard": None})
+    mixed = sacplan.profile(*step, device="cpu", mode="inference", **case.arguments())
+    assert (
+        mixed.peak_bytes
+        < sacplan.profile(
+            *step, device="cpu", mode="inference", **{**case.arguments(), "mp_policy": None}
+        ).peak_bytes
+    )
+    with pytest.raises(TraceError, match="the step has no backward pass"):
+        sacplan.profile(
+            *step, device="cpu", mode="inference", **{**case.arguments(), "reshard_after_forward": reshard}
+        )
+
+
 def test_a_unit_that_is_not_called() -> None:
     class Looped(nn.Module):
         def __init__(self) -> None:
