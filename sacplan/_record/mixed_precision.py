@@ -56,6 +56,7 @@ class LoweredParameters:
 
     def begin(self, recorder: Recorder) -> None:
         """Give the parameters data of ``param_dtype``, on what the recorder takes for the same storages."""
+        self._lowered.clear()  # of the step before
         with recorder.paused(), torch.no_grad():
             for p, dtype in self._dtypes.items():
                 self._own[p] = own = p.data

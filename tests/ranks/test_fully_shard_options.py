@@ -18,12 +18,16 @@ import torch.distributed as dist
 from torch import nn
 
 import sacplan
+from sacplan._device.devices import resolve_device
+from sacplan._device.links import Link
 from sacplan._plan.reading import ranks_text
 from sacplan._program.mixed_precision import MixedPrecision
-from sacplan._program.program import Phase, StorageKind
+from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.options import FullyShardOptions
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import resolve_units
+from sacplan._shard.costs import Costs
+from sacplan._shard.mesh import Mesh
 from sacplan.errors import TraceError
 from tests.support.ranks import RANKS, RankMemory, cross_entropy_in_two, fully_sharded, levels, optimizer_of
 from tests.support.steps import mean_square
@@ -254,6 +258,42 @@ def test_a_planned_step_has_the_planned_peak(name: str, mesh: Any, tmp_path: Pat
     for value, kind in ((plan, sacplan.Plan), (profile, sacplan.Profile)):
         value.save(tmp_path / "file.json")
         assert kind.load(tmp_path / "file.json") == value
+
+
+# --- times ----------------------------------------------------------------------------------------------------------
+
+
+def exposed(program: Program, name: str) -> list[float]:
+    return [op.time_ms for op in program.ops if op.name == name]
+
+
+def test_half_as_many_bytes_are_gathered_in_half_the_time() -> None:
+    """Links without latency and slow enough that nothing hides them."""
+    link = Link("link", 1e8, 0.0)
+    spec = dataclasses.replace(resolve_device("h100"), inner_link=link, outer_link=link, kernel_launch_us=0.0)
+    step: Any = (HeavyLayers(dropout=0.0), torch.randn(16, 64), mean_square, None, spec)
+    spread: dict[str, Any] = {"world_size": 8, "fsdp_units": UNITS}
+    whole = sacplan.profile(*step, **spread).program
+    half = sacplan.profile(*step, **spread, mp_policy=policy(param_dtype=torch.bfloat16)).program
+    for name in ("fsdp.all_gather_copy_in.default", "c10d._reduce_scatter_base_.default"):
+        assert sum(exposed(half, name)) == pytest.approx(sum(exposed(whole, name)) / 2, rel=0.02)
+
+
+def test_replicas_reduce_what_their_shards_have_reduced() -> None:
+    """By hand: the last all-reduce has nothing to hide behind, and sends a quarter of what is reduced before it."""
+    spec = resolve_device("h100")
+    step: Any = (HeavyLayers(dropout=0.0), torch.randn(16, 64), mean_square, None, spec)
+    program = sacplan.profile(*step, fsdp_units=UNITS, mesh={"replicate": 2, "shard": 4}).program
+    reduced, among = "c10d._reduce_scatter_base_.default", "c10d.allreduce_.default"
+    names = [op.name for op in program.ops if op.name in (reduced, among)]
+    assert names == [reduced, among] * 4  # three layers and the root
+    assert exposed(program, among)[:-1] == [0.0] * 3
+    last = [op for op in program.ops if op.name == among][-1]
+    n_bytes = program.storage_bytes[last.mutates[0]]
+    mesh = Mesh.of({"replicate": 2, "shard": 4})
+    assert last.time_ms == pytest.approx(
+        Costs.of(mesh, spec).collective_ms("all_reduce", n_bytes, 0), rel=0.01
+    )
 
 
 # --- clipping of gradients ------------------------------------------------------------------------------------------
@@ -491,6 +531,7 @@ def test_inference_keeps_no_parameters(reshard: bool | int) -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:the workspace of")  # its parameters are cast, and its inputs are not
 def test_a_unit_that_is_not_called() -> None:
     class Looped(nn.Module):
         def __init__(self) -> None:
