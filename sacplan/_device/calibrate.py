@@ -1,15 +1,17 @@
-"""``calibrate``: the roofline of the local device, measured instead of taken from a datasheet.
+"""``calibrate``: the cost model of the local device, measured instead of taken from a datasheet.
 
-Three figures: what a large square matrix product reaches in each type, the bandwidth of a copy, and how long an op
-takes that has nothing to do. They are what kernels really get, so the shares of the peak
-(``compute_efficiency``, ``bandwidth_efficiency``) become 1. Each is a median over a fraction of a second: a GPU
-that is cold or busy gives other figures.
+Three figures are measured on every device: what a large square matrix product reaches in each type, the bandwidth of a
+copy, and how long an op takes that has nothing to do. They are what kernels really get, so the shares of the peak
+(``compute_efficiency``, ``bandwidth_efficiency``) become 1. On a CUDA device one op for each kind of kernel follows
+(``probes.py``), which gives the ``rates``. Each figure is a median over a fraction of a second: a GPU that is cold or
+busy gives other figures.
 
 The spec keeps the device's name, so that plans made with it find the same kernels again.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ from dataclasses import replace
 import torch
 
 from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.kernel_rates import FIGURES
+from sacplan._device.probes import measured_rates
 from sacplan._device.real_ops import RUN_ERRORS, outside_of_the_trace
 from sacplan._device.timing import device_here, run_seconds
 from sacplan._program.arguments import checked
@@ -27,7 +31,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 _SECONDS = 0.3  # for each figure
-_OPS_AT_ONCE = 200  # so that a GPU's queue is never empty between them
+_OPS_AT_ONCE = {"cpu": 200, "cuda": 40}  # on CUDA as many as are issued while the stream sleeps
 
 
 @checked(DeviceError)
@@ -37,7 +41,7 @@ def calibrate(
     matmul_size: int | None = None,
     copy_bytes: int | None = None,
 ) -> DeviceSpec:
-    """Measure the local CUDA device or CPU; takes seconds.
+    """Measure the local CUDA device or CPU; takes seconds, on CUDA some ten.
 
         spec = sacplan.calibrate("cuda")
         spec.save("my_gpu.json")
@@ -52,7 +56,8 @@ def calibrate(
 
     Returns:
         The spec of that device with measured ``flops`` (a type that it cannot multiply is left out, float8 stays
-        an estimate), ``bandwidth_bytes_per_s`` and ``kernel_launch_us``.
+        an estimate), ``bandwidth_bytes_per_s`` and ``kernel_launch_us``, and on CUDA with measured ``rates``. Its
+        ``source`` names the rates that could not be measured.
 
     Raises:
         DeviceError: there is no such device in this machine, a size is not positive, or the memory does not suffice.
@@ -78,14 +83,11 @@ def calibrate(
             bandwidth = _bandwidth(where, nbytes)
             launch_us = _launch_us(where)
         except torch.OutOfMemoryError as error:
-            raise DeviceError(
-                f"calibrate on {base.name}: {str(error).splitlines()[0]}. Free the device's memory, or choose a "
-                "smaller matmul_size or copy_bytes."
-            ) from error
+            raise _no_room(base, error) from error
     # Not measured: ``torch.mm`` has no float8. The estimate takes in the efficiency, which is 1 in the new spec.
     if "float8" in base.flops:
         flops["float8"] = base.flops["float8"] * base.compute_efficiency
-    return replace(
+    spec = replace(
         base,
         flops=flops,
         bandwidth_bytes_per_s=bandwidth,
@@ -93,6 +95,28 @@ def calibrate(
         bandwidth_efficiency=1.0,
         kernel_launch_us=launch_us,
         source=f"measured here by sacplan.calibrate, torch {torch.__version__}, products of {size} x {size}",
+    )
+    return _with_rates(spec, where, nbytes) if base.kind == "cuda" else spec
+
+
+def _with_rates(spec: DeviceSpec, where: torch.device, nbytes: int) -> DeviceSpec:
+    """Return the spec with the rates of kernels by kind measured, and with what was not measured in its ``source``."""
+    with outside_of_the_trace(where):
+        try:
+            rates, measured = measured_rates(
+                spec, where, nbytes, functools.partial(_seconds, where=where, launch_ahead=True)
+            )
+        except torch.OutOfMemoryError as error:
+            raise _no_room(spec, error) from error
+    missing = [name for name in FIGURES if name not in measured]
+    source = spec.source + (f"; not measured: {', '.join(missing)}" if missing else "")
+    return replace(spec, rates=rates, source=source)
+
+
+def _no_room(spec: DeviceSpec, error: torch.OutOfMemoryError) -> DeviceError:
+    return DeviceError(
+        f"calibrate on {spec.name}: {str(error).splitlines()[0]}. Free the device's memory, or choose a "
+        "smaller matmul_size or copy_bytes."
     )
 
 
@@ -134,20 +158,24 @@ def _bandwidth(where: torch.device, nbytes: int) -> float:
 
 
 def _launch_us(where: torch.device) -> float:
-    """Return the microseconds from one op to the next when there is nothing to compute."""
+    """Return the microseconds from one op to the next when there is nothing to compute.
+
+    On CUDA that is the time of the device: ops are issued ahead, while the stream sleeps.
+    """
     x = torch.zeros(1, device=where)
+    count = _OPS_AT_ONCE[where.type]
 
     def many() -> None:
-        for _ in range(_OPS_AT_ONCE):
+        for _ in range(count):
             x.add_(1)
 
-    return _seconds(many, where) / _OPS_AT_ONCE * 1e6
+    return _seconds(many, where, launch_ahead=True) / count * 1e6
 
 
-def _seconds(call: Callable[[], object], where: torch.device) -> float:
+def _seconds(call: Callable[[], object], where: torch.device, launch_ahead: bool = False) -> float:
     """Return the median of as many runs as fit the time, at least three, after a warm-up."""
     runs: list[float] = []
-    for seconds in run_seconds(call, where):
+    for seconds in run_seconds(call, where, launch_ahead=launch_ahead):
         runs.append(seconds)
         if len(runs) >= 3 and sum(runs) >= _SECONDS:
             break

@@ -1,16 +1,25 @@
-"""The roofline: the FLOPs and bytes of an op, and its time on a device.
+"""The cost model: the FLOPs and bytes of an op, and its time on a device.
+
+On a CPU the time of an op is that of the plain roofline (Williams et al., "Roofline", CACM 2009), each operand moved
+once for each argument:
 
     milliseconds = 1e3 * max(FLOPs / (peak * compute_efficiency), bytes / (bandwidth * bandwidth_efficiency))
                    + 1e-3 * kernel_launch_us
 
-with the peak of the matrix type in FLOP/s, the bandwidth in bytes/s, and each operand moved once (Williams et al.,
-"Roofline", CACM 2009). All figures are those of the :class:`DeviceSpec`. FLOPs come from the formulas of
-``torch.utils.flop_counter`` (a multiply-add is two, causal attention counts in full) and are compared with
-peaks in FLOP/s. Only matrix products, convolutions and attention have a formula, as there; all the other ops
-are bound by bandwidth, which is what they are on every device of the table.
+On a CUDA device an op is one kernel or more, of several kinds, and its time is the sum of theirs. ``op_kernels.py``
+says which kernels an op launches and how many bytes each of them really moves; ``kernel_rates.py`` says how fast they
+run, and where these figures come from. One elementwise kernel, or one large matrix product, has the roofline's time.
 
-Known simplifications: an operand given twice is read twice; caches are not modelled; recurrent layers on a
-CPU (oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix products.
+All other figures are those of the :class:`DeviceSpec`. FLOPs come from the formulas of ``torch.utils.flop_counter`` (a
+multiply-add is two, causal attention counts in full) and are compared with peaks in FLOP/s. Only matrix products,
+convolutions and attention have a formula, as there; all the other ops are bound by bandwidth, instructions or latency.
+
+Times of ops add up: they are what the device takes, launches included. Where the CPU cannot issue ops as fast as the
+device runs them, as in eager mode with small tensors, a step takes longer than the sum.
+
+Known simplifications: caches are modelled only where a kernel reads its own operand again; on a CPU an operand given
+twice is read twice, and recurrent layers (oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix
+products.
 
 To add a formula, decorate a function with the names of its ops. It gets the arguments of the call by name:
 
@@ -24,15 +33,18 @@ Private PyTorch API, tried on 2.11 and 2.13: ``torch.utils.flop_counter.flop_reg
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch.utils import flop_counter
 
+from sacplan._device import index_kernels, row_kernels  # noqa: F401  (each registers its rules)
 from sacplan._device.devices import DeviceSpec
+from sacplan._device.kernel_rates import KINDS
+from sacplan._device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
 from sacplan._torch.ops import RuleTable, arguments_by_name, aten_names, op_traits, tensors_in
 
 # ---------------------------------------------------------------------------------------------------------
@@ -138,10 +150,6 @@ _FREE = aten_names("""
     _local_scalar_dense
 """)
 _FREE_NAMESPACES = ("prim", "profiler", "inductor")
-# Write their first argument without reading it.
-_OVERWRITES = aten_names(
-    "zero_ fill_ copy_ normal_ uniform_ bernoulli_ random_ exponential_ _foreach_zero_ _foreach_copy_"
-)
 # Read no more of their first argument than they write.
 _GATHERS = aten_names("embedding index _unsafe_index index_select gather take")
 # The index of a matrix operand where it is not the first argument.
@@ -176,7 +184,7 @@ def _cost_traits(func: torch._ops.OpOverload) -> _CostTraits:
     return _CostTraits(
         free=name in _FREE or name.split("::")[0] in _FREE_NAMESPACES or (views and not writes),
         counts_flops=func._overloadpacket in flop_counter.flop_registry or name in flops,
-        overwrites=name in _OVERWRITES,
+        overwrites=name in OVERWRITES,
         gathers=name in _GATHERS,
         matrix_arg=_MATRIX_ARG.get(name, 0),
     )
@@ -188,18 +196,7 @@ def is_free(func: torch._ops.OpOverload) -> bool:
 
 
 def _bytes_in(tree: Any) -> int:
-    return sum(map(_tensor_bytes, tensors_in(tree)))
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements. A dimension of stride 0 (expanded) counts once: it is read once."""
-    if tensor.layout is not torch.strided:
-        return tensor.numel() * tensor.element_size()
-    shape = tensor.shape
-    if 0 in shape:  # whatever the strides: the product below would leave out an empty dimension of stride 0
-        return 0
-    elements = prod(size for size, stride in zip(shape, tensor.stride(), strict=True) if stride != 0)
-    return elements * tensor.element_size()
+    return sum(map(tensor_bytes, tensors_in(tree)))
 
 
 def op_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -264,6 +261,8 @@ class CostModel:
         self._tf32 = tf32_allowed() if tf32 is None else tf32
         self._conv_tf32 = _conv_tf32_allowed() if tf32 is None else tf32
         self._known: dict[Any, tuple[int, float]] = {}
+        # For each kind, how many of what it waits for are done in a millisecond.
+        self._speeds = _speeds(spec) if spec.kind == "cuda" else {}
 
     def cost(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -272,7 +271,7 @@ class CostModel:
         if _cost_traits(func).free:
             return 0, 0.0
         # The output is in the key: where its size depends on data, equal arguments may give another one.
-        key = (func, signature(args), signature(kwargs) if kwargs else None, signature(out))
+        key = (func, signature(args), signature(kwargs) if kwargs else None, signature(out), _repeats(args))
         try:
             known = self._known.get(key)
         except TypeError:  # an unhashable argument: a symbolic size, a generator's state
@@ -285,14 +284,91 @@ class CostModel:
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> tuple[int, float]:
         count = op_flops(func, args, kwargs, out) if _cost_traits(func).counts_flops else 0
-        compute_s = 0.0
-        if count:
-            tf32 = self._conv_tf32 if "conv" in func._schema.name else self._tf32
-            peak = self.spec.peak_flops(_matrix_dtype(func, args), tf32=tf32)
-            compute_s = count / (peak * self.spec.compute_efficiency)
+        peak = self.flops_per_s(func, args) if count else 0.0
+        if self.spec.kind == "cuda":
+            return count, sum(
+                self.kernel_ms(kernel, peak) for kernel in kernels_of(Call(func, args, kwargs, out, count))
+            )
+        compute_s = count / peak if count else 0.0
         bandwidth = self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency
         memory_s = op_bytes(func, args, kwargs, out) / bandwidth
         return count, max(compute_s, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
+
+    def flops_per_s(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> float:
+        """Return what large matrix products reach on the operands of a call, in FLOP/s."""
+        tf32 = self._conv_tf32 if "conv" in func._schema.name else self._tf32
+        return self.spec.peak_flops(_matrix_dtype(func, args), tf32=tf32) * self.spec.compute_efficiency
+
+    def kernel_ms(self, kernel: Kernel, flops_per_s: float = 0.0) -> float:
+        """Return the milliseconds of one kernel on a CUDA device, launches included.
+
+        Args:
+            kernel: the kernel.
+            flops_per_s: what large matrix products of its type reach.
+        """
+        speed = self._speeds[kernel.kind]
+        ms = max(kernel.nbytes / speed.bytes_per_ms, kernel.elements / speed.elements_per_ms)
+        if kernel.flops:
+            # Each multiprocessor has its share of the peak; the one with the most work is waited for.
+            flops = max(kernel.flops, kernel.block_flops * self.spec.sm_count)
+            ms = max(ms, 1e3 * flops / (flops_per_s * speed.matrix_share))
+        return ms + kernel.launches * self.spec.kernel_launch_us * 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """How fast kernels of one kind run on one device.
+
+    Attributes:
+        bytes_per_ms: read and written.
+        elements_per_ms: infinite where elements do not matter.
+        matrix_share: of the FLOP/s of large matrix products.
+    """
+
+    bytes_per_ms: float
+    elements_per_ms: float
+    matrix_share: float
+
+
+def _speeds(spec: DeviceSpec) -> dict[str, _Speed]:
+    """Return the speeds of all kinds of kernels."""
+    rates = spec.rates.as_dict()
+    bytes_per_ms = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency * 1e-3
+    found = {}
+    for name, kind in KINDS.items():
+        elements_per_ms = math.inf
+        if kind.rate:
+            elements_per_ms = rates[kind.rate] * spec.sm_count * spec.clock_ghz * 1e6
+        elif kind.block_us:
+            elements_per_ms = spec.sm_count * large_blocks(spec) / (rates[kind.block_us] * 1e-3)
+        elif kind.us:
+            elements_per_ms = 1 / (rates[kind.us] * 1e-3)
+        found[name] = _Speed(
+            bytes_per_ms * (rates[kind.share] if kind.share else 1.0),
+            elements_per_ms,
+            rates[kind.matrix] if kind.matrix else 1.0,
+        )
+    return found
+
+
+def large_blocks(spec: DeviceSpec) -> int:
+    """Return how many blocks of 1,024 threads a multiprocessor runs at a time.
+
+    It has room for 2,048 threads on data-center GPUs, and for 1,024 or 1,536 on Turing and on all others (CUDA
+    programming guide, technical specifications by compute capability).
+    """
+    if spec.capability is None:
+        return 2
+    return 1 if spec.capability in _SMALL or spec.capability >= (11, 0) else 2
+
+
+_SMALL = {(7, 5), (8, 6), (8, 7), (8, 9)}
+
+
+def _repeats(args: Sequence[Any]) -> int:
+    """Return how many of the arguments are tensors that were given before: ``x * x`` reads once, ``x * y`` twice."""
+    tensors = [id(arg) for arg in args if isinstance(arg, torch.Tensor)]
+    return len(tensors) - len(set(tensors))
 
 
 def _nonzeros(tensor: torch.Tensor) -> int:

@@ -6,8 +6,9 @@ Sources of the table: ``torch/_inductor/analysis/device_info.py`` (peaks; its L4
 used), the vendors' datasheets (dense figures, halved where only the sparse one is printed), and reports of
 ``torch.cuda.get_device_properties(...).total_memory`` for the capacities. Peaks are those of the datasheet. For links
 see ``links.py``.
-The share of them that kernels reach, ``compute_efficiency`` and ``bandwidth_efficiency``, is an assumption;
-``sacplan.calibrate`` measures it on the local device.
+How much of them kernels reach is said in two steps. ``compute_efficiency`` and ``bandwidth_efficiency`` are what the
+best kernels reach; the table's comment says which of them are fitted and which are assumed. ``rates`` say how the other
+kinds of kernels compare with these, see ``kernel_rates.py``. ``sacplan.calibrate`` measures both on the local device.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sacplan._device import files
+from sacplan._device.kernel_rates import KernelRates, default_rates
 from sacplan._device.links import LINKS, Link
 from sacplan.errors import DeviceError
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
+_EFFICIENCIES = ("compute_efficiency", "bandwidth_efficiency")
 WITHOUT_WORKSPACES = " without workspaces"
 """Suffix of a device's name, for a device whose cuBLAS workspaces do not count."""
 
@@ -68,11 +71,19 @@ class DeviceSpec:
     allocation_round_bytes: int = 1
     """Every allocation counts as a multiple of this: 512 in the CUDA caching allocator, 1 on a CPU."""
     compute_efficiency: float = 0.7
-    """Share of the peak that large matrix products reach. An assumption, not a measurement."""
+    """Share of the peak that large matrix products reach. The default is an assumption. Another value scales all
+    kernels that are bound by FLOPs."""
     bandwidth_efficiency: float = 0.8
-    """Share of the bandwidth that elementwise kernels reach. An assumption, not a measurement."""
+    """Share of the bandwidth that contiguous elementwise kernels reach. The default is an assumption. Another value
+    scales all kernels that are bound by bytes."""
     kernel_launch_us: float = 3.0
     """Time that each kernel takes besides its work, in microseconds. An assumption."""
+    clock_ghz: float = None  # type: ignore[assignment]
+    """Boost clock of the multiprocessors. If it is left out, that of the device of this name in the table, else the one
+    that the float32 peak implies. A CPU has none."""
+    rates: KernelRates = None  # type: ignore[assignment]
+    """How kernels of each kind compare with the best ones. If it is left out, the device is not calibrated, and the
+    rates are those fitted to published times of several GPUs. A CPU has none: its ops have the plain roofline."""
     matmul_workspace_bytes: int | None = None
     """Bytes that the matrix library (cuBLAS) keeps for each thread that multiplies. ``profile`` counts them. None:
     torch's default for the architecture and release, see ``library_workspace_bytes``. 0: nothing."""
@@ -92,6 +103,11 @@ class DeviceSpec:
             for what, value in _links_of(self.name, self.kind).items():
                 if getattr(self, what) is None:
                     object.__setattr__(self, what, value)
+        if self.kind == "cuda":
+            if self.clock_ghz is None and "float32" in self.flops:
+                object.__setattr__(self, "clock_ghz", self._clock_ghz())
+            if self.rates is None:
+                object.__setattr__(self, "rates", default_rates(self.capability))
         figures = {
             "memory_bytes": self.memory_bytes,
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
@@ -100,6 +116,8 @@ class DeviceSpec:
             "ranks_per_node": self.ranks_per_node,
             **{f"flops[{k!r}]": v for k, v in self.flops.items()},
         }
+        if self.clock_ghz is not None:
+            figures["clock_ghz"] = self.clock_ghz
         for what, value in figures.items():
             if not 0 < value < math.inf:
                 raise DeviceError(
@@ -115,6 +133,18 @@ class DeviceSpec:
         for what in ("kernel_launch_us", "matmul_workspace_bytes"):
             if (getattr(self, what) or 0) < 0:
                 raise DeviceError(f"DeviceSpec {self.name!r}: {what} is negative")
+
+    def _clock_ghz(self) -> float:
+        """Return the clock of the table, or the one at which all lanes together reach the float32 peak.
+
+        A lane does two FLOPs a cycle. A multiprocessor has 128 lanes, but 64 on Volta, Turing and A100.
+        """
+        # The rows themselves state their clocks, so that this is not asked while the table is read.
+        row = _table().get(self.name.removesuffix(WITHOUT_WORKSPACES))
+        if row is not None:
+            return row.spec.clock_ghz
+        few = self.capability is not None and self.capability <= (8, 0)
+        return self.flops["float32"] / (2 * (64 if few else 128) * self.sm_count) * 1e-9
 
     @property
     def has_bfloat16(self) -> bool:
@@ -192,6 +222,7 @@ class _DeviceRow:
 
 def _read_row(fields: Mapping[str, str]) -> _DeviceRow:
     major_minor = fields["capability"].split(".")
+    efficiencies: dict[str, Any] = {name: float(fields[name]) for name in _EFFICIENCIES if fields[name]}
     spec = DeviceSpec(
         name=fields["name"],
         kind="cuda",
@@ -200,6 +231,8 @@ def _read_row(fields: Mapping[str, str]) -> _DeviceRow:
         flops={dtype: float(fields[dtype]) * 1e12 for dtype in _DTYPES if fields[dtype]},
         capability=(int(major_minor[0]), int(major_minor[1])) if fields["capability"] else None,
         sm_count=int(fields["sm_count"]),
+        clock_ghz=float(fields["clock_ghz"]),
+        **efficiencies,
         allocation_round_bytes=512,
         inner_link=LINKS[fields["inner_link"]],
         outer_link=LINKS[fields["outer_link"]],
@@ -271,6 +304,8 @@ def _here(index: int | None) -> DeviceSpec:
         "memory_bytes": props.total_memory,
         "sm_count": props.multi_processor_count,
     }
+    if clock_khz := getattr(props, "clock_rate", 0):
+        measured["clock_ghz"] = clock_khz * 1e-6
     # A board of the table: peaks and links from there, memory and multiprocessors as reported (MIG slices have fewer).
     for row in _table().values():
         if row.board and re.search(row.board, props.name, re.IGNORECASE):
@@ -286,9 +321,9 @@ def _here(index: int | None) -> DeviceSpec:
         like = max(older, key=lambda s: (s.capability or (0, 0), -s.sm_count))
     share = props.multi_processor_count / like.sm_count
     bandwidth = like.bandwidth_bytes_per_s
-    clock_khz, bus_bits = getattr(props, "memory_clock_rate", 0), getattr(props, "memory_bus_width", 0)
-    if clock_khz and bus_bits:
-        bandwidth = 2 * clock_khz * 1e3 * bus_bits / 8
+    memory_khz, bus_bits = getattr(props, "memory_clock_rate", 0), getattr(props, "memory_bus_width", 0)
+    if memory_khz and bus_bits:
+        bandwidth = 2 * memory_khz * 1e3 * bus_bits / 8
     return replace(
         like,
         name=props.name,
@@ -358,7 +393,7 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
 
 
 def devices() -> pd.DataFrame:
-    """Return the device table, one row per device: GiB, GB/s, dense TFLOP/s by dtype, multiprocessors, links, source.
+    """Return the device table, one row per device: GiB, GB/s, dense TFLOP/s by dtype, clock, links, source.
 
     GB/s of links are what collectives reach in one direction, for each rank.
     """
@@ -372,6 +407,9 @@ def devices() -> pd.DataFrame:
             "bandwidth_gb_per_s": spec.bandwidth_bytes_per_s / 1e9,
             **{f"{d}_tflops": spec.flops[d] / 1e12 if d in spec.flops else None for d in _DTYPES},
             "sm_count": spec.sm_count,
+            "clock_ghz": spec.clock_ghz,
+            "compute_efficiency": spec.compute_efficiency,
+            "bandwidth_efficiency": spec.bandwidth_efficiency,
             "capability": None if spec.capability is None else "{}.{}".format(*spec.capability),
             "ranks_per_node": spec.ranks_per_node,
             "inner_link": spec.inner_link.name,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from sacplan._device.kernel_rates import KernelRates
 from sacplan._device.links import Link
 from sacplan._program import files
 from sacplan._program.files import Count, Name, Positive
@@ -43,6 +44,8 @@ class DeviceFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     compute_efficiency: Efficiency | UnsetType = UNSET
     bandwidth_efficiency: Efficiency | UnsetType = UNSET
     kernel_launch_us: Duration | UnsetType = UNSET
+    clock_ghz: Rate | UnsetType | None = UNSET
+    rates: Mapping[Name, Rate] | UnsetType | None = UNSET
     matmul_workspace_bytes: Count | UnsetType | None = UNSET
     inner_link: LinkFields | UnsetType = UNSET
     outer_link: LinkFields | UnsetType = UNSET
@@ -74,6 +77,11 @@ def load(path: str | Path) -> dict[str, Any]:
     links = {
         name: Link(**msgspec.structs.asdict(v)) for name, v in given.items() if isinstance(v, LinkFields)
     }
+    if given.get("rates") is not None:
+        try:
+            given["rates"] = KernelRates.of(given["rates"])
+        except DeviceError as error:
+            raise DeviceError(f"{path}: {error}.") from error
     return {**given, **links}
 
 
