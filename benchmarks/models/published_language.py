@@ -26,6 +26,7 @@ from benchmarks.models.published_step import (
     fused_adamw,
     op_policy,
 )
+from sacplan._device.devices import resolve_device
 from sacplan._program.program import Op, Phase, Program
 
 # --- minGPT -----------------------------------------------------------------------------------------------
@@ -78,6 +79,14 @@ _MINGPT = functools.partial(
 )
 
 # --- torchtitan -------------------------------------------------------------------------------------------
+
+
+H100_96GB = dataclasses.replace(
+    resolve_device("h100"), memory_bytes=int(95.04 * GIB), bandwidth_bytes_per_s=2.4e12
+)
+"""torchtitan's card: HBM2e, and a limit of 500 W (its ``benchmarks/llama3_h100_202412_torchtitan.md``)."""
+
+_LESS_POWER = "the card was limited to 500 W; predicted times are those of 700 W and 2.4 TB/s"
 
 
 def _titan_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -137,7 +146,8 @@ def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int 
             Point(part=("step1",), unit=GIB, figure="reserved_expandable", first=True),
             Point(part=("step10+",), unit=GIB, figure="reserved_expandable"),
         ),
-        "device": "h100",
+        "device": H100_96GB,
+        "other_card": _LESS_POWER,
         "plan": op_policy,
         "loop": Loop(until=_kept_by_checkpointing),
         "fsdp": Fsdp(ranks=8, units=("layers.*", ""), reshard=reshard),
@@ -155,7 +165,6 @@ def _titan2412(ranks: int, **changes: Any) -> Step:
         "assumed": True,
         "unknown": "whether segments were expandable, as torchtitan's own script sets them: both are predicted; "
         f"{_LAST_LAYER}",
-        "other_card": "times are of an H100 with 3.35 TB/s and 700 W",
     }
     return _titan822("default", **made | changes)
 

@@ -18,7 +18,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.steps import LossFn
-from sacplan._device.devices import resolve_device
+from sacplan._device.devices import DeviceSpec, resolve_device
 
 Figure = Literal["allocated", "active", "reserved", "reserved_expandable", "end"]
 Kind = Literal["known", "assumed", "compiled"]
@@ -92,7 +92,7 @@ class Step:
     Attributes:
         build: makes the model.
         points: the figures that are compared.
-        device: name of the GPU, for times and for the size of workspaces.
+        device: the GPU, for times and for the size of workspaces.
         workspaces: whether PyTorch of that time counted cuBLAS workspaces.
         plan: the checkpointing of the step; None: none.
         loop: the training loop.
@@ -106,7 +106,7 @@ class Step:
 
     build: Callable[[], Built]
     points: tuple[Point, ...]
-    device: str
+    device: str | DeviceSpec
     workspaces: bool = True
     plan: Callable[[sacplan.Profile], sacplan.Plan] | None = None
     loop: Loop = dataclasses.field(default_factory=Loop)

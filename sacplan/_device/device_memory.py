@@ -119,24 +119,26 @@ class _Changes:
         sizes: bytes of each block.
         streams: stream of the blocks that are not on the main one.
         model: blocks that are there before the first step.
-        batch: blocks of the batch.
+        given: blocks that each step is given anew, as the batch.
         state: blocks that come when the optimizer's ``step`` begins for the first time.
         forward, backward, optimizer: changes of a step until its backward pass begins, then until the optimizer's
             ``step`` does, and after: a block, or the complement ``~block`` of one that is freed.
         gradients, leftover: gradients, and other blocks, that nothing has freed when the step is over.
+        renewed: by block that is there when the step is over, the one that it is at the beginning of the next.
         staying: blocks that come in a step and stay.
     """
 
     sizes: list[int]
     streams: dict[int, int]
     model: list[int]
-    batch: list[int]
+    given: list[int]
     state: list[int]
     forward: list[int]
     backward: list[int]
     optimizer: list[int]
     gradients: list[int]
     leftover: list[int]
+    renewed: dict[int, int]
     staying: frozenset[int]
 
 
@@ -150,23 +152,36 @@ def _changes_of(program: Program) -> _Changes:
     end = len(reader.changes)
     optimizer_at = reader.begins.get(Phase.OPTIMIZER, end)
     backward_at = min(reader.begins.get(Phase.BACKWARD, end), optimizer_at)
-    left = {
+    there = frozenset(initial)
+    left = {  # by storage, its block, when the step is over
         storage: block
         for storage, block in reader.block_of.items()
-        if storage not in initial and block not in reader.workspaces
+        if block not in there and block not in reader.workspaces
     }
-    gradients = {program.tensors[tensor].storage for tensor in program.gradients.values()}
+    # A tensor that was there may be replaced by another one: Adafactor makes some of its state anew in each step. It is
+    # then what the next step begins with. Where nothing takes its place, it is given to each step, as the batch is.
+    changed = {~change for change in reader.changes if change < 0}
+    renewed: dict[int, int] = {}
+    given = [s for s in initial if kinds[s] not in _STAYS]
+    for old in (s for s in initial if s in changed and kinds[s] in _STAYS):
+        like = (s for s in left if kinds[s] == kinds[old] and reader.sizes[s] == reader.sizes[old])
+        new = next(like, None)
+        if new is None:
+            given.append(old)
+        else:
+            renewed[left.pop(new)] = old
     return _Changes(
         sizes=reader.sizes,
         streams=reader.streams,
-        model=[s for s in initial if kinds[s] in _STAYS and kinds[s] != StorageKind.OPTIMIZER_STATE],
-        batch=[s for s in initial if kinds[s] not in _STAYS],
-        state=[s for s in initial if kinds[s] == StorageKind.OPTIMIZER_STATE],
+        model=[s for s in initial if s not in given and kinds[s] != StorageKind.OPTIMIZER_STATE],
+        given=given,
+        state=[s for s in initial if s not in given and kinds[s] == StorageKind.OPTIMIZER_STATE],
         forward=reader.changes[:backward_at],
         backward=reader.changes[backward_at:optimizer_at],
         optimizer=reader.changes[optimizer_at:],
-        gradients=[block for storage, block in left.items() if storage in gradients],
-        leftover=[block for storage, block in left.items() if storage not in gradients],
+        gradients=[block for s, block in left.items() if kinds[s] == StorageKind.GRADIENT],
+        leftover=[block for s, block in left.items() if kinds[s] != StorageKind.GRADIENT],
+        renewed=renewed,
         staying=frozenset(reader.workspaces),
     )
 
@@ -197,6 +212,7 @@ class _Reader:
         for storage in program.initial:
             self._holders[storage] = 1
         self._overwritten = -1  # a storage whose block was taken over by the op before
+        self._moved: set[int] = set()  # storages whose own block another version has
 
     def step(self, code: int, arg: int) -> None:
         """Go on by one event."""
@@ -218,13 +234,13 @@ class _Reader:
         if op.replaces in self.block_of and self.sizes[op.writes[0]] == self.sizes[op.replaces]:
             self.block_of[op.writes[0]] = self.block_of.pop(op.replaces)
             self._overwritten = op.replaces
-        inside = (len(self.sizes),) if op.workspace_bytes else ()
+            self._moved.add(op.replaces)
+        inside = (self._more(op.workspace_bytes),) if op.workspace_bytes else ()
         if op.name in _STREAMS:
             self.streams.update(dict.fromkeys((*op.writes, *inside), _STREAMS[op.name]))
         for storage in op.writes:
             self._hold(storage)
         for block in inside:
-            self.sizes.append(op.workspace_bytes)
             self.changes += (block, ~block)
 
     def _hold(self, storage: int) -> None:
@@ -233,9 +249,16 @@ class _Reader:
             self._allocate(storage)
 
     def _allocate(self, storage: int) -> None:
-        if self.sizes[storage]:  # the allocator gives no block for 0 bytes
-            self.block_of[storage] = storage
-            self.changes.append(storage)
+        n_bytes = self.sizes[storage]
+        if n_bytes:  # the allocator gives no block for 0 bytes
+            block = self._more(n_bytes) if storage in self._moved else storage
+            self.block_of[storage] = block
+            self.changes.append(block)
+
+    def _more(self, n_bytes: int) -> int:
+        """Add a block that is not a storage's own."""
+        self.sizes.append(n_bytes)
+        return len(self.sizes) - 1
 
     def _release(self, storage: int) -> None:
         self._holders[storage] -= 1
@@ -261,13 +284,15 @@ class _Run:
     def step(self, *, is_first: bool = False) -> AllocatorPeaks:
         """Run one step, and return its peaks."""
         changes, allocator = self.changes, self.allocator
-        # Out of the way of the blocks of the same names that this step makes.
-        batch, gradients, leftover = (
-            [] if is_first else [self.blocks.pop(index) for index in indices]
-            for indices in (changes.batch, changes.gradients, changes.leftover)
+        # Out of the way of the blocks of the same names that this step makes. A step may free its own batch.
+        given, gradients, leftover = (
+            [] if is_first else [self.blocks.pop(index) for index in indices if index in self.blocks]
+            for indices in (changes.given, changes.gradients, changes.leftover)
         )
-        self.allocate(changes.batch)
-        self._free(batch)
+        for new, old in changes.renewed.items() if not is_first else ():
+            self.blocks[old] = self.blocks.pop(new)
+        self.allocate(changes.given)
+        self._free(given)
         if self.zero_grad == "step":
             self._free(gradients)
         allocator.peak_allocated_bytes = allocator.allocated_bytes
