@@ -16,19 +16,22 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sacplan
+from benchmarks.allocator import allocator_peaks
 from benchmarks.harness.command import Parser, run_cases
-from benchmarks.harness.results import Row
+from benchmarks.harness.results import MIB, Row, write_results
 from benchmarks.harness.table import Table
 from benchmarks.models import published_ops
-from benchmarks.models.published_ops import PublishedRow
+from benchmarks.models.published_ops import OpCase, PublishedRow
 from sacplan._device.cost import CostModel
+from sacplan._device.cublas import library_workspace_bytes
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 
@@ -72,13 +75,58 @@ def _phases(
 ) -> tuple[float, float, float, bool, bool]:
     """Return the times of forward pass, drawing the gradient and backward pass; and what a row counts of them."""
     with fake_device(spec):
-        case = published_ops.build(op, size, config, gpu)
-        case.round(lambda phase: None)  # makes the gradients that the timed round adds to
+        case = published_ops.build(op, size, config, "speed")
+        case.timed_round(lambda phase: None)  # makes the gradients that the timed round adds to
         with _Clock(CostModel(spec)) as clock:
-            case.round(clock.mark)
+            case.timed_round(clock.mark)
     ms = clock.ms
     draws = case.gradient == "drawn in full"
     return ms["forward"], ms["draw"], ms["backward"], draws, case.backward_is_full
+
+
+class _Rounds(torch.nn.Module):
+    """What a script has on the device while it runs: leaves, modules of both implementations, and inputs."""
+
+    def __init__(self, case: OpCase, mode: str) -> None:
+        super().__init__()
+        self.case, self.mode = case, mode
+        for name, leaf in case.leaves.items():
+            setattr(self, name, torch.nn.Parameter(leaf))
+        for name, given in case.given.items():
+            self.register_buffer(name, given)
+        for name, module in (*case.modules.items(), *case.idle.items()):
+            setattr(self, name, module)
+        self.nothing = torch.nn.Parameter(torch.empty(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss that needs nothing: the backward passes are in the rounds."""
+        return self.nothing.sum()
+
+
+def _rounds(model: _Rounds, batch: Any) -> torch.Tensor:
+    """Run the rounds of a row: the loss function of the step that is recorded."""
+    model.case.on(model).peak_rounds(model.mode)
+    return model(*batch)
+
+
+def predicted_peak_bytes(row: PublishedRow) -> int:
+    """Return the predicted peak of a row, with what the allocator does not split off its blocks.
+
+    ``max_memory_allocated`` counts whole blocks. Of a block that is up to 1 MiB larger than a tensor, nothing is split
+    off (``sacplan/_device/caching_allocator.py``).
+    """
+    with torch.device("meta"):
+        case = published_ops.build(row.op, row.size, row.config, row.metric)
+        model = _Rounds(case, row.mode)
+    profile = sacplan.profile(model, (torch.empty(1, device="meta"),), _rounds, device=row.gpu)
+    if case.left_bytes:
+        # The allocator is not empty before the step, and where it has free blocks is not known.
+        return profile.peak_bytes + case.left_bytes
+    peak = allocator_peaks(profile.program).allocated_bytes
+    if row.mode == "forward" and case.peak_by_mode:
+        # The workspace of autograd's thread, from the rows before.
+        peak += library_workspace_bytes(profile.spec)
+    return peak
 
 
 def row_of(row: PublishedRow) -> Row:
@@ -87,12 +135,12 @@ def row_of(row: PublishedRow) -> Row:
         "op": row.op, "mode": row.mode, "metric": row.metric, "size": row.size, "config": row.config,
         "gpu": row.gpu, "published": row.measured,
     }  # fmt: skip
-    found["predicted"] = predicted_ms(row)
+    found["predicted"] = predicted_ms(row) if row.metric == "speed" else predicted_peak_bytes(row) / MIB
     found["error"] = found["predicted"] / row.measured - 1
     return found
 
 
-def summary(rows: Iterable[Row]) -> Row:
+def times_summary(rows: Iterable[Row]) -> Row:
     """Return the errors of times over .1 ms: the median, the 90th percentile and the worst."""
     errors = sorted(abs(r["error"]) for r in rows if r["metric"] == "speed" and r["published"] > SHORTEST_MS)
     if not errors:
@@ -103,6 +151,14 @@ def summary(rows: Iterable[Row]) -> Row:
         "p90": errors[min(len(errors) - 1, len(errors) * 9 // 10)],
         "worst": errors[-1],
     }
+
+
+def peaks_summary(rows: Iterable[Row]) -> Row:
+    """Return how far off peaks are, and how many are within 64 KiB."""
+    off = [abs(r["predicted"] - r["published"]) * 1024 for r in rows if r["metric"] == "memory"]
+    if not off:
+        return {"rows": 0}
+    return {"rows": len(off), "within_64_kib": sum(kib <= 64 for kib in off), "worst_kib": max(off)}
 
 
 TABLE = Table(
@@ -128,13 +184,20 @@ def line(row: Row) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__, "published_ops.json")
     parser.choice("--ops", list(published_ops.CASES))
-    options = parser.begin(argv)
-    wanted = [row for row in published_ops.read_rows("speed") if row.op in options.ops]
+    parser.choice("--metrics", ["speed", "memory"])
+    options = parser.begin(argv, silence=True)
+    wanted = [r for r in published_ops.read_rows() if r.op in options.ops and r.metric in options.metrics]
     print(TABLE.head)
     rows = run_cases(wanted, lambda row: [row_of(row)], line, None)
-    times = summary(rows)
-    print(times)
+    times, peaks = times_summary(rows), peaks_summary(rows)
+    if times["rows"]:
+        print(
+            "times: {rows} over .1 ms, median {median:.1%}, p90 {p90:.1%}, worst {worst:.1%}".format(**times)
+        )
+    if peaks["rows"]:
+        print("peaks: {within_64_kib} of {rows} within 64 KiB, worst {worst_kib:.0f} KiB".format(**peaks))
+    write_results(options.json, rows, row_a_line=True, times=times, peaks=peaks)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -134,17 +134,41 @@ def _cudnn_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::embedding_dense_backward")
 def _embedding_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """Above 3072 indices, the kernel that sorts (``Embedding.cu``): four buffers of indices, and float32 partial rows.
+    """Above 3072 indices, the kernel that sorts (``EmbeddingBackwardKernel.cu``), with float32 partial rows.
 
-    There are at most n / 10 + min(n, V) partial rows, for n indices and V rows. Up to 3072 indices another kernel runs,
-    which needs nothing.
+    For n indices and V rows there are at most s = min(n, V) segments of equal indices, and at most p = n / 10 + s
+    partial rows. Buffers of indices: those that are sorted, their order and the segments' offsets have n; two more s;
+    the partial rows' offsets p. Up to 3072 indices another kernel runs, which needs nothing.
     """
     grad_out, indices, rows = a["grad_output"], a["indices"], a["num_weights"]
     count = indices.numel()
     if count <= 3072:
         return ()
-    partial_rows = count // 10 + min(count, rows)
-    return (4 * count * indices.element_size(), 4 * partial_rows * grad_out.shape[-1])
+    segments, size = min(count, rows), indices.element_size()
+    partial_rows = count // 10 + segments
+    buffers = (count, count, count, segments, segments, partial_rows)
+    return (*(size * n for n in buffers), 4 * partial_rows * grad_out.shape[-1])
+
+
+@workspace("aten::_softmax_backward_data")
+def _softmax_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Gradient times output (``SoftMax.cu``). The gradient of log-softmax needs no such product."""
+    return (a["grad_output"].numel() * a["grad_output"].element_size(),)
+
+
+@workspace("aten::native_group_norm")
+def _group_norm(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """With a weight or a bias, scale and shift of each channel of each sample in float32 (``group_norm_kernel.cu``)."""
+    if a["weight"] is None and a["bias"] is None:
+        return ()
+    return (4 * a["N"] * a["C"],) * 2
+
+
+@workspace("aten::native_group_norm_backward")
+def _group_norm_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Two sums of each channel in float32, its scale if there is a weight, and two factors of each group."""
+    channels, groups = 4 * a["N"] * a["C"], 4 * a["N"] * a["group"]
+    return (*(channels,) * (2 if a["weight"] is None else 3), groups, groups)
 
 
 @workspace("aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index_put")
