@@ -16,6 +16,7 @@ from ._classical.policy import get_optimal_checkpointing_policy_per_module
 from ._classical.sac_milp import SacMilpResult, sac_milp
 from ._device.calibrate import calibrate
 from ._device.devices import DeviceSpec, devices
+from ._device.kernel_rates import KernelRates
 from ._device.kernels import fake_device
 from ._plan.limits import DEFAULT_HEADROOM
 from ._plan.plan import Plan
@@ -83,6 +84,7 @@ __all__ = [
     "Greedy",
     "Handle",
     "InfeasibleBudget",
+    "KernelRates",
     "Layout",
     "Layouts",
     "MemTracker",
