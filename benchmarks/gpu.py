@@ -8,7 +8,7 @@ model in bfloat16 or under autocast, with AdamW:
 
 - the predicted peak of the step beside ``torch.cuda.max_memory_allocated``, and what the allocator played through
   reserves beside ``max_memory_reserved``;
-- the step's time by the wall clock, beside predictions by the roofline of the datasheet, by one that was measured here
+- the step's time by the wall clock, beside predictions by the cost model of the table, by one that was measured here
   (``sacplan.calibrate``), and by timing each op (``runtime="benchmark"``);
 - two plans, applied and measured, with loss and gradients compared bit by bit.
 
@@ -376,7 +376,7 @@ _TABLE = Table(
     ("error", ">+7.2%"), ("reserved", ">17"), ("predicted ms", ">24"), ("ms", ">8.1f"), ("bits", ">6"),
 )  # fmt: skip
 HEADER = (
-    "MiB and ms; reserved: predicted/measured; predicted times: roofline of the datasheet/calibrated/each op timed\n"
+    "MiB and ms; reserved: predicted/measured; predicted times: table/calibrated/each op timed\n"
     + _TABLE.head
 )
 

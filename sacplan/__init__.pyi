@@ -17,6 +17,7 @@ from ._classical.sac_milp import SacMilpResult, sac_milp
 from ._device.calibrate import calibrate
 from ._device.device_memory import AllocatorPeaks, DeviceMemory
 from ._device.devices import DeviceSpec, devices
+from ._device.kernel_rates import KernelRates
 from ._device.kernels import fake_device
 from ._plan.limits import DEFAULT_HEADROOM
 from ._plan.plan import Plan
@@ -86,6 +87,7 @@ __all__ = [
     "Greedy",
     "Handle",
     "InfeasibleBudget",
+    "KernelRates",
     "Layout",
     "Layouts",
     "MemTracker",

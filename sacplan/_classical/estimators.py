@@ -188,7 +188,7 @@ class MemTracker(_Estimator):
 
 
 class RuntimeEstimator(_Estimator):
-    """Estimate the time of a step, op by op, by a roofline model or by timing each distinct op once."""
+    """Estimate the time of a step, op by op, by the cost model or by timing each distinct op once."""
 
     @property
     def total_ms(self) -> float:

@@ -107,9 +107,7 @@ class StepOptions:
     device: Device = None
     runtime: Annotated[
         Runtime | None,
-        option(
-            help="Times from a roofline of the device, or each distinct op timed here. Default: cost-model."
-        ),
+        option(help="Times predicted kernel by kernel, or each distinct op timed here. Default: cost-model."),
     ] = None
     trace: Annotated[
         Run | None,

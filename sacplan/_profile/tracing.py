@@ -111,7 +111,7 @@ def profile(
             and the temporaries of its step count. Without one they are missing from the peak, and
             ``Profile.assumptions`` says by how much for AdamW.
         device: what the step will run on, see ``sacplan.devices()``.
-        runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
+        runtime: ``"cost-model"`` (predicted kernel by kernel) or ``"benchmark"`` (each distinct op timed here).
         trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
             part of it twice, and puts everything back: tensors, gradients, attributes, containers, random
             generators; needed where shapes depend on data.

@@ -204,8 +204,8 @@ def throughput(
     without a plan, and three between those; then the gaps next to the best size are halved, at most 16 times. The
     result is the best of ``points``, and no more than that is claimed.
 
-    Times are predicted by the roofline of the device (``sacplan/_device/cost.py``): each kernel runs at a fixed share
-    of the peak, whatever its shape. The roofline has no waves and no tiles, so it cannot tell 63 samples from 64.
+    Times are predicted kernel by kernel (``sacplan/_device/cost.py``). Products count rows in tiles of 64, but no
+    waves of tiles over the multiprocessors, so that a few samples more or less hardly matter.
 
     Arguments and errors are those of ``max_batch``.
     """
