@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.allocator import allocator_peaks
 from torch import nn
 
 import sacplan
-from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import LimitedAllocator, OutOfMemory, needed_bytes, runs_in
 from sacplan._device.devices import resolve_device
 from sacplan._plan.limits import DEFAULT_HEADROOM
