@@ -92,7 +92,8 @@ def assert_step_fits(
     # Only without a plan: a plan names its device.
     if device is None:
         raise PlanError('name the device that the step is to fit on, for example device="rtx-4090".')
-    found = trace_step(model, batch, loss_fn, optimizer, device, "cost-model", trace, mode=mode)
+    mixed = None if plan is None else plan.ranks.mixed
+    found = trace_step(model, batch, loss_fn, optimizer, device, "cost-model", trace, mode=mode, mixed=mixed)
     warn_of_step(found, stacklevel=3)
     if plan is not None:
         found = found.on_ranks(plan.ranks)

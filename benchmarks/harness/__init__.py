@@ -5,5 +5,6 @@
 - ``table``: tables in text and in Markdown.
 - ``plans``: plans for a number of bytes, where none may be feasible.
 - ``steps``: real steps, measured and compared bit by bit.
+- ``played``: a recorded step, played on the caching allocator from the start of a run.
 - ``processes``: work in other processes, with limits on time and memory.
 """

@@ -10,9 +10,11 @@ The play begins as a process does, since the order in which things come decides 
 1. The model: parameters and buffers.
 2. The first step. The optimizer's state comes when its ``step`` begins, into blocks that the backward pass has freed.
 3. More steps, until one reserves nothing more. When a step begins, the next batch is there before the old one goes,
-   and then the gradients go (``zero_grad``).
+   and then the gradients go (``zero_grad``). The loss, and whatever else the step before has left, is in a variable of
+   the loop until the forward pass has returned.
 
-The workspaces that cuBLAS keeps stay from step to step.
+The workspaces that cuBLAS keeps stay from step to step. Buffers that ``fully_shard`` allocates on streams of their own
+have pools of their own, as in torch.
 
 Not simulated: the CUDA context, NCCL's buffers and libraries that allocate for themselves, which are outside of the
 allocator (``outside_allocator.py``); what happens when memory runs out; ``record_stream``, which delays frees.
@@ -23,6 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -32,7 +35,15 @@ from sacplan._program.elements import Event, Phase, StorageKind
 from sacplan._program.files import Count
 from sacplan._program.program import Program
 
-_STEPS = 8  # at most; of the steps tried so far, the third reserved nothing more
+ZeroGrad = Literal["step", "backward"]
+
+_STEPS = (
+    8  # at most after the first; two are enough as a rule, but some steps reserve a segment more each time
+)
+_STREAMS = {"fsdp.all_gather_copy_in.default": 1, "c10d._reduce_scatter_base_.default": 2}
+"""Ops that allocate on a stream of their own: ``foreach_all_gather`` and ``foreach_reduce`` in torch's
+``_fsdp_collectives.py``."""
+
 _STAYS = (
     StorageKind.PARAMETER,
     StorageKind.BUFFER,
@@ -57,7 +68,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The peaks of a training run as torch's allocator on a GPU would report them.
 
     Attributes:
-        steps: of the steps after which nothing changes any more, with the allocator's default settings.
+        steps: of all steps until nothing changes any more, with the allocator's default settings.
         first_step: of the first step alone, in which the optimizer's state does not exist before its ``step``.
         expandable_steps, expandable_first_step: the same with
             ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
@@ -121,18 +132,24 @@ def _played(program: Program, *, expandable: bool) -> tuple[AllocatorPeaks, Allo
     return peaks_on(ExpandableAllocator() if expandable else CachingAllocator(), program)
 
 
-def peaks_on(allocator: CachingAllocator, program: Program) -> tuple[AllocatorPeaks, AllocatorPeaks]:
-    """Train on an empty allocator. Return the peaks of the first step, and of the steps after which nothing changes."""
-    run = _Run(_changes_of(program), allocator)
+def peaks_on(
+    allocator: CachingAllocator, program: Program, *, zero_grad: ZeroGrad = "step"
+) -> tuple[AllocatorPeaks, AllocatorPeaks]:
+    """Train on an empty allocator. Return the peaks of the first step, and of all until nothing changes.
+
+    ``zero_grad`` says when the loop drops the gradients: between two steps, or right before the next backward pass.
+    """
+    run = _Run(_changes_of(program), allocator, zero_grad)
     run.allocate(run.changes.model)
     first = run.step(is_first=True)
-    last, reserved = first, -1
+    allocated, reserved = first.max_memory_allocated, -1
     for _ in range(_STEPS):
         if allocator.reserved_bytes == reserved:
             break
         reserved = allocator.reserved_bytes
-        last = run.step()
-    return first, last
+        # Torch reports the maximum of all steps. The blocks of two steps differ as long as holes move about.
+        allocated = max(allocated, run.step().max_memory_allocated)
+    return first, AllocatorPeaks(allocated, allocator.reserved_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +158,25 @@ class _Changes:
 
     Attributes:
         sizes: bytes of each block.
+        streams: stream of the blocks that are not on the main one.
         model: blocks that are there before the first step.
         batch: blocks of the batch.
         state: blocks that come when the optimizer's ``step`` begins for the first time.
-        until_state, rest: changes of a step until then, and after: a block, or the complement ``~block`` of one that is
-            freed.
-        leftover: blocks that nothing has freed when the step is over, such as gradients and the loss.
-        staying: blocks among ``until_state`` and ``rest`` that stay from step to step.
+        forward, backward, optimizer: changes of a step until its backward pass begins, then until the optimizer's
+            ``step`` does, and after: a block, or the complement ``~block`` of one that is freed.
+        gradients, leftover: gradients, and other blocks, that nothing has freed when the step is over.
+        staying: blocks that come in a step and stay.
     """
 
     sizes: list[int]
+    streams: dict[int, int]
     model: list[int]
     batch: list[int]
     state: list[int]
-    until_state: list[int]
-    rest: list[int]
+    forward: list[int]
+    backward: list[int]
+    optimizer: list[int]
+    gradients: list[int]
     leftover: list[int]
     staying: frozenset[int]
 
@@ -167,19 +188,26 @@ def _changes_of(program: Program) -> _Changes:
     for code, arg in program.events:
         reader.step(code, arg)
     kinds, initial = program.storage_kinds, [s for s in program.initial if program.storage_bytes[s]]
-    until = len(reader.changes) if reader.optimizer_at is None else reader.optimizer_at
+    end = len(reader.changes)
+    optimizer_at = reader.begins.get(Phase.OPTIMIZER, end)
+    backward_at = min(reader.begins.get(Phase.BACKWARD, end), optimizer_at)
+    left = {
+        storage: block
+        for storage, block in reader.block_of.items()
+        if storage not in initial and block not in reader.workspaces
+    }
+    gradients = {program.tensors[tensor].storage for tensor in program.gradients.values()}
     return _Changes(
         sizes=reader.sizes,
+        streams=reader.streams,
         model=[s for s in initial if kinds[s] in _STAYS and kinds[s] != StorageKind.OPTIMIZER_STATE],
         batch=[s for s in initial if kinds[s] not in _STAYS],
         state=[s for s in initial if kinds[s] == StorageKind.OPTIMIZER_STATE],
-        until_state=reader.changes[:until],
-        rest=reader.changes[until:],
-        leftover=[
-            block
-            for storage, block in reader.block_of.items()
-            if storage not in initial and block not in reader.workspaces
-        ],
+        forward=reader.changes[:backward_at],
+        backward=reader.changes[backward_at:optimizer_at],
+        optimizer=reader.changes[optimizer_at:],
+        gradients=[block for storage, block in left.items() if storage in gradients],
+        leftover=[block for storage, block in left.items() if storage not in gradients],
         staying=frozenset(reader.workspaces),
     )
 
@@ -189,18 +217,20 @@ class _Reader:
 
     Attributes:
         sizes: bytes by block. Those of the program's storages come first, under their own indices.
+        streams: stream of the blocks that are not on the main one.
         changes: blocks as they are allocated, ``~block`` as they are freed.
         block_of: by storage that is alive, its block.
-        optimizer_at: how many changes there were when the optimizer began; None if it did not.
+        begins: by phase, how many changes there were when it began.
         workspaces: blocks that a library keeps for good.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.sizes = list(program.storage_bytes)
+        self.streams: dict[int, int] = {}
         self.changes: list[int] = []
         self.block_of = {s: s for s in program.initial if program.storage_bytes[s]}
-        self.optimizer_at: int | None = None
+        self.begins: dict[Phase, int] = {}
         # No op makes a workspace, and no tensor is on it.
         seen = {tensor.storage for tensor in program.tensors}
         self.workspaces = {arg for code, arg in program.events if code == Event.ALLOC and arg not in seen}
@@ -220,8 +250,7 @@ class _Reader:
 
     def _run(self, index: int) -> None:
         op = self.program.ops[index]
-        if self.optimizer_at is None and op.phase == Phase.OPTIMIZER:
-            self.optimizer_at = len(self.changes)
+        self.begins.setdefault(op.phase, len(self.changes))
         # The block went to the new version, but the old one is still there: it was kept after all.
         if self._overwritten >= 0 and self._holders[self._overwritten]:
             self._allocate(self._overwritten)
@@ -230,10 +259,12 @@ class _Reader:
         if op.replaces in self.block_of and self.sizes[op.writes[0]] == self.sizes[op.replaces]:
             self.block_of[op.writes[0]] = self.block_of.pop(op.replaces)
             self._overwritten = op.replaces
+        inside = (len(self.sizes),) if op.workspace_bytes else ()
+        if op.name in _STREAMS:
+            self.streams.update(dict.fromkeys((*op.writes, *inside), _STREAMS[op.name]))
         for storage in op.writes:
             self._hold(storage)
-        if op.workspace_bytes:
-            block = len(self.sizes)
+        for block in inside:
             self.sizes.append(op.workspace_bytes)
             self.changes += (block, ~block)
 
@@ -256,41 +287,51 @@ class _Reader:
 class _Run:
     """A process that trains: its allocator, and the blocks that it holds."""
 
-    def __init__(self, changes: _Changes, allocator: CachingAllocator) -> None:
+    def __init__(self, changes: _Changes, allocator: CachingAllocator, zero_grad: ZeroGrad) -> None:
         self.changes = changes
         self.allocator = allocator
+        self.zero_grad = zero_grad
         self.blocks: dict[int, Block] = {}
 
     def allocate(self, indices: Iterable[int]) -> None:
         """Allocate blocks, of which none is held."""
-        sizes, allocate = self.changes.sizes, self.allocator.allocate
+        sizes, streams, allocate = self.changes.sizes, self.changes.streams, self.allocator.allocate
         for index in indices:
-            self.blocks[index] = allocate(sizes[index])
+            self.blocks[index] = allocate(sizes[index], streams.get(index, 0))
 
     def step(self, *, is_first: bool = False) -> AllocatorPeaks:
         """Run one step, and return its peaks."""
         changes, allocator = self.changes, self.allocator
-        # The next batch is loaded while the old one is still in its variable.
-        old = [] if is_first else [self.blocks.pop(index) for index in changes.batch]
+        # Out of the way of the blocks of the same names that this step makes.
+        batch, gradients, leftover = (
+            [] if is_first else [self.blocks.pop(index) for index in indices]
+            for indices in (changes.batch, changes.gradients, changes.leftover)
+        )
         self.allocate(changes.batch)
-        for block in old:
-            allocator.free(block)
-        if not is_first:
-            for index in changes.leftover:
-                allocator.free(self.blocks.pop(index))
+        self._free(batch)
+        if self.zero_grad == "step":
+            self._free(gradients)
         allocator.peak_allocated_bytes = allocator.allocated_bytes
-        self._change(changes.until_state)
+        self._change(changes.forward)
+        self._free(leftover)
+        if self.zero_grad == "backward":
+            self._free(gradients)
+        self._change(changes.backward)
         if is_first:
             self.allocate(changes.state)
-        self._change(changes.rest)
+        self._change(changes.optimizer)
         return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.reserved_bytes)
+
+    def _free(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self.allocator.free(block)
 
     def _change(self, indices: Iterable[int]) -> None:
         changes, blocks = self.changes, self.blocks
-        sizes, staying = changes.sizes, changes.staying
+        sizes, streams, staying = changes.sizes, changes.streams, changes.staying
         allocate, free = self.allocator.allocate, self.allocator.free
         for index in indices:
             if index < 0:
                 free(blocks.pop(~index))
             elif index not in staying or index not in blocks:
-                blocks[index] = allocate(sizes[index])
+                blocks[index] = allocate(sizes[index], streams.get(index, 0))

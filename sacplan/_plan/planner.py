@@ -32,7 +32,6 @@ from sacplan._program.decisions import Accumulate
 from sacplan._program.liveness import Footprint
 from sacplan._program.pins import Pins, resolve_pins
 from sacplan._program.program import Phase
-from sacplan._ranks.ranks import Ranks
 from sacplan._rotor.sequences import Rotor
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
@@ -87,17 +86,12 @@ class Planner:
         keep: Sequence[str] = (),
         never: Sequence[str] = (),
         techniques: Sequence[str] | None = None,
-        world_size: int | None = None,
-        fsdp_units: Sequence[str] | None = None,
         accumulate: Accumulate = "float32",
     ) -> Planner:
         """Check the arguments, which are those of ``plan``, as are the errors."""
         solvers = tuple(resolve_solver(solver))
         default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
         names = resolve_techniques(default if techniques is None else techniques)
-        if world_size is not None or fsdp_units is not None:
-            ranks = Ranks.of(profile.ranks.world_size if world_size is None else world_size, fsdp_units)
-            profile = profile.on_ranks(ranks)
         pins = resolve_pins(profile.program, profile.fingerprint, keep, never)
         if accumulate not in get_args(Accumulate):
             known = " and ".join(map(repr, get_args(Accumulate)))

@@ -10,13 +10,14 @@ from sacplan._device.device_memory import reserved_bytes
 from sacplan._plan.in_room import plan_in_room
 from sacplan._plan.infeasible import infeasible, segments_do_not_fit
 from sacplan._plan.limits import Limit, handed_out
-from sacplan._plan.meshes import asks_for_mesh, plan_on_meshes
+from sacplan._plan.meshes import SHARD, asks_for_mesh, plan_on_meshes
 from sacplan._plan.plan import Plan
 from sacplan._plan.planner import Planner, smallest_bytes
 from sacplan._plan.search import Candidate
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Accumulate
+from sacplan._ranks.ranks import Ranks
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
 from sacplan._technique.technique import StepSolver
@@ -36,6 +37,8 @@ def plan(
     techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
+    mp_policy: Any = None,
+    reshard_after_forward: bool | int | None = None,
     accumulate: Accumulate = "float32",
     mesh: Any = None,
 ) -> Plan:
@@ -72,8 +75,9 @@ def plan(
         techniques: What the plan may do. ``"recompute"`` is the default in training. ``"chunk"`` is the default for a
             profile with ``mode="inference"``, where only this helps; a search of its own finds the stretches to run in
             slices, whatever the solver.
-        world_size, fsdp_units: Number of ranks and FSDP2 units, as for ``sacplan.profile``. By default, those of the
-            profile.
+        world_size, fsdp_units, mp_policy, reshard_after_forward: Number of ranks, FSDP2 units and further arguments of
+            ``fully_shard``, as for ``sacplan.profile``. By default, those of the profile. Of a policy only
+            ``reduce_dtype`` can be another than that of the profile: the step was recorded with the rest.
         accumulate: The type in which chunks add up the gradients of parameters, for modules that compute in half
             precision. ``"float32"`` rounds once, at the end. ``"parameter"`` is the type of the parameters: it takes
             less memory while a loop runs, and rounds once for each slice.
@@ -81,7 +85,8 @@ def plan(
             ``"8xh100"`` tries all meshes of eight devices and returns the fastest plan. The batch of the profile is
             that of all ranks together. The budget limits the peak of each rank; a share is a share of the peak that a
             rank has without a plan, with the sharding in question. ``Plan.ranks.sharding`` has the placements of the
-            parameters. ``"shard"`` among the techniques may be given as well, and means the same.
+            parameters. ``"shard"`` among the techniques may be given as well, and means the same. With ``fsdp_units``,
+            this is the mesh of ``fully_shard``, as for ``sacplan.profile``.
 
     Returns:
         The plan: peaks in bytes, times in ms. With ``keep`` or ``never``, ``Plan.lower_bound_ms`` holds for schedules
@@ -102,15 +107,16 @@ def plan(
     def planned(
         profile: Profile, *, techniques: Sequence[str] | None = techniques, solver: str | None = None
     ) -> Plan:
-        asked = Planner.of(
-            profile, solver or wanted, objective, keep, never, techniques, world_size, fsdp_units, accumulate
-        )
+        asked = Planner.of(profile, solver or wanted, objective, keep, never, techniques, accumulate)
         return plan_within(asked, limit)
 
-    if asks_for_mesh(mesh, techniques, world_size, fsdp_units):
+    # The mesh of ``fully_shard`` is another thing than one over which sacplan spreads the step.
+    of_fsdp = mesh if fsdp_units is not None and SHARD not in (techniques or ()) else None
+    if asks_for_mesh(None if of_fsdp is not None else mesh, techniques, world_size, fsdp_units):
         quick = "greedy" if wanted == "best" else None
         found = plan_on_meshes(profile, mesh, limit, techniques, planned, quick)
     else:
+        profile = _of_one_rank(profile, world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward)
         found = planned(profile)
     return handed_out(found, profile.spec)
 
@@ -126,7 +132,10 @@ def plan_smallest(
     techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
+    mp_policy: Any = None,
+    reshard_after_forward: bool | int | None = None,
     accumulate: Accumulate = "float32",
+    mesh: Any = None,
 ) -> Plan:
     """Return the plan with the smallest peak that the search finds, however much it recomputes.
 
@@ -134,10 +143,37 @@ def plan_smallest(
     one for a budget. Arguments and errors are those of ``plan``.
     """
     profile = opened(profile, Profile)
-    asked = Planner.of(
-        profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate
-    )
+    profile = _of_one_rank(profile, world_size, fsdp_units, mesh, mp_policy, reshard_after_forward)
+    asked = Planner.of(profile, solver, objective, keep, never, techniques, accumulate)
     return handed_out(asked.smallest_plan(), profile.spec)
+
+
+def _of_one_rank(
+    profile: Profile,
+    world_size: int | None,
+    fsdp_units: Sequence[str] | None,
+    mesh: Any,
+    mp_policy: Any,
+    reshard_after_forward: Any,
+) -> Profile:
+    """Return the profile of a rank as asked for. What is not asked for is as in the profile."""
+    if all(value is None for value in (world_size, fsdp_units, mesh, mp_policy, reshard_after_forward)):
+        return profile
+    now = profile.ranks
+    if fsdp_units is None and (mp_policy is not None or reshard_after_forward is not None):
+        fsdp_units = now.fsdp_units
+    if mesh is None and world_size is None:
+        replicas, world_size = now.options.replicas, now.world_size
+        mesh = None if replicas == 1 else {"replicate": replicas, "shard": world_size // replicas}
+    return profile.on_ranks(
+        Ranks.asked(
+            world_size,
+            fsdp_units,
+            mesh,
+            now.options.mp_policy if mp_policy is None else mp_policy,
+            reshard_after_forward,
+        )
+    )
 
 
 def plan_within(planner: Planner, limit: Limit) -> Plan:

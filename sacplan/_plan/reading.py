@@ -418,6 +418,7 @@ def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
         how = "DistributedDataParallel"
     else:
         how = "fully_shard: " + ", ".join(_unit(pattern, program) for pattern in ranks.fsdp_units)
+        how += f"; {ranks.options}" if str(ranks.options) else ""
     return f"one of {ranks.world_size} ranks, run by {ranks.run_by} ({how})"
 
 

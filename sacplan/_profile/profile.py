@@ -88,6 +88,13 @@ class Profile:
         """
         if ranks == self.ranks:  # the same profile, with all that is cached in it
             return self
+        recorded = self.fingerprint.setup.mixed
+        if ranks.mixed != recorded:
+            raise TraceError(
+                f"the step was recorded with {recorded or 'no mixed-precision policy'}, and is to be spread with "
+                f"{ranks.mixed or 'none'}. Policy and units decide what modules run: give sacplan.plan the mp_policy "
+                "and fsdp_units that sacplan.profile got, or record the step again."
+            )
         spread = dataclasses.replace(self, ranks=ranks)
         # Computed and cached now: a model that cannot be spread so is an error here, and not where a figure is read.
         _ = spread.program

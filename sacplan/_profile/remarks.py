@@ -29,9 +29,11 @@ def without_optimizer(state_bytes: int) -> str:
 def adamw_state_bytes(trained: Iterable[int], spec: DeviceSpec) -> int:
     """Return the bytes that ``torch.optim.AdamW`` keeps for parameters of these sizes.
 
-    Two moments of each parameter's size, and a float32 count of steps, each rounded as the allocator does.
+    Two moments of each parameter's size, and a float32 count of steps, each rounded as the allocator does. On a GPU the
+    counts are on the host.
     """
-    return sum(2 * spec.round_up(n_bytes) + spec.round_up(_STEPS_BYTES) for n_bytes in trained)
+    counter = 0 if spec.kind == "cuda" else spec.round_up(_STEPS_BYTES)
+    return sum(2 * spec.round_up(n_bytes) + counter for n_bytes in trained)
 
 
 def summed_outputs(setup: Setup) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +23,16 @@ from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
 from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Setup, compiled_inside, current_autocast, scripted_inside
+from sacplan._ranks.options import check_offload
 from sacplan._ranks.ranks import Ranks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
 from sacplan._record.limits import explained_limits
+from sacplan._record.mixed_precision import LoweredParameters, lowered
 from sacplan._record.module_calls import other_thread
 from sacplan._record.recorder import Recorder
 from sacplan._record.saved_tensors import SavedMode
@@ -85,6 +89,10 @@ def profile(
     mode: Mode = "train",
     world_size: int = 1,
     fsdp_units: Sequence[str] | None = None,
+    mesh: Any = None,
+    mp_policy: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    offload_policy: Any = None,
 ) -> Profile:
     """Record one step of a model.
 
@@ -114,6 +122,11 @@ def profile(
             ``sacplan.plan`` instead.
         fsdp_units: patterns for the modules on which ``fully_shard`` is called (``["layers.*", ""]``; ``*`` also
             matches dots, ``""`` is the model itself). None with several ranks: DistributedDataParallel.
+        mesh, mp_policy, reshard_after_forward: as for ``fully_shard``, with ``fsdp_units``. ``mesh`` is a
+            ``DeviceMesh`` of one or two axes, or its sizes by name, ``{"replicate": 2, "shard": 4}``, and stands in for
+            ``world_size``. ``mp_policy`` is a ``MixedPrecisionPolicy``. The model keeps its own type: parameters in
+            float32 are recorded with units that compute in ``param_dtype``.
+        offload_policy: None or an ``OffloadPolicy`` that does nothing. ``CPUOffloadPolicy`` is an error.
 
     Raises:
         TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
@@ -124,10 +137,28 @@ def profile(
         SumOfOutputsWarning: the step trains the sum of the outputs, for want of a loss.
         SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
     """
-    ranks = Ranks.of(world_size, fsdp_units)
-    found = trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, mode=mode)
+    ranks = Ranks.asked(
+        None if world_size == 1 else world_size, fsdp_units, mesh, mp_policy, reshard_after_forward
+    )
+    check_offload(offload_policy)
+    if fsdp_units is not None and isinstance(model, torch.nn.Module):
+        _check_no_gradient_hooks(model)
+    found = trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, mode=mode, mixed=ranks.mixed)
     warn_of_step(found, stacklevel=3)
     return found.on_ranks(ranks)
+
+
+def _check_no_gradient_hooks(model: torch.nn.Module) -> None:
+    # ``fully_shard`` runs such a hook when the gradient of a shard is reduced, in the middle of the backward pass. A
+    # copy of the model has no hooks, and would keep all gradients until the optimizer's step.
+    for name, p in model.named_parameters():
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise TraceError(
+                f"parameter {name!r} has a hook that runs when its gradient is there "
+                "(register_post_accumulate_grad_hook), such as an optimizer that steps in the backward pass. With "
+                "fsdp_units that is not modelled. Remove the hook, and give an optimizer that steps after the "
+                "backward pass: the peak is then an upper bound, since it keeps all gradients."
+            )
 
 
 def warn_of_step(found: Profile, stacklevel: int) -> None:
@@ -150,10 +181,15 @@ def trace_step(
     mode: Mode = "train",
     prepare: Callable[[torch.nn.Module], Any] | None = None,
     saved: Literal["record", "observe"] = "record",
+    mixed: MixedUnits | None = None,
 ) -> Profile:
     """Trace one step and return its profile, for ``profile`` and ``verify``.
 
-    ``prepare`` gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
+    Args:
+        model, batch, loss_fn, optimizer, device, runtime, trace, mode: as for ``profile``.
+        prepare: gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
+        saved: how saved tensors are followed, see ``saved_tensors.py``.
+        mixed: the modules that ``fully_shard`` has compute in another type than that of their parameters.
     """
     check_model(model)
     spec = resolve_device(device)
@@ -179,13 +215,13 @@ def trace_step(
         loss = loss_or_default(loss_fn, mode)
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
-            model, batch, loss, inner_optimizer(optimizer), spec, cost, mode, prepare, saved, autocast
+            model, batch, loss, inner_optimizer(optimizer), spec, cost, mode, prepare, saved, autocast, mixed
         )
         recorded, rules, setup = run(asked)
     _check_recorded(recorded, mode)
     compiled = () if model._compiled_call_impl is not None else compiled_inside(model)  # no copy has it
     fingerprint = structs.replace(
-        fingerprint, setup=structs.replace(setup, compiled=compiled, scripted=scripted)
+        fingerprint, setup=structs.replace(setup, compiled=compiled, scripted=scripted, mixed=mixed)
     )
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
 
@@ -208,6 +244,7 @@ class _RecordRequest:
     prepare: Callable[[torch.nn.Module], Any] | None
     saved: str
     autocast: str | None
+    mixed: MixedUnits | None
 
 
 _Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup]
@@ -245,9 +282,11 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 optimizer=copier.optimizer(asked.optimizer, model, fake),
                 mode=asked.mode,
             )
-            program = _record_settled_step(
-                step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
-            )
+            with lowered(fake, asked.mixed) as parameters:
+                program = _record_settled_step(
+                    step, lambda: device_recorder(spec, asked.cost, how, rules), parameters, handle, rules
+                )
+                _check_units_called(parameters, program)
             setup = step.setup(asked.autocast)
         except AssertionError as error:
             if REAL_TENSOR not in str(error):
@@ -277,7 +316,11 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
         step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made, mode=asked.mode)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
-            program = _record_settled_step(step, lambda: device_recorder(spec, asked.cost, how), handle)
+            with lowered(model, asked.mixed) as parameters:
+                program = _record_settled_step(
+                    step, lambda: device_recorder(spec, asked.cost, how), parameters, handle
+                )
+                _check_units_called(parameters, program)
             return program, (), step.setup(asked.autocast)
         finally:
             if handle is not None:
@@ -302,7 +345,11 @@ def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None
 
 
 def _record_settled_step(
-    step: Step, recorder: Callable[[], Recorder], handle: Any = None, rules: DataRules | None = None
+    step: Step,
+    recorder: Callable[[], Recorder],
+    parameters: LoweredParameters,
+    handle: Any = None,
+    rules: DataRules | None = None,
 ) -> Program:
     """Record a step that is like all later ones, in which caches are filled.
 
@@ -323,7 +370,7 @@ def _record_settled_step(
         if rules is not None:
             rules.assume_statistics(step.model)
         with preserved_rng():  # a layer that is dropped at random is dropped again
-            program = _record(step, recording, rules)
+            program = _record(step, recording, parameters, rules)
         left = recording.storages.left_behind()
         if left:
             gc.collect(
@@ -347,12 +394,23 @@ def _record_settled_step(
     return program
 
 
+def _check_units_called(parameters: LoweredParameters, program: Program) -> None:
+    for unit in parameters.units:
+        if unit not in program.calls:
+            raise TraceError(
+                f"fsdp_units: module {unit!r} matches, and is not called in the step, so that fully_shard would cast "
+                f"nothing there. Name the modules inside of it, such as {unit + '.*'!r}."
+            )
+
+
 def _ops_run(program: Program) -> list[tuple[str, int]]:
     forward = (op for op in program.ops if op.phase == Phase.FORWARD)
     return [(op.name, op.scope) for op in forward if is_computation(op.name)]
 
 
-def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:
+def _record(
+    step: Step, recorder: Recorder, parameters: LoweredParameters, rules: DataRules | None = None
+) -> Program:
     optimizer = step.optimizer
 
     def make_state() -> None:
@@ -366,9 +424,10 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     recorder.track_tensors(cached_tensors(step.model))
+    parameters.begin(recorder)
     try:
         with recorder:
-            output = step.run(before_optimizer=make_state)
+            output = step.run(make_state, functools.partial(parameters.finish, recorder))
         del output  # alive until the step is over
         return recorder.program()
     finally:

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from sacplan._program.elements import pattern_of
 from sacplan._program.files import Name, Share
+from sacplan._program.mixed_precision import MixedUnits
 from sacplan.errors import SacplanWarning
 
 ModuleMode = Literal["train", "eval", "mixed"]
@@ -71,6 +72,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         scripted: modules made by ``torch.jit.script`` or ``torch.jit.trace``. A plan has no unit in or around them:
             after a few calls TorchScript runs other ops than at first, and some of those fail under a dispatch mode.
         autocast: the type of a ``torch.autocast`` around the call of ``profile``; one inside ``loss_fn`` does not show.
+        mixed: the modules that computed in the type of a mixed-precision policy of ``fully_shard``; None if none did.
     """
 
     use_cache: bool | None = None
@@ -83,6 +85,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     autocast: Name | None = None
     compiled: tuple[Name, ...] = ()
     scripted: tuple[Name, ...] = ()
+    mixed: MixedUnits | None = None
 
     @classmethod
     def of(
@@ -184,6 +187,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             self.loss if " " in self.loss or not self.loss else f"loss {self.loss}",
             self.optimizer or "no optimizer",
             f"autocast {self.autocast}" if self.autocast else "",
+            "" if self.mixed is None else str(self.mixed),
             f"recorded uncompiled: {_patterns(self.compiled)}" if self.compiled else "",
             f"left alone as TorchScript: {_patterns(self.scripted)}" if self.scripted else "",
         ]

@@ -130,16 +130,10 @@ class BatchSizes:
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
         point = CapacityPoint(batch_size=n, floor_bytes=floor, **taken)
         self.points[n] = point
-        self._excess[n] = traced.peak_bytes - self._unplanned_limit(traced)
+        self._excess[n] = traced.peak_bytes - self.limit.bytes_for(traced, traced.program)
         if self.progress is not None:
             self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
         return point
-
-    def _unplanned_limit(self, traced: Profile) -> int:
-        # Tensors that do not fit need no look at their segments.
-        if traced.peak_bytes > self.budget_bytes:
-            return self.budget_bytes
-        return self.limit.bytes_for(traced, traced.program)
 
     def _profile(self, n: int) -> Profile:
         def batch() -> Any:

@@ -5,7 +5,8 @@
 
 Each batch size that is tried gets a trace of its own. It fits if ``sacplan.plan`` finds a plan for it. Peaks are nearly
 linear in the batch size, so a line through two sizes says which to try next, and bisection takes over if this leads
-nowhere. A handful of traces is enough, whatever the result.
+nowhere. A handful of traces is enough, whatever the result; without a budget on a GPU up to twice as many, since what
+is reserved grows by whole segments.
 
 Memory need not grow with the batch: a model may work in chunks from some size on. So the claim is only about sizes that
 were tried: the result fits, one sample more does not, and neither does any larger size that was tried.

@@ -89,7 +89,15 @@ def recorded(
     """Record the step with a change, in the same way as the profile ``like``."""
     with change.made():
         again = trace_step(
-            model, batch, loss_fn, optimizer, like.spec, like.runtime, like.trace, mode=like.mode
+            model,
+            batch,
+            loss_fn,
+            optimizer,
+            like.spec,
+            like.runtime,
+            like.trace,
+            mode=like.mode,
+            mixed=like.ranks.mixed,
         )
     return again.on_ranks(like.ranks)
 

@@ -15,9 +15,10 @@ They are separate rewrites and not schedules of one, since the ops differ, too:
   it meets a parameter are replicated. Gradients are added up out of place. A parameter stays replicated if the ranks
   divide none of its dimensions. Under autocast a shard is cast before it is gathered.
 - FSDP2 and DDP start from a step on the batch of one rank, and run its ops on plain tensors, unchanged. FSDP2 pads
-  shards, and autocast casts the unsharded parameter.
+  shards, and autocast casts the unsharded parameter. A mixed-precision policy of FSDP2 casts shards before they are
+  gathered, so its step is recorded with parameters of another type (``_record/mixed_precision.py``).
 
- All three share the costs of the links and the clocks of computation and collectives
+All three share the costs of the links and the clocks of computation and collectives
 (``_shard/costs.py``, ``_shard/overlap.py``).
 ``tests/ranks/test_run_by.py`` takes the differences of their peaks apart, buffer by buffer.
 """

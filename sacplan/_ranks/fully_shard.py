@@ -18,10 +18,19 @@ The order of allocations was read in ``torch/distributed/fsdp/_fully_shard`` of 
 ``tests/ranks/test_fsdp_plans.py`` (real ranks):
 
 - The output of an all-gather and the unsharded parameters that are copied out of it are two buffers. In the forward
-  pass the first lives until the next unit has gathered too, or the root's forward ends. In the backward pass it lives
-  until it is copied out, but it is gathered one unit ahead.
-- The input of a reduce-scatter lives until the next unit's backward is over. Its output is the gradients.
+  pass the first lives until the next unit has copied out its own, or the root's forward ends. In the backward pass it
+  lives until it is copied out, but it is gathered one unit ahead.
+- The input of a reduce-scatter lives until the next unit's backward is over. Its output is the gradients. Only
+  parameters that have a gradient are in it.
 - A unit whose inputs need no gradient is reduced when the whole backward pass is over.
+- With ``reshard_after_forward=n`` a unit copies the shards that ``n`` ranks hold together out of its unsharded
+  parameters, one after the other, and gathers these in the backward pass.
+
+With a mixed-precision policy the step is recorded with units that compute in ``param_dtype``
+(``_record/mixed_precision.py``), while parameters keep the size of their own type. What is added here has one of three
+types: an all-gather ``param_dtype``, and before it a flat tensor in which the shards are cast; a reduce-scatter
+``reduce_dtype``; the gradients after it the type of the shards. With replicas the output of the reduce-scatter is
+all-reduced in place, and if it is cast afterwards, each unit holds it until the backward pass is over.
 
 The time of a collective is its exposed part (``overlap.py``):
 
@@ -34,37 +43,37 @@ The time of a collective is its exposed part (``overlap.py``):
 Recomputation by a plan hides more than is counted here: exposed times are those of the step without it. The time of the
 optimizer's ops is proportional to the bytes of the shards.
 
-Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled:
-that collectives take multiprocessors and bandwidth from computation; mixed-precision policies
-(what is gathered and reduced has the parameters' own type), offloading, meshes of two dimensions, explicit
-prefetching, gradients left unreduced over several backward passes. Optimizer state of another shape than its
-parameter's (Adafactor's factors) is counted whole.
+Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled: that
+collectives take multiprocessors and bandwidth from computation; offloading, optimizers that step in the backward pass,
+different arguments for different units, explicit prefetching, gradients left unreduced over several backward passes,
+and links of their own for all-reduces among replicas. Optimizer state of another shape than its parameter's
+(Adafactor's factors) is counted whole.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
-from sacplan._program.rewriting import PatchBuilder
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
+from sacplan._ranks.options import DEFAULTS, FullyShardOptions
+from sacplan._ranks.param_groups import CommContext, ParamGroup, Reduction
+from sacplan._ranks.rank_ops import RankOps
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
 from sacplan._ranks.shards import Parameter, owners, parameter_bytes, parameters_of, resolve_units
 from sacplan._ranks.unit_limits import GATHER, kept_at_limits
-from sacplan._shard.costs import Collective
-from sacplan._shard.overlap import Overlap
 from sacplan.errors import TraceError
 
 _COPY_OUT = "fsdp.split_with_sizes_copy.default"
 _COPY_IN = "fsdp.chunk_cat.default"
 _REDUCE = "c10d._reduce_scatter_base_.default"
-
-_FREE, _OP = int(Event.FREE), int(Event.OP)
+_ALL_REDUCE = "c10d.allreduce_.default"
+_NORM = "aten.linalg_vector_norm.default"
 
 
 def sharded(
@@ -73,8 +82,7 @@ def sharded(
     spec: DeviceSpec,
     world_size: int,
     units: Sequence[str],
-    *,
-    reshard_after_forward: bool | None = None,
+    options: FullyShardOptions = DEFAULTS,
 ) -> Patch:
     """Return the rewrite for one rank, if ``fully_shard`` is called on each of the units.
 
@@ -84,16 +92,23 @@ def sharded(
         spec: the device; its allocator's rounding counts.
         world_size: ranks, at least 2.
         units: patterns for module names, see ``resolve_units``.
-        reshard_after_forward: as for ``fully_shard``; None: all units but the outermost ones.
+        options: the other arguments of ``fully_shard``. The step must have been recorded with its ``mp_policy``.
 
     Raises:
         TraceError: unknown units, or a model that ``fully_shard`` could not run with them.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
         raise TraceError(f"world_size is {world_size!r}; to shard it must be an int of at least 2.")
+    options.check(world_size)
+    trains = any(op.phase == Phase.BACKWARD for op in program.ops)
+    if not trains and options.reshard_after_forward not in (None, True):
+        raise TraceError(
+            f"reshard_after_forward is {options.reshard_after_forward} and the step has no backward pass: units would "
+            "keep their parameters until the next step, which is not modelled. Leave it out, or give True."
+        )
     found = parameters_of(program, parameters)
     names = resolve_units(units, program)
-    owned = owners(found, names, program)
+    owned = owners(found, names, program, options.mp_policy)
     if not owned:
         raise TraceError(
             f"none of the units {', '.join(map(repr, names))} has a parameter of its own: nothing would be sharded."
@@ -102,46 +117,9 @@ def sharded(
     # does not change otherwise would be missing from its patch, so they are merged in; where both have one,
     # the rewriter's wins, since it was made from the marked op.
     limited = kept_at_limits(program, owned)
-    patch = _FullyShardRewriter(limited, spec, world_size, names, owned, reshard_after_forward).patch()
+    patch = _FullyShardRewriter(limited, spec, world_size, names, owned, options).patch()
     kept = {i: op for i, (op, old) in enumerate(zip(limited.ops, program.ops, strict=True)) if op is not old}
     return msgspec.structs.replace(patch, changed_ops={**kept, **patch.changed_ops})
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A collective that computation has not waited for yet."""
-
-    op: int
-    end_ms: float
-
-
-@dataclass(slots=True)
-class _Context:
-    """The state that the units below one root share, as ``FSDPCommContext``."""
-
-    root: str
-    gathered: int | None = None  # the buffer of the last all-gather in forward
-    copied_ms: float | None = None  # when the last all-gather was copied out
-    reduced: list[int] = field(default_factory=list)  # inputs of reduce-scatters
-    reducing: list[_Running] = field(default_factory=list)
-    order: list[_ParamGroup] = field(default_factory=list)  # in which forwards ended
-
-
-@dataclass(slots=True, eq=False)
-class _ParamGroup:
-    """The state of one unit, as ``FSDPParamGroup``."""
-
-    unit: str
-    parameters: tuple[Parameter, ...]
-    context: _Context
-    reshards: bool
-    state: str = "idle"
-    gathering: int | None = None  # the buffer of an all-gather that nobody has waited for
-    gather: _Running | None = None
-    unsharded: int | None = None
-    indices: list[int] = field(default_factory=list)
-    grads: dict[int, None] = field(default_factory=dict)  # not reduced yet
-    reduced_grads: int | None = None
 
 
 class _FullyShardRewriter:
@@ -154,37 +132,37 @@ class _FullyShardRewriter:
         world_size: int,
         units: Sequence[str],
         owned: Mapping[str, tuple[Parameter, ...]],
-        reshard_after_forward: bool | None,
+        options: FullyShardOptions,
     ) -> None:
         self.r = program
         self.spec = spec
-        self.world_size = world_size
-        self.clock = Overlap.of(world_size, spec)
-        self.draft = PatchBuilder(program)
-        # The rewrite is a list of events in the place of each old one; an event that maps to itself is not
-        # stored.
-        self.out: list[tuple[int, int]] = []  # the events in the place of the current one
+        self.options = options
+        self.replicas, self.shards = options.replicas, world_size // options.replicas
+        # The rewrite is a list of events in the place of each old one; an event that maps to itself is not stored.
+        self.ops = RankOps(program, spec, self.shards, self.replicas)
+        self.after_casts: list[int] = []  # buffers that live until the outputs of a root are cast
         self.entered: set[int] = set()
-        self.groups: dict[str, _ParamGroup] = {}
-        self.contexts: dict[str, _Context] = {}
+        self.groups: dict[str, ParamGroup] = {}
+        self.contexts: dict[str, CommContext] = {}
         for unit in units:
             # The outermost unit around this one. FSDP2 finds it as the state whose forward runs first
             # (``FSDPState._lazy_init``), and shares streams and buffers among all units below it.
             root = min((u for u in units if unit == u or is_inside(unit, u)), key=len)
-            context = self.contexts.setdefault(root, _Context(root))
+            context = self.contexts.setdefault(root, CommContext(root))
             # A unit whose parameters all belong to inner units has no parameter group. It only frees the last
             # all-gather when it is a root.
             if unit in owned:
-                reshards = unit != root if reshard_after_forward is None else reshard_after_forward
-                self.groups[unit] = _ParamGroup(unit, owned[unit], context, reshards)
+                after_forward = options.ranks_after_forward(self.shards, unit == root)
+                self.groups[unit] = ParamGroup(unit, owned[unit], context, self.shards, after_forward)
         self.unit_calls = {scope: unit for unit in units for scope in program.calls[unit]}
         self.around = self._calls_around()
+        self.trained = self._trained()
         self.gradients = self._gradients()
         self.reduced: dict[int, int] = {}  # gradients that were freed, to the storages of their shards
         self.awaited: set[int] = set()  # gradients that live until they are reduced
-        for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), world_size, spec)):
+        for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), self.shards, spec)):
             if n_bytes != program.storage_bytes[s]:
-                self.draft.storage_bytes[s] = n_bytes
+                self.ops.draft.storage_bytes[s] = n_bytes
 
     def _calls_around(self) -> dict[int, tuple[int, ...]]:
         """Return, by scope, the calls of units with parameters around it (itself included), the innermost first."""
@@ -194,15 +172,40 @@ class _FullyShardRewriter:
             found[scope] = own + found[call.parent]
         return found
 
-    def _gradients(self) -> dict[int, _ParamGroup]:
-        """Return, by storage of a gradient, the unit that reduces it: the innermost with a parameter of that size."""
+    def _trained(self) -> dict[int, list[ParamGroup]]:
+        """Return, by storage of a gradient, the units with the parameters that it is for.
+
+        Several gradients may lie on one storage.
+        """
+        found: dict[int, list[ParamGroup]] = defaultdict(list)
+        for group in self.groups.values():
+            for p in group.parameters:
+                if p.storage in self.r.gradients:
+                    found[self._gradient_of(p)].append(group)
+        return found
+
+    def _gradient_of(self, p: Parameter) -> int:
+        return self.r.tensors[self.r.gradients[p.storage]].storage
+
+    def _gradients(self) -> dict[int, ParamGroup]:
+        """Return, by storage of a gradient, the unit that reduces it.
+
+        A gradient that another one has replaced is known as the gradient of no parameter. It goes to the innermost unit
+        around its op that has a parameter of its size.
+        """
         r, found = self.r, {}
         started = set(r.initial)
+        last = {r.tensors[t].storage for t in r.gradients.values()}
         for s, kind in enumerate(r.storage_kinds):
             writer = r.writer.get(s)
             # Gradients that were there before the step are reduced already, and a storage that no op writes
             # is not made by this backward pass.
             if kind != StorageKind.GRADIENT or s in started or writer is None:
+                continue
+            if s in last:
+                # Else the parameter belongs to no unit, and nothing reduces its gradient.
+                if s in self.trained:
+                    found[s] = self.trained[s][0]
                 continue
             groups = [self._group(call) for call in self.around[r.ops[writer].scope]]
             if not groups and "" in self.groups:
@@ -212,14 +215,15 @@ class _FullyShardRewriter:
                 group
                 for group in groups
                 for p in group.parameters
-                if p.trainable and self.spec.round_up(p.n_bytes) == r.storage_bytes[s]
+                if p.trainable and self.spec.round_up(p.gradient_bytes) == r.storage_bytes[s]
             )
-            group = next(fitting, groups[0] if groups else None)  # several gradients may lie on one storage
+            trained = (group for group in groups if any(p.trainable for p in group.parameters))
+            group = next(fitting, next(trained, None))
             if group is not None:
                 found[s] = group
         return found
 
-    def _group(self, call: int) -> _ParamGroup:
+    def _group(self, call: int) -> ParamGroup:
         return self.groups[self.unit_calls[call]]
 
     # --- the rewrite --------------------------------------------------------------------------------
@@ -227,19 +231,26 @@ class _FullyShardRewriter:
     def patch(self) -> Patch:
         """Return the rewrite."""
         r, hooks = self.r, hooks_of(self.r, self.around)
-        events = self.draft.events
+        events = self.ops.draft.events
         for position, (code, arg) in enumerate(r.events):
-            self.out = []
+            self.ops.out = []
+            if self.after_casts and not self._casts_output(code, arg):
+                for buffer in self.after_casts:
+                    self.ops.free(buffer)
+                self.after_casts.clear()
             if position in hooks:
                 self._run_hooks(hooks[position])
             # The recorded step frees a gradient in the optimizer or at the end. On a rank the unsharded
             # gradient is freed when it is reduced (``_post_backward``), so the recorded event is dropped.
             awaited = code == Event.FREE and (arg in self.reduced or arg in self.awaited)
+            norms = self._replicated_norms(arg) if code == Event.OP else {}
             if not awaited:
-                self.out.append((code, arg))
+                self.ops.out.append((code, arg))
             if code == Event.OP:
                 # The op is in ``out`` already; this does the bookkeeping around it.
-                self._copy_op(arg)
+                self._copy_op(arg, norms)
+                for norm in norms.values():
+                    self.ops.free(norm)
             elif code == Event.ENTER:
                 self.entered.add(arg)
                 self._pre_forward(arg)
@@ -247,32 +258,84 @@ class _FullyShardRewriter:
                 self._post_forward(arg)
             elif code == Event.FREE and not awaited and arg in self.gradients:
                 self.gradients[arg].grads.pop(arg, None)  # it was replaced by another
-            if self.out != [(code, arg)]:
-                events[position] = tuple(self.out)
-        # The hooks that run after the last event, if the step ends with its backward pass.
+            if self.ops.out != [(code, arg)]:
+                events[position] = tuple(self.ops.out)
+        # What comes after the last event: the end of the root's forward in inference, or hooks if the step ends with
+        # its backward pass.
+        self.ops.out = []
+        for buffer in self.after_casts:
+            self.ops.free(buffer)
         if len(r.events) in hooks:
-            self.out = []
             self._run_hooks(hooks[len(r.events)])
-            events[len(r.events)] = tuple(self.out)
+        if self.ops.out:
+            events[len(r.events)] = tuple(self.ops.out)
         return msgspec.structs.replace(
-            self.draft.patch(),
-            parameter_bytes=parameter_bytes(r, self._owned(), self.draft.storage_bytes, self.spec),
+            self.ops.draft.patch(),
+            parameter_bytes=parameter_bytes(r, self._owned(), self.ops.draft.storage_bytes, self.spec),
         )
+
+    def _casts_output(self, code: int, arg: int) -> bool:
+        """Whether an event after the end of a root's forward belongs to the cast of its outputs (``output_dtype``)."""
+        policy = self.options.mp_policy
+        if policy is None or policy.output_dtype is None:
+            return False
+        if code != Event.OP:
+            return code in (Event.PACK, Event.FREE)
+        op = self.r.ops[arg]
+        dtypes = {self.r.tensors[t].dtype for t in op.outputs if t >= 0}
+        return op.name == "aten._to_copy.default" and dtypes == {policy.output_dtype}
 
     def _owned(self) -> Iterator[Parameter]:
         for group in self.groups.values():
             yield from group.parameters
 
-    def _copy_op(self, index: int) -> None:
+    def _replicated_norms(self, index: int) -> dict[int, int]:
+        """Reduce the norms of sharded gradients before the op that takes their norm; return the storages by theirs.
+
+        ``clip_grad_norm_`` takes the norm of each gradient, stacks them, and takes the norm of that. On DTensors each
+        rank has the norms of its shards (``_NormPartial``), and the last norm needs those of all ranks: they are raised
+        to the power of the norm, reduced, and the root is taken (``torch/distributed/tensor/_ops/_math_ops.py``).
+        """
+        r, op = self.r, self.r.ops[index]
+        if op.phase != Phase.OPTIMIZER or op.name != _NORM or not self.reduced:
+            return {}
+        # The largest of the largest values is taken first, and the ranks reduce that single number.
+        if "inf" in op.arguments.lower():
+            return {}
+        found = {}
+        for stacked in op.reads:
+            writer = r.writer.get(stacked)
+            if writer is None or r.ops[writer].name != "aten.stack.default":
+                continue
+            makers = (r.ops[w] for s in r.ops[writer].reads if (w := r.writer.get(s)) is not None)
+            if not any("norm" in maker.name and self.reduced.keys() & set(maker.reads) for maker in makers):
+                continue
+            n_bytes = r.storage_bytes[stacked]
+            (found[stacked],) = self.ops.add(
+                "_c10d_functional.all_reduce.default",
+                Phase.OPTIMIZER,
+                ROOT_SCOPE,
+                (stacked,),
+                [n_bytes],
+                StorageKind.TEMPORARY,
+                workspace_bytes=2 * self.spec.round_up(n_bytes),
+            )
+            self.ops.wait(self.ops.start("all_reduce", n_bytes, self.shards))
+        return found
+
+    def _copy_op(self, index: int, instead: Mapping[int, int]) -> None:
+        """Do what a rank does at an op of the recorded step; ``instead``: storages that it reads in place of others."""
         op = self.r.ops[index]
-        self.clock.compute(op.time_ms)
+        self.ops.clock.compute(op.time_ms)
         # The optimizer reads the reduced shard in the place of each gradient. Several gradients of a unit are
         # one storage now, hence ``dict.fromkeys``.
         if op.phase == Phase.OPTIMIZER and self.reduced:
-            reads = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.reads))
+            reads = tuple(dict.fromkeys(instead.get(s, self.reduced.get(s, s)) for s in op.reads))
             mutates = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.mutates))
             time_ms = op.time_ms * self._share(op, (*reads, *op.writes))
-            self.draft.ops[index] = msgspec.structs.replace(op, reads=reads, mutates=mutates, time_ms=time_ms)
+            self.ops.draft.ops[index] = msgspec.structs.replace(
+                op, reads=reads, mutates=mutates, time_ms=time_ms
+            )
         elif op.phase == Phase.BACKWARD:
             for s in op.mutates:
                 # Gradient accumulation: the recorded op adds to the full gradient of the pass before. On a
@@ -289,10 +352,10 @@ class _FullyShardRewriter:
         # The optimizer is bound by memory, so its time is taken to be proportional to its bytes. At most 1: a
         # shard is never larger than the tensor, but rounding and padding may make it appear so.
         whole = sum(self.r.storage_bytes[s] for s in {*op.reads, *op.writes})
-        touched = sum(self.draft.storage_bytes[s] for s in set(storages))
+        touched = sum(self.ops.draft.storage_bytes[s] for s in set(storages))
         return min(1.0, touched / whole) if whole else 1.0
 
-    def _await(self, group: _ParamGroup, gradients: Iterable[int]) -> None:
+    def _await(self, group: ParamGroup, gradients: Iterable[int]) -> None:
         for s in gradients:
             self.awaited.add(s)
             self.gradients[s] = group
@@ -302,7 +365,7 @@ class _FullyShardRewriter:
         self,
         name: str,
         phase: Phase,
-        group: _ParamGroup,
+        group: ParamGroup,
         reads: Iterable[int],
         n_bytes: int,
         kind: StorageKind,
@@ -310,54 +373,28 @@ class _FullyShardRewriter:
         time_ms: float = 0.0,
     ) -> int:
         """Add an op that allocates one storage, and return the storage. A collective has its exposed time."""
-        storage = self.draft.new_storage(n_bytes, kind)
-        op = Op(
-            name=name,
-            phase=phase,
-            # In backward no call is running, so the op goes to the first call of the unit.
-            scope=self.r.calls[group.unit][0] if phase == Phase.BACKWARD else self._running(group),
-            time_ms=time_ms,
-            flops=0,
+        (storage,) = self.ops.add(
+            name,
+            phase,
+            self._scope(group, phase),
+            reads,
+            [n_bytes],
+            kind,
             workspace_bytes=workspace_bytes,
-            reads=tuple(reads),
-            writes=(storage,),
-            mutates=(),
-            # A collective must run on all ranks in the same order, so a plan may never run it again on its
-            # own.
-            recomputable=False,
+            time_ms=time_ms,
         )
-        self.out.append((_OP, self.draft.ops.add(op)))
         return storage
 
-    def _started(self, kind: Collective, n_bytes: int, since: float | None = None) -> _Running:
-        """Start the collective of the op that was added last."""
-        at_once = self.spec.kind == "cpu"
-        running = _Running(
-            len(self.draft.ops) - 1, self.clock.start(kind, n_bytes, None if at_once else since)
-        )
-        # Without streams (``_fsdp_param_group.py`` on a CPU) nothing overlaps: the collective is waited for
-        # where it starts.
-        if at_once:
-            self._waited(running)
-        return running
+    def _scope(self, group: ParamGroup, phase: Phase) -> int:
+        """Return the call that an op of a unit belongs to."""
+        calls = self.r.calls[group.unit]
+        # In backward no call is running, so the op goes to the first call of the unit.
+        return calls[0] if phase == Phase.BACKWARD else next(s for s in reversed(calls) if s in self.entered)
 
-    def _waited(self, running: _Running) -> None:
-        """Have computation wait for a collective, and add the wait to the time of its op."""
-        op = self.draft.ops[running.op]
-        exposed = self.clock.wait(running.end_ms)
-        self.draft.ops[running.op] = msgspec.structs.replace(op, time_ms=op.time_ms + exposed)
-
-    def _waited_for_reduces(self, context: _Context) -> None:
+    def _waited_for_reduces(self, context: CommContext) -> None:
         for running in context.reducing:
-            self._waited(running)
+            self.ops.wait(running)
         context.reducing.clear()
-
-    def _running(self, group: _ParamGroup) -> int:
-        """Return the call of a unit that runs now."""
-        return next(s for s in reversed(self.r.calls[group.unit]) if s in self.entered)
-
-    def _free(self, storage: int) -> None:
-        self.out.append((_FREE, storage))
 
     # --- what fully_shard does ----------------------------------------------------------------------
 
@@ -385,8 +422,10 @@ class _FullyShardRewriter:
             return
         group = self.groups.get(unit)
         if group is not None:
-            if group.reshards:
+            if group.ranks_after_forward == self.shards:
                 self._reshard(group)
+            elif group.ranks_after_forward > 1:
+                self._keep_shards(group)
             # A unit that is called several times has several entries; each of its backwards pops the last one
             # (``_record_post_forward`` in ``_fsdp_param_group.py``).
             group.indices.append(len(group.context.order))
@@ -396,10 +435,11 @@ class _FullyShardRewriter:
         # ``contexts`` is keyed by root: only the end of the root's forward frees the last all-gather, since
         # no unit gathers after it (``FSDPState._post_forward``).
         if context is not None and context.gathered is not None:
-            self._free(context.gathered)
+            # As above, a local variable of ``_post_forward`` holds the buffer while outputs are cast.
+            self.after_casts.append(context.gathered)
             context.gathered = None
 
-    def _pre_backward(self, group: _ParamGroup) -> None:
+    def _pre_backward(self, group: ParamGroup) -> None:
         if group.state == "backward":  # a hook on each output, but the first one gathers
             return
         group.state = "backward"
@@ -412,94 +452,170 @@ class _FullyShardRewriter:
             if index > 0:
                 self._unshard(group.context.order[index - 1], Phase.BACKWARD)
 
-    def _unshard(self, group: _ParamGroup, phase: Phase) -> None:
-        if group.gathering is None and group.unsharded is None:  # else it was prefetched, or never resharded
+    def _unshard(self, group: ParamGroup, phase: Phase) -> None:
+        if group.gathering is None and not group.unsharded:  # else it was prefetched, or never resharded
             # The host reaches this point long before the device. So the gather counts as started when the
             # unit before it had copied out its own, not now.
-            reads = (p.storage for p in group.parameters)
-            n_bytes = self._padded_bytes(group.parameters)
-            size = self.spec.round_up(n_bytes)
-            group.gathering = self._collective(GATHER, phase, group, reads, size, StorageKind.OTHER)
-            group.gather = self._started("all_gather", n_bytes, group.context.copied_ms)
+            n_bytes, ranks = group.gathered_bytes, group.gathering_ranks
+            group.gathering = self._collective(
+                GATHER,
+                phase,
+                group,
+                group.sources,
+                n_bytes,
+                StorageKind.OTHER,
+                workspace_bytes=self.spec.round_up(group.cast_bytes),
+                time_ms=self.ops.copy_ms(group.cast_bytes),
+            )
+            group.gather = self.ops.start("all_gather", n_bytes, ranks, group.context.copied_ms)
 
-    def _wait(self, group: _ParamGroup, phase: Phase) -> None:
+    def _wait(self, group: ParamGroup, phase: Phase) -> None:
         # Unsharded already: it was not resharded after forward.
         if group.gathering is None:
             return
         context, buffer, group.gathering = group.context, group.gathering, None
         if group.gather is not None:
-            self._waited(group.gather)
-        # The order is that of ``wait_for_unshard``: free the buffer of the unit before, then allocate the
-        # copies. The other way round, two buffers and two sets of copies would be alive.
-        if phase == Phase.FORWARD and context.gathered is not None:
-            self._free(context.gathered)  # of the unit before, see above
-        n_bytes = sum(self.spec.round_up(self._padded_bytes([p])) for p in group.parameters)
-        time_ms = self.clock.copy(n_bytes)
-        context.copied_ms = self.clock.now
-        group.unsharded = self._collective(
-            _COPY_OUT, phase, group, (buffer,), n_bytes, StorageKind.PARAMETER, time_ms=time_ms
+            self.ops.wait(group.gather)
+        sizes = [self.spec.round_up(p.gathered_bytes(self.shards)) for p in group.parameters]
+        time_ms = self.ops.copy_ms(sum(sizes))
+        context.copied_ms = self.ops.clock.now
+        # One storage for all of them, unless they are freed one by one.
+        if group.ranks_after_forward in (1, self.shards):
+            sizes = [sum(sizes)]
+        scope = self._scope(group, phase)
+        group.unsharded = self.ops.add(
+            _COPY_OUT, phase, scope, (buffer,), sizes, StorageKind.PARAMETER, time_ms=time_ms
         )
+        for shard in group.kept:
+            self.ops.free(shard)
+        group.kept = ()
         if phase == Phase.FORWARD:
+            # ``wait_for_unshard`` lets go of the buffer of the unit before at its start, but a local variable holds it
+            # until the function returns: two buffers are alive while the second one is copied out.
+            if context.gathered is not None:
+                self.ops.free(context.gathered)
             # Kept until the next unit has gathered, so that its all-gather can overlap with this copy-out.
             context.gathered = buffer
         else:
-            self._free(buffer)
+            self.ops.free(buffer)
 
-    def _reshard(self, group: _ParamGroup) -> None:
-        if group.unsharded is not None:
-            self._free(group.unsharded)
-            group.unsharded = None
+    def _reshard(self, group: ParamGroup) -> None:
+        for storage in group.unsharded:
+            self.ops.free(storage)
+        group.unsharded = ()
 
-    def _post_backward(self, group: _ParamGroup) -> None:
+    def _keep_shards(self, group: ParamGroup) -> None:
+        """Copy the shards that the unit keeps until its backward, and free its parameters, one after the other."""
+        kept = []
+        for p, storage in zip(group.parameters, group.unsharded, strict=True):
+            n_bytes = p.gathered_bytes(self.shards) // group.ranks_after_forward
+            kept.append(
+                self._collective(
+                    "aten.clone.default",
+                    Phase.FORWARD,
+                    group,
+                    (storage,),
+                    n_bytes,
+                    StorageKind.PARAMETER,
+                    time_ms=self.ops.copy_ms(n_bytes),
+                )
+            )
+            self.ops.free(storage)
+        group.kept, group.unsharded = tuple(kept), ()
+
+    def _post_backward(self, group: ParamGroup) -> None:
         group.state = "reduced"
         # The order is that of ``FSDPParamGroup.post_backward``: free the unsharded parameters, then the input
         # of the reduction before, and only then allocate the input of this one.
         self._reshard(group)
         context = group.context
         for buffer in context.reduced:
-            self._free(buffer)
+            self.ops.free(buffer)
         context.reduced.clear()
         self._waited_for_reduces(context)
         # No parameter of the unit is trained, or none got a gradient in this pass.
         if not group.grads:
             return
-        # All trained parameters count, as if each had a gradient.
-        trained = [p for p in group.parameters if p.trainable]
-        n_bytes = self._padded_bytes(trained)
+        if group.all_reduced is not None:  # of the pass before
+            self.ops.free(group.all_reduced)
+            group.all_reduced = None
+        trained = self._with_gradient(group)
+        sizes = Reduction.of(trained, self.shards, self.options.mp_policy)
         # CUDA has a kernel for it; on a CPU what has to be padded is copied first.
-        padded = [[p] for p in trained if self.spec.kind == "cpu" and p.is_padded(self.world_size)]
-        workspace = sum(self.spec.round_up(self._padded_bytes(p)) for p in padded)
+        padded = sizes.padded_bytes if self.spec.kind == "cpu" else ()
         full = self._collective(
             _COPY_IN,
             Phase.BACKWARD,
             group,
             group.grads,
-            self.spec.round_up(n_bytes),
+            sizes.input_bytes,
             StorageKind.OTHER,
-            workspace,
-            time_ms=self.clock.copy(n_bytes),
+            workspace_bytes=sum(map(self.spec.round_up, padded)),
+            time_ms=self.ops.copy_ms(sizes.input_bytes),
         )
         # ``foreach_reduce`` drops the unsharded gradients when they are copied in, before it allocates the
         # output.
         for s in group.grads:
-            self._free(s)
+            self.ops.free(s)
         shard = self._collective(
             _REDUCE,
             Phase.BACKWARD,
             group,
             (full,),
-            self.spec.round_up(n_bytes // self.world_size),
+            sizes.output_bytes,
             StorageKind.GRADIENT,
         )
-        context.reducing.append(self._started("reduce_scatter", n_bytes))
-        # The first pass of an accumulation leaves its shard as the gradient; later ones add theirs to it.
+        context.reducing.append(self.ops.start("reduce_scatter", sizes.input_bytes, self.shards))
+        if self.replicas > 1:
+            scope = self._scope(group, Phase.BACKWARD)
+            self.ops.add(
+                _ALL_REDUCE, Phase.BACKWARD, scope, (shard,), (), StorageKind.GRADIENT, mutates=(shard,)
+            )
+            running = self.ops.start("all_reduce", sizes.output_bytes, self.replicas, among_replicas=True)
+            context.all_reducing.append(running)
+        if sizes.is_cast:
+            shard = self._cast_shard(group, shard, sizes.shard_bytes)
+        # The first pass of an accumulation leaves its shard as the gradients; later ones add theirs to it. A later
+        # one with the first gradient of some parameter stays, since that gradient is a view of it.
+        having = {p.storage for p in trained}
         if group.reduced_grads is None:
             group.reduced_grads = shard
-        else:
-            self._free(shard)  # added to what is there
+        elif having <= group.with_grad:
+            self.ops.free(shard)
+        group.with_grad |= having
         self.reduced.update(dict.fromkeys(group.grads, group.reduced_grads))
         group.grads.clear()
         context.reduced.append(full)
+
+    def _cast_shard(self, group: ParamGroup, reduced: int, n_bytes: int) -> int:
+        """Cast reduced gradients to the type of the shards, and return the storage of the result."""
+        shard = self._collective(
+            "aten._to_copy.default",
+            Phase.BACKWARD,
+            group,
+            (reduced,),
+            n_bytes,
+            StorageKind.GRADIENT,
+            time_ms=self.ops.copy_ms(n_bytes),
+        )
+        # Among replicas the unit holds what was reduced until its next reduction, or the end of the backward pass, so
+        # that no other reduction gets the same memory (``AllReduceState`` in ``_fsdp_param_group.py``).
+        if self.replicas > 1:
+            group.all_reduced = reduced
+        else:
+            self.ops.free(reduced)
+        return shard
+
+    def _with_gradient(self, group: ParamGroup) -> list[Parameter]:
+        """Return the parameters whose gradients the unit reduces now: those that have one."""
+        found = [
+            p
+            for p in group.parameters
+            if p.storage in self.r.gradients and self._gradient_of(p) in group.grads
+        ]
+        # A gradient of an earlier pass may have been replaced by another: then its parameter is not known.
+        known = all(s in self.trained for s in group.grads)
+        return found if known and found else [p for p in group.parameters if p.trainable]
 
     def _final_callback(self) -> None:
         # As in ``FSDPState._root_post_backward_final_callback``: first the units whose hook did not run, then
@@ -510,15 +626,18 @@ class _FullyShardRewriter:
             group.state = "idle"
             group.indices.clear()
             if group.gathering is not None:  # gathered ahead, and never wanted
-                self._free(group.gathering)
+                self.ops.free(group.gathering)
                 group.gathering = None
+            if group.all_reduced is not None:
+                self.ops.free(group.all_reduced)
+                group.all_reduced = None
         for context in self.contexts.values():
             self._waited_for_reduces(context)
+            for running in context.all_reducing:
+                self.ops.wait(running)
+            context.all_reducing.clear()
             context.copied_ms = None
             context.order.clear()
             for buffer in context.reduced:
-                self._free(buffer)
+                self.ops.free(buffer)
             context.reduced.clear()
-
-    def _padded_bytes(self, parameters: Sequence[Parameter]) -> int:
-        return self.world_size * sum(p.shard_bytes(self.world_size) for p in parameters)

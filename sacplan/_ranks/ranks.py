@@ -5,17 +5,20 @@ rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.local_paramete
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.files import Positive
 from sacplan._program.fingerprint import FingerprintEntry
+from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.program import Program
 from sacplan._ranks.ddp import replicated
 from sacplan._ranks.fully_shard import sharded
+from sacplan._ranks.options import DEFAULTS, FullyShardOptions
 from sacplan._ranks.shards import parameter_bytes, parameters_of
 from sacplan._shard.program import on_one_rank
 from sacplan._shard.sharding import Sharding
@@ -33,13 +36,21 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         fsdp_units: for FSDP2, patterns for the modules on which ``fully_shard`` is called (see ``resolve_units``); the
             batch is that of one rank. None with several ranks and no sharding: DDP.
         sharding: for sacplan, the placements of parameters on a mesh of these ranks; the batch is that of all of them.
+        fully_shard: for FSDP2, the other arguments of ``fully_shard``; absent where they are the defaults.
     """
 
     world_size: Positive = 1
     fsdp_units: tuple[str, ...] | None = None
     sharding: Sharding | None = None
+    # Not None: the checksum of a profile that was saved before the field was there must stay the same.
+    fully_shard: FullyShardOptions | UnsetType = UNSET
 
     def __post_init__(self) -> None:
+        if self.fully_shard is not UNSET and self.fsdp_units is None:
+            raise TraceError(
+                f"{self.fully_shard} is given without fsdp_units: it says how fully_shard runs. Name the modules that "
+                'it is called on, fsdp_units=["layers.*", ""].'
+            )
         if self.sharding is not None:
             if self.fsdp_units is not None:
                 raise TraceError("fsdp_units and a sharding are given; a sharding says where parameters lie.")
@@ -54,20 +65,70 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
                 "fsdp_units are given and world_size is 1: with one rank nothing is sharded. Say over how many "
                 "ranks fully_shard shards, world_size=8."
             )
+        self.options.check(self.world_size)
 
     @classmethod
-    def of(cls, world_size: int = 1, fsdp_units: Sequence[str] | None = None) -> Ranks:
-        """Return checked ranks; a ``TraceError`` if the two do not go together."""
+    def of(
+        cls,
+        world_size: int = 1,
+        fsdp_units: Sequence[str] | None = None,
+        options: FullyShardOptions = DEFAULTS,
+    ) -> Ranks:
+        """Return checked ranks; a ``TraceError`` if they do not go together."""
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise TraceError(f"world_size is {world_size!r}; it must be an int of at least 1.")
         if isinstance(fsdp_units, str):
             raise TraceError(f"fsdp_units is the string {fsdp_units!r}; give a list, [{fsdp_units!r}].")
-        return cls(world_size, None if fsdp_units is None else tuple(fsdp_units))
+        units = None if fsdp_units is None else tuple(fsdp_units)
+        return cls(world_size, units, fully_shard=UNSET if options == DEFAULTS else options)
+
+    @classmethod
+    def asked(
+        cls,
+        world_size: int | None = None,
+        fsdp_units: Sequence[str] | None = None,
+        mesh: Any = None,
+        mp_policy: Any = None,
+        reshard_after_forward: Any = None,
+    ) -> Ranks:
+        """Return checked ranks from arguments as a user gives them, torch's own objects among them.
+
+        Raises:
+            TraceError: an argument that ``fully_shard`` does not take, or some that do not go together.
+        """
+        replicas = 1
+        if mesh is not None:
+            shape = _mesh_shape(mesh)
+            if fsdp_units is None:
+                raise TraceError(
+                    f"mesh {shape} is given without fsdp_units: here it is the mesh of fully_shard. Name the modules "
+                    'that it is called on, fsdp_units=["layers.*", ""]. A step that sacplan itself spreads over a mesh '
+                    "is planned with sacplan.plan(profile, mesh=...)."
+                )
+            if world_size is not None and world_size != math.prod(shape):
+                raise TraceError(f"world_size is {world_size}, and the mesh has {math.prod(shape)} ranks.")
+            world_size, replicas = math.prod(shape), math.prod(shape[:-1])
+        options = FullyShardOptions.of(mp_policy, reshard_after_forward, replicas)
+        return cls.of(1 if world_size is None else world_size, fsdp_units, options)
 
     @classmethod
     def spread(cls, sharding: Sharding) -> Ranks:
         """Return the ranks of the mesh of a sharding."""
         return cls(sharding.mesh.size, None, sharding)
+
+    @property
+    def options(self) -> FullyShardOptions:
+        """The arguments of ``fully_shard`` beside the modules."""
+        return DEFAULTS if self.fully_shard is UNSET else self.fully_shard
+
+    @property
+    def mixed(self) -> MixedUnits | None:
+        """The units that compute in another type, as the step must be recorded for these ranks; None: none does."""
+        policy = self.options.mp_policy
+        recorded = None if policy is None else policy.recorded
+        if recorded is None or self.fsdp_units is None:
+            return None
+        return MixedUnits(self.fsdp_units, recorded)
 
     @property
     def run_by(self) -> RunBy | None:
@@ -87,7 +148,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         """The number of NCCL communicators that a rank takes part in; 0 on one device."""
         if self.sharding is not None:
             return self.sharding.mesh.communicators
-        return int(self.world_size > 1)
+        return self.options.communicators if self.world_size > 1 else 0
 
     def program(self, whole: Program, parameters: Sequence[FingerprintEntry], spec: DeviceSpec) -> Program:
         """Return the step of one rank; the given one if there is only one.
@@ -106,7 +167,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             return whole
         if self.fsdp_units is None:
             return whole.with_(replicated(whole, parameters, spec, self.world_size)).renumbered()
-        patch = sharded(whole, parameters, spec, self.world_size, self.fsdp_units)
+        patch = sharded(whole, parameters, spec, self.world_size, self.fsdp_units, self.options)
         return whole.with_(patch).renumbered()
 
     @staticmethod
@@ -142,10 +203,25 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         units = ", ".join(map(repr, self.fsdp_units))
         return (
             f"one of {self.world_size} ranks, that with the largest shards, run by FSDP2, fully_shard(module) for the "
-            f"modules {units}, with its defaults and no mixed-precision policy; what NCCL allocates for itself is not "
-            "in the peak; the time of a collective is what the computation of a unit does not hide, by the links of "
-            "the device",
+            f"modules {units}, with {self._with_options()}; what NCCL allocates for itself is not in the peak; the "
+            "time of a collective is what the computation of a unit does not hide, by the links of the device",
         )
+
+    def _with_options(self) -> str:
+        options, policy = self.options, self.options.mp_policy
+        rest = str(structs.replace(options, mp_policy=None))
+        return f"{rest or 'its defaults'} and {policy or 'no mixed-precision policy'}"
+
+
+def _mesh_shape(mesh: Any) -> tuple[int, ...]:
+    """Return the ranks of the axes of a ``DeviceMesh``, or of sizes by name: the last one is that of the shards."""
+    shape = tuple(mesh.values() if isinstance(mesh, Mapping) else getattr(mesh, "shape", ()))
+    if len(shape) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+        raise TraceError(
+            f"mesh is {mesh!r:.100}; fully_shard takes a DeviceMesh of one axis, or of two: replicas, and shards. Give "
+            'one, or its sizes, {"replicate": 2, "shard": 4}.'
+        )
+    return shape
 
 
 ONE_RANK = Ranks()

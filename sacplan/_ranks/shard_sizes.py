@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.program import Phase, Program, StorageKind
-from sacplan._ranks.shards import Parameter
+from sacplan._ranks.shards import Parameter, itemsize
 from sacplan._shard.optimizer import like_parameters
 
 
 def sizes_of_a_rank(
-    program: Program, sharded: Iterable[Parameter], world_size: int, spec: DeviceSpec
+    program: Program, sharded: Iterable[Parameter], shards: int, spec: DeviceSpec
 ) -> list[int]:
     """Return, by storage, its size on the rank with the largest shards.
 
@@ -22,7 +20,7 @@ def sizes_of_a_rank(
     Args:
         program: of the whole model.
         sharded: the parameters that are sharded; the others are replicated.
-        world_size: ranks.
+        shards: ranks that a parameter is cut over.
         spec: the device.
     """
     sizes = list(program.storage_bytes)
@@ -31,9 +29,10 @@ def sizes_of_a_rank(
     for s, parameter in like_parameters(program, parameters).items():
         if _is_held_in_shards(program, s):
             p = parameters[parameter]
-            # By elements and not by bytes: state may have another dtype than its parameter.
-            elements = p.shard_bytes(world_size) // p.itemsize
-            sizes[s] = spec.round_up(elements * int(getattr(torch, dtypes[s]).itemsize))
+            # By elements and not by bytes: state may have another dtype than its parameter. A parameter itself may
+            # have been seen in the type that its unit computes in, so its own dtype counts.
+            size = p.itemsize if s == parameter else itemsize(dtypes[s])
+            sizes[s] = spec.round_up(p.shard_elements(shards) * size)
     return sizes
 
 

@@ -9,6 +9,7 @@ padded to the size of the first one. Buffers of all-gathers and reduce-scatters 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import FingerprintEntry
+from sacplan._program.mixed_precision import MixedPrecision
 from sacplan._program.program import Phase, Program, StorageKind, is_inside
 from sacplan._program.rewriting import Table
 from sacplan.errors import TraceError
@@ -36,6 +38,7 @@ class Parameter:
         shape: of the unsharded parameter.
         dtype: for example ``"torch.float32"``.
         trainable: whether it requires a gradient.
+        compute_dtype: type in which a unit gathers it, and in which modules see it; empty: ``dtype``.
     """
 
     name: str
@@ -43,25 +46,54 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
+    compute_dtype: str = ""
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        size: int = getattr(torch, self.dtype.rpartition(".")[2]).itemsize
-        return size
+        return itemsize(self.dtype)
+
+    @property
+    def compute_itemsize(self) -> int:
+        """Bytes of one element while it is gathered, and of its gradient."""
+        return itemsize(self.compute_dtype or self.dtype)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether a unit gathers it in another type than its own."""
+        return self.compute_dtype not in ("", self.dtype)
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the unsharded parameter."""
         return prod(self.shape) * self.itemsize
 
-    def shard_bytes(self, world_size: int) -> int:
-        """Return the bytes of the largest shard, to which the others are padded."""
-        return -(-self.shape[0] // world_size) * prod(self.shape[1:]) * self.itemsize
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of its gradient before that is reduced."""
+        return prod(self.shape) * self.compute_itemsize
 
-    def is_padded(self, world_size: int) -> bool:
+    def shard_elements(self, shards: int) -> int:
+        """Return the elements of the largest shard, to which the others are padded."""
+        return -(-self.shape[0] // shards) * prod(self.shape[1:])
+
+    def shard_bytes(self, shards: int) -> int:
+        """Return the bytes of the largest shard."""
+        return self.shard_elements(shards) * self.itemsize
+
+    def gathered_bytes(self, shards: int) -> int:
+        """Return the bytes of all shards together in the type in which they are gathered, padding included."""
+        return shards * self.shard_elements(shards) * self.compute_itemsize
+
+    def is_padded(self, shards: int) -> bool:
         """Whether the ranks do not divide the first dimension."""
-        return self.shape[0] % world_size != 0
+        return self.shape[0] % shards != 0
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element of ``"torch.float32"`` or ``"float32"``."""
+    size: int = getattr(torch, dtype.rpartition(".")[2]).itemsize
+    return size
 
 
 def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tuple[Parameter, ...]:
@@ -164,9 +196,14 @@ def _unknown(pattern: str, program: Program) -> str:
 
 
 def owners(
-    parameters: Sequence[Parameter], units: Sequence[str], program: Program
+    parameters: Sequence[Parameter],
+    units: Sequence[str],
+    program: Program,
+    policy: MixedPrecision | None = None,
 ) -> Mapping[str, tuple[Parameter, ...]]:
     """Return the parameters of each unit, in the order of the units. Those outside of all units are left out.
+
+    ``policy`` says in which type units compute.
 
     Raises:
         TraceError: a scalar parameter, trainable ones of several types in a unit, or one that is used outside of
@@ -179,12 +216,18 @@ def owners(
         if around:
             # Units around one parameter are nested, so the longest name is the innermost.
             owner = max(around, key=len)
-            found[owner].append(p)
+            found[owner].append(p if policy is None else _computing(p, policy))
             owner_of[p.storage] = owner
     for unit, owned in found.items():
         _check_can_be_sharded(unit, owned)
     _check_used_inside(parameters, owner_of, program)
     return {unit: tuple(owned) for unit, owned in found.items() if owned}
+
+
+def _computing(p: Parameter, policy: MixedPrecision) -> Parameter:
+    return dataclasses.replace(
+        p, compute_dtype=f"torch.{policy.compute_dtype(p.dtype.removeprefix('torch.'))}"
+    )
 
 
 def _check_can_be_sharded(unit: str, owned: Sequence[Parameter]) -> None:

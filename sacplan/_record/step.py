@@ -35,13 +35,18 @@ class Step:
     optimizer: torch.optim.Optimizer | None
     mode: Mode = "train"
 
-    def run(self, before_optimizer: Callable[[], None] | None = None) -> Any:
+    def run(
+        self,
+        before_optimizer: Callable[[], None] | None = None,
+        after_backward: Callable[[], None] | None = None,
+    ) -> Any:
         """Run the step: zero the gradients, forward, loss, backward, optimizer step.
 
         In inference only the forward pass runs. Its output is returned, so that the caller decides how long it lives.
 
         Args:
-            before_optimizer: called between the backward pass and the optimizer's step.
+            before_optimizer: called between the backward pass and the optimizer's step, if there is an optimizer.
+            after_backward: called before that, whether there is an optimizer or not.
         """
         if self.mode == "inference":
             with torch.no_grad():
@@ -52,6 +57,8 @@ class Step:
         loss = self.loss_fn(self.model, self.batch)
         check_loss(loss)
         loss.backward()
+        if after_backward is not None:
+            after_backward()
         if self.optimizer is not None:
             if before_optimizer is not None:
                 before_optimizer()

@@ -56,7 +56,7 @@ class Storages:
         self._makers_output: dict[int, weakref.ref[torch.Tensor]] = {}  # what the op that made it returned
         self._lent: set[int] = set()  # on memory that PyTorch did not allocate, such as an array's
         self._real: set[int] = set()  # storages of real tensors that a fake step was seen to read
-        self._copies: dict[int, weakref.ref[Any]] = {}  # by key, the storages of their fake copies
+        self._copies: dict[int, weakref.ref[Any]] = {}  # by key, storages that count as another one
 
     def rounded(self, nbytes: int) -> int:
         """Round up as the allocator does."""
@@ -96,6 +96,17 @@ class Storages:
                 self.initial[index] = None
         elif self.kinds[known] is None:
             self.kinds[known] = kind
+
+    def leave_on_host(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that is not in the device's memory as 0 bytes."""
+        self.nbytes[self.known(tensor)] = 0
+
+    def is_another_of(self, tensor: torch.Tensor, same_as: torch.Tensor) -> None:
+        """Take the storage of a tensor for that of another one, as long as it lives. Its end is no event."""
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        self.ids[key] = self.known(same_as)
+        self._copies[key] = weakref.ref(storage, functools.partial(self._forget_copy, key))
 
     def track_given(self, tensor: torch.Tensor) -> int:
         """Count a tensor as alive from the start; return its storage."""

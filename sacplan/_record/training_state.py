@@ -20,16 +20,25 @@ class TrainingState:
     Args:
         storages, tensors: the recorder's.
         is_paused: tells whether an optimizer's step that runs now is not recorded.
+        counters_on_host: whether the optimizers' counters of steps are not in the device's memory.
 
     Attributes:
         gradients: storage of a parameter to the tensor that is its gradient.
         in_optimizer_step: whether an optimizer's step runs.
     """
 
-    def __init__(self, storages: Storages, tensors: TensorTable, is_paused: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        storages: Storages,
+        tensors: TensorTable,
+        is_paused: Callable[[], bool],
+        *,
+        counters_on_host: bool = False,
+    ) -> None:
         self.gradients: dict[int, int] = {}
         self.in_optimizer_step = False
         self._is_paused = is_paused
+        self._counters_on_host = counters_on_host
         self._storages = storages
         self._tensors = tensors
         self._parameters: dict[int, torch.Tensor] = {}
@@ -79,10 +88,18 @@ class TrainingState:
 
     @without_torch_functions
     def _track_state(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
-        for state in optimizer.state.values():
-            for value in state.values() if isinstance(state, dict) else ():
+        on_device = _counts_on_device(optimizer)
+        for p, state in optimizer.state.items():
+            for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     self._storages.track(value, StorageKind.OPTIMIZER_STATE, initial=initial)
+                    if (
+                        self._counters_on_host
+                        and name == "step"
+                        and not value.dim()
+                        and id(p) not in on_device
+                    ):
+                        self._storages.leave_on_host(value)
 
     def mark_late_kinds(self) -> None:
         """Say of storages that ops made which of them are gradients or the optimizer's state.
@@ -111,3 +128,13 @@ class TrainingState:
         """Let go of the model and the optimizers."""
         self._parameters.clear()
         self._optimizers.clear()
+
+
+def _counts_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the parameters (``id``) whose counter of steps is on their own device.
+
+    torch.optim makes ``state["step"]`` on the CPU unless the kernel reads it (``fused``) or a CUDA graph does
+    (``capturable``). On fake tensors the two devices look alike.
+    """
+    groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
+    return {id(p) for group in groups for p in group["params"]}

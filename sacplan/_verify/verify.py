@@ -171,7 +171,7 @@ def _verify_fake(
         seen = trace_step(
             model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
             mode=plan.provenance.mode, prepare=applied,
-            saved="observe",
+            saved="observe", mixed=plan.ranks.mixed,
         )  # fmt: skip
     if sharding is None:
         seen = seen.on_ranks(plan.ranks)

@@ -13,7 +13,7 @@ from benchmarks import random_programs
 from sacplan._device.caching_allocator import MIB, CachingAllocator
 from sacplan._device.device_memory import device_memory, peaks_on
 from sacplan._program.liveness import Fold
-from sacplan._program.program import Event, Program
+from sacplan._program.program import Event, Phase, Program
 
 
 def mlp(width: int = 512) -> nn.Module:
@@ -27,15 +27,27 @@ def profiled(rows: int = 1024, optimizer: Any = None, device: str = "a100-80gb")
 
 
 def peak_of_later_steps(program: Program) -> int:
-    """The fold's peak if the workspaces are there from the beginning, as they are from the second step on."""
+    """The fold's peak from the second step on.
+
+    The workspaces are there from the beginning. The loss, and whatever else is neither freed nor a gradient, is there
+    twice in the forward pass: the one of the step before is still in its variable.
+    """
     on_tensors = {tensor.storage for tensor in program.tensors}
     workspaces = {arg for code, arg in program.events if code == Event.ALLOC and arg not in on_tensors}
+    ended = Fold(program)
+    for code, arg in program.events:
+        ended.step(code, arg)
+    gradients = {program.tensors[t].storage for t in program.gradients.values()}
+    left = {s for s, n in ended.holders.items() if n} - {*program.initial, *workspaces, *gradients}
+    old = sum(map(ended.size, left))
     fold = Fold(program, initial=(*program.initial, *workspaces))
     peak = fold.live
     for code, arg in program.events:
         fold.step(code, arg)
         if code == Event.OP:
-            peak = max(peak, fold.noted)
+            if program.ops[arg].phase != Phase.FORWARD:
+                old = 0
+            peak = max(peak, fold.noted + old)
     return peak
 
 
@@ -104,3 +116,42 @@ def test_a_plan_has_the_figures_and_a_cpu_has_none(tmp_path: Any) -> None:
     here = profiled(64, device="cpu")
     assert here.device_memory() is None
     assert sacplan.plan_smallest(here).device_memory is None
+
+
+def test_buffers_of_fully_shard_have_pools_of_their_own() -> None:
+    """The buffer of an all-gather cannot take over a block of computation, nor the other way round."""
+    model = nn.Sequential(*(mlp(1024) for _ in range(3)))
+    profile = sacplan.profile(
+        model,
+        torch.randn(64, 1024),
+        lambda m, x: m(x).sum(),
+        device="h100",
+        world_size=2,
+        fsdp_units=["*", ""],
+    )
+    program = profile.program
+    gathers = [op for op in program.ops if op.name == "fsdp.all_gather_copy_in.default"]
+    reduces = [op for op in program.ops if op.name == "c10d._reduce_scatter_base_.default"]
+    allocator = CachingAllocator()
+    peaks_on(allocator, program)
+    reserved = dict.fromkeys((0, 1, 2), 0)
+    for segment in allocator.segments:
+        reserved[segment.first.pool[0]] += segment.nbytes
+    assert gathers
+    assert reserved[1] >= max(program.storage_bytes[s] for op in gathers for s in op.writes)
+    assert reserved[2] >= sum(program.storage_bytes[s] for op in reduces for s in op.writes)
+
+
+@pytest.mark.parametrize(
+    ("options", "on_device"),
+    [({}, False), ({"foreach": False}, False), ({"fused": True}, True)],
+)
+def test_counters_of_steps_are_on_the_host(options: dict[str, bool], on_device: bool) -> None:
+    """As torch.optim makes them: 512 bytes on a GPU for each parameter only where a kernel or a graph reads them."""
+    profile = profiled(64, lambda parameters: torch.optim.AdamW(parameters, **options))
+    program = profile.program
+    state = [s for s in program.initial if program.storage_kinds[s].name == "OPTIMIZER_STATE"]
+    moments = 2 * sum(
+        program.storage_bytes[s] for s in program.initial if program.storage_kinds[s].name == "PARAMETER"
+    )
+    assert sum(program.storage_bytes[s] for s in state) == moments + 512 * 4 * on_device

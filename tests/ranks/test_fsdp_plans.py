@@ -38,12 +38,25 @@ BUDGET = "75%"
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {"gpt": models.cross_entropy, "mlp": mean_square}
 
 
+def how_of(name: str) -> dict[str, Any]:
+    """What is said to ``fully_shard`` beside the modules; ``name`` begins with that of the model."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    how: dict[str, Any] = {}
+    if "mixed" in name:
+        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if "shards of two" in name:
+        how["reshard_after_forward"] = 2
+    return how
+
+
 def model_and_batch(name: str, rank: int) -> tuple[nn.Module, torch.Tensor]:
     """The same model on every rank, and another batch of the same shape."""
     torch.manual_seed(0)
-    model = models.LM(layers=3, dim=32, heads=4, vocab=64) if name == "gpt" else HeavyLayers(3, 66)
+    gpt = name.startswith("gpt")
+    model = models.LM(layers=3, dim=32, heads=4, vocab=64) if gpt else HeavyLayers(3, 66)
     torch.manual_seed(10 + rank)
-    return model, models.tokens(4, 32, 64) if name == "gpt" else torch.randn(1024, 66)
+    return model, models.tokens(4, 32, 64) if gpt else torch.randn(1024, 66)
 
 
 def gradients_of(model: nn.Module, called: nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
@@ -71,8 +84,13 @@ Made = tuple[int, Path, tuple[str, ...]]
 def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> Made:
     """Plan for one rank, without any process group, and save the plan for the ranks."""
     model, batch = model_and_batch(name, rank=0)
-    whole = sacplan.profile(model, batch, loss_fn=LOSSES[name], optimizer=OPTIMIZER, device="cpu")
-    profile = of_one_rank(whole, ranks, units)
+    step: dict[str, Any] = {"loss_fn": LOSSES[name[:3]], "optimizer": OPTIMIZER, "device": "cpu"}
+    whole = sacplan.profile(model, batch, **step)
+    if units is None or name in LOSSES:
+        profile = of_one_rank(whole, ranks, units)
+    else:
+        mesh = {"replicate": 2, "shard": ranks // 2} if "replicas" in name else {"shard": ranks}
+        profile = sacplan.profile(model, batch, **step, fsdp_units=units, mesh=mesh, **how_of(name))
     plan = sacplan.plan(profile, BUDGET)
     assert plan.units
     sharded = () if units is None else resolve_units(units, whole.program)
@@ -85,10 +103,14 @@ def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> 
 def check_fully_sharded(name: str, rank: int, made: Made, orders: Sequence[str]) -> None:
     peak_bytes, file, units = made
     plan = sacplan.Plan.load(file)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    ranks, names = (dist.get_world_size(),), ("replicate", "shard")
+    if "replicas" in name:
+        ranks = (2, ranks[0] // 2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", ranks, mesh_dim_names=names[-len(ranks) :])
     base, batch = model_and_batch(name, rank)
-    loss_fn = LOSSES[name]
-    plain = fully_sharded(copy.deepcopy(base), mesh, units)
+    loss_fn, how = LOSSES[name[:3]], how_of(name)
+    arguments = how.get("reshard_after_forward"), how.get("mp_policy")
+    plain = fully_sharded(copy.deepcopy(base), mesh, units, *arguments)
     keys = list(plain.state_dict())
     expected = gradients_of(plain, plain, batch, loss_fn)
     check_peak(plain, batch, loss_fn, peak_bytes, f"{name}, no plan")
@@ -97,7 +119,7 @@ def check_fully_sharded(name: str, rank: int, made: Made, orders: Sequence[str])
         model = copy.deepcopy(base)
         if order == "plan first":
             sacplan.apply(model, plan)
-        fully_sharded(model, mesh, units)
+        fully_sharded(model, mesh, units, *arguments)
         if order == "plan last":
             sacplan.apply(model, plan)
         assert list(model.state_dict()) == keys, what
@@ -162,6 +184,21 @@ def test_plans_of_a_rank_on_two_ranks(tmp_path: Path) -> None:
     made = {name: planned(name, 2, UNITS, tmp_path) for name in ("gpt", "mlp")}
     made["replicas"] = planned("gpt", 2, None, tmp_path)
     mp.spawn(on_rank, (2, str(tmp_path), made), nprocs=2)
+
+
+@pytest.mark.slow
+def test_plans_of_a_rank_in_mixed_precision(tmp_path: Path) -> None:
+    """The same with float32 shards, units that compute in bfloat16, and reductions in float32."""
+    made = {name: planned(name, 2, UNITS, tmp_path) for name in ("gpt, mixed", "mlp, mixed")}
+    mp.spawn(on_rank, (2, str(tmp_path), made), nprocs=2)
+
+
+@pytest.mark.slow
+def test_plans_of_a_rank_with_replicas(tmp_path: Path) -> None:
+    """Two groups of two ranks with the same shards; and units that keep shards of two ranks after their forward."""
+    names = ("gpt, mixed, replicas", "mlp, replicas", "mlp, mixed, shards of two")
+    made = {name: planned(name, 4, UNITS, tmp_path) for name in names}
+    mp.spawn(on_rank, (4, str(tmp_path), made), nprocs=4)
 
 
 @pytest.mark.slow

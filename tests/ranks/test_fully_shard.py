@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from sacplan._profile.tracing import trace_step
 from sacplan._program.program import Event, Phase, Program, StorageKind
 from sacplan._ranks.ddp import FIRST_BUCKET_BYTES, buckets_of, replicated
 from sacplan._ranks.fully_shard import sharded
+from sacplan._ranks.options import FullyShardOptions
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import Parameter, resolve_units
 from sacplan._ranks.unit_limits import narrowed, sharded_units, too_wide
@@ -35,6 +36,7 @@ from sacplan.errors import TraceError
 from tests.support.ranks import (
     CPU,
     OPTIMIZER,
+    RANKS,
     RankMemory,
     cross_entropy_in_two,
     fully_sharded,
@@ -50,8 +52,6 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),  # a linear layer's output is a view
 ]
-
-RANKS = 8
 
 
 def lm() -> nn.Module:
@@ -113,19 +113,6 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
-    """Eight ranks of which this process is the first."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    assert not dist.is_initialized()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    try:
-        yield dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-    finally:
-        dist.destroy_process_group()
-
-
 def profiled(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]) -> sacplan.Profile:
     return sacplan.profile(model, batch, loss_fn=loss_fn, optimizer=optimizer_of, device="cpu")
 
@@ -143,9 +130,8 @@ def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
     make, batch_of, loss_fn, units, reshard = CASES[name]
     model, batch = make(), batch_of()
     whole = whole_of(make, batch_of, loss_fn)
-    patch = sharded(
-        whole.program, whole.fingerprint.parameters, CPU, RANKS, units, reshard_after_forward=reshard
-    )
+    options = FullyShardOptions(reshard_after_forward=reshard)
+    patch = sharded(whole.program, whole.fingerprint.parameters, CPU, RANKS, units, options)
     predicted = whole.program.with_(patch).renumbered().footprint.peak_bytes
     measured = RankMemory(
         fully_sharded(model, mesh, resolve_units(units, whole.program), reshard), batch, loss_fn

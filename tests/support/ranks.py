@@ -21,6 +21,8 @@ from tests.zoo.language_models import cross_entropy
 
 CPU = resolve_device("cpu")
 OPTIMIZER = torch.optim.AdamW
+RANKS = 8
+"""Ranks of the fake process group of the fixture ``mesh``."""
 
 
 def cross_entropy_in_two(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -36,13 +38,18 @@ def of_one_rank(profile: sacplan.Profile, world_size: int, units: Sequence[str] 
 
 
 def fully_sharded(
-    model: nn.Module, mesh: Any, units: Sequence[str], reshard: bool | None = None
+    model: nn.Module,
+    mesh: Any,
+    units: Sequence[str],
+    reshard: bool | int | None = None,
+    mp_policy: Any = None,
 ) -> nn.Module:
     """``fully_shard`` on modules, the inner ones first; ``units`` names the outer ones first."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    policy = mp_policy or MixedPrecisionPolicy()
     for fqn in reversed(units):
-        fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     return model
 
 

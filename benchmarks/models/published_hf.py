@@ -1,0 +1,110 @@
+"""Published steps of transformers and PEFT."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from benchmarks.harness.played import Loop
+from benchmarks.harness.results import MIB
+from benchmarks.models.published_step import (
+    Built,
+    Point,
+    Step,
+    empty,
+    foreach_adamw,
+    single_adamw,
+)
+from sacplan._profile.optimizers import AdamW8bitSizes
+
+# --- transformers -----------------------------------------------------------------------------------------
+
+
+def _bert(optimizer: Any, autocast: bool = False) -> Built:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=30522, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
+        intermediate_size=4096, num_labels=2, attn_implementation="eager",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.BertForSequenceClassification(config)
+
+    def in_float16(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16):
+            loss: torch.Tensor = model(**batch).loss
+            return loss
+
+    batch = {"input_ids": empty(4, 512), "labels": empty(4)}
+    return Built(model=model, batch=batch, loss_fn=in_float16 if autocast else None, optimizer=optimizer)
+
+
+def _adafactor(parameters: Any) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
+
+
+_CONTEXT_MIB = 1343
+_BERT = functools.partial(
+    Step,
+    points=(Point(unit=MIB, minus=_CONTEXT_MIB, figure="reserved"),),
+    device="v100-32gb",
+    workspaces=False,
+    loop=Loop("never"),
+    assumed=True,
+    unknown="the published figure is the card's use, less the 1,343 MiB of the context before training; what cuBLAS "
+    "and kernels load later is in it. Not explained: 1.5 to 2 GiB",
+)
+
+
+def _peft(kind: Literal["full", "lora", "ln"]) -> Built:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
+        num_attention_heads=24, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: Any = transformers.LlamaForCausalLM(config).bfloat16()
+    if kind != "full":
+        import peft
+
+        adapter: Any = (
+            peft.LoraConfig(r=32, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+            if kind == "lora"
+            else peft.LNTuningConfig(task_type="CAUSAL_LM")
+        )
+        with torch.device("meta"):
+            model = peft.get_peft_model(model, adapter)
+    tokens = empty(4, 768)
+    return Built(
+        model=model.train(),
+        batch={"input_ids": tokens, "labels": tokens},
+        loss_fn=lambda model, batch: model(**batch).loss,
+        optimizer=foreach_adamw,
+    )
+
+
+_PEFT = functools.partial(
+    Step,
+    points=(Point(part=("max_reserved",), figure="reserved"),),
+    device="l40s",
+    assumed=True,
+    unknown="lengths of the batches: the prediction is for four sequences of 768 tokens, the longest that there can "
+    "be. The cache is emptied every few steps, and evaluations run between them",
+)
+
+
+TRANSFORMERS: dict[str, Step] = {
+    "hf-bertlarge-bs4": _BERT(build=lambda: _bert(single_adamw)),
+    "hf-bertlarge-bs4_fp16": _BERT(build=lambda: _bert(single_adamw, autocast=True)),
+    "hf-bertlarge-bs4_adafactor": _BERT(build=lambda: _bert(_adafactor)),
+    "hf-bertlarge-bs4_adam8bit": _BERT(build=lambda: _bert(AdamW8bitSizes)),
+    "peft-full-finetuning--llama-3.2-3B-lr_0.00001": _PEFT(build=lambda: _peft("full")),
+    "peft-lora--llama-3.2-3B-rank32": _PEFT(build=lambda: _peft("lora")),
+    "peft-ln_tuning--llama-3.2-3B-default": _PEFT(build=lambda: _peft("ln")),
+}

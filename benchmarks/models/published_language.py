@@ -1,0 +1,321 @@
+"""Published steps of language models: minGPT, torchtitan, torchtune, nanochat; two Linears of a PyTorch issue."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.harness.played import Loop
+from benchmarks.harness.results import GIB, MIB
+from benchmarks.models import published_networks as networks
+from benchmarks.models.published_step import (
+    COMPILE,
+    Built,
+    Fsdp,
+    Point,
+    Step,
+    empty,
+    foreach_adamw,
+    full_policy,
+    fused_adamw,
+    op_policy,
+)
+from sacplan._program.program import Op, Phase, Program
+
+# --- minGPT -----------------------------------------------------------------------------------------------
+
+CUBLASLT_BYTES = MIB
+"""cuBLASLt's workspace in torch 1.12 to 2.0, allocated and freed by each product with a bias (PyTorch #73439)."""
+
+
+def _cublaslt(program: Program, op: Op) -> int:
+    return CUBLASLT_BYTES if op.name == "aten.addmm.default" else 0
+
+
+def _logits_and_loss(program: Program) -> Iterable[int]:
+    """Return logits and loss, which minGPT's loop holds until the model of the next step has returned."""
+    forward = [op for op in program.ops if op.phase == Phase.FORWARD]
+    head = [op for op in forward if op.name == "aten.mm.default"][-1]
+    loss = [op for op in forward if op.name == "aten.nll_loss_forward.default"][-1]
+    return head.writes[0], loss.writes[0]
+
+
+def _mingpt(layers: int, heads: int, width: int) -> Built:
+    with torch.device("meta"):
+        model = networks.MinGPT(layers, heads, width, vocabulary=3, length=11)
+
+    # minGPT sorts the names of its parameters, all of which but the head's are in "transformer".
+    def theirs(name: str) -> str:
+        return name if name.startswith("lm_head") else f"transformer.{name}"
+
+    named = sorted((theirs(name), name, p) for name, p in model.named_parameters())
+    is_matrix = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    decayed = [p for _, name, p in named if name in is_matrix]
+    others = [p for _, name, p in named if name not in is_matrix]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False)
+    return Built(
+        model=model,
+        batch=(empty(64, 11), empty(64, 11)),
+        loss_fn=lambda model, batch: model(*batch)[1],
+        optimizer=optimizer,
+    )
+
+
+_MINGPT = functools.partial(
+    Step,
+    points=(
+        Point(part=("before",), loop=Loop("backward", _logits_and_loss, _cublaslt)),
+        Point(part=("after",), loop=Loop("step", _logits_and_loss, _cublaslt)),
+    ),
+    device="a100-80gb",
+)
+
+# --- torchtitan -------------------------------------------------------------------------------------------
+
+
+def _titan_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    tokens, targets = batch
+    logits = model(tokens)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
+    del logits  # as in torchtitan: not alive during the backward pass
+    return loss
+
+
+def _float_logits(program: Program) -> Iterable[int]:
+    """Return logits and loss, which the loop of early 2024 held until the model of the next step had returned."""
+    forward = [op for op in program.ops if op.phase == Phase.FORWARD]
+    loss = [op for op in forward if op.name == "aten.nll_loss_forward.default"][-1]
+    upcast = [op for op in forward if op.name == "aten._to_copy.default"][-1]
+    return upcast.writes[0], loss.writes[0]
+
+
+def _titan(shape: networks.LlamaShape, sequences: int) -> Built:
+    with torch.device("meta"):
+        model = networks.Llama(shape)
+    batch = empty(sequences, shape.length), empty(sequences, shape.length)
+    return Built(model=model, batch=batch, loss_fn=_titan_loss, optimizer=foreach_adamw)
+
+
+def _kept_by_checkpointing(program: Program) -> Mapping[int, int]:
+    """Return the outputs of each layer's last product, with the op before which each is dropped.
+
+    PyTorch's selective checkpointing keeps every output that its rule marks, needed or not. The last product of a layer
+    is marked, and only an addition reads it. It stays until the layer's gradients are reduced.
+    """
+
+    def layer_of(op: Op) -> str:
+        fqn = program.scopes[op.scope].fqn if op.scope >= 0 else ""
+        return ".".join(fqn.split(".")[:2]) if fqn.startswith("layers.") else ""
+
+    kept: dict[str, int] = {}
+    for op in program.ops:
+        fqn = program.scopes[op.scope].fqn if op.scope >= 0 else ""
+        is_product = op.name == "aten.mm.default" and op.phase == Phase.FORWARD and op.recomputes < 0
+        if is_product and fqn.endswith("feed_forward.w2"):
+            kept[layer_of(op)] = op.writes[0]
+    until = {layer_of(op): i for i, op in enumerate(program.ops) if op.name.startswith("fsdp.chunk_cat")}
+    return {storage: until[layer] for layer, storage in kept.items() if layer in until}
+
+
+_SEGMENTS = "segments are expandable, as torchtitan's script sets them"
+_LAST_LAYER = (
+    "the last layer keeps its parameters after the forward pass; sacplan has it free them, as the others"
+)
+
+
+def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int = 1, **changes: Any) -> Step:
+    made: dict[str, Any] = {
+        "build": lambda: _titan(networks.LLAMA_3_8B, sequences),
+        "points": (
+            Point(part=("step1",), unit=GIB, figure="reserved_expandable", first=True),
+            Point(part=("step10+",), unit=GIB, figure="reserved_expandable"),
+        ),
+        "device": "h100",
+        "plan": op_policy,
+        "loop": Loop(until=_kept_by_checkpointing),
+        "fsdp": Fsdp(ranks=8, units=("layers.*", ""), reshard=reshard),
+        "samples": 8192 * sequences,
+        "unknown": "; ".join((_SEGMENTS, _LAST_LAYER) if reshard == "default" else (_SEGMENTS,)),
+    }
+    return Step(**made | changes)
+
+
+def _titan2412(ranks: int, **changes: Any) -> Step:
+    made: dict[str, Any] = {
+        "sequences": 2,
+        "points": (Point(unit=GIB, figure="reserved"), Point(unit=GIB, figure="reserved_expandable")),
+        "fsdp": Fsdp(ranks=ranks, units=("layers.*", ""), reshard="default"),
+        "assumed": True,
+        "unknown": "whether segments were expandable, as torchtitan's own script sets them: both are predicted; "
+        f"{_LAST_LAYER}",
+        "other_card": "times are of an H100 with 3.35 TB/s and 700 W",
+    }
+    return _titan822("default", **made | changes)
+
+
+# --- torchtune --------------------------------------------------------------------------------------------
+
+
+def _tune_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    tokens, labels = batch
+    labels = torch.hstack((labels[..., 1:], labels.new_full((labels.shape[0], 1), -100)))
+    logits = model(tokens)
+    if not isinstance(logits, list):
+        logits = logits.reshape(-1, logits.shape[-1])
+        loss = F.cross_entropy(logits, labels.reshape(-1), ignore_index=-100)
+        del logits
+        return loss
+    total = (labels != -100).sum()
+    losses = [
+        F.cross_entropy(
+            chunk.reshape(-1, chunk.shape[-1]).float(), label.reshape(-1), ignore_index=-100, reduction="sum"
+        )
+        for chunk, label in zip(logits, labels.chunk(len(logits), dim=1), strict=True)
+    ]
+    return torch.stack(losses).sum() / total
+
+
+def _tune(chunks: int = 1) -> Built:
+    with torch.device("meta"):
+        model = networks.Llama(dataclasses.replace(networks.LLAMA_32_3B, chunks=chunks)).in_bfloat16()
+    return Built(
+        model=model,
+        batch=(empty(2, 4096), empty(2, 4096)),
+        loss_fn=_tune_loss,
+        optimizer=fused_adamw,
+    )
+
+
+def _tune_step(chunks: int = 1, **changes: Any) -> Step:
+    made: dict[str, Any] = {
+        "build": lambda: _tune(chunks),
+        "points": (Point(unit=GIB, figure="active"),),
+        "device": "a100-80gb",
+        "samples": 2 * 4096,
+        "unknown": "AdamW is taken to be fused: with foreach it would need more than the 25.5 GiB of the row without "
+        "packing. Attention was FlexAttention; it is predicted as flash attention, which saves as much",
+    }
+    return Step(**made | changes)
+
+
+# --- nanochat ------------------------------------------------------------------------------------------
+
+
+class ShardedSizes(torch.optim.Optimizer):
+    """The state that rank 0 of several has in nanochat's optimizers, with an update of the same sizes.
+
+    Embedding and head have two states of a slice of their rows; of the matrices of one shape every ``ranks``-th has a
+    momentum. Gradients are averaged in place. Buffers of collectives and Muon's own iterations are left out.
+    """
+
+    def __init__(self, parameters: Any, ranks: int = 8) -> None:
+        super().__init__(parameters, {"ranks": ranks})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update this rank's share."""
+        for group in self.param_groups:
+            seen: dict[torch.Size, int] = {}
+            for p in group["params"]:
+                if max(p.shape) > 16 * min(p.shape):
+                    share, names = p[: len(p) // group["ranks"]], ["exp_avg", "exp_avg_sq"]
+                else:
+                    seen[p.shape] = seen.get(p.shape, 0) + 1
+                    if (seen[p.shape] - 1) % group["ranks"]:
+                        continue
+                    share, names = p, ["momentum"]
+                state, gradient = self.state[p], p.grad[: len(share)]
+                for name in names:
+                    if name not in state:
+                        state[name] = torch.zeros_like(share)
+                    state[name].lerp_(gradient, 0.1)
+                share.add_(state[names[0]], alpha=-0.1)
+
+
+def _nanochat() -> Built:
+    with torch.device("meta"):
+        model = networks.Nanochat(layers=20, width=1280, heads=10, vocabulary=65536, length=2048)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            found: torch.Tensor = model(*batch)
+            return found
+
+    return Built(model=model, batch=(empty(32, 2048), empty(32, 2048)), loss_fn=loss, optimizer=ShardedSizes)
+
+
+# --- PyTorch's issue 74443 ----------------------------------------------------------------------------
+
+
+def _two_linears() -> Built:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
+    x = empty(4, 256, 1024, dtype=torch.float32)
+    return Built(model=model, batch=x, loss_fn=lambda model, x: model(x).sum())
+
+
+def _sum(program: Program) -> Iterable[int]:
+    """Return the loss, a sum, which a variable of the script holds."""
+    return [op for op in program.ops if op.name == "aten.sum.default"][-1].writes
+
+
+LANGUAGE: dict[str, Step] = {
+    "mingpt-nano": _MINGPT(
+        build=lambda: _mingpt(3, 3, 48),
+        unknown="the task is known by the bytes of the gradients, torch 1.13 by the date, and the card by its "
+        "workspace of 8.125 MiB",
+    ),
+    "mingpt-xl": _MINGPT(
+        build=lambda: _mingpt(48, 25, 1600),
+        unknown="as mingpt-nano; how many steps ran before the figure was read",
+    ),
+    "titan822-default": _titan822("default"),
+    "titan822-always": _titan822("always"),
+    "titan822-never": _titan822("never"),
+    "titan808-compile": _titan822(
+        "default",
+        points=(Point(part=("bf16 compile",), unit=GIB, figure="reserved_expandable"),),
+        missing=COMPILE,
+    ),
+    "titan2412-8gpu-FSDP": _titan2412(8),
+    "titan2412-8gpu-FSDP+compile": _titan2412(8, missing=COMPILE),
+    "titan2412-128gpu-FSDP": _titan2412(128),
+    "titan165-fsdp": _titan822(
+        "default",
+        build=lambda: _titan(networks.LLAMA_2_7B, 8),
+        points=(
+            Point(part=("FSDP2 AC", 0), unit=0.01 * 95.0396 * GIB, figure="active"),
+            Point(part=("FSDP2 AC", 1), unit=0.01 * 95.0396 * GIB, figure="reserved"),
+        ),
+        plan=full_policy,
+        loop=Loop(held=_float_logits),
+        samples=8 * 2048,
+        assumed=True,
+        unknown=f"{_LAST_LAYER}; PyTorch of early 2024; which RMSNorm ran: the project had a fused one of its own",
+    ),
+    "tune-3b-+_packed": _tune_step(),
+    "tune-3b-+_compile": _tune_step(missing=COMPILE),
+    "tune-3b-+_chunked_CE": _tune_step(8, missing=COMPILE),
+    "tune-3b-+_activation_checkpointing": _tune_step(8, plan=full_policy, missing=COMPILE),
+    "nanochat-d20": Step(
+        build=_nanochat,
+        points=(Point(unit=MIB),),
+        device="h100",
+        unknown="temporaries of Muon and of the collectives of its optimizers",
+        missing=COMPILE,
+    ),
+    "pt-74443-pow2": Step(
+        build=_two_linears,
+        points=(Point(part=("memory2 (after bwd)",), figure="end"),),
+        device="a100-80gb",
+        workspaces=False,
+        loop=Loop(held=_sum),
+    ),
+}

@@ -1,0 +1,186 @@
+"""A published step: its model on the meta device, the figures that it is compared with, and what is known of it.
+
+A step says which of the published figures it compares with, how the training loop around it holds tensors, and what is
+not known of the setting or missing in the prediction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import sacplan
+from benchmarks.harness.played import Loop
+from benchmarks.harness.steps import LossFn
+from sacplan._device.devices import resolve_device
+
+Figure = Literal["allocated", "active", "reserved", "reserved_expandable", "end"]
+Kind = Literal["known", "assumed", "compiled"]
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One published figure, and the predicted one beside it.
+
+    Attributes:
+        part: where it stands in ``measured`` of the row: keys and positions; ``()`` for the value itself.
+        unit: bytes of one.
+        minus: what the published figure counts besides, in its unit.
+        figure: what was measured. Active blocks are allocated ones, and those that another stream may still read.
+        first: after the first step; by default after as many as it takes until nothing changes.
+        loop: the loop of this figure, if it differs from that of the step.
+    """
+
+    part: tuple[str | int, ...] = ()
+    unit: float = 1
+    minus: float = 0
+    figure: Figure = "allocated"
+    first: bool = False
+    loop: Loop | None = None
+
+    def published_bytes(self, measured: Any) -> float:
+        """Return the published figure in bytes."""
+        for key in self.part:
+            measured = measured[key]
+        return float((measured - self.minus) * self.unit)
+
+    @property
+    def predicted_figure(self) -> str:
+        """The attribute of ``StepFigures`` that is compared."""
+        return "allocated" if self.figure == "active" else self.figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A model on the meta device, and what a step of it takes."""
+
+    model: nn.Module
+    batch: Any
+    loss_fn: LossFn | None = None
+    optimizer: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fsdp:
+    """``fully_shard`` with parameters in float32, computing in bfloat16 and reducing in float32.
+
+    Attributes:
+        reshard: torchtitan's policy: ``"always"``; ``"never"``; ``"default"``: all layers but the last, which sacplan
+            has not, and takes for ``"always"``.
+    """
+
+    ranks: int
+    units: tuple[str, ...]
+    reshard: Literal["always", "default", "never"]
+
+
+class NeedsMixedPrecision(Exception):
+    """This version of sacplan spreads a step in one precision only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A published step.
+
+    Attributes:
+        build: makes the model.
+        points: the figures that are compared.
+        device: name of the GPU, for times and for the size of workspaces.
+        workspaces: whether PyTorch of that time counted cuBLAS workspaces.
+        plan: the checkpointing of the step; None: none.
+        loop: the training loop.
+        fsdp: how it is spread over ranks; None: one GPU.
+        samples: tokens or images of one step on one GPU, of which the row gives the number per second.
+        assumed: whether what is not known decides the figure.
+        unknown: what is not known of the setting.
+        missing: what the step had that the prediction has not.
+        other_card: how the card of the predicted times differs from the one that was measured.
+    """
+
+    build: Callable[[], Built]
+    points: tuple[Point, ...]
+    device: str
+    workspaces: bool = True
+    plan: Callable[[sacplan.Profile], sacplan.Plan] | None = None
+    loop: Loop = dataclasses.field(default_factory=Loop)
+    fsdp: Fsdp | None = None
+    samples: int = 0
+    assumed: bool = False
+    unknown: str = ""
+    missing: str = ""
+    other_card: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        """How much of the step is known and predicted."""
+        return "compiled" if self.missing else "assumed" if self.assumed else "known"
+
+    def profile(self) -> sacplan.Profile:
+        """Record the step.
+
+        Raises:
+            NeedsMixedPrecision: the step needs FSDP2 with mixed precision, which is not there.
+        """
+        spec = resolve_device(self.device)
+        if not self.workspaces:
+            spec = dataclasses.replace(spec, matmul_workspace_bytes=0)
+        options = _fsdp_options(self.fsdp) if self.fsdp is not None else {}
+        built = self.build()
+        return sacplan.profile(
+            built.model, built.batch, built.loss_fn, built.optimizer, device=spec, **options
+        )
+
+
+def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
+    """Return the options of ``sacplan.profile`` for FSDP2 with mixed precision."""
+    if "mp_policy" not in inspect.signature(sacplan.profile).parameters:
+        raise NeedsMixedPrecision("sacplan.profile takes no mp_policy yet")
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # None: all units but the outermost one free their parameters after the forward pass, as FSDP2 has it for the root.
+    reshard = {"always": None, "default": None, "never": False}[fsdp.reshard]
+    return {
+        "world_size": fsdp.ranks,
+        "fsdp_units": list(fsdp.units),
+        "mp_policy": policy,
+        "reshard_after_forward": reshard,
+    }
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    """Return a tensor on the meta device, of integers by default."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def single_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+def foreach_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+COMPILE = "torch.compile"
+_LAYERS = "layers.*"
+
+
+def op_policy(profile: sacplan.Profile) -> sacplan.Plan:
+    """Return torchtitan's selective checkpointing: in each layer, every second product is kept."""
+    return sacplan.policy("selective", "op", profile=profile, layers=_LAYERS)
+
+
+def full_policy(profile: sacplan.Profile) -> sacplan.Plan:
+    """Return the checkpointing of whole layers."""
+    return sacplan.policy("full", profile=profile, layers=_LAYERS)

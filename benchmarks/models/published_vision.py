@@ -1,0 +1,83 @@
+"""Published steps on images: ViT and ResNet-101."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.harness.results import MIB
+from benchmarks.models import published_networks as networks
+from benchmarks.models.published_step import (
+    COMPILE,
+    GB,
+    Built,
+    Point,
+    Step,
+    empty,
+    foreach_adamw,
+    fused_adamw,
+)
+from sacplan._profile.optimizers import AdamW8bitSizes
+
+# --- vision -----------------------------------------------------------------------------------------------
+
+
+def _images(model: nn.Module, batch: int, classes: int, optimizer: Any, autocast: bool) -> Built:
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        images, labels = pair
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            return F.cross_entropy(model(images), labels)
+
+    pair = empty(batch, 3, 224, 224, dtype=torch.float32), empty(batch)
+    return Built(model=model, batch=pair, loss_fn=loss, optimizer=optimizer)
+
+
+def _vit_h(optimizer: Any) -> Built:
+    with torch.device("meta"):
+        model = networks.ViT(layers=32, width=1280, heads=16, patch=14, classes=45)
+    return _images(model, 8, 45, optimizer, autocast=True)
+
+
+def _vit_l() -> Built:
+    with torch.device("meta"):
+        model = networks.ViT(layers=24, width=1024, heads=16, patch=16, classes=1000)
+    adam = functools.partial(torch.optim.Adam, foreach=True)
+    return _images(model, 1, 1000, adam, autocast=False)
+
+
+def _resnet101() -> Built:
+    with torch.device("meta"):
+        model = networks.resnet101()
+    return _images(model, 16, 1000, foreach_adamw, autocast=True)
+
+
+_VIT_H = functools.partial(
+    Step, points=(Point(unit=GB),), device="rtx-4090", samples=8, missing=COMPILE,
+    other_card="times are of an RTX 4090",
+)  # fmt: skip
+
+
+VISION: dict[str, Step] = {
+    "ao-vith-PyTorch_fused_AdamW": _VIT_H(build=lambda: _vit_h(fused_adamw)),
+    "ao-vith-bnb_8-bit": _VIT_H(build=lambda: _vit_h(AdamW8bitSizes)),
+    "ao-vith-ao_8-bit": _VIT_H(build=lambda: _vit_h(AdamW8bitSizes)),
+    "pt-vitl-tutorial": Step(
+        build=_vit_l,
+        points=(Point(part=("Adam foreach",), unit=GB),),
+        device="a100-80gb",
+        assumed=True,
+        unknown="the card; the figure has one digit",
+    ),
+    "flashoptim-resnet101": Step(
+        build=_resnet101,
+        points=(Point(part=("peak",), unit=MIB),),
+        device="h100",
+        assumed=True,
+        unknown="types: with bfloat16 autocast, as predicted here; float32 would be 2,562 MiB and a model in bfloat16 "
+        "1,327 MiB; cuDNN's workspaces",
+    ),
+}

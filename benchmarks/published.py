@@ -1,0 +1,320 @@
+"""Are predicted peaks and times of whole steps those that others have measured on GPUs?
+
+    python -m benchmarks.published
+    python -m benchmarks.published --only mingpt-nano pt-74443-pow2
+
+The published figures are in ``benchmarks/data/peaks.jsonl``, the steps that they are of in
+``benchmarks/models/published_steps.py``. Each step is recorded as a fake step for its GPU and played on a simulation of
+the caching allocator from the start of a run (``benchmarks/harness/played.py``). The page ``docs/measured.md`` is
+written from the results. With ``--only``, the rows of the other steps stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.command import Parser
+from benchmarks.harness.played import RunFigures, allocator_figures
+from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_results, write_results
+from benchmarks.harness.table import Table, markdown_head, markdown_line
+from benchmarks.models.published_step import NeedsMixedPrecision, Point, Step
+from benchmarks.models.published_steps import STEPS
+
+DATA = ROOT / "benchmarks" / "data" / "peaks.jsonl"
+PAGE = ROOT / "docs" / "measured.md"
+OPS = RESULTS / "published_ops.json"
+
+FIGURES = {
+    "allocated": "`max_memory_allocated`",
+    "active": "peak of active blocks",
+    "reserved": "`max_memory_reserved`",
+    "reserved_expandable": "`max_memory_reserved`, expandable segments",
+    "end": "`memory_allocated` at the end",
+}
+
+
+def published_rows() -> dict[str, dict[str, Any]]:
+    """Return the published figures by id."""
+    lines = DATA.read_text(encoding="utf-8").splitlines()
+    return {row["id"]: row for row in map(json.loads, lines)}
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
+    """Return a row for each figure of a step, or one that says why there is none."""
+    step = STEPS[name]
+    about: Row = {"id": name, "kind": step.kind, "unknown": step.unknown, "missing": step.missing}
+    about["other_card"] = step.other_card
+    try:
+        profile = step.profile()
+    except NeedsMixedPrecision as error:
+        return [about | {"not_recorded": str(error)}]
+    plan = None if step.plan is None else step.plan(profile)
+    step_ms = (profile.program if plan is None else profile.with_plan(plan)).step_ms
+    played: dict[int, RunFigures] = {}
+    rows = []
+    for point in step.points:
+        loop = point.loop or step.loop
+        if id(loop) not in played:
+            played[id(loop)] = allocator_figures(profile, plan, loop)
+        rows.append(about | _row(point, played[id(loop)], published["measured"]))
+    rate = _rate(step, published)
+    if rate is not None:
+        rows[-1] |= {"published_per_s": rate, "predicted_per_s": step.samples / step_ms * 1000}
+    return rows
+
+
+def _row(point: Point, run: RunFigures, measured: Any) -> Row:
+    figures = run.first if point.first else run.steady
+    published = point.published_bytes(measured)
+    predicted = run.end if point.figure == "end" else getattr(figures, point.predicted_figure)
+    return {
+        "part": ", ".join(map(str, point.part)),
+        "figure": point.figure,
+        "when": "first step" if point.first else "",
+        "published_bytes": published,
+        "predicted_bytes": predicted,
+        "error": predicted / published - 1,
+        "tensors_bytes": figures.tensors,
+        "allocated_bytes": figures.allocated,
+        "reserved_bytes": figures.reserved,
+        "reserved_expandable_bytes": figures.reserved_expandable,
+    }
+
+
+def _rate(step: Step, published: Mapping[str, Any]) -> float | None:
+    """Return the published tokens or images per second on one GPU."""
+    if not step.samples:
+        return None
+    if "images_per_s" in published:
+        return float(published["images_per_s"])
+    rates = published.get("tokens_per_s_per_gpu", {})
+    return float(next(iter(rates.values()))) if rates else None
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+_HEAD = """# Predicted beside measured
+
+This page compares what sacplan predicts with what others have measured on GPUs. sacplan's authors have measured none of
+these figures: they come from the repositories and issues that each row names. `benchmarks/data/peaks.jsonl` holds every
+figure with its source and with how to get the same step again. The models of these steps we wrote anew.
+
+Each step is recorded as a fake step for the GPU in question. Then a simulation of PyTorch's caching allocator plays it
+from the start of a run: first the model, then a step that makes the optimizer's state, then steps until nothing
+changes. Where a project checkpoints activations, the prediction is for the same rule. A figure with many digits is one
+that was published so; the others are rounded, in part to three digits.
+
+<!-- made by python -m benchmarks.published -->
+"""
+
+_KINDS = {
+    "known": (
+        "Eager steps whose setting is known",
+        "Model, batch, types, optimizer and the loop around them are known, or follow from the published code.",
+    ),
+    "assumed": (
+        "Eager steps with something assumed",
+        "Part of the setting is not published, and the last column says what had to be assumed.",
+    ),
+    "compiled": (
+        "Compiled steps",
+        "These ran with `torch.compile`. sacplan predicts eager steps, so the error includes what compiling saves. A "
+        "small error can be two that cancel.",
+    ),
+}
+
+
+def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
+    """Write the page: the worst of each table first."""
+    published = published_rows()
+    lines = [_HEAD, *_summary(rows)]
+    for kind, (title, says) in _KINDS.items():
+        of_kind = [row for row in rows if row["kind"] == kind and "error" in row]
+        if of_kind:
+            lines += ["", f"## {title}", "", says, "", *_peaks(of_kind, published)]
+    rates = [row for row in rows if "published_per_s" in row]
+    if rates:
+        lines += ["", "## Tokens and images per second", "", _RATES, "", *_rates(rates, published)]
+    if ops:
+        lines += ["", "## Single ops", "", *_ops(ops)]
+    lines += ["", "## Published figures that are not compared", "", *_left_out(rows, published)]
+    return "\n".join(lines) + "\n"
+
+
+_RATES = """The predicted rate is that of one GPU's share of a step by the cost model. It leaves out the time of the CPU
+between kernels, and what `torch.compile` saves."""
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    known = [row for row in rows if row["kind"] == "known" and "error" in row]
+    said = []
+    for figures, name in (
+        (("allocated", "active", "end"), "allocated bytes"),
+        (("reserved", "reserved_expandable"), "reserved bytes"),
+    ):
+        errors = [abs(row["error"]) for row in known if row["figure"] in figures]
+        if errors:
+            said.append(
+                f"{len(errors)} figures of {name} are predicted to within {_percent(max(errors), signed=False)}"
+            )
+    if not said:
+        return []
+    return [f"Of eager steps whose setting is known, {', and '.join(said)}."]
+
+
+def _peaks(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
+    lines = markdown_head(
+        ("step", "measured by", "on", "figure", "published", "predicted", "error", "not known, or missing")
+    )
+    for row in sorted(rows, key=lambda row: -abs(row["error"])):
+        source = published[row["id"]]
+        what = ", ".join(filter(None, (FIGURES[row["figure"]], row["when"])))
+        name = f"`{row['id']}`" + (f" ({row['part']})" if row["part"] else "")
+        apart = "; ".join(filter(None, (row["unknown"], row["missing"])))
+        shown = [_bytes(row[key], source["unit"]) for key in ("published_bytes", "predicted_bytes")]
+        cells = (name, _source(source), _device(source), what, *shown, _percent(row["error"]), apart or "-")
+        lines.append(markdown_line(cells))
+    return lines
+
+
+def _rates(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
+    lines = markdown_head(("step", "on", "published", "predicted", "error", "not the same, or missing"))
+
+    def error(row: Row) -> float:
+        return float(row["predicted_per_s"] / row["published_per_s"] - 1)
+
+    for row in sorted(rows, key=lambda row: -abs(error(row))):
+        source = published[row["id"]]
+        unit = "images" if "images_per_s" in source else "tokens"
+        rates = [f"{row[key]:,.0f} {unit}/s" for key in ("published_per_s", "predicted_per_s")]
+        apart = "; ".join(filter(None, (row["other_card"], row["missing"]))) or "-"
+        cells = (f"`{row['id']}`", _device(source), *rates, _percent(error(row)), apart)
+        lines.append(markdown_line(cells))
+    return lines
+
+
+def _ops(rows: Sequence[Row]) -> list[str]:
+    """Write a line for each op and metric: the worst error, and the median."""
+    by_op: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        by_op.setdefault((row["op"], row["metric"]), []).append(row["error"])
+    found = sorted(
+        ((max(errors, key=abs), sorted(map(abs, errors))[len(errors) // 2], len(errors), *key)
+         for key, errors in by_op.items()),
+        key=lambda each: -abs(each[0]),
+    )  # fmt: skip
+    lines = [
+        "Measured by the authors of Liger-Kernel, in plain PyTorch (`benchmarks/data/op_benchmarks.csv`). "
+        "`python -m benchmarks.published_ops` compares row by row.",
+        "",
+        *markdown_head(("op", "figure", "rows", "worst error", "median error")),
+    ]
+    for worst, median, count, op, metric in found:
+        what = "time" if metric == "speed" else "`max_memory_allocated`"
+        cells = (f"`{op}`", what, str(count), _percent(worst), _percent(median, signed=False))
+        lines.append(markdown_line(cells))
+    return lines
+
+
+def _left_out(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
+    not_recorded = {row["id"]: row["not_recorded"] for row in rows if "not_recorded" in row}
+    lines = markdown_head(("figure", "measured by", "why, or which part"))
+    for name, source in published.items():
+        why = source.get("not_built") or not_recorded.get(name) or source.get("not_compared")
+        if why:
+            in_part = "not_compared" in source and name not in not_recorded
+            shown = f"`{name}`" + (", in part" if in_part else "")
+            lines.append(markdown_line((shown, _source(source), why)))
+    return lines
+
+
+def _source(row: Mapping[str, Any]) -> str:
+    return f"{row['source_repo']}, {row['source_path']}"
+
+
+def _device(row: Mapping[str, Any]) -> str:
+    gpus, device = row.get("gpus", 1), row.get("device", "")
+    name = "not stated" if not device or device == "not stated" else device
+    return f"{gpus} x {name}" if gpus > 1 else name
+
+
+def _percent(share: float, signed: bool = True) -> str:
+    digits = 1 if abs(share) >= 0.1 else 2 if abs(share) >= 0.001 else 4
+    shown = f"{100 * share:{'+' if signed else ''}.{digits}f} %"
+    return "exact" if signed and share == 0 else shown
+
+
+def _bytes(nbytes: float, unit: str) -> str:
+    """Write bytes in the unit in which they were published; shares of a card in GiB."""
+    if unit == "bytes":
+        return f"{nbytes:,.0f} B"
+    if unit.startswith("MB (2**20)") or unit == "MiB":
+        return f"{nbytes / MIB:,.0f} MiB"
+    if unit == "GB":
+        return f"{nbytes / 1e9:,.2f} GB"
+    return f"{nbytes / GIB:,.2f} GiB"
+
+
+# --- the command ------------------------------------------------------------------------------------------
+
+TABLE = Table(
+    ("step", "<46"), ("figure", "<20"), ("published GiB", ">13.3f"), ("predicted GiB", ">13.3f"),
+    ("error", "+9.3%"),
+)  # fmt: skip
+
+
+def line(row: Row) -> str:
+    if "error" not in row:
+        return f"{row['id']}: {row['not_recorded']}"
+    return TABLE.row(
+        f"{row['id']} {row['part']}"[:46],
+        row["figure"],
+        row["published_bytes"] / GIB,
+        row["predicted_bytes"] / GIB,
+        row["error"],
+    )
+
+
+def _in_order(rows: Iterable[Row]) -> list[Row]:
+    order = list(STEPS)
+    return sorted(rows, key=lambda row: order.index(row["id"]))
+
+
+def read_page_rows(path: Path | None = None) -> tuple[list[Row], list[Row]]:
+    """Return the committed rows of steps and of single ops; those of ops may be missing."""
+    rows = read_results(path or RESULTS / "published.json")[1]
+    return rows, read_results(OPS)[1] if OPS.exists() else []
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(__doc__, "published.json")
+    parser.choice("--only", list(STEPS))
+    options = parser.begin(argv)
+    warnings.simplefilter(
+        "ignore"
+    )  # steps that do not fit on their card, and types that it computes in software
+    published = published_rows()
+    rows = []
+    if options.json is not None and options.json.exists():
+        rows = [row for row in read_results(options.json)[1] if row["id"] not in options.only]
+        rows = [row for row in rows if row["id"] in STEPS]
+    print(TABLE.head)
+    for name in options.only:
+        found = rows_of(name, published[name])
+        for row in found:
+            print(line(row), flush=True)
+        rows = _in_order([*rows, *found])
+        write_results(options.json, rows)
+    if options.json == RESULTS / "published.json":
+        PAGE.write_text(page(*read_page_rows()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

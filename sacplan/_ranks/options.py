@@ -1,0 +1,113 @@
+"""The arguments of ``fully_shard`` beside the modules, as a value that files can hold.
+
+options = FullyShardOptions.of(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=2)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from sacplan._program.files import Positive
+from sacplan._program.mixed_precision import MixedPrecision
+from sacplan.errors import TraceError
+
+
+class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Arguments of ``fully_shard``, the same for all units. The defaults are torch's.
+
+    Attributes:
+        mp_policy: types of gathered parameters, of gradients while they are reduced, and of outputs.
+        reshard_after_forward: whether a unit frees its parameters after its forward. An int: it keeps the shards of
+            that many ranks. None: all units but the outermost ones free them.
+        replicas: how many groups of ranks hold the same shards (HSDP); 1: parameters are sharded over all ranks.
+    """
+
+    mp_policy: MixedPrecision | None = None
+    reshard_after_forward: bool | int | None = None
+    replicas: Positive = 1
+
+    @classmethod
+    def of(
+        cls, mp_policy: Any = None, reshard_after_forward: Any = None, replicas: int = 1
+    ) -> FullyShardOptions:
+        """Return checked options from torch's own objects.
+
+        Raises:
+            TraceError: a value that ``fully_shard`` does not take.
+        """
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+            raise TraceError(
+                f"reshard_after_forward is {reshard_after_forward!r}; give True, False, None, or the number of ranks "
+                "that the parameters stay spread over after the forward."
+            )
+        # An int of 1 is False to fully_shard, and 1 == True in Python, so that it must not be stored as it is.
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+            reshard_after_forward = False if reshard_after_forward == 1 else reshard_after_forward
+        return cls(MixedPrecision.of(mp_policy), reshard_after_forward, replicas)
+
+    @property
+    def communicators(self) -> int:
+        """The number of NCCL communicators of a rank: for the shards, the replicas, and the shards after a forward."""
+        of_fewer = self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool)
+        return 1 + (self.replicas > 1) + of_fewer
+
+    def check(self, world_size: int) -> None:
+        """Raise ``TraceError`` if the options do not go together with a number of ranks."""
+        if world_size % self.replicas:
+            raise TraceError(f"{self.replicas} replicas of the shards do not divide world_size={world_size}.")
+        if self.replicas > 1 and self.replicas == world_size:
+            raise TraceError(
+                f"the mesh has {self.replicas} replicas of one shard each: nothing is sharded. Leave fsdp_units out "
+                "for DistributedDataParallel, or give the last axis of the mesh at least 2 ranks."
+            )
+        kept, shards = self.reshard_after_forward, world_size // self.replicas
+        if kept is not None and not isinstance(kept, bool) and (kept < 1 or shards % kept):
+            divisors = (
+                ", ".join(str(n) for n in range(2, shards) if shards % n == 0) or "none but 1 and itself"
+            )
+            raise TraceError(
+                f"reshard_after_forward is {kept}, which does not divide the {shards} ranks that parameters are "
+                f"sharded over (divisors: {divisors}). Give one of these, True or False."
+            )
+
+    def ranks_after_forward(self, shards: int, is_root: bool) -> int:
+        """Return over how many ranks the parameters of a unit are spread from its forward to its backward.
+
+        ``shards``: as outside of the step; 1: the unit keeps them whole.
+        """
+        kept = self.reshard_after_forward
+        if kept is None:
+            return 1 if is_root else shards
+        if isinstance(kept, bool):
+            return shards if kept else 1
+        return kept
+
+    def __str__(self) -> str:
+        """Return what is not at its default, as it is written in a call; empty if nothing is."""
+        parts = [] if self.mp_policy is None else [f"mp_policy={self.mp_policy}"]
+        if self.reshard_after_forward is not None:
+            parts.append(f"reshard_after_forward={self.reshard_after_forward}")
+        if self.replicas > 1:
+            parts.append(f"{self.replicas} replicas")
+        return ", ".join(parts)
+
+
+def check_offload(policy: Any) -> None:
+    """Raise ``TraceError`` for an ``offload_policy`` that moves anything."""
+    if policy is None:
+        return
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    if not isinstance(policy, OffloadPolicy):
+        raise TraceError(f"offload_policy is {policy!r:.100}; fully_shard takes an OffloadPolicy.")
+    if isinstance(policy, CPUOffloadPolicy):
+        raise TraceError(
+            "offload_policy is a CPUOffloadPolicy, and shards that lie in the memory of the host are not modelled. "
+            "Leave it out: the peak is then that with shards, gradients and optimizer state on the device."
+        )
+
+
+DEFAULTS = FullyShardOptions()
+"""What ``fully_shard(module)`` does."""

@@ -1,0 +1,557 @@
+"""Mixed precision, resharding and replicas of ``fully_shard``: against its first rank of eight, to the byte.
+
+As in ``test_fully_shard.py``, torch's fake process group allocates all buffers and sends nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sacplan
+from sacplan._device.devices import resolve_device
+from sacplan._device.links import Link
+from sacplan._plan.reading import ranks_text
+from sacplan._program.mixed_precision import MixedPrecision
+from sacplan._program.program import Phase, Program, StorageKind
+from sacplan._ranks.options import FullyShardOptions
+from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.shards import resolve_units
+from sacplan._shard.costs import Costs
+from sacplan._shard.mesh import Mesh
+from sacplan.errors import TraceError
+from tests.support.ranks import RANKS, RankMemory, cross_entropy_in_two, fully_sharded, levels, optimizer_of
+from tests.support.steps import mean_square
+from tests.zoo import language_models as models
+from tests.zoo.layers import HeavyLayers, Shared, Towers
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),  # a linear layer's output is a view
+    pytest.mark.filterwarnings("ignore::sacplan.SacplanWarning"),
+]
+
+UNITS = ["layers.*", ""]
+
+
+def policy(**arguments: Any) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(**arguments)
+
+
+def usual() -> Any:
+    """As people train: float32 parameters, bfloat16 computation, float32 reductions."""
+    return policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def lm() -> nn.Module:
+    return models.LM(layers=3, dim=32, heads=4, vocab=64)
+
+
+def odd_lm() -> nn.Module:
+    """No dimension is a multiple of the ranks, and one bias is shorter than there are ranks."""
+    return nn.Sequential(models.LM(layers=2, dim=36, heads=4, vocab=67), nn.Linear(67, 5))
+
+
+def tokens() -> torch.Tensor:
+    return models.tokens(4, 32, 64)
+
+
+class Tied(nn.Module):
+    """The head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.embed(x)))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter."""
+
+    def __init__(self, base: torch.dtype) -> None:
+        super().__init__()
+        self.base = nn.Linear(48, 48, dtype=base).requires_grad_(False)
+        self.down, self.up = nn.Linear(48, 4, bias=False), nn.Linear(4, 48, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.base(x) + self.up(self.down(x)))
+
+
+class Rarely(nn.Module):
+    """Has parameters that no step uses, more than those that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.never, self.last = nn.Linear(48, 48), nn.Linear(48, 200), nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x))) + x
+
+
+class Stack(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module], layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def images() -> torch.Tensor:
+    return torch.randn(32, 48)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step with ``fully_shard``, and what is said to it."""
+
+    make: Callable[[], nn.Module] = lm
+    batch: Callable[[], Any] = tokens
+    loss: Callable[..., torch.Tensor] = models.cross_entropy
+    units: tuple[str, ...] = ("layers.*", "")
+    policy: Callable[[], Any] | None = usual
+    reshard: bool | int | None = None
+    mesh: tuple[int, int] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``sacplan.profile``."""
+        ranks = (
+            {"mesh": {"replicate": self.mesh[0], "shard": self.mesh[1]}}
+            if self.mesh
+            else {"world_size": RANKS}
+        )
+        return {
+            "fsdp_units": self.units,
+            "mp_policy": self.policy and self.policy(),
+            "reshard_after_forward": self.reshard,
+            **ranks,
+        }
+
+    def sharded(self, model: nn.Module, units: Any, mesh: Any) -> nn.Module:
+        """The model of the first rank."""
+        if self.mesh is not None:
+            mesh = dist.device_mesh.init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard"))
+        return fully_sharded(model, mesh, units, self.reshard, self.policy and self.policy())
+
+
+def adapted(base: torch.dtype) -> Callable[[], nn.Module]:
+    return lambda: Stack(lambda: Adapted(base))
+
+
+HEAVY: dict[str, Any] = {"make": HeavyLayers, "batch": lambda: torch.randn(16, 64), "loss": mean_square}
+ODD: dict[str, Any] = {"make": odd_lm, "loss": mean_square, "units": ("0.layers.*", "")}
+LORA: dict[str, Any] = {"make": adapted(torch.float32), "batch": images, "loss": mean_square}
+QLORA: dict[str, Any] = {**LORA, "make": adapted(torch.bfloat16)}
+UNUSED: dict[str, Any] = {"make": lambda: Stack(Rarely), "batch": images, "loss": mean_square}
+SHARED: dict[str, Any] = {
+    "make": Shared, "batch": lambda: torch.randn(2, 16, 16), "loss": mean_square, "units": ("layer", "other", "")
+}  # fmt: skip
+TOWERS: dict[str, Any] = {
+    "make": Towers,
+    "batch": lambda: (torch.randn(64, 32), torch.randn(64, 32)),
+    "loss": mean_square,
+    "units": ("left.*", "right.*", ""),
+}
+LEAVES = ("embed", "layers.*", "norm", "head")
+
+CASES = {
+    "mixed": Case(),
+    "mixed, reduced in bfloat16": Case(policy=lambda: policy(param_dtype=torch.bfloat16)),
+    "mixed, the same type twice": Case(
+        policy=lambda: policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    ),
+    "mixed, float16": Case(policy=lambda: policy(param_dtype=torch.float16), **HEAVY),
+    "mixed, only reduced": Case(policy=lambda: policy(reduce_dtype=torch.bfloat16), **HEAVY),
+    "mixed, outputs in float32": Case(
+        policy=lambda: policy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        ),
+        units=LEAVES,
+    ),
+    "mixed, outputs in float32, of the root too": Case(
+        policy=lambda: policy(param_dtype=torch.bfloat16, output_dtype=torch.float32), units=(*LEAVES, "")
+    ),
+    "mixed, inputs as they are": Case(
+        policy=lambda: policy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    ),
+    "mixed, padded": Case(**ODD),
+    "mixed, nested": Case(units=("layers.*", "layers.*.mlp", "")),
+    "mixed, one unit": Case(units=("",)),
+    "mixed, all that has parameters": Case(units=LEAVES),
+    "mixed, parameters outweigh": Case(**HEAVY),
+    "mixed, called three times": Case(**SHARED),
+    "mixed, two towers": Case(**TOWERS),
+    "mixed, tied weights": Case(make=Tied, units=("",)),
+    "mixed, two backward passes": Case(loss=cross_entropy_in_two),
+    "mixed, low-rank adapters": Case(**LORA),
+    "mixed, low-rank adapters on a bfloat16 base": Case(**QLORA),
+    "mixed, unused parameters": Case(**UNUSED),
+    "unused parameters": Case(policy=None, **UNUSED),
+    "low-rank adapters": Case(policy=None, **LORA),
+    "kept": Case(reshard=False),
+    "root not kept": Case(reshard=True),
+    "shards of two": Case(reshard=2, policy=None),
+    "shards of four": Case(reshard=4),
+    "shards of all": Case(reshard=8),
+    "shards of two, parameters outweigh": Case(reshard=2, **HEAVY),
+    "shards of four, parameters outweigh": Case(reshard=4, **{**HEAVY, "policy": None}),
+    "shards of two, padded": Case(reshard=2, **ODD),
+    "shards of two, called three times": Case(reshard=2, **SHARED),
+    "shards of two, two backward passes": Case(reshard=2, loss=cross_entropy_in_two),
+    "replicas": Case(mesh=(2, 4), policy=None),
+    "replicas, mixed": Case(mesh=(2, 4)),
+    "replicas, mixed, parameters outweigh": Case(mesh=(2, 4), **HEAVY),
+    "replicas, only reduced": Case(mesh=(4, 2), policy=lambda: policy(reduce_dtype=torch.bfloat16), **HEAVY),
+    "replicas, mixed, shards of two": Case(mesh=(2, 4), reshard=2, **HEAVY),
+    "replicas, mixed, two backward passes": Case(mesh=(2, 4), loss=cross_entropy_in_two),
+    "replicas, mixed, padded": Case(mesh=(2, 4), **ODD),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
+    case = CASES[name]
+    model, batch = case.make(), case.batch()
+    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", **case.arguments())
+    units = resolve_units(case.units, profile.program)
+    measured = RankMemory(case.sharded(model, units, mesh), batch, case.loss).peak_bytes()
+    assert profile.peak_bytes == measured
+
+
+@pytest.mark.parametrize(
+    "name", ["mixed", "mixed, padded", "mixed, low-rank adapters", "shards of four", "replicas, mixed"]
+)
+def test_a_planned_step_has_the_planned_peak(name: str, mesh: Any, tmp_path: Path) -> None:
+    """Traced with the plan, and measured with the plan applied before ``fully_shard`` and behind it."""
+    case = CASES[name]
+    model, batch = case.make(), case.batch()
+    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", **case.arguments())
+    plan = sacplan.plan_smallest(profile, solver="greedy")
+    assert plan.peak_bytes < profile.peak_bytes
+    assert sacplan.verify(model, batch, plan, case.loss, optimizer_of).peak_bytes == plan.peak_bytes
+    units = resolve_units(case.units, profile.program)
+    for first in (True, False):
+        model = case.make()
+        if first:
+            sacplan.apply(model, plan, check=False)
+        case.sharded(model, units, mesh)
+        if not first:
+            sacplan.apply(model, plan, check=False)
+        assert RankMemory(model, batch, case.loss).peak_bytes() == plan.peak_bytes
+    for value, kind in ((plan, sacplan.Plan), (profile, sacplan.Profile)):
+        value.save(tmp_path / "file.json")
+        assert kind.load(tmp_path / "file.json") == value
+
+
+# --- times ----------------------------------------------------------------------------------------------------------
+
+
+def exposed(program: Program, name: str) -> list[float]:
+    return [op.time_ms for op in program.ops if op.name == name]
+
+
+def test_half_as_many_bytes_are_gathered_in_half_the_time() -> None:
+    """Links without latency and slow enough that nothing hides them."""
+    link = Link("link", 1e8, 0.0)
+    spec = dataclasses.replace(resolve_device("h100"), inner_link=link, outer_link=link, kernel_launch_us=0.0)
+    step: Any = (HeavyLayers(dropout=0.0), torch.randn(16, 64), mean_square, None, spec)
+    spread: dict[str, Any] = {"world_size": 8, "fsdp_units": UNITS}
+    whole = sacplan.profile(*step, **spread).program
+    half = sacplan.profile(*step, **spread, mp_policy=policy(param_dtype=torch.bfloat16)).program
+    for name in ("fsdp.all_gather_copy_in.default", "c10d._reduce_scatter_base_.default"):
+        assert sum(exposed(half, name)) == pytest.approx(sum(exposed(whole, name)) / 2, rel=0.02)
+
+
+def test_replicas_reduce_what_their_shards_have_reduced() -> None:
+    """By hand: the last all-reduce has nothing to hide behind, and sends a quarter of what is reduced before it."""
+    spec = resolve_device("h100")
+    step: Any = (HeavyLayers(dropout=0.0), torch.randn(16, 64), mean_square, None, spec)
+    program = sacplan.profile(*step, fsdp_units=UNITS, mesh={"replicate": 2, "shard": 4}).program
+    reduced, among = "c10d._reduce_scatter_base_.default", "c10d.allreduce_.default"
+    names = [op.name for op in program.ops if op.name in (reduced, among)]
+    assert names == [reduced, among] * 4  # three layers and the root
+    assert exposed(program, among)[:-1] == [0.0] * 3
+    last = [op for op in program.ops if op.name == among][-1]
+    n_bytes = program.storage_bytes[last.mutates[0]]
+    mesh = Mesh.of({"replicate": 2, "shard": 4})
+    assert last.time_ms == pytest.approx(
+        Costs.of(mesh, spec).collective_ms("all_reduce", n_bytes, 0), rel=0.01
+    )
+
+
+# --- clipping of gradients ------------------------------------------------------------------------------------------
+
+
+def clips(norm_type: float, foreach: bool | None) -> Callable[..., torch.optim.Optimizer]:
+    """Plain SGD that clips gradients before its step. It has no temporaries that would hide those of clipping."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([p for p in parameters if p.requires_grad])
+
+        def clip(*_: Any) -> None:
+            clipped = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(clipped, 1.0, norm_type, foreach=foreach)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+def test_clipping_takes_what_dtensors_take(
+    norm_type: float,
+    foreach: bool | None,
+    shape: tuple[int, int] | None,
+    mesh: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norms of shards are reduced over the ranks before the norm of them is taken."""
+    optimizer = clips(norm_type, foreach)
+    monkeypatch.setattr("tests.support.ranks.optimizer_of", optimizer)
+    case = Case(mesh=shape, **{**HEAVY, "policy": None, "batch": lambda: torch.randn(2, 64)})
+    model, batch = case.make(), case.batch()
+    program = sacplan.profile(model, batch, case.loss, optimizer, "cpu", **case.arguments()).program
+    predicted = max(
+        moment.live_bytes
+        for moment in program.liveness.moments
+        if moment.op >= 0 and program.ops[moment.op].phase == Phase.OPTIMIZER
+    )
+    memory = RankMemory(case.sharded(model, resolve_units(case.units, program), mesh), batch, case.loss)
+    memory.step()
+    memory.optimizer.zero_grad(set_to_none=True)
+    loss = case.loss(memory.model, batch)
+    loss.backward()
+    shards = (p.grad._local_tensor.untyped_storage() for p in model.parameters())  # type: ignore[union-attr]
+    gradients = sum({s._cdata: s.nbytes() for s in shards}.values())
+    assert predicted == memory._alive_bytes() + loss.nbytes + gradients + max(levels(memory.optimizer.step))
+
+
+# --- what is recorded -----------------------------------------------------------------------------------------------
+
+
+def test_shards_and_the_optimizer_keep_the_type_of_the_parameters() -> None:
+    profile = sacplan.profile(lm(), tokens(), models.cross_entropy, optimizer_of, "cpu", **Case().arguments())
+    program = profile.program
+    types = {t.storage: t.dtype for t in program.tensors}
+    state = [s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE]
+    assert state
+    assert {types[s] for s in state} == {"float32"}
+    products = [op for op in program.ops if op.name == "aten.addmm.default"]
+    assert products
+    assert {program.tensors[t].dtype for op in products for t in (*op.inputs, *op.outputs)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+@pytest.mark.parametrize("optimizer", [optimizer_of, None])
+def test_the_model_is_as_before(trace: str, optimizer: Any) -> None:
+    model = lm()
+    before = {name: (p, p.detach().clone(), p.data_ptr()) for name, p in model.named_parameters()}
+    sacplan.profile(
+        model, tokens(), models.cross_entropy, optimizer, "cpu", trace=trace, **Case().arguments()
+    )
+    for name, p in model.named_parameters():
+        same, value, address = before[name]
+        assert p is same
+        assert p.grad is None
+        assert p.data_ptr() == address
+        assert torch.equal(p, value)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_a_real_trace_is_the_fake_one() -> None:
+    peaks = {
+        sacplan.profile(
+            HeavyLayers(dropout=0.0),
+            torch.randn(16, 64),
+            mean_square,
+            optimizer_of,
+            "cpu",
+            trace=trace,
+            **Case().arguments(),
+        ).peak_bytes
+        for trace in ("fake", "real")
+    }
+    assert len(peaks) == 1
+
+
+def test_a_plan_may_ask_for_other_ranks_than_the_profile() -> None:
+    profile = sacplan.profile(
+        lm(),
+        tokens(),
+        models.cross_entropy,
+        optimizer_of,
+        "cpu",
+        world_size=8,
+        fsdp_units=UNITS,
+        mp_policy=usual(),
+    )
+
+    def peak(**arguments: Any) -> int:
+        return sacplan.plan(profile, "100%", **arguments).baseline_peak_bytes
+
+    assert peak() == peak(world_size=8, fsdp_units=UNITS) == profile.peak_bytes
+    assert peak(world_size=2, fsdp_units=UNITS) > peak()
+    assert peak(reshard_after_forward=False) > peak()
+    assert peak(mesh={"replicate": 4, "shard": 2}, fsdp_units=UNITS) > peak()
+    less = sacplan.plan(profile, "100%", mp_policy=policy(param_dtype=torch.bfloat16))
+    assert less.ranks.options.mp_policy == MixedPrecision("bfloat16")
+    for arguments in (
+        {"world_size": 8, "fsdp_units": ["layers.*"]},
+        {"mp_policy": policy(param_dtype=torch.float16)},
+    ):
+        with pytest.raises(TraceError, match="recorded with MixedPrecisionPolicy"):
+            sacplan.plan(profile, "100%", **arguments)
+    plain = sacplan.profile(lm(), tokens(), models.cross_entropy, device="cpu")
+    with pytest.raises(TraceError, match="recorded with no mixed-precision policy"):
+        sacplan.plan(plain, "100%", world_size=8, fsdp_units=UNITS, mp_policy=usual())
+
+
+def test_what_is_said_about_the_step() -> None:
+    profile = sacplan.profile(
+        lm(), tokens(), models.cross_entropy, device="cpu", **Case(mesh=(2, 4), reshard=2).arguments()
+    )
+    said = "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)"
+    assert any(said in sentence for sentence in profile.assumptions)
+    assert "MixedPrecisionPolicy(param_dtype=bfloat16) in layers.*, the model" in str(
+        profile.fingerprint.setup
+    )
+    text = ranks_text(sacplan.plan(profile, "100%").ranks)
+    assert said in text
+    assert "reshard_after_forward=2" in text
+
+
+def test_files_of_before_have_no_new_fields() -> None:
+    """The checksum of a file covers all fields, so that those at their defaults must be left out."""
+    assert "fully_shard" not in msgspec.to_builtins(Ranks.of(8, UNITS))
+    ranks = Ranks.of(8, UNITS, FullyShardOptions.of(usual(), 4, 2))
+    assert msgspec.json.decode(json.dumps(msgspec.to_builtins(ranks)), type=Ranks) == ranks
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"reshard_after_forward": 3},
+            r"reshard_after_forward is 3, which does not divide the 8 ranks.*divisors: 2, 4",
+        ),
+        ({"reshard_after_forward": 0}, "reshard_after_forward is 0"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward is 'yes'; give True, False"),
+        (
+            {"mp_policy": "bfloat16"},
+            "mp_policy is 'bfloat16'; give torch.distributed.fsdp.MixedPrecisionPolicy",
+        ),
+        ({"mp_policy": MixedPrecision}, "mp_policy is <class"),
+        (
+            {"world_size": 4, "mesh": {"replicate": 2, "shard": 4}},
+            "world_size is 4, and the mesh has 8 ranks",
+        ),
+        ({"mesh": {"a": 2, "b": 2, "c": 2}}, "fully_shard takes a DeviceMesh of one axis, or of two"),
+        ({"mesh": {"replicate": 8, "shard": 1}}, "8 replicas of one shard each"),
+        ({"mesh": 8}, "mesh is 8"),
+    ],
+)
+def test_what_fully_shard_does_not_take(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        Ranks.asked(
+            **{**({} if "mesh" in arguments else {"world_size": 8}), "fsdp_units": UNITS, **arguments}
+        )
+
+
+def test_integers_are_no_type_to_compute_in() -> None:
+    with pytest.raises(TraceError, match=r"param_dtype is 'int8'; give a floating-point type"):
+        MixedPrecision.of(policy(param_dtype=torch.int8))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"mp_policy": policy}, {"reshard_after_forward": True}, {"mesh": {"shard": 8}}]
+)
+def test_options_without_units(arguments: dict[str, Any]) -> None:
+    if "mp_policy" in arguments:
+        arguments = {"mp_policy": usual()}
+    with pytest.raises(TraceError, match="without fsdp_units"):
+        Ranks.asked(**{**({} if "mesh" in arguments else {"world_size": 8}), **arguments})
+
+
+def test_shards_on_the_host_are_not_modelled() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    step: Any = (HeavyLayers(), torch.randn(4, 64), mean_square, None, "cpu")
+    spread: dict[str, Any] = {"world_size": 8, "fsdp_units": UNITS}
+    sacplan.profile(*step, **spread, offload_policy=OffloadPolicy())
+    with pytest.raises(TraceError, match=r"CPUOffloadPolicy.*not modelled"):
+        sacplan.profile(*step, **spread, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(TraceError, match=r"offload_policy is True"):
+        sacplan.profile(*step, **spread, offload_policy=True)
+
+
+def test_an_optimizer_in_the_backward_pass_is_not_modelled() -> None:
+    model = HeavyLayers()
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(TraceError, match=r"'head.weight' has a hook.*steps in the backward pass"):
+        sacplan.profile(model, torch.randn(4, 64), mean_square, device="cpu", world_size=8, fsdp_units=UNITS)
+
+
+@pytest.mark.parametrize("reshard", [False, 2])
+def test_inference_keeps_no_parameters(reshard: bool | int) -> None:
+    step: Any = (HeavyLayers(), torch.randn(4, 64))
+    case = Case(**{**HEAVY, "reshard": None})
+    mixed = sacplan.profile(*step, device="cpu", mode="inference", **case.arguments())
+    assert (
+        mixed.peak_bytes
+        < sacplan.profile(
+            *step, device="cpu", mode="inference", **{**case.arguments(), "mp_policy": None}
+        ).peak_bytes
+    )
+    with pytest.raises(TraceError, match="the step has no backward pass"):
+        sacplan.profile(
+            *step, device="cpu", mode="inference", **{**case.arguments(), "reshard_after_forward": reshard}
+        )
+
+
+@pytest.mark.filterwarnings("ignore:the workspace of")  # its parameters are cast, and its inputs are not
+def test_a_unit_that_is_not_called() -> None:
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    with pytest.raises(
+        TraceError, match=r"module 'layers' matches, and is not called in the step.*'layers\.\*'"
+    ):
+        sacplan.profile(
+            Looped(),
+            torch.randn(2, 8),
+            mean_square,
+            device="cpu",
+            world_size=2,
+            fsdp_units=["layers*"],
+            mp_policy=usual(),
+        )
