@@ -126,7 +126,7 @@ class Verdict:
         asked, left = self.rows[0], f"the budget of {format_bytes(self.budget_bytes)}"
         if self.outside:
             names = " and ".join(one.name for one in self.outside)
-            left = f"the {format_bytes(self.budget_bytes)} that {names} leaves"
+            left = f"the {format_bytes(self.budget_bytes)} that the {names} leaves"
         elif self.headroom_bytes is not None:
             free = self.headroom_bytes / self.memory_bytes
             left = f"the {format_bytes(self.budget_bytes)} that {free:.0%} headroom leaves"
