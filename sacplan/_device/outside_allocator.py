@@ -1,4 +1,4 @@
-"""What lies on a GPU outside of torch's allocator: named figures, each with its source.
+"""Name what lies on a GPU outside of torch's allocator: figures, each with its source.
 
 A step fits a device if what the allocator reserves (``device_memory.py``) and these figures together are at most the
 device's memory. Torch counts none of them: ``nvidia-smi`` shows them as the difference to

@@ -93,14 +93,14 @@ class Capacity:
 
     @property
     def left(self) -> str:
-        """What is left of the device's memory beyond the budget, in words."""
+        """The memory of the device beyond the budget, in words."""
         if self.outside:
             return f"the rest is outside of torch's allocator: {outside_text(self.outside)}"
         return f"{format_bytes(self.headroom_bytes)} left free"
 
     @property
     def reserved(self) -> str:
-        """What torch reserves with the plan, in words; empty for a CPU."""
+        """The bytes that torch reserves with the plan, in words; empty for a CPU."""
         found = self.plan.device_memory
         return "" if found is None else f"{format_bytes(found.reserved_bytes())} reserved"
 

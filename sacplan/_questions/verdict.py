@@ -157,7 +157,7 @@ class Verdict:
 
     @property
     def _other_allocator(self) -> tuple[str, ...]:
-        """What fits only with expandable segments: the step as it is, or else the first way that does."""
+        """A sentence on what fits only with expandable segments: the step as it is, or else the first way."""
         rows = [row for row in self.rows if row.expandable_bytes is not None]
         # With another way that fits, only the step as it is is worth a change of the environment.
         if not rows or (self.recommended is not None and rows[0] is not self.rows[0]):
