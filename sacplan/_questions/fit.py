@@ -398,18 +398,24 @@ class _Sweep:
         if not self.counts_segments:
             return unit * self._largest_peak(steps, axis, row.way, unit, most, left)
         if (row.optimizer, row.way, axis) not in self._sizes:
-            found = self._largest_reserved(steps, axis, row, unit, most, left)
             # The step as it is counts for every way. Its row comes first.
             known = self._sizes.get((row.optimizer, "as it is", axis), 0)
-            asked = (self.batch if axis == "batch" else self.seq or 0) if row.fits else 0
-            self._sizes[row.optimizer, row.way, axis] = max(found, known, asked)
+            if row.fits:
+                known = max(known, self.batch if axis == "batch" else self.seq or 0)
+            found = self._largest_reserved(steps, axis, row, unit, most, left, known)
+            self._sizes[row.optimizer, row.way, axis] = found
         return self._sizes[row.optimizer, row.way, axis]
 
-    def _largest_reserved(self, steps: Sized, axis: str, row: FitRow, unit: int, most: int, left: int) -> int:
-        """Return a size whose segments fit: the largest by its peak, lowered as ``plan_in_room`` lowers budgets."""
+    def _largest_reserved(
+        self, steps: Sized, axis: str, row: FitRow, unit: int, most: int, left: int, known: int
+    ) -> int:
+        """Return a size whose segments fit: the largest by its peak, lowered as ``plan_in_room`` lowers budgets.
+
+        ``known`` is a size that fits; no smaller one is looked for.
+        """
         for tried in range(1, ROUNDS + 1):
             n = unit * self._largest_peak(steps, axis, row.way, unit, most, left)
-            if n == 0:
+            if n <= known:
                 break
             peak, way = min((self._peak_at(steps, axis, one, n, left), one) for one in (row.way, "as it is"))
             at = (n, self.seq) if axis == "batch" else (self.batch, n)
@@ -417,7 +423,7 @@ class _Sweep:
             if reserved <= self.budget_bytes:
                 return n
             left = lowered(min(left, peak), reserved - self.budget_bytes, self.budget_bytes, tried)
-        return 0
+        return known
 
     def _largest_peak(self, steps: Sized, axis: str, way: Way, unit: int, most: int, left: int) -> int:
         """Return the largest size, in units, at which the peak is at most ``left``."""
