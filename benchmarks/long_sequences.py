@@ -3,8 +3,8 @@
     python -m benchmarks.long_sequences [--models llama-3-8b gemma-2-2b] [--device h100] [--headroom 0.15]
 
 Models: Llama-3-8B's shape, all 32 layers, and Gemma-2-2B's, whose vocabulary is twice as large; bfloat16, fused AdamW,
-one sequence, on the meta device; nothing is computed. The budget is the device's memory less the headroom that
-``sacplan.max_batch`` leaves.
+one sequence, on the meta device; nothing is computed. The budget is the device's memory less a headroom of 15 %,
+or as much as is asked for.
 
 A row is a model. By recomputation alone and with chunks it has the smallest peak, the plan for the budget, whose peak
 is that of a fake step with it, and the longest sequence. That is searched among multiples of 1024 tokens by the

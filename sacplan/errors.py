@@ -59,8 +59,9 @@ class InfeasibleBudget(SacplanError):
     """No plan keeps the step under the budget.
 
     Attributes:
-        budget_bytes: the budget that was asked for.
-        smallest_feasible_bytes: the smallest peak that the search reached; a plan for it exists.
+        budget_bytes: the budget that was asked for, or what the allocator of the GPU has room for.
+        smallest_feasible_bytes: the smallest peak that the search reached; a plan for it exists. If only the reserved
+            segments do not fit a GPU: the fewest bytes that are reserved.
         binding: the fqn of the module that runs at that peak, or ``"optimizer step"``.
     """
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from sacplan._device.device_memory import beyond_peak_bytes, reserved_bytes
 from sacplan._device.devices import DeviceSpec
-from sacplan._plan.limits import Limit
+from sacplan._device.outside_allocator import outside_allocator, outside_text
+from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Limit, allocator_room
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import no_optimizer
@@ -60,9 +62,9 @@ def assert_step_fits(
         device: the one that the step must fit on, see ``sacplan.devices()``. May be left out with a plan, which names
             its device.
         budget: for the peak of the step. A number is GiB; a string has a unit (``"20GiB"``), or is a share of the
-            unplanned peak (``"60%"``). None: the device's memory less the headroom.
-        headroom: how much of the device's memory to leave free if no budget is given: a share of it or bytes. By
-            default ``sacplan.DEFAULT_HEADROOM``.
+            unplanned peak (``"60%"``). None: the step must fit the device, as for ``sacplan.plan``. On a GPU, what
+            torch reserves counts then, not the peak alone.
+        headroom: instead of a budget, how much of the device's memory the peak must leave free: a share of it or bytes.
         plan: run the step with this plan, as ``sacplan.apply`` would apply it. With a plan for several ranks, the peak
             is that of one rank.
 
@@ -70,8 +72,8 @@ def assert_step_fits(
         The profile of the step, without the plan.
 
     Raises:
-        AssertionError: the peak is over the budget. The message says by how much, where the peak is, what is alive
-            then, and what would make it smaller.
+        AssertionError: the peak is over the budget, or the step does not fit the device. The message says by how
+            much, where the peak is, what is alive then, and what would make it smaller.
         BudgetError: a budget or headroom that cannot be read, or both.
         PlanMismatch: the plan is for another model, batch or device.
         PlanError: neither a device nor a plan.
@@ -96,7 +98,8 @@ def assert_step_fits(
     if plan is not None:
         found = found.on_ranks(plan.ranks)
     # After ``on_ranks``: a budget given as a share is one of the unplanned peak of one rank.
-    budget_bytes = Limit(budget, headroom).bytes_of(found.spec, found.peak_bytes)
+    limit = Limit(budget, headroom)
+    budget_bytes = limit.bytes_of(found)  # before anything is planned: it may be one that cannot be read
     if found.has_no_optimizer:
         missing = no_optimizer(found.program, found.spec)
         warnings.warn(f"{missing}. Give the optimizer=.", SacplanWarning, stacklevel=3)
@@ -114,8 +117,9 @@ def assert_step_fits(
             return found
         # In the other branch ``verify`` has warned already.
         warn_of(plan.fingerprint.setup.differences(found.fingerprint.setup), stacklevel=3)
+    budget_bytes = limit.bytes_for(found, program)
     if program.footprint.peak_bytes > budget_bytes:
-        raise AssertionError(_lines(_report(found, plan, program, budget_bytes)))
+        raise AssertionError(_lines(_report(found, plan, program, limit, budget_bytes)))
     return found
 
 
@@ -134,9 +138,13 @@ def _check_plan(found: Profile, plan: Plan) -> None:
         )
 
 
-def _report(found: Profile, plan: Plan | None, program: Program, budget_bytes: int) -> Iterator[str]:
+def _report(
+    found: Profile, plan: Plan | None, program: Program, limit: Limit, budget_bytes: int
+) -> Iterator[str]:
     """Yield paragraphs on what is wrong, where, and what to try."""
     yield from _verdict(found, program.footprint.peak_bytes, budget_bytes)
+    if limit.is_gpu(found.spec):
+        yield _room(found, program)
     if plan is not None:
         yield f"This is with the plan; without it, the peak is {format_bytes(found.peak_bytes)}."
     yield f"The peak is {moment_of(program, found.fingerprint.model_class)[-1]}. Alive then:"
@@ -144,6 +152,21 @@ def _report(found: Profile, plan: Plan | None, program: Program, budget_bytes: i
     # The remedies lower the peak of a training step: recomputation, chunks, other optimizers.
     if found.mode == "train":
         yield from _advice(found, plan, budget_bytes)
+
+
+def _room(found: Profile, program: Program) -> str:
+    """Say how the limit came about that a GPU has for the peak of a step."""
+    spec, reserved = found.spec, reserved_bytes(program)
+    expandable = reserved_bytes(program, expandable=True)
+    outside = outside_allocator(spec, found.ranks.communicators)
+    helps = ""
+    if expandable <= allocator_room(spec, found.ranks.communicators) < reserved:
+        helps = f" With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
+    return (
+        f"No budget was given, so the step must fit {spec.name}, which has {format_bytes(spec.memory_bytes)}: outside "
+        f"of torch's allocator there is {outside_text(outside)}, and the allocator reserves {format_bytes(reserved)} "
+        f"(max_memory_reserved), {format_bytes(beyond_peak_bytes(program))} more than the peak.{helps}"
+    )
 
 
 def _of_another_step(found: Profile, seen: Verification, budget_bytes: int) -> Iterator[str]:

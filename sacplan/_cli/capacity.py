@@ -119,6 +119,7 @@ def _search(
         "step_ms": found.step_ms,
         "budget_bytes": found.budget_bytes,
         "headroom_bytes": found.headroom_bytes,
+        "outside": [one._asdict() for one in found.outside],
         "unplanned_batch_size": found.unplanned_batch_size,
         "largest_batch_size": found.largest_batch_size,
         "bounded_by": found.bounded_by,
@@ -136,8 +137,8 @@ def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
     summary = pairs(
         [
             show.model_row(hf, found.plan.fingerprint.model_class),
-            ("device", f"{found.device}, {show.size(found.headroom_bytes)} left free"),
-            ("budget", show.size(found.budget_bytes)),
+            ("device", found.device),
+            ("budget", f"{show.size(found.budget_bytes)}, {found.left}"),
             ("batch", str(found.batch_size)),
             (
                 "largest",
@@ -146,6 +147,7 @@ def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
             ("samples/s", f"{found.samples_per_s:.2f} (predicted)"),
             *([("faster", f"{found.faster}; see sacplan throughput")] if found.faster else []),
             ("planned", show.size(found.plan.peak_bytes)),
+            *show.allocator_pairs(found.plan.device_memory),
             ("step", f"{found.step_ms:.2f} ms, {_of_it(found)}"),
             *show.chunk_pairs(found.plan),
         ]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
 
 _DEVICE = "rtx-4090"
+_OWN_FORM = ("rows", "recommended", "outside")  # fields of a verdict that JSON shows in another form
 
 
 @command(
@@ -39,14 +40,14 @@ def fit(
         str | None,
         o.option(
             metavar="SIZE",
-            help="What the step may take: 22GiB. Default: the device's memory less the headroom.",
+            help="Peak of the step: 22GiB. Default: the step fits the device, with what torch reserves there.",
         ),
     ] = None,
     headroom: Annotated[
         str | None,
         o.option(
             metavar="SIZE",
-            help="Without a budget: how much of the device's memory to leave free, 5% or 2GiB. Default: 15%.",
+            help="Instead of a budget: how much of the device's memory the peak leaves free, 5% or 2GiB.",
         ),
     ] = None,
     sizes: Annotated[
@@ -93,7 +94,8 @@ def fit(
     facts = {
         "command": "fit",
         **show.target_facts(loaded),
-        **{f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("rows", "recommended")},
+        **{f.name: getattr(found, f.name) for f in fields(found) if f.name not in _OWN_FORM},
+        "outside": [one._asdict() for one in found.outside],
         "fits": found.fits,
         "verdict": found.sentence,
         "rows": [row.figures() for row in found.rows],
@@ -143,23 +145,37 @@ def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
 
 
 def _table(found: Verdict, sizes: bool) -> Table:
-    columns: list[Column | str] = ["optimizer", "", number("peak"), "fits", number("step ms")]
+    columns: list[Column | str] = [
+        "optimizer",
+        "",
+        number("peak"),
+        number("reserved"),
+        "fits",
+        number("step ms"),
+    ]
     if sizes:
         columns.append(number("largest batch"))
     if sizes and found.seq is not None:
         columns.append(number("longest sequence"))
     # A plan that finds nothing to do at this size may still hold larger ones.
     rows = [row for row in found.rows if row.same_as is None or sizes]
-    return table(columns, [_row(row, found)[: len(columns)] for row in rows])
+    shown = [_row(row)[: len(columns)] for row in rows]
+    reserved = 3
+    if all(row.reserved_bytes is None for row in rows):  # on a CPU, or where nothing fits
+        del columns[reserved]
+        for cells in shown:
+            del cells[reserved]
+    return table(columns, shown)
 
 
-def _row(row: FitRow, found: Verdict) -> list[str]:
-    over = row.peak_bytes - found.budget_bytes
+def _row(row: FitRow) -> list[str]:
+    reserved = "" if row.reserved_bytes is None else show.rounded_size(row.reserved_bytes)
     return [
         row.optimizer,
         row.way,
         show.rounded_size(row.peak_bytes) if row.same_as is None else "the same",
-        "yes" if row.fits else f"no, by {show.rounded_size(over)}",
+        reserved if row.same_as is None else "",
+        "yes" if row.fits else f"no, by {show.rounded_size(row.over_bytes)}",
         "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}",
         "?" if row.largest_batch is None else str(row.largest_batch),
         "?" if row.longest_seq is None else str(row.longest_seq),

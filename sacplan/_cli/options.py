@@ -46,7 +46,7 @@ Debug = Annotated[bool, option("--debug", help="Show the traceback of an error."
 Objective = Annotated[Literal["time", "flops"], typer.Option(help="What to recompute the least of.")]
 BUDGET = (
     "Peak of the whole step: 22GiB, 24GB, or a share of the unplanned peak, 70%. "
-    "Default: the device's memory less the headroom."
+    "Default: the step fits the device, with what torch reserves there."
 )
 Budget = Annotated[str | None, option(metavar="SIZE", help=BUDGET)]
 Headroom = Annotated[
@@ -192,7 +192,7 @@ class BudgetOptions:
         option(
             metavar="SIZE",
             help="Peak of the whole step: 22GiB or 24GB (no share: there are several steps). "
-            "Default: the device's memory less the headroom.",
+            "Default: the step fits the device, with what torch reserves there.",
         ),
     ] = None
     device: Annotated[str | None, option(metavar="NAME", help=f"{DEVICE}{DEFAULT_DEVICE}.")] = None

@@ -124,7 +124,7 @@ def profile_table(profile: Profile, facts: Mapping[str, Any]) -> Table:
             _device(f"{profile.device}, {size(profile.device_memory_bytes)}", profile.ranks, profile.program),
             ("recorded with", str(profile.fingerprint.setup)),
             ("peak", f"{size(profile.peak_bytes)}, in the {where}"),
-            *_allocator_pairs(profile.device_memory()),
+            *allocator_pairs(profile.device_memory()),
             ("step", f"{profile.step_ms:.2f} ms ({profile.runtime}), forward {profile.forward_ms:.2f} ms"),
             ("recorded", f"{len(profile.program.ops)} ops ({profile.mode}, {profile.trace})"),
         ]
@@ -161,15 +161,17 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[Table]:
     """Return the figures of a plan, its sharding, its chunks, and what its units discard."""
+    from sacplan._plan.reading import whence
+
     summary = pairs(
         [
             model_row(facts, plan.fingerprint.model_class),
             _device(plan.device, plan.ranks, profile.program),
             ("recorded with", str(plan.fingerprint.setup)),
             ("unplanned", size(plan.baseline_peak_bytes)),
-            ("budget", size(plan.budget_bytes) + _whence(plan)),
+            ("budget", size(plan.budget_bytes) + whence(plan, profile.device_memory_bytes)),
             ("planned", size(plan.peak_bytes)),
-            *_allocator_pairs(plan.device_memory),
+            *allocator_pairs(plan.device_memory),
             (
                 "recompute",
                 f"{plan.recompute_ms:.2f} ms, {format_share(plan.recompute_ms, plan.step_ms)} of the step without a "
@@ -192,7 +194,7 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
     return tables
 
 
-def _allocator_pairs(found: DeviceMemory | None) -> list[tuple[str, str]]:
+def allocator_pairs(found: DeviceMemory | None) -> list[tuple[str, str]]:
     """Return the peaks that torch's allocator would report; nothing for a CPU."""
     from sacplan._plan.reading import device_memory_text
 
@@ -201,17 +203,6 @@ def _allocator_pairs(found: DeviceMemory | None) -> list[tuple[str, str]]:
 
 def _planned_ms(plan: Plan) -> str:
     return f"{plan.step_ms + plan.recompute_ms + plan.added_ms:.2f} ms"
-
-
-def _whence(plan: Plan) -> str:
-    """Say how a default budget was derived. Empty for a budget that was asked for."""
-    from sacplan._plan.limits import DEFAULT_HEADROOM
-
-    # No budget, or one that the user gave.
-    if plan.budget_bytes is None or plan.provenance.budget is not None:
-        return ""
-    headroom = plan.provenance.headroom
-    return f", the memory of {plan.device} less {f'{DEFAULT_HEADROOM:.0%}' if headroom is None else headroom}"
 
 
 def _sharding_pairs(plan: Plan) -> list[tuple[str, str]]:

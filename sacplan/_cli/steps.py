@@ -85,7 +85,7 @@ def plan(
 ) -> CommandResult:
     """Choose what each module discards and recomputes, so that the whole step stays under a budget.
 
-    Without one, that is the device's memory less a headroom.
+    Without one, what torch reserves on the GPU has to fit there, beside the CUDA context.
     """
     check_output(output, "plan", force=force)
     allowed = sources.check_early(budget, solver, technique, headroom)

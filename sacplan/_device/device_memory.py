@@ -17,12 +17,13 @@ The workspaces that cuBLAS keeps stay from step to step. Buffers that ``fully_sh
 have pools of their own, as in torch.
 
 Not simulated: the CUDA context, NCCL's buffers and libraries that allocate for themselves, which are outside of the
-allocator; what happens when memory runs out; ``record_stream``, which delays frees.
+allocator (``outside_allocator.py``); what happens when memory runs out; ``record_stream``, which delays frees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,6 +79,30 @@ class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expandable_steps: AllocatorPeaks
     expandable_first_step: AllocatorPeaks
 
+    def reserved_bytes(self, *, expandable: bool | None = None) -> int:
+        """Return ``max_memory_reserved`` of the whole run. It decides whether the run fits the device.
+
+        Args:
+            expandable: With expandable segments or without; None: as this process is set up, see
+                ``expandable_segments``.
+        """
+        peaks = (
+            (self.expandable_first_step, self.expandable_steps)
+            if (expandable_segments() if expandable is None else expandable)
+            else (self.first_step, self.steps)
+        )
+        return max(each.max_memory_reserved for each in peaks)
+
+
+def expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the allocator of a process with this environment has expandable segments.
+
+    As in torch (``c10/cuda/CUDAAllocatorConfig.h``), the first of these variables that is set is the one that counts.
+    """
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = next((environment[name] for name in names if name in environment), "")
+    return "expandable_segments:True" in settings.replace(" ", "").split(",")
+
 
 @derived
 def device_memory(program: Program) -> DeviceMemory:
@@ -86,9 +111,25 @@ def device_memory(program: Program) -> DeviceMemory:
     Args:
         program: the step, with a plan or without. Sizes are those of a CUDA device.
     """
-    first_step, steps = peaks_on(CachingAllocator(), program)
-    expandable_first_step, expandable_steps = peaks_on(ExpandableAllocator(), program)
+    first_step, steps = _played(program, expandable=False)
+    expandable_first_step, expandable_steps = _played(program, expandable=True)
     return DeviceMemory(steps, first_step, expandable_steps, expandable_first_step)
+
+
+def reserved_bytes(program: Program, *, expandable: bool | None = None) -> int:
+    """Return what ``DeviceMemory.reserved_bytes`` does, for which one of the two settings is enough to play."""
+    peaks = _played(program, expandable=expandable_segments() if expandable is None else expandable)
+    return max(each.max_memory_reserved for each in peaks)
+
+
+def beyond_peak_bytes(program: Program) -> int:
+    """Return what the allocator reserves beyond the peak of a program: holes, and what rounding adds."""
+    return reserved_bytes(program) - program.footprint.peak_bytes
+
+
+@derived
+def _played(program: Program, *, expandable: bool) -> tuple[AllocatorPeaks, AllocatorPeaks]:
+    return peaks_on(ExpandableAllocator() if expandable else CachingAllocator(), program)
 
 
 def peaks_on(

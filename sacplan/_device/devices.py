@@ -60,7 +60,7 @@ class DeviceSpec:
     kind: Literal["cpu", "cuda"]
     """``"cuda"`` stands for ROCm devices too, as in torch."""
     memory_bytes: int
-    """The total that torch reports, in bytes; the CUDA context comes out of it (see ``max_batch``'s headroom)."""
+    """The total that torch reports, in bytes; the CUDA context comes out of it (``outside_allocator.py``)."""
     bandwidth_bytes_per_s: float
     flops: Mapping[str, float] = field(hash=False)
     """Dense peaks in FLOP/s by dtype name: ``float32``, ``tf32``, ``bfloat16``, ``float16``, ``float8``."""

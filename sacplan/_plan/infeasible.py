@@ -1,4 +1,7 @@
-"""The error for a budget that no plan holds: what makes the smallest peak, and what would reach a smaller one.
+"""The errors for a budget that no plan holds, and for a GPU on which the segments of no plan fit.
+
+The first says what makes the smallest peak, and what would reach a smaller one. The second says how much is reserved,
+and whether expandable segments would help.
 
 Alternatives (Rotor, other techniques, other optimizers, no pins) are tried only when somebody reads the message: each
 is a search of its own.
@@ -8,10 +11,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sacplan._device.device_memory import reserved_bytes
+from sacplan._device.outside_allocator import outside_allocator, outside_text
+from sacplan._plan.limits import EXPANDABLE_SEGMENTS
 from sacplan._plan.planner import ROTOR_STAGES, Planner, smallest_bytes
-from sacplan._plan.search import PlanSearch
+from sacplan._plan.search import Candidate, PlanSearch
 from sacplan._profile.optimizers import BY_NAME, recorded_step, with_optimizer, without_optimizer
 from sacplan._program.budget import exact_bytes, format_bytes
+from sacplan._program.liveness import Footprint
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase
 from sacplan._rotor.sequences import Rotor, is_longer
@@ -27,13 +34,7 @@ def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
     search = min(asked.searches, key=smallest_bytes)
     run = search.smallest.footprint
     inference = asked.profile.mode == "inference"
-    if run.peak_phase == Phase.OPTIMIZER:
-        binding = "optimizer step"
-    else:
-        outside = (
-            "the loss, outside of any module" if run.peak_scope < 0 and not inference else "the model itself"
-        )
-        binding = run.peak_fqn or outside
+    binding = _binding(run, inference=inference)
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != "optimizer step" else binding
     advice = "make the batch smaller"
     if binding == "optimizer step":
@@ -76,6 +77,47 @@ def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
     )
+
+
+def segments_do_not_fit(asked: Planner, nearest: Candidate, room_bytes: int) -> InfeasibleBudget:
+    """Return the error for plans whose tensors fit a GPU, and whose reserved segments do not.
+
+    Args:
+        asked: The planner.
+        nearest: The plan with the fewest reserved bytes.
+        room_bytes: What the allocator may reserve.
+    """
+    profile, run = asked.profile, nearest.footprint
+    program = profile.with_plan(nearest.decisions)
+    reserved = reserved_bytes(program)
+    expandable = reserved_bytes(program, expandable=True)
+    outside = outside_allocator(profile.spec, profile.ranks.communicators)
+    helps = (
+        f"With {EXPANDABLE_SEGMENTS}, here and where you train, it reserves {format_bytes(expandable)}, which fits. "
+        if expandable <= room_bytes < reserved
+        else ""
+    )
+    return InfeasibleBudget(
+        "the tensors of a plan fit, but what the allocator reserves for them does not: with a peak of "
+        f"{format_bytes(run.peak_bytes)} it reserves {format_bytes(reserved)} ({reserved} bytes, max_memory_reserved). "
+        f"There is room for {format_bytes(room_bytes)}: the {format_bytes(profile.spec.memory_bytes)} of "
+        f"{profile.device} less {outside_text(outside)}. {helps}",
+        "Make the batch smaller, or give a budget, which limits the tensors alone: at least "
+        f"{exact_bytes(run.peak_bytes)}.",
+        budget_bytes=room_bytes,
+        smallest_feasible_bytes=reserved,
+        binding=_binding(run, inference=profile.mode == "inference"),
+    )
+
+
+def _binding(run: Footprint, *, inference: bool) -> str:
+    """Return the module that runs at the peak, or ``"optimizer step"``."""
+    if run.peak_phase == Phase.OPTIMIZER:
+        return "optimizer step"
+    outside = (
+        "the loss, outside of any module" if run.peak_scope < 0 and not inference else "the model itself"
+    )
+    return run.peak_fqn or outside
 
 
 def _with_rotor(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:

@@ -1,4 +1,16 @@
-"""Budgets and headrooms in bytes, and the warning about a plan that takes more memory than its device has."""
+"""Limits: a budget, a headroom, or the device itself; and the warning about a plan that does not fit its device.
+
+Which figure a limit is about:
+
+- A budget and a headroom limit the *peak*: the sum of the tensors, which ``verify`` measures on any device.
+- Without either, a GPU is the limit, and the question is whether the run fits it:
+
+      max_memory_reserved + what lies outside of the allocator <= memory of the device
+
+  ``max_memory_reserved`` follows from a program, not from its peak (``device_memory.py``), so this limit differs from
+  plan to plan: see ``Limit.bytes_for``, and ``planning.py`` for the search.
+- Without either on a CPU, it is the machine's memory less ``DEFAULT_HEADROOM``: there is no allocator to play.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +21,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Real
 
+from sacplan._device.device_memory import beyond_peak_bytes
 from sacplan._device.devices import DeviceSpec
+from sacplan._device.outside_allocator import outside_allocator, outside_text
 from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes, is_share, parse_budget
+from sacplan._program.program import Program
 from sacplan.errors import BudgetError, SacplanWarning
 
 DEFAULT_HEADROOM = 0.15
-"""Share of a device's memory that is left free when no budget is given. ``max_batch`` says what for."""
+"""Share of the memory of a CPU that is left free when no budget is given. On a GPU, what fits is worked out."""
+
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""The setting with which the allocator reserves little more than the tensors take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +51,52 @@ class Limit:
         """Return the limit of exactly this many bytes."""
         return cls(f"{n_bytes}B", n_bytes=n_bytes)
 
-    def bytes_of(self, spec: DeviceSpec, unplanned_bytes: int) -> int:
-        """Return the limit in bytes: the budget, or without one the device's memory less the headroom.
+    def is_gpu(self, spec: DeviceSpec) -> bool:
+        """Whether the limit is what a GPU has room for, so that reserved segments count."""
+        return self == Limit() and spec.kind == "cuda"
 
-        Args:
-            spec: The device.
-            unplanned_bytes: The peak without a plan. A budget that is a share (``"60%"``) is a share of this.
+    def bytes_of(self, profile: Profile) -> int:
+        """Return the limit of any plan in bytes. For a GPU, it is the room of the allocator.
+
+        A budget that is a share (``"60%"``) is a share of the profile's peak.
 
         Raises:
-            BudgetError: The budget or headroom cannot be read, or both are given.
+            BudgetError: The budget or headroom cannot be read, both are given, or nothing is left.
         """
         if self.n_bytes is not None:
             return self.n_bytes
         check_one_of(self.budget, self.headroom)
-        if self.budget is None:
-            return memory_less(self.headroom, spec)
-        return parse_budget(self.budget, unplanned_bytes)
+        if self.budget is not None:
+            return parse_budget(self.budget, profile.peak_bytes)
+        return self.bytes_on(profile.spec, profile.ranks.communicators)
+
+    def bytes_on(self, spec: DeviceSpec, communicators: int = 0) -> int:
+        """Return the limit in bytes where no step decides it: a budget that is no share, or one for the device.
+
+        Raises:
+            BudgetError: The budget or headroom cannot be read, or nothing is left.
+        """
+        if self.n_bytes is not None:
+            return self.n_bytes
+        if self.budget is not None:
+            return parse_budget(self.budget, spec.memory_bytes)
+        return allocator_room(spec, communicators) if self.is_gpu(spec) else memory_less(self.headroom, spec)
+
+    def bytes_for(self, profile: Profile, program: Program) -> int:
+        """Return the limit for the peak of a program, which is the profile's step with a plan or without.
+
+        For a GPU, it is the room of the allocator less what it reserves beyond the peak:
+
+            peak <= room - (reserved - peak)    if and only if    reserved <= room
+        """
+        limit_bytes = self.bytes_of(profile)
+        if not self.is_gpu(profile.spec):
+            return limit_bytes
+        return limit_bytes - beyond_peak_bytes(program)
 
 
-def budget_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:
-    """Return a limit in bytes that does not depend on a step: the budget, or the device's memory less the headroom.
+def limit_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> Limit:
+    """Return a limit that does not depend on a step: a budget, or one for the device.
 
     Raises:
         BudgetError: The budget or headroom cannot be read, both are given, or the budget is a share or more than the
@@ -59,7 +104,9 @@ def budget_of_device(budget: float | str | None, headroom: float | str | None, s
     """
     check_one_of(budget, headroom)
     if budget is None:
-        return memory_less(headroom, spec)
+        limit = Limit(headroom=headroom)
+        n_bytes = limit.bytes_on(spec)
+        return limit if limit.is_gpu(spec) else Limit.exactly(n_bytes)
     refuse_share(budget)
     found = parse_budget(budget, spec.memory_bytes)
     if found > spec.memory_bytes:
@@ -67,7 +114,23 @@ def budget_of_device(budget: float | str | None, headroom: float | str | None, s
             f"budget {budget!r} is more than {spec.name} has, {format_bytes(spec.memory_bytes)}. Give less, or another "
             "device; dataclasses.replace(spec, memory_bytes=...) makes one."
         )
-    return found
+    return Limit.exactly(found)
+
+
+def allocator_room(spec: DeviceSpec, communicators: int = 0) -> int:
+    """Return what the allocator of a GPU may reserve: the memory less what lies outside of it.
+
+    Raises:
+        BudgetError: Nothing is left.
+    """
+    outside = outside_allocator(spec, communicators)
+    room = spec.memory_bytes - sum(one.n_bytes for one in outside)
+    if room <= 0:
+        raise BudgetError(
+            f"{spec.name} has {format_bytes(spec.memory_bytes)}, and outside of the allocator there are "
+            f"{outside_text(outside)}: nothing is left. Give a budget, which limits the tensors alone."
+        )
+    return room
 
 
 def check_one_of(budget: float | str | None, headroom: float | str | None) -> None:
@@ -131,14 +194,36 @@ def handed_out(made: Plan, spec: DeviceSpec) -> Plan:
 
     The ``SacplanWarning`` points at the line of the user who called the public function.
     """
-    if made.peak_bytes > spec.memory_bytes and not _quiet.get():
-        rank = " on each rank" if made.ranks.world_size > 1 else ""
+    if not _quiet.get() and (why := _does_not_fit(made, spec)):
         warnings.warn(
-            f"this plan does not fit: its step takes {format_bytes(made.peak_bytes)}{rank}, and {spec.name} has "
-            f"{format_bytes(spec.memory_bytes)}. Without a budget, a plan is made for the device's memory less a "
-            f"headroom, here {format_bytes(memory_less(None, spec))}. Else try a smaller batch, several devices, or a "
-            "device with more memory.",
+            f"this plan does not fit: {why}",
             SacplanWarning,
             stacklevel=4,  # skips this function, the public one, and the decorator that checks its arguments
         )
     return made
+
+
+def _does_not_fit(made: Plan, spec: DeviceSpec) -> str:
+    """Return by which figures a plan does not fit its device, and what to do; empty if it fits."""
+    rank = " on each rank" if made.ranks.world_size > 1 else ""
+    has = f"{spec.name} has {format_bytes(spec.memory_bytes)}"
+    advice = "Try a smaller batch, several devices, or a device with more memory."
+    if made.peak_bytes > spec.memory_bytes:
+        return f"its step takes {format_bytes(made.peak_bytes)}{rank}, and {has}. {advice}"
+    if made.device_memory is None:
+        return ""
+    outside = outside_allocator(spec, made.ranks.communicators)
+    room = spec.memory_bytes - sum(one.n_bytes for one in outside)
+    reserved = made.device_memory.reserved_bytes()
+    if reserved <= room:
+        return ""
+    expandable = made.device_memory.reserved_bytes(expandable=True)
+    if expandable <= room:
+        advice = f"With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
+    elif made.budget_bytes is not None:
+        advice = f"Without a budget, a plan is made that fits. {advice}"
+    return (
+        f"its tensors take {format_bytes(made.peak_bytes)}{rank}, for which the allocator reserves "
+        f"{format_bytes(reserved)} (max_memory_reserved), with {outside_text(outside)} outside of it, and {has}. "
+        f"{advice}"
+    )

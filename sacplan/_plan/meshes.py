@@ -379,18 +379,15 @@ def plan_on_meshes(
     """
     others = None if techniques is None else [name for name in techniques if name != SHARD]
 
-    def budget_of(rank: Profile) -> int:
-        return limit.bytes_of(rank.spec, rank.peak_bytes)
-
     def careful(rank: Profile) -> Plan:
         return plan_rank(rank, techniques=others)
 
     def quick(rank: Profile) -> Plan:
         return plan_rank(rank, techniques=others, solver=quick_solver)
 
-    budget_of(profile)  # a budget that cannot be read is refused before the long search
+    limit.bytes_of(profile)  # a budget that cannot be read is refused before the long search
     with looking_for_plans():
-        found = _fastest(profile, mesh, budget_of, careful, quick, is_share=is_share(limit.budget))
+        found = _fastest(profile, mesh, limit, careful, quick)
     names = (SHARD, *found.provenance.techniques)
     return structs.replace(found, provenance=structs.replace(found.provenance, techniques=names))
 
@@ -398,17 +395,15 @@ def plan_on_meshes(
 def _fastest(
     profile: Profile,
     mesh: Any,
-    budget_of: Callable[[Profile], int],
+    limit: Limit,
     plan_rank: PlanMaker,
     quick: PlanMaker,
-    *,
-    is_share: bool,
 ) -> Plan:
     if profile.ranks.world_size > 1:
         raise PlanError(
             "the profile is that of one of several ranks; a mesh is planned for from a profile of the whole model."
         )
-    meshes = resolve_mesh(mesh, profile)
+    meshes, shared = resolve_mesh(mesh, profile), is_share(limit.budget)
     ways: list[Spread] = []
     refused: list[str] = []
     for each in meshes:
@@ -416,7 +411,8 @@ def _fastest(
             # The user has named the axes of a single mesh, so any role is possible on it. The meshes of a number of
             # devices are our own, and so are the names of their axes.
             names = names_by_role(each) if isinstance(mesh, (int, str)) else None
-            ways += spreads(profile, each, (0,) if is_share else (0, budget_of(profile)), names)
+            limits = (0,) if shared else (0, limit.bytes_on(profile.spec, each.communicators))
+            ways += spreads(profile, each, limits, names)
         except PlanError as error:
             refused.append(str(error))
     if not ways:
@@ -431,10 +427,10 @@ def _fastest(
     if best.outcome.plan is not None:
         return best.outcome.plan
     # Budgets differ if they are shares, so the smallest peak is the one nearest to its own budget.
-    least = min(found, key=lambda one: one.outcome.peak_bytes / budget_of(one.spread.profile))
-    budget_bytes, smallest_bytes = budget_of(least.spread.profile), least.outcome.peak_bytes
+    least = min(found, key=lambda one: one.outcome.peak_bytes / limit.bytes_of(one.spread.profile))
+    budget_bytes, smallest_bytes = limit.bytes_of(least.spread.profile), least.outcome.peak_bytes
     where, unplanned = " or ".join(map(str, meshes)), format_bytes(least.spread.profile.peak_bytes)
-    of_what = f", the share of {unplanned} that a rank takes unplanned" if is_share else ""
+    of_what = f", the share of {unplanned} that a rank takes unplanned" if shared else ""
     raise InfeasibleBudget(
         f"no plan found keeps the step on mesh {where} under {format_bytes(budget_bytes)} on each rank{of_what}. On a "
         f"single device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak reached is "

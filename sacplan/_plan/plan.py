@@ -38,13 +38,16 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
         gap: Relative optimality gap that the solver proved; None if it proved nothing.
         peak_bytes: Peak of the whole step with the plan.
         baseline_peak_bytes: Peak of the step without a plan.
-        budget_bytes: The limit for the peak: the budget that was asked for, or the device's memory less the headroom.
-            None for a plan that was not made for a budget (a policy, or the plan with the smallest peak).
+        budget_bytes: The limit for the peak: the budget that was asked for, or what is left for the tensors on the
+            device. On a GPU, that is its memory less what lies outside of torch's allocator and less what the allocator
+            reserves beyond the tensors. None for a plan that was not made for a limit (a policy, or the plan with the
+            smallest peak).
         recompute_ms, recompute_flops: Predicted time and FLOPs of the ops that run a second time.
         lower_bound_ms: No schedule with this peak recomputes less (see ``sacplan/_plan/bound.py``). For a plan with
             chunks: no schedule with the same chunks.
         device_memory: The peaks that torch's allocator on a GPU would report: of the blocks that it hands out, and of
-            the segments that it reserves. None for a CPU, and in files from before there was this.
+            the segments that it reserves. The latter decide whether the plan fits a GPU. None for a CPU, and in files
+            from before there was this.
         added_ms: How much longer the step takes because of its chunks: more launches, and each slice reads the weights
             again. Negative if the slices together are quicker.
         step_ms, step_flops: Predicted time and FLOPs of the step without the plan.

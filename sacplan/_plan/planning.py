@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from sacplan._plan.infeasible import infeasible
+from sacplan._device.device_memory import reserved_bytes
+from sacplan._plan.in_room import plan_in_room
+from sacplan._plan.infeasible import infeasible, segments_do_not_fit
 from sacplan._plan.limits import Limit, handed_out
 from sacplan._plan.meshes import SHARD, asks_for_mesh, plan_on_meshes
 from sacplan._plan.plan import Plan
-from sacplan._plan.planner import Planner
+from sacplan._plan.planner import Planner, smallest_bytes
+from sacplan._plan.search import Candidate
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Accumulate
@@ -42,17 +46,18 @@ def plan(
 
     The plan says which tensors each module discards in the forward pass and recomputes in the backward pass.
 
-        plan = sacplan.plan(profile)  # for the device's memory, less a headroom
+        plan = sacplan.plan(profile)  # for the profile's device
         plan = sacplan.plan(profile, budget="22GiB")
         plan = sacplan.plan(profile, "60%", keep=["*.router", "aten.topk"], never=["vision_tower.*"])
 
     Args:
         profile: A profile from ``sacplan.profile``, or the path of one.
         budget: Limit for the peak of the whole step. A number is in GiB. A string has a unit (``"22GiB"``, ``"24GB"``)
-            or is a share of the peak without a plan (``"60%"``). None: the memory of the profile's device (on a CPU,
-            all memory of the machine) less the headroom. With several ranks, the budget is that of each rank.
-        headroom: Memory of the device to leave free if no budget is given: a share of it (``0.05``, ``"5%"``) or bytes
-            (``"2GiB"``). The default is 15%; ``sacplan.max_batch`` says what for.
+            or is a share of the peak without a plan (``"60%"``). None: the plan has to fit the profile's device. On a
+            GPU, what torch reserves with it (``Plan.device_memory``) and what lies outside of torch's allocator may
+            take all memory; on a CPU, the peak may take 85% of the machine's. With several ranks, that holds for each.
+        headroom: Instead of a budget, memory of the device that the peak has to leave free: a share of it (``0.05``,
+            ``"5%"``) or bytes (``"2GiB"``). What torch reserves does not count then.
         solver: ``"milp"``, ``"greedy"``, ``"uniform"``, or an object such as ``sacplan.Milp(gap=1e-4)``. ``"best"``
             asks greedy, and milp if the plan of greedy is not at the lower bound, and takes the cheaper plan.
             ``"rotor"`` (``sacplan.Rotor``) plans models that are a chain. Its plans cost more, but its smallest peak
@@ -85,15 +90,16 @@ def plan(
 
     Returns:
         The plan: peaks in bytes, times in ms. With ``keep`` or ``never``, ``Plan.lower_bound_ms`` holds for schedules
-        that keep the same. A plan that takes more memory than the device has gives a ``SacplanWarning``; this happens
-        if the budget is larger than the device.
+        that keep the same. A plan that does not fit the device gives a ``SacplanWarning``; this happens if the budget
+        leaves too little for what torch reserves beyond the peak.
 
     Raises:
         BudgetError: The budget or headroom cannot be read, or both are given.
         PlanError: An unknown solver, objective or technique; a pattern that matches nothing; or arguments about a mesh
             that contradict each other.
         TraceError: The model cannot be spread over the ranks in this way.
-        InfeasibleBudget: No plan was found that holds the budget. It carries the smallest peak that was reached.
+        InfeasibleBudget: No plan was found that holds the budget, or fits the device. It carries the smallest peak that
+            was reached.
     """
     profile = opened(profile, Profile)
     limit, wanted = Limit(budget, headroom), solver
@@ -171,15 +177,41 @@ def _of_one_rank(
 
 
 def plan_within(planner: Planner, limit: Limit) -> Plan:
-    """Return the cheapest plan under a budget.
+    """Return the cheapest plan under a limit: a budget for the peak, or the room of a GPU for what is reserved.
 
     Raises:
-        BudgetError: The budget cannot be read.
+        BudgetError: The limit cannot be read.
         InfeasibleBudget: No plan was found that holds it.
     """
     profile = planner.profile
-    budget_bytes = limit.bytes_of(profile.spec, profile.peak_bytes)
+    budget_bytes = limit.bytes_of(profile)
+    if limit.is_gpu(profile.spec):
+        return _plan_on_gpu(planner, limit, budget_bytes)
     found = planner.cheapest(budget_bytes)
     if found is None:
         raise infeasible(planner, budget_bytes)
     return planner.as_plan(found, limit, budget_bytes)
+
+
+def _plan_on_gpu(planner: Planner, limit: Limit, room_bytes: int) -> Plan:
+    """Return a plan whose reserved segments fit into the room of a GPU's allocator."""
+    profile = planner.profile
+
+    def plan_at(budget_bytes: int) -> tuple[Planner, Candidate]:
+        # A planner for each budget: the result is then what the user gets who asks for that budget.
+        asked = replace(planner, limits_reached={})
+        found = asked.cheapest(budget_bytes)
+        return asked, found or min(asked.searches, key=smallest_bytes).smallest
+
+    found = plan_in_room(
+        room_bytes,
+        plan_at,
+        lambda made: made[1].footprint.peak_bytes,
+        lambda made: reserved_bytes(profile.with_plan(made[1].decisions)),
+    )
+    asked, candidate = found.made
+    if found.fits:
+        return asked.as_plan(candidate, limit, found.budget_bytes)
+    if found.reserved_bytes is None:
+        raise infeasible(asked, room_bytes)
+    raise segments_do_not_fit(asked, candidate, room_bytes)

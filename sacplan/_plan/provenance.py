@@ -37,9 +37,9 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         objective: The amount of recomputation that was minimised; None for a policy.
         techniques: The techniques that the plan was allowed to use.
         keep, never: The pins, see ``sacplan.plan``.
-        budget: The budget as the user gave it; None if there was none, as when the device's memory less a headroom was
-            the limit.
-        headroom: The headroom as the user gave it; None for the default of 15%, or if a budget was given.
+        budget: The budget as the user gave it; None if there was none, as when the plan had to fit its
+            device.
+        headroom: The headroom as the user gave it; None if there was none.
         mode, trace, runtime: Arguments of the profile, see ``sacplan.profile``.
         assumptions: Rules of the profile for sizes that depend on data (``data_rules``), such as balanced routing.
             Absent if there were none.

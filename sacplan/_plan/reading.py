@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sacplan._device.device_memory import DeviceMemory
+from sacplan._device.outside_allocator import outside_on_gpu, outside_text
 from sacplan._plan.value import PlanValue, UnitPlan
 from sacplan._program.budget import format_bytes, format_share
 from sacplan._program.decisions import Chunk
@@ -291,7 +292,7 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         ("batch", fingerprint.batch_in_words),
         ("set up as", setup),
         ("ranks", "" if plan.ranks.world_size == 1 else ranks_text(plan.ranks)),
-        ("budget", "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)),
+        ("budget", "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes) + whence(plan)),
         (
             "peak",
             f"{format_bytes(plan.peak_bytes)}, {saves:.1%} less than the {format_bytes(plan.baseline_peak_bytes)} "
@@ -321,10 +322,40 @@ def device_memory_text(found: DeviceMemory | None) -> str:
     """Return the peaks of the allocator in words; empty if there are none."""
     if found is None:
         return ""
-    reserved, expandable = found.steps.max_memory_reserved, found.expandable_steps.max_memory_reserved
     return (
-        f"{format_bytes(found.steps.max_memory_allocated)} allocated, {format_bytes(reserved)} reserved, "
-        f"{format_bytes(expandable)} with expandable segments"
+        f"max_memory_allocated {format_bytes(found.steps.max_memory_allocated)}, max_memory_reserved "
+        f"{format_bytes(found.reserved_bytes(expandable=False))}, "
+        f"{format_bytes(found.reserved_bytes(expandable=True))} with expandable segments"
+    )
+
+
+def fills_gpu(plan: PlanValue) -> bool:
+    """Whether a plan was made to fit a GPU, without a budget or headroom."""
+    asked = plan.provenance.budget is not None or plan.provenance.headroom is not None
+    return plan.budget_bytes is not None and plan.device_memory is not None and not asked
+
+
+def whence(plan: PlanValue, memory_bytes: int | None = None) -> str:
+    """Say how the limit for the peak came about; empty for a budget that was asked for.
+
+    Args:
+        plan: The plan.
+        memory_bytes: Memory of its device, if it is known. Then the figures add up to it.
+    """
+    # No budget, or one that the user gave.
+    if plan.budget_bytes is None or plan.provenance.budget is not None:
+        return ""
+    of_device = f", the memory of {plan.device} less "
+    if not fills_gpu(plan):
+        headroom = plan.provenance.headroom
+        return of_device + ("15%" if headroom is None else str(headroom))
+    outside = outside_on_gpu(plan.ranks.communicators)
+    found = f"{of_device}{outside_text(outside)}"
+    if memory_bytes is None:
+        return f"{found} and what torch reserves beyond the peak"
+    beyond = memory_bytes - sum(one.n_bytes for one in outside) - plan.budget_bytes
+    return (
+        f"{found}, and less {format_bytes(beyond)} that torch reserves beyond the peak" if beyond else found
     )
 
 

@@ -221,9 +221,12 @@ def without_optimizer(of: Profile) -> Profile:
 
 def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
     """Return a step without an optimizer with this one put behind its backward pass."""
-    program = of.recorded
-    patch = _spliced(program, step, _end_of_backward(program))
-    return dataclasses.replace(of, recorded=program.with_(patch))
+    return dataclasses.replace(of, recorded=program_with_optimizer(of.recorded, step))
+
+
+def program_with_optimizer(program: Program, step: OptimizerStep) -> Program:
+    """Return a program without an optimizer, with a plan or without, with this one put behind its backward pass."""
+    return program.with_(_spliced(program, step, _end_of_backward(program)))
 
 
 def _first_of_optimizer(program: Program) -> int | None:

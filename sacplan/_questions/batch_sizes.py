@@ -1,6 +1,6 @@
 """Batch sizes, tried one by one: each takes a trace and a plan, and the search finds where they stop fitting.
 
-    sizes = BatchSizes(model, make_batch, budget_bytes, spec, ...)
+    sizes = BatchSizes(model, make_batch, limit, spec, ...)
     unplanned, planned = sizes.edges()
 
 The largest size that fits is found by lines through known peaks and by bisection (``largest.py``). A trace and a plan
@@ -23,6 +23,7 @@ import torch
 
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec
+from sacplan._plan.limits import Limit
 from sacplan._plan.outcome import Outcome
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile
@@ -77,7 +78,7 @@ class BatchSizes:
 
     model: torch.nn.Module
     make_batch: Callable[[int], Any]
-    budget_bytes: int
+    limit: Limit
     spec: DeviceSpec
     loss_fn: LossFn | None = None
     optimizer: Any = None
@@ -89,16 +90,22 @@ class BatchSizes:
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     above_floor: float = 1.0
     """Ratio of the smallest peak to the floor, from the last size for which both are known."""
+    _excess: dict[int, int] = field(default_factory=dict)  # of the step without a plan, over its own limit
 
     def __post_init__(self) -> None:
         self.look(1)
-        if self.limit > 1:
-            self.look(min(_SECOND, self.limit))
+        if self.most > 1:
+            self.look(min(_SECOND, self.most))
 
     @property
-    def limit(self) -> int:
+    def most(self) -> int:
         """The largest size to try."""
         return _MOST if self.at_most is None else self.at_most
+
+    @property
+    def budget_bytes(self) -> int:
+        """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
+        return self.limit.bytes_on(self.spec)
 
     # --- one size -----------------------------------------------------------------------------
 
@@ -113,9 +120,7 @@ class BatchSizes:
         # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
         # name the smallest peak.
         if floor <= self.budget_bytes or may_chunk or n == 1:
-            outcome = Outcome.of(
-                traced, PlanWithin(self.budget_bytes, self.solver, techniques=self.techniques)
-            )
+            outcome = Outcome.of(traced, PlanWithin(self.limit, self.solver, techniques=self.techniques))
             if outcome.error is not None:
                 if n == 1:
                     raise self._nothing_fits(outcome.error) from outcome.error
@@ -125,6 +130,7 @@ class BatchSizes:
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
         point = CapacityPoint(batch_size=n, floor_bytes=floor, **taken)
         self.points[n] = point
+        self._excess[n] = traced.peak_bytes - self.limit.bytes_for(traced, traced.program)
         if self.progress is not None:
             self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
         return point
@@ -147,7 +153,7 @@ class BatchSizes:
     def _check_batch_follows(self, n: int, fingerprint: Fingerprint) -> None:
         """Raise ``PlanError`` if the batch has the same shapes as that of one sample."""
         one = self.points[1].plan if 1 in self.points else None
-        if one is not None and n >= min(_SECOND, self.limit) and fingerprint.batch == one.fingerprint.batch:
+        if one is not None and n >= min(_SECOND, self.most) and fingerprint.batch == one.fingerprint.batch:
             shapes = ", ".join(str(shape) for _, shape, _ in fingerprint.batch)
             raise PlanError(
                 f"make_batch(1) and make_batch({n}) gave batches of the same shapes: {shapes}. It must make a batch of "
@@ -171,8 +177,8 @@ class BatchSizes:
         # A size that one of the two searches tried may be news for the other, so repeat until both have nothing to try.
         while looked != len(self.points):
             looked = len(self.points)
-            unplanned = self._largest(lambda p: p.unplanned_peak_bytes, lambda p: self._excess(p) <= 0)
-            planned = self._largest(self._smallest_peak, lambda p: p.fits)
+            unplanned = self._largest(self._unplanned_excess, lambda p: self._unplanned_excess(p) <= 0)
+            planned = self._largest(lambda p: self._smallest_peak(p) - self.budget_bytes, lambda p: p.fits)
         if planned == _MOST and self.at_most is None:
             raise PlanError(
                 f"a batch of {_MOST} still fits in {format_bytes(self.budget_bytes)}: does the model's memory depend "
@@ -180,11 +186,13 @@ class BatchSizes:
             )
         return unplanned, planned
 
-    def _largest(self, peak: Callable[[CapacityPoint], float], fits: Callable[[CapacityPoint], bool]) -> int:
-        return largest(self.points, self.look, self.limit, fits, lambda p: peak(p) - self.budget_bytes)
+    def _largest(
+        self, excess: Callable[[CapacityPoint], float], fits: Callable[[CapacityPoint], bool]
+    ) -> int:
+        return largest(self.points, self.look, self.most, fits, excess)
 
-    def _excess(self, point: CapacityPoint) -> int:
-        return point.unplanned_peak_bytes - self.budget_bytes
+    def _unplanned_excess(self, point: CapacityPoint) -> int:
+        return self._excess[point.batch_size]
 
     def _smallest_peak(self, point: CapacityPoint) -> float:
         """Return the smallest peak of a size, or an estimate from its floor.

@@ -5,7 +5,8 @@
 
 Each batch size that is tried gets a trace of its own. It fits if ``sacplan.plan`` finds a plan for it. Peaks are nearly
 linear in the batch size, so a line through two sizes says which to try next, and bisection takes over if this leads
-nowhere. A handful of traces is enough, whatever the result.
+nowhere. A handful of traces is enough, whatever the result; without a budget on a GPU up to twice as many, since what
+is reserved grows by whole segments.
 
 Memory need not grow with the batch: a model may work in chunks from some size on. So the claim is only about sizes that
 were tried: the result fits, one sample more does not, and neither does any larger size that was tried.
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import torch
 
 from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._plan.limits import budget_of_device
+from sacplan._device.outside_allocator import Outside, outside_allocator, outside_text
+from sacplan._plan.limits import limit_of_device
 from sacplan._plan.plan import Plan
 from sacplan._plan.planner import resolve_solver
 from sacplan._profile.tracing import Trace
@@ -51,13 +53,15 @@ class Capacity:
         batch_size: The answer: number of samples.
         plan: The plan for that size. Its ``status`` is ``"unplanned"`` if the step fits as it is.
         samples_per_s, step_ms: Predicted, with recomputation and chunks.
-        budget_bytes: Limit for the peak of the step.
-        headroom_bytes: Memory of the device beyond the budget.
+        budget_bytes: Limit for the peak of the step. Without a budget on a GPU: what torch's allocator may reserve.
+        headroom_bytes: Memory of the device beyond that.
         device: Name of the device.
         unplanned_batch_size: The largest size that fits without a plan; 0 if one sample does not.
         largest_batch_size: The largest size that fits with a plan. For ``max_batch`` it is ``batch_size``.
         bounded_by: What keeps ``largest_batch_size`` from being larger: memory, or the argument ``at_most``.
-        points: The sizes that were tried, by size. Each took one trace.
+        points: The sizes that were tried, by size. Each took one trace. Their figures are peaks.
+        outside: What lies outside of torch's allocator, and makes up ``headroom_bytes``, with the source of each
+            figure. Empty if a budget or a headroom was given, and on a CPU.
     """
 
     batch_size: int
@@ -71,6 +75,7 @@ class Capacity:
     largest_batch_size: int
     bounded_by: Literal["memory", "at_most"]
     points: tuple[CapacityPoint, ...]
+    outside: tuple[Outside, ...] = ()
 
     @property
     def fastest(self) -> CapacityPoint:
@@ -86,13 +91,26 @@ class Capacity:
         more = best.samples_per_s / self.samples_per_s - 1
         return f"fastest of those looked at: {best.batch_size}, {more:.1%} more samples/s"
 
+    @property
+    def left(self) -> str:
+        """The memory of the device beyond the budget, in words."""
+        if self.outside:
+            return f"the rest is outside of torch's allocator: {outside_text(self.outside)}"
+        return f"{format_bytes(self.headroom_bytes)} left free"
+
+    @property
+    def reserved(self) -> str:
+        """The bytes that torch reserves with the plan, in words; empty for a CPU."""
+        found = self.plan.device_memory
+        return "" if found is None else f"{format_bytes(found.reserved_bytes())} reserved"
+
     def to_frame(self) -> pd.DataFrame:
         """Return a table with one row for each size that was tried, by size."""
         return frame(self.points).set_index("batch_size")
 
     def _repr_html_(self) -> str:
         rows = (
-            ("budget", f"{format_bytes(self.budget_bytes)}, {format_bytes(self.headroom_bytes)} left free"),
+            ("budget", f"{format_bytes(self.budget_bytes)}, {self.left}"),
             ("largest", f"{self.unplanned_batch_size} without a plan, {self.largest_batch_size} with one"),
             ("samples/s", f"{self.samples_per_s:.2f} (predicted)"),
         )
@@ -105,9 +123,9 @@ class Capacity:
         return (
             f"Capacity({self.plan.fingerprint.model_class} on {self.device}: batch size {self.batch_size}, "
             f"{self.samples_per_s:.2f} samples/s, step {self.step_ms:.2f} ms with {self.plan.recompute_ms:.2f} ms "
-            f"recomputed{chunked}, peak {format_bytes(self.plan.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
-            f"headroom {format_bytes(self.headroom_bytes)}; largest without a plan {self.unplanned_batch_size}, with "
-            f"one {self.largest_batch_size}{at_most}; {len(self.points)} sizes looked at"
+            f"recomputed{chunked}, peak {format_bytes(self.plan.peak_bytes)}{self.reserved and f', {self.reserved},'} "
+            f"of {format_bytes(self.budget_bytes)}, {self.left}; largest without a plan {self.unplanned_batch_size}, "
+            f"with one {self.largest_batch_size}{at_most}; {len(self.points)} sizes looked at"
             + (f"; {self.faster}, see sacplan.throughput" if self.faster else "")
             + ")"
         )
@@ -146,32 +164,32 @@ def max_batch(
         model: As for ``sacplan.profile``.
         make_batch: A function: ``make_batch(n)`` returns a batch of n samples, in any form that ``profile`` takes. It
             is also called with sizes that do not fit; tensors on the meta device take no memory here.
-        budget: Limit for the peak of the step. A number is in GiB, a string has a unit (``"22GiB"``). None: the
-            device's memory less the headroom. A share (``"90%"``) is refused: elsewhere it is a share of the peak
+        budget: Limit for the peak of the step. A number is in GiB, a string has a unit (``"22GiB"``). None: the step
+            has to fit the device, see below. A share (``"90%"``) is refused: elsewhere it is a share of the peak
             without a plan, and here each size has another one.
         device: The target device, see ``sacplan.devices()``.
         **options: By keyword.
 
             - ``loss_fn``, ``optimizer``, ``trace``: As for ``profile``. A real trace runs each size that is tried,
               without a plan, so all of them have to fit here.
-            - ``headroom``: Memory of the device to leave free if no budget is given: a share of it (``0.05``, ``"5%"``)
-              or bytes (``"2GiB"``). The default is ``DEFAULT_HEADROOM``, 15%; see below.
+            - ``headroom``: Instead of a budget, memory of the device that the peak has to leave free: a share of it
+              (``0.05``, ``"5%"``) or bytes (``"2GiB"``).
             - ``solver``, ``techniques``: As for ``sacplan.plan``.
             - ``at_most``: The largest size to try.
             - ``progress``: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is
               called with each ``CapacityPoint`` as soon as it is known.
 
-    The peak of a plan is the sum of everything that is alive, rounded as the allocator rounds it, with the workspaces
-    of cuBLAS. The headroom is for memory that is not part of it:
+    Without a budget or a headroom, a step fits a GPU if two things together are at most its memory:
 
-    - Holes between blocks. In a simulation of PyTorch's default allocator (``benchmarks/allocator.py``; free segments
-      are returned when memory runs out; not compared with a GPU), the plans of ``python -m benchmarks.capacity`` need
-      0.2 to 2.3% more memory than their peak, and up to 10% if the output holds the keys and values of all layers
-      (``use_cache=True`` in transformers). 15% covers that. With
-      ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` there are no such holes, and ``headroom=0.05`` will do.
-    - The CUDA context with its kernels: 0.3 to 0.5 GiB with lazy loading (pytorch #86509, #109888).
+    - What torch's allocator reserves, ``torch.cuda.max_memory_reserved()``. It is predicted by playing the step through
+      on the allocator's rules (``Plan.device_memory``), with the settings of ``PYTORCH_CUDA_ALLOC_CONF`` in the
+      environment of this process.
+    - What lies outside of the allocator, each with its source in ``Capacity.outside``: the CUDA context with its
+      kernels.
 
-    It does not cover workspaces of cuDNN, buffers of NCCL, other processes, or batches longer than the planned one.
+    Not in it are workspaces of cuDNN, other processes, and batches longer than the planned one; a ``headroom`` leaves
+    memory for them. On a CPU, the peak may take all memory less ``DEFAULT_HEADROOM``. A budget and a headroom limit the
+    peak: the sum of everything that is alive, rounded as the allocator rounds it, with the workspaces of cuBLAS.
 
     Raises:
         InfeasibleBudget: One sample does not fit. It carries the smallest peak that was reached for it.
@@ -252,11 +270,10 @@ def _sizes(
     if techniques is not None:
         techniques = resolve_techniques(techniques)
     spec = resolve_device(device)
-    budget_bytes = budget_of_device(budget, headroom, spec)
     return BatchSizes(
         model,
         make_batch,
-        budget_bytes,
+        limit_of_device(budget, headroom, spec),
         spec,
         solver=solver,
         techniques=techniques,
@@ -285,4 +302,5 @@ def _capacity(sizes: BatchSizes, n: int) -> Capacity:
         largest_batch_size=largest,
         bounded_by="at_most" if largest == sizes.at_most else "memory",
         points=tuple(sizes.points[k] for k in sorted(sizes.points)),
+        outside=outside_allocator(sizes.spec) if sizes.limit.is_gpu(sizes.spec) else (),
     )

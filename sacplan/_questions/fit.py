@@ -15,6 +15,9 @@ Recording and planning each entry by itself would take too long, so the work is 
 - The step is recorded at two sizes for each axis (batch, sequence). Other sizes are computed from these
   (``scaled.py``).
 
+Without a budget, a row fits a GPU if what the allocator reserves does (``limits.py``). What is reserved does not follow
+from peaks, so each row plays the allocator once or twice, on the step with the row's plan and optimizer.
+
 The peak and time of a row that fits are those of the plan that ``plan`` finds. If none fits, the row has the smallest
 peak that a quick search finds. The largest batch and sequence are lower bounds: they hold with the decisions that have
 the smallest peak at the asked size, and planning anew at each size might find larger ones.
@@ -29,14 +32,18 @@ from typing import Any, Literal
 
 import torch
 
+from sacplan._device.device_memory import reserved_bytes
 from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._plan.limits import budget_of_device, looking_for_plans, memory_less
+from sacplan._device.outside_allocator import outside_allocator
+from sacplan._plan.in_room import ROUNDS, InRoom, lowered, plan_in_room
+from sacplan._plan.limits import Limit, limit_of_device, looking_for_plans
 from sacplan._plan.planner import Planner
 from sacplan._plan.search import Candidate
 from sacplan._profile.optimizers import (
     BY_NAME,
     OptimizerCandidate,
     OptimizerStep,
+    program_with_optimizer,
     recorded_step,
     with_optimizer,
 )
@@ -46,7 +53,7 @@ from sacplan._program.arguments import checked
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.pins import NO_PINS
-from sacplan._program.program import Phase
+from sacplan._program.program import Phase, Program
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import Peaks, Sized, sized
 from sacplan._questions.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
@@ -90,7 +97,8 @@ def fit(
         loss_fn: As for ``profile``.
         optimizer: A name (``"adamw"``, ``"adamw-fused"``, ``"adamw-8bit"``, ``"sgd"``), a function
             ``params -> optimizer``, or None.
-        budget, headroom: Limit for the peak of the step, as for ``max_batch``.
+        budget, headroom: Limit for the peak of the step, as for ``max_batch``. Without either, the step has to fit the
+            device, as for ``plan``.
         batch, seq: The size of the step: samples, and tokens in each.
         longest: The longest sequence to try, for models that have a limit.
         name: Name of the model in the answer.
@@ -127,7 +135,8 @@ def fit(
         loss_fn,
         optimizer,
         spec,
-        budget_of_device(budget, headroom, spec),
+        limit_of_device(budget, headroom, spec),
+        budget is None and headroom is None,
         budget is None,
         batch,
         seq,
@@ -149,15 +158,29 @@ class _Sweep:
     loss_fn: LossFn | None
     optimizer: Any
     spec: DeviceSpec
-    budget_bytes: int
-    leaves_headroom: bool
+    limit: Limit
+    is_default: bool
+    is_of_device: bool
     batch: int
     seq: int | None
     longest: int | None
     notes: list[str] = field(default_factory=list)
     _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # by way and budget
     _decided: dict[tuple[str, Way], frozenset[Decision]] = field(default_factory=dict)  # by optimizer and way
+    _reserved: dict[tuple[str, int, int | None, frozenset[Decision]], int] = field(default_factory=dict)
+    _expandables: dict[tuple[str, frozenset[Decision]], int] = field(default_factory=dict)
+    _sizes: dict[tuple[str, Way, str], int] = field(default_factory=dict)  # by optimizer, way and axis
     _known: dict[tuple[str, Way], Peaks] = field(default_factory=dict)  # by "batch" or "seq", and way
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
+        return self.limit.bytes_on(self.spec)
+
+    @property
+    def counts_segments(self) -> bool:
+        """Whether what the allocator reserves decides, and not the peak."""
+        return self.limit.is_gpu(self.spec)
 
     def recorded(self, batch: int, seq: int | None, optimizer: Any = None) -> Profile:
         """Record the step at a size."""
@@ -231,28 +254,77 @@ class _Sweep:
 
     def row(self, name: str, way: Way) -> FitRow:
         """Return the row of one way with one optimizer, at the asked size."""
-        state, own_peak, ms = self.own[name]
-        # No plan helps if the optimizer's own step is over the budget.
-        found = self._cheapest(way, self.budget_bytes - state) if own_peak <= self.budget_bytes else None
-        best = found or self.smallest[way]
-        peak = max(best.footprint.peak_bytes + state, own_peak)
-        fits = peak <= self.budget_bytes
+        found = self._found(name, way)
+        best, peak = found.made, self._peak(name, found.made)
         recompute_ms, added_ms = best.footprint.recompute_ms, best.added_ms
         # The smallest peak is found without regard to time, so its time would mislead.
-        is_timed = fits or not TECHNIQUES[way]
+        is_timed = found.fits or not TECHNIQUES[way]
         self._decided[name, way] = frozenset(best.decisions)
         same = next(w for w in self.smallest if self._decided.get((name, w)) == self._decided[name, way])
+        reserved = found.reserved_bytes
+        needs = reserved if self.counts_segments and reserved is not None else peak
         return FitRow(
             optimizer=name,
             way=way,
-            fits=fits,
+            fits=found.fits,
             peak_bytes=peak,
-            unplanned_peak_bytes=max(self.base.peak_bytes + state, own_peak),
-            step_ms=self.base.step_ms + recompute_ms + added_ms + ms if is_timed else None,
+            unplanned_peak_bytes=self._peak(name, self.smallest["as it is"]),
+            step_ms=self.base.step_ms + recompute_ms + added_ms + self.own[name][2] if is_timed else None,
             recompute_ms=recompute_ms if is_timed else None,
             added_ms=added_ms if is_timed else None,
+            reserved_bytes=reserved,
+            over_bytes=max(0, needs - self.budget_bytes),
+            expandable_bytes=None if found.fits or reserved is None else self._expandable(name, best),
             same_as=None if same == way else same,
         )
+
+    def _found(self, name: str, way: Way) -> InRoom[Candidate]:
+        """Return what ``plan`` finds with an optimizer, or the smallest peak where it finds nothing."""
+        state, own_peak, _ = self.own[name]
+
+        def plan_at(budget_bytes: int) -> Candidate:
+            # No plan helps if the optimizer's own step is over the budget.
+            found = self._cheapest(way, budget_bytes - state) if own_peak <= budget_bytes else None
+            return found or self.smallest[way]
+
+        def peak_of(candidate: Candidate) -> int:
+            return self._peak(name, candidate)
+
+        def reserved_of(candidate: Candidate) -> int:
+            return self._reserved_at(self.base, self.batch, self.seq, name, candidate)
+
+        if self.counts_segments:
+            return plan_in_room(self.budget_bytes, plan_at, peak_of, reserved_of)
+        made = plan_at(self.budget_bytes)
+        fits = peak_of(made) <= self.budget_bytes
+        reserved = reserved_of(made) if fits and self.spec.kind == "cuda" else None
+        return InRoom(made, self.budget_bytes, reserved, fits)
+
+    def _peak(self, name: str, candidate: Candidate) -> int:
+        state, own_peak, _ = self.own[name]
+        return max(candidate.footprint.peak_bytes + state, own_peak)
+
+    def _reserved_at(
+        self, base: Profile, batch: int, seq: int | None, name: str, candidate: Candidate
+    ) -> int:
+        """Return what the allocator reserves for a step of some size with an optimizer and a plan."""
+        key = name, batch, seq, frozenset(candidate.decisions)
+        if key not in self._reserved:
+            self._reserved[key] = reserved_bytes(self._program(base, name, candidate))
+        return self._reserved[key]
+
+    def _expandable(self, name: str, candidate: Candidate) -> int | None:
+        """Return what expandable segments would reserve, if that fits where segments of the current kind do not."""
+        key = name, frozenset(candidate.decisions)
+        if key not in self._expandables:
+            program = self._program(self.base, name, candidate)
+            self._expandables[key] = reserved_bytes(program, expandable=True)
+        found = self._expandables[key]
+        return found if found <= self.budget_bytes else None
+
+    def _program(self, base: Profile, name: str, candidate: Candidate) -> Program:
+        planned, step = base.with_plan(candidate.decisions), self.steps[name]
+        return planned if step is None else program_with_optimizer(planned, step)
 
     def _cheapest(self, way: Way, left: int) -> Candidate | None:
         """Return what ``plan`` finds for a budget; None if it finds nothing, or would have to search for long."""
@@ -266,8 +338,8 @@ class _Sweep:
     def with_sizes(self, row: FitRow) -> FitRow:
         """Return the row with its largest batch and sequence."""
         none = not row.fits and self.batch == 1  # no batch fits, so no other one has to be recorded
-        batch = 0 if none else self.largest(row.optimizer, row.way, "batch")
-        return replace(row, largest_batch=batch, longest_seq=self.largest(row.optimizer, row.way, "seq"))
+        batch = 0 if none else self.largest(row, "batch")
+        return replace(row, largest_batch=batch, longest_seq=self.largest(row, "seq"))
 
     @property
     def _could_fit(self) -> bool:
@@ -309,11 +381,11 @@ class _Sweep:
             )
         return found
 
-    def largest(self, name: str, way: Way, axis: Literal["batch", "seq"]) -> int | None:
+    def largest(self, row: FitRow, axis: Literal["batch", "seq"]) -> int | None:
         """Return the largest size that fits, 0 if none does, or None if it cannot be computed."""
         if axis == "seq" and self.seq is None:  # the model has no sequences
             return None
-        state, own_peak, _ = self.own[name]
+        state, own_peak, _ = self.own[row.optimizer]
         left = self.budget_bytes - state
         if own_peak > self.budget_bytes or self.constant_bytes > left:  # over the budget at any size
             return 0
@@ -323,12 +395,44 @@ class _Sweep:
         unit = _TOKENS if axis == "seq" and self.seq is not None and self.seq % _TOKENS == 0 else 1
         # 0 is a limit, too: a longest sequence shorter than the unit
         most = _LARGEST if axis == "batch" or self.longest is None else self.longest // unit
+        if not self.counts_segments:
+            return unit * self._largest_peak(steps, axis, row.way, unit, most, left)
+        if (row.optimizer, row.way, axis) not in self._sizes:
+            # The step as it is counts for every way. Its row comes first.
+            known = self._sizes.get((row.optimizer, "as it is", axis), 0)
+            if row.fits:
+                known = max(known, self.batch if axis == "batch" else self.seq or 0)
+            found = self._largest_reserved(steps, axis, row, unit, most, left, known)
+            self._sizes[row.optimizer, row.way, axis] = found
+        return self._sizes[row.optimizer, row.way, axis]
+
+    def _largest_reserved(
+        self, steps: Sized, axis: str, row: FitRow, unit: int, most: int, left: int, known: int
+    ) -> int:
+        """Return a size whose segments fit: the largest by its peak, lowered as ``plan_in_room`` lowers budgets.
+
+        ``known`` is a size that fits; no smaller one is looked for.
+        """
+        for tried in range(1, ROUNDS + 1):
+            n = unit * self._largest_peak(steps, axis, row.way, unit, most, left)
+            if n <= known:
+                break
+            peak, way = min((self._peak_at(steps, axis, one, n, left), one) for one in (row.way, "as it is"))
+            at = (n, self.seq) if axis == "batch" else (self.batch, n)
+            reserved = self._reserved_at(steps.at(n), *at, row.optimizer, self.smallest[way])
+            if reserved <= self.budget_bytes:
+                return n
+            left = lowered(min(left, peak), reserved - self.budget_bytes, self.budget_bytes, tried)
+        return known
+
+    def _largest_peak(self, steps: Sized, axis: str, way: Way, unit: int, most: int, left: int) -> int:
+        """Return the largest size, in units, at which the peak is at most ``left``."""
         looked: dict[int, int] = {}
 
         def look(n: int) -> None:
             looked[n] = self._excess(steps, axis, way, n * unit, left)
 
-        return unit * largest(looked, look, most, lambda excess: excess <= 0, float)
+        return largest(looked, look, most, lambda excess: excess <= 0, float)
 
     @cached_property
     def constant_bytes(self) -> int:
@@ -342,19 +446,21 @@ class _Sweep:
         return sum(program.storage_bytes[s] for s in initial)
 
     def _excess(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> int:
-        """Return by how many bytes a step exceeds ``left``, in this way or as it is, whichever takes less.
+        """Return by how many bytes a step exceeds ``left``, in this way or as it is, whichever takes less."""
+        return min(self._peak_at(steps, axis, one, n, left) for one in (way, "as it is")) - left
+
+    def _peak_at(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> int:
+        """Return the peak of a way at a size, without an optimizer.
 
         Peaks come from polynomials through recordings. These ignore that the allocator rounds each storage. If the
-        rounding of all storages together could decide the answer, the peak is computed from the program at that size.
+        rounding of all storages together could decide whether it is within ``left``, the peak is computed from the
+        program at that size.
         """
-        peaks = []
-        for one in dict.fromkeys((way, "as it is")):
-            peak = self._peaks(steps, axis, one).at(n)
-            margin = len(self.base.recorded.storage_bytes) * self.spec.round_up(1)
-            if abs(peak - left) <= margin:
-                peak = steps.at(n).footprint(self.smallest[one].decisions).peak_bytes
-            peaks.append(peak)
-        return min(peaks) - left
+        peak = self._peaks(steps, axis, way).at(n)
+        margin = len(self.base.recorded.storage_bytes) * self.spec.round_up(1)
+        if abs(peak - left) <= margin:
+            return steps.at(n).footprint(self.smallest[way].decisions).peak_bytes
+        return peak
 
     def _peaks(self, steps: Sized, axis: str, way: Way) -> Peaks:
         """Return the peaks of a way as a function of the size, computed when first needed.
@@ -381,7 +487,7 @@ class _Sweep:
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
         best = recommended(rows)
-        smallest = min(row.peak_bytes for row in rows)
+        left = self.is_of_device and not self.counts_segments
         return Verdict(
             model=name,
             parameters=sum(p.numel() for p in self.model.parameters()),
@@ -391,20 +497,24 @@ class _Sweep:
             device=self.spec.name,
             memory_bytes=self.spec.memory_bytes,
             budget_bytes=self.budget_bytes,
-            budget=None if self.budget_bytes == memory_less(None, self.spec) else f"{self.budget_bytes}B",
-            headroom_bytes=self.spec.memory_bytes - self.budget_bytes if self.leaves_headroom else None,
+            budget=None if self.is_default else f"{self.budget_bytes}B",
+            headroom_bytes=self.spec.memory_bytes - self.budget_bytes if left else None,
+            outside=outside_allocator(self.spec) if self.counts_segments else (),
             rows=tuple(rows),
             recommended=best,
-            larger_devices=() if best is not None else _holding(smallest),
+            larger_devices=() if best is not None else self._larger_devices(rows),
             computed=(*self.notes, _COMPUTED),
         )
 
+    def _larger_devices(self, rows: list[FitRow]) -> tuple[str, ...]:
+        """Return the known GPUs that hold the smallest row, the smallest first. They have other kernels: a guess."""
+        from sacplan._device.devices import devices
 
-def _holding(n_bytes: int) -> tuple[str, ...]:
-    """Return the names of known GPUs that hold this many bytes with the default headroom, the smallest first."""
-    from sacplan._device.devices import devices
-
-    named = [resolve_device(name) for name in devices().index]
-    gpus = [spec for spec in named if spec.kind != "cpu"]
-    able = [spec for spec in gpus if memory_less(None, spec) >= n_bytes]
-    return tuple(spec.name for spec in sorted(able, key=lambda spec: spec.memory_bytes))
+        smallest = min(rows, key=lambda row: row.peak_bytes)
+        needs = smallest.peak_bytes
+        if self.spec.kind == "cuda":
+            found = self._found(smallest.optimizer, smallest.way).made
+            needs = self._reserved_at(self.base, self.batch, self.seq, smallest.optimizer, found)
+        named = [resolve_device(name) for name in devices().index]
+        able = [spec for spec in named if spec.kind != "cpu" and Limit().bytes_on(spec) >= needs]
+        return tuple(spec.name for spec in sorted(able, key=lambda spec: spec.memory_bytes))

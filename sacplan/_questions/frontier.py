@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sacplan._plan.limits import looking_for_plans
+from sacplan._plan.limits import Limit, looking_for_plans
 from sacplan._plan.outcome import Outcome
 from sacplan._plan.planner import Planner
 from sacplan._plan.policies import layers_of, policy
@@ -120,7 +120,7 @@ def frontier(
         solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
         if profile.mode == "inference":
             solvers = ("best",)  # all solvers would give the same plan: chunks have a search of their own
-    how = PlanWithin(profile.peak_bytes, "best", objective, keep, never, techniques)
+    how = PlanWithin(Limit.exactly(profile.peak_bytes), "best", objective, keep, never, techniques)
     with looking_for_plans():
         named = list(_named_policies(profile, how)) if policies else []
         return frame(list(_rows(profile, points, solvers, how, named, progress)))
@@ -139,16 +139,16 @@ def _rows(
     evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
     theirs = {row.budget_bytes for row in named if smallest <= row.budget_bytes <= profile.peak_bytes}
     asked = [
-        replace(how, solver=solver, budget_bytes=budget)
+        (budget, replace(how, solver=solver, limit=Limit.exactly(budget)))
         for i, solver in enumerate(solvers)
         for budget in sorted(evenly if i else evenly | theirs)
     ]
     with reported(progress, "frontier", len(asked)) as step:
-        for one in asked:
+        for budget, one in asked:
             name = one.solver if isinstance(one.solver, str) else one.solver.name
             outcome = Outcome.of(profile, one)
-            row = FrontierRow.of(name, one.budget_bytes, outcome)
-            step(row.figures() if row.fits else None, f"{name} at {format_bytes(one.budget_bytes)}")
+            row = FrontierRow.of(name, budget, outcome)
+            step(row.figures() if row.fits else None, f"{name} at {format_bytes(budget)}")
             if row.fits:
                 yield row
     yield from named

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._plan.limits import budget_of_device
+from sacplan._plan.limits import limit_of_device
 from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, rows_of, spreads, tried
 from sacplan._plan.outcome import Outcome
 from sacplan._profile.profile import Profile
@@ -110,7 +110,8 @@ class Layouts:
         devices: Number of devices.
         device: Name of the device.
         batch_size: Samples in a step, of all ranks together.
-        budget_bytes: Limit for the peak on each rank.
+        budget_bytes: Limit for the peak on each rank. Without a budget on a GPU: what torch's allocator may reserve
+            there. A mesh of two axes has a second NCCL communicator, whose buffers come off that.
     """
 
     rows: tuple[Layout, ...]
@@ -192,7 +193,7 @@ def layouts(
         batch: The batch of all ranks together, as for ``sacplan.profile``. Leave it out with a profile.
         devices: Number of devices, or ``"8xh100"``. 1 means no mesh.
         budget: Limit for the peak on each rank. A number is in GiB, a string has a unit (``"22GiB"``); a share is
-            refused. None: the device's memory less the headroom.
+            refused. None: the step has to fit the device, with the buffers of NCCL; see ``sacplan.max_batch``.
         device: The device of each rank, see ``sacplan.devices()``.
         loss_fn, optimizer, trace: As for ``sacplan.profile``.
         headroom: As for ``sacplan.max_batch``.
@@ -219,9 +220,10 @@ def layouts(
             if isinstance(model, Profile)
             else profile(model, batch, loss_fn, optimizer, device, trace=trace)
         )
-        budget_bytes = budget_of_device(budget, headroom, whole.spec)
+        limit = limit_of_device(budget, headroom, whole.spec)
+        budget_bytes = limit.bytes_on(whole.spec, int(n > 1))
 
-        planner = PlanWithin(budget_bytes, solver, techniques=techniques)
+        planner = PlanWithin(limit, solver, techniques=techniques)
         rows: list[Layout] = []
         refused: list[str] = []
 
@@ -233,7 +235,8 @@ def layouts(
             add(Layout.of(whole, Outcome.of(whole, planner)))
         for mesh in resolve_mesh(n, whole) if n > 1 else ():
             try:
-                ways = list(spreads(whole, mesh, (0, budget_bytes) if search else (), names_by_role(mesh)))
+                limits = (0, limit.bytes_on(whole.spec, mesh.communicators)) if search else ()
+                ways = list(spreads(whole, mesh, limits, names_by_role(mesh)))
             except PlanError as error:
                 refused.append(str(error))
                 continue

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanWithin:
-    """Plan a step for a budget in bytes, as ``sacplan.plan`` does; the other arguments are its own."""
+    """Plan a step within a limit, as ``sacplan.plan`` does; the other arguments are its own."""
 
-    budget_bytes: int
+    limit: Limit
     solver: str | Solver | StepSolver = "best"
     objective: Objective = "time"
     keep: Sequence[str] = ()
@@ -40,10 +40,10 @@ class PlanWithin:
         """Return the cheapest plan.
 
         Raises:
-            InfeasibleBudget: No plan holds the budget.
+            InfeasibleBudget: No plan holds the limit.
         """
         planner = Planner.of(profile, self.solver, self.objective, self.keep, self.never, self.techniques)
-        return plan_within(planner, Limit.exactly(self.budget_bytes))
+        return plan_within(planner, self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,9 @@ class Row:
     """The memory and time of a step in one case of a sweep. All figures are predicted.
 
     Attributes:
-        fits: Whether the peak is within the budget.
-        peak_bytes: With the plan. Where none holds the budget: the smallest peak that was reached, or None if none was
-            looked for.
+        fits: Whether the peak is within the budget; without one, whether what is reserved fits the GPU.
+        peak_bytes: With the plan. Where none holds the budget: the smallest peak that was reached (or the fewest
+            reserved bytes, if only these do not fit), or None if none was looked for.
         unplanned_peak_bytes: Without a plan.
         step_ms: Time of the step with the plan; None where none holds the budget.
         recompute_ms: Part of ``step_ms`` that runs a second time; None likewise.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from sacplan._device.outside_allocator import Outside
+from sacplan._plan.limits import EXPANDABLE_SEGMENTS
 from sacplan._profile.optimizers import BY_NAME
 from sacplan._program.budget import format_bytes
 from sacplan._questions.sweep import Row, frame
@@ -35,18 +37,26 @@ class FitRow(Row):
         way: "as it is", "plan" (recomputation), "chunked loss", or both; "plan + chunks" where only modules in slices
             could help as well.
         peak_bytes: With the plan that ``sacplan.plan`` finds; where none holds the budget, the smallest that was found.
+        reserved_bytes: ``torch.cuda.max_memory_reserved()`` with it. None on a CPU, and where the tensors alone do not
+            fit.
+        over_bytes: By how much it does not fit; 0 if it does. Of the reserved bytes if they decide, else of the peak.
+        expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
         largest_batch: At the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
         longest_seq: At the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
         same_as: The simpler way that this one is at the asked size, where a plan finds nothing to do.
     """
 
     shown: ClassVar = (
-        "optimizer", "way", "peak_bytes", "fits", "step_ms", "largest_batch", "longest_seq", "same_as"
+        "optimizer", "way", "peak_bytes", "reserved_bytes", "fits", "over_bytes", "expandable_bytes", "step_ms",
+        "largest_batch", "longest_seq", "same_as",
     )  # fmt: skip
 
     optimizer: str
     way: Way
     peak_bytes: int
+    reserved_bytes: int | None = None
+    over_bytes: int = 0
+    expandable_bytes: int | None = None
     largest_batch: int | None = None
     longest_seq: int | None = None
     same_as: Way | None = None
@@ -55,6 +65,12 @@ class FitRow(Row):
     def name(self) -> str:
         """The optimizer and the way, in words."""
         return f"{self.optimizer}, {self.way}"
+
+    @property
+    def memory(self) -> str:
+        """The peak, and what is reserved for it, in words."""
+        reserved = "" if self.reserved_bytes is None else f", {format_bytes(self.reserved_bytes)} reserved"
+        return f"{format_bytes(self.peak_bytes)}{reserved}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +83,17 @@ class Verdict:
         batch, seq: The size that was asked for; ``seq`` is None for models without sequences.
         optimizer: Name of the optimizer that was asked for.
         device, memory_bytes: Name of the device, and its memory.
-        budget_bytes: Limit for the peak of the step.
+        budget_bytes: Limit for the peak of the step. Without a budget on a GPU: what torch's allocator may reserve, the
+            memory less ``outside``.
         budget: The same in the form that ``plan`` takes; None if it is the default.
         rows: All ways that were tried, those with the asked optimizer first.
         recommended: The row to choose of those that fit; None if nothing fits.
-        headroom_bytes: Memory of the device that is left free; None if a budget was given.
+        headroom_bytes: Memory of the device that is left free; None if a budget was given, and on a GPU without one.
+        outside: What lies outside of torch's allocator, with the source of each figure. Empty if a budget or a headroom
+            was given, and on a CPU.
         larger_devices: Known GPUs on which the smallest row would fit, the smallest first. Empty if something fits
-        here. computed: Sentences on which figures were computed from recordings, and which were not.
+            here.
+        computed: Sentences on which figures were computed from recordings, and which were not.
     """
 
     model: str
@@ -90,6 +110,7 @@ class Verdict:
     recommended: FitRow | None
     larger_devices: tuple[str, ...]
     computed: tuple[str, ...]
+    outside: tuple[Outside, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -102,24 +123,26 @@ class Verdict:
         tokens = "" if self.seq is None else f", {self.seq} tokens"
         step = f"{self.model}, batch {self.batch}{tokens}, {self.optimizer}"
         device = f"{self.device} ({format_bytes(self.memory_bytes)})"
-        peak = self.rows[0].peak_bytes
-        left = f"the budget of {format_bytes(self.budget_bytes)}"
-        if self.headroom_bytes is not None:
+        asked, left = self.rows[0], f"the budget of {format_bytes(self.budget_bytes)}"
+        if self.outside:
+            names = " and ".join(one.name for one in self.outside)
+            left = f"the {format_bytes(self.budget_bytes)} that the {names} leaves"
+        elif self.headroom_bytes is not None:
             free = self.headroom_bytes / self.memory_bytes
             left = f"the {format_bytes(self.budget_bytes)} that {free:.0%} headroom leaves"
-        over = peak - self.budget_bytes
-        if over <= 0:
-            return f"{step} on {device}: fits. It needs {format_bytes(peak)} of {left}."
+        if asked.fits:
+            return f"{step} on {device}: fits. It needs {asked.memory}, of {left}."
+        over = f"{format_bytes(asked.over_bytes)} more than {left}"
         if self.recommended is not None:
             best = self.recommended
             return (
-                f"{step} on {device}: does not fit as it is ({format_bytes(peak)}, {format_bytes(over)} more than "
-                f"{left}), but does with {best.name}: {format_bytes(best.peak_bytes)}."
+                f"{step} on {device}: does not fit as it is ({asked.memory}, {over}), but does with {best.name}: "
+                f"{best.memory}."
             )
         smallest = self.smallest
         return (
-            f"{step} on {device}: does not fit. It needs {format_bytes(peak)}, {format_bytes(over)} more than {left}; "
-            f"the smallest found is {format_bytes(smallest.peak_bytes)}, with {smallest.name}."
+            f"{step} on {device}: does not fit. It needs {asked.memory}, {over}; the smallest found is "
+            f"{smallest.memory}, with {smallest.name}."
         )
 
     @property
@@ -130,6 +153,24 @@ class Verdict:
     @property
     def advice(self) -> tuple[str, ...]:
         """Sentences on what to do."""
+        return (*self._other_allocator, *self._other_ways)
+
+    @property
+    def _other_allocator(self) -> tuple[str, ...]:
+        """A sentence on what fits only with expandable segments: the step as it is, or else the first way."""
+        rows = [row for row in self.rows if row.expandable_bytes is not None]
+        # With another way that fits, only the step as it is is worth a change of the environment.
+        if not rows or (self.recommended is not None and rows[0] is not self.rows[0]):
+            return ()
+        first = rows[0]
+        assert first.expandable_bytes is not None
+        return (
+            f"The tensors of {first.name} fit, only what is reserved for them does not: with {EXPANDABLE_SEGMENTS} it "
+            f"is {format_bytes(first.expandable_bytes)}, which fits.",
+        )
+
+    @property
+    def _other_ways(self) -> tuple[str, ...]:
         if self.recommended is None:
             names, more = self.larger_devices[:_SHOWN_DEVICES], len(self.larger_devices[_SHOWN_DEVICES:])
             larger = f"{', '.join(names)}{f' and {more} larger ones' if more else ''}"
@@ -172,7 +213,7 @@ class Verdict:
 
     def __str__(self) -> str:
         rows = [
-            f"  {row.name}: {format_bytes(row.peak_bytes)}, {'fits' if row.fits else 'does not fit'}"
+            f"  {row.name}: {row.memory}, {'fits' if row.fits else 'does not fit'}"
             for row in self.rows
             if row.same_as is None
         ]

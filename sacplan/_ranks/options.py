@@ -47,6 +47,12 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
             reshard_after_forward = False if reshard_after_forward == 1 else reshard_after_forward
         return cls(MixedPrecision.of(mp_policy), reshard_after_forward, replicas)
 
+    @property
+    def communicators(self) -> int:
+        """The number of NCCL communicators of a rank: for the shards, the replicas, and the shards after a forward."""
+        of_fewer = self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool)
+        return 1 + (self.replicas > 1) + of_fewer
+
     def check(self, world_size: int) -> None:
         """Raise ``TraceError`` if the options do not go together with a number of ranks."""
         if world_size % self.replicas:

@@ -143,6 +143,13 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             return None
         return "DDP" if self.fsdp_units is None else "FSDP2"
 
+    @property
+    def communicators(self) -> int:
+        """The number of NCCL communicators that a rank takes part in; 0 on one device."""
+        if self.sharding is not None:
+            return self.sharding.mesh.communicators
+        return self.options.communicators if self.world_size > 1 else 0
+
     def program(self, whole: Program, parameters: Sequence[FingerprintEntry], spec: DeviceSpec) -> Program:
         """Return the step of one rank; the given one if there is only one.
 
@@ -183,22 +190,21 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
                 f"one of {self.world_size} ranks of mesh {self.sharding.mesh}, run by sacplan.apply: an op gathers the "
                 "parameter that it reads, and the copy lives until the next is gathered; the time of a collective is "
                 "what computation would not hide if parameters were gathered one op ahead and gradients reduced behind "
-                "the backward pass; what NCCL allocates for itself is not counted",
+                "the backward pass; what NCCL allocates for itself is not in the peak",
             )
         if self.world_size == 1:
             return ()
         if self.fsdp_units is None:
             return (
                 f"one of {self.world_size} ranks, run by DDP, DistributedDataParallel(model) with its defaults: "
-                "gradients are held twice; what NCCL allocates for itself is not counted; the time of a collective is "
-                "what the rest of the backward pass does not hide, by the links of the device",
+                "gradients are held twice; what NCCL allocates for itself is not in the peak; the time of a collective "
+                "is what the rest of the backward pass does not hide, by the links of the device",
             )
         units = ", ".join(map(repr, self.fsdp_units))
         return (
             f"one of {self.world_size} ranks, that with the largest shards, run by FSDP2, fully_shard(module) for the "
-            f"modules {units}, with {self._with_options()}; what NCCL allocates for itself is not "
-            "counted; the time of a collective is what the computation of a unit does not hide, by the links of the "
-            "device",
+            f"modules {units}, with {self._with_options()}; what NCCL allocates for itself is not in the peak; the "
+            "time of a collective is what the computation of a unit does not hide, by the links of the device",
         )
 
     def _with_options(self) -> str:

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 import sacplan
 from sacplan._chunk.alternatives import Alternative
+from sacplan._device.device_memory import DeviceMemory
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
@@ -161,6 +162,20 @@ def _facts(profile: Profile, plan: Plan | None) -> list[str]:
     ]
 
 
+def _reserved_card(found: DeviceMemory | None) -> list[tuple[str, str, str]]:
+    """Return what torch's allocator reserves; nothing for a CPU."""
+    if found is None:
+        return []
+    expandable = format_bytes(found.reserved_bytes(expandable=True))
+    return [
+        (
+            "Reserved",
+            format_bytes(found.reserved_bytes(expandable=False)),
+            f"max_memory_reserved; {expandable} with expandable segments",
+        )
+    ]
+
+
 def _code(profile: Profile, plan: Plan) -> str:
     """Return code that makes the plan again, and code that trains with it."""
     use = 'handle = sacplan.apply(model, sacplan.Plan.load("plan.json"))  # before torch.compile'
@@ -173,6 +188,8 @@ def _code(profile: Profile, plan: Plan) -> str:
     elif profile.fingerprint.setup.optimizer is not None:
         given.append("optimizer=optimizer")
     chosen = [] if plan.provenance.budget is None else [repr(plan.provenance.budget)]
+    if plan.provenance.headroom is not None:
+        chosen.append(f"headroom={plan.provenance.headroom!r}")
     if plan.ranks.sharding is not None:
         chosen.append(f"mesh={dict(plan.ranks.sharding.mesh.axes)!r}")
     if plan.provenance.mode == "train" and plan.provenance.techniques != DEFAULT_TECHNIQUES:
@@ -195,6 +212,7 @@ def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list
     if plan is None:
         return [
             ("Peak", format_bytes(profile.peak_bytes), ""),
+            *_reserved_card(profile.device_memory()),
             ("Step", f"{step:.2f} ms", f"forward {profile.forward_ms:.2f} ms; predicted"),
             device,
         ]
@@ -203,6 +221,7 @@ def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list
         room = plan.budget_bytes - plan.peak_bytes
         note = f"{format_bytes(room)} to spare" if room >= 0 else f"exceeded by {format_bytes(-room)}"
         cards.append(("Budget", format_bytes(plan.budget_bytes), note))
+    cards += _reserved_card(plan.device_memory)
     share, flops = (
         format_share(plan.recompute_ms, plan.step_ms),
         format_share(plan.recompute_flops, plan.step_flops),

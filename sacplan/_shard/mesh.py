@@ -54,6 +54,11 @@ class Mesh(Struct, frozen=True, forbid_unknown_fields=True):
         return cls(tuple(mesh.items()))
 
     @property
+    def communicators(self) -> int:
+        """The number of NCCL communicators that a rank takes part in: one for each axis of several ranks."""
+        return sum(size > 1 for _, size in self.axes)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the axes."""
         return tuple(name for name, _ in self.axes)

@@ -11,8 +11,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sacplan._apply.apply import Handle, put_on
+from sacplan._device.device_memory import beyond_peak_bytes
 from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._plan.limits import memory_less
+from sacplan._plan.limits import Limit
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.remarks import adamw_state_bytes, summed_outputs, without_optimizer
 from sacplan._profile.tracing import check_runs_here, trace_step
@@ -20,6 +21,7 @@ from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html
 from sacplan._program.places import StepDifference
+from sacplan._program.program import Program
 from sacplan._program.setup import SetupDifference, current_autocast, warn_of
 from sacplan._record.limits import explained_limits
 from sacplan._record.state import held_by_function, preserved_rng, preserved_state
@@ -45,8 +47,9 @@ class Verification:
     Attributes:
         peak_bytes: of the whole step; traced (``run="fake"``) or measured (``run="real"``).
         predicted_peak_bytes: the plan's own figure.
-        budget_bytes: what the plan was made for; of a plan without a budget, the memory of the device that it ran for
-            less a headroom of 15%.
+        budget_bytes: the limit for the peak that the plan was made for. For a plan without one, the peak that the
+            device has room for: see ``sacplan.plan``. On a GPU, the segments that the allocator reserves beyond the
+            peak are taken off (fake steps), and so is what lies outside of it.
         recompute_flops: floating-point operations of what ran again.
         step_ms: predicted time with the plan (fake), or wall time of the measured step (real).
         run: "fake" or "real".
@@ -175,7 +178,7 @@ def _verify_fake(
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
-        budget_bytes=_budget_of(plan, seen.spec),
+        budget_bytes=_budget_of(plan, seen.spec, seen.program),
         recompute_flops=seen.program.flops - plan.step_flops,
         step_ms=seen.step_ms,
         run="fake",
@@ -237,8 +240,15 @@ def _without_optimizer(model: torch.nn.Module, spec: DeviceSpec) -> str:
     return without_optimizer(adamw_state_bytes(trained, spec))
 
 
-def _budget_of(plan: Plan, spec: DeviceSpec) -> int:
-    return memory_less(None, spec) if plan.budget_bytes is None else plan.budget_bytes
+def _budget_of(plan: Plan, spec: DeviceSpec, program: Program | None = None) -> int:
+    """Return the plan's budget, or without one the peak that the device has room for.
+
+    ``program`` is the step with the plan. A measured step has none, and what was reserved would be that of all runs.
+    """
+    if plan.budget_bytes is not None:
+        return plan.budget_bytes
+    room = Limit().bytes_on(spec, plan.ranks.communicators)
+    return room - beyond_peak_bytes(program) if program is not None and Limit().is_gpu(spec) else room
 
 
 class _Applied:

@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 import sacplan
 from sacplan._cli.app import app
 from sacplan._device.devices import resolve_device
+from sacplan._device.outside_allocator import CUDA_CONTEXT, outside_allocator
 
 MIB = 2**20
+CONTEXT = CUDA_CONTEXT.n_bytes
 H100 = dataclasses.replace(resolve_device("h100"), matmul_workspace_bytes=0)
 
 
@@ -47,12 +49,29 @@ def unplanned() -> int:
 # --- without a budget ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("headroom", "share"), [(None, 0.15), (0.25, 0.25), ("5%", 0.05)])
-def test_without_a_budget_it_is_the_memory_less_the_headroom(
-    unplanned: int, headroom: float | str | None, share: float
-) -> None:
+def test_without_a_budget_the_reserved_segments_fit(unplanned: int) -> None:
+    """The whole rule: ``max_memory_reserved`` and what lies outside of the allocator are within the memory."""
+    profile = profile_on(CONTEXT + int(unplanned * 1.1))
+    plan = sacplan.plan(profile)
+    assert plan.device_memory is not None
+    reserved = max(
+        plan.device_memory.first_step, plan.device_memory.steps, key=lambda p: p.max_memory_reserved
+    )
+    assert reserved.max_memory_reserved + CONTEXT <= profile.spec.memory_bytes
+    assert plan.peak_bytes <= (plan.budget_bytes or 0) <= profile.spec.memory_bytes - CONTEXT
+    assert plan.discarded  # the tensors would fit without a plan, and their segments would not
+    assert profile.peak_bytes <= profile.spec.memory_bytes - CONTEXT
+    assert (plan.provenance.budget, plan.provenance.headroom) == (None, None)
+    # The limit that it came to, given as a budget, makes the same plan.
+    again = sacplan.plan(profile, f"{plan.budget_bytes}B")
+    assert again == plan
+
+
+@pytest.mark.parametrize(("headroom", "share"), [(0.25, 0.25), ("5%", 0.05)])
+def test_a_headroom_is_what_the_peak_leaves_free(unplanned: int, headroom: float | str, share: float) -> None:
     memory = int(unplanned * 0.9)
-    plan = sacplan.plan(profile_on(memory), headroom=headroom)
+    with pytest.warns(sacplan.SacplanWarning, match="CUDA context"):  # not with what torch reserves
+        plan = sacplan.plan(profile_on(memory), headroom=headroom)
     assert plan.budget_bytes == memory - int(memory * share)
     assert plan.peak_bytes <= plan.budget_bytes < unplanned
     assert (plan.provenance.budget, plan.provenance.headroom) == (None, headroom)
@@ -71,10 +90,16 @@ def test_on_a_cpu_it_is_the_memory_of_the_machine() -> None:
 
 
 def test_on_a_mesh_it_is_that_of_each_rank(unplanned: int) -> None:
-    memory = int(unplanned * 0.6)
+    outside = sum(one.n_bytes for one in outside_allocator(H100, communicators=1))
+    assert outside > CONTEXT
+    memory = outside + int(unplanned * 0.6)
     plan = sacplan.plan(profile_on(memory), mesh={"dp": 2})
     assert plan.ranks.world_size == 2
-    assert plan.budget_bytes == memory - int(memory * 0.15)
+    assert plan.ranks.communicators == 1
+    assert plan.device_memory is not None
+    assert plan.device_memory.reserved_bytes() + outside <= memory
+    assert plan.budget_bytes is not None
+    assert plan.budget_bytes <= memory - outside
     assert plan.provenance.budget is None
 
 
@@ -84,10 +109,10 @@ def test_a_budget_and_a_headroom_contradict_each_other() -> None:
 
 
 def test_no_plan_fits_the_device() -> None:
-    profile = profile_on(MIB)
+    profile = profile_on(CONTEXT + MIB)
     with pytest.raises(sacplan.InfeasibleBudget) as caught:
         sacplan.plan(profile)
-    assert caught.value.budget_bytes == MIB - int(MIB * 0.15)
+    assert caught.value.budget_bytes == MIB
     assert f"Unplanned it takes {profile.peak_bytes / MIB:.2f} MiB" in str(caught.value)
 
 
@@ -95,7 +120,9 @@ def test_verify_compares_a_plan_without_a_budget_with_the_device() -> None:
     plan = sacplan.policy("full", profile=sacplan.profile(model(), batch()))
     seen = sacplan.verify(model(), batch(), plan)
     assert plan.budget_bytes is None
-    assert seen.budget_bytes == H100.memory_bytes - int(H100.memory_bytes * 0.15)
+    assert plan.device_memory is not None
+    beyond = plan.device_memory.reserved_bytes() - plan.peak_bytes
+    assert seen.budget_bytes == H100.memory_bytes - CONTEXT - beyond
     assert seen.within_budget
     assert not dataclasses.replace(seen, peak_bytes=seen.budget_bytes + 1).within_budget
 
@@ -130,19 +157,19 @@ def test_a_plan_that_the_device_has_not_the_memory_for_warns_once(
 
 
 def test_a_plan_that_fits_does_not_warn(unplanned: int) -> None:
-    sacplan.plan(profile_on(unplanned), "80%")  # a SacplanWarning would be an error here
+    sacplan.plan(profile_on(2 * CONTEXT), "80%")  # a SacplanWarning would be an error here
 
 
 def test_plans_that_are_only_looked_at_do_not_warn(unplanned: int) -> None:
     sacplan.frontier(profile_on(unplanned // 2), 2, ("greedy",))
-    sacplan.layouts(profile_on(unplanned // 2), devices=2)
+    sacplan.layouts(profile_on(unplanned // 2), devices=2, budget=f"{unplanned // 3}B")
 
 
 # --- shares -------------------------------------------------------------------------------------------------
 
 
 def test_a_share_is_one_of_the_unplanned_peak(unplanned: int) -> None:
-    assert sacplan.plan(profile_on(8 * unplanned), "80%").budget_bytes == unplanned * 80 // 100
+    assert sacplan.plan(profile_on(8 * CONTEXT), "80%").budget_bytes == unplanned * 80 // 100
 
 
 @pytest.mark.parametrize(
@@ -176,6 +203,7 @@ def make():
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     (tmp_path / "train.py").write_text(TRAIN)
     dataclasses.replace(H100, name="tiny", memory_bytes=MIB).save(tmp_path / "tiny.json")
+    dataclasses.replace(H100, name="small", memory_bytes=CONTEXT + MIB).save(tmp_path / "small.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(warnings, "showwarning", sacplan._cli.output.show_warning)
     return lambda words: CliRunner().invoke(app, words.split())
@@ -185,7 +213,8 @@ def test_plan_without_a_budget(run: Callable[[str], Any]) -> None:
     said = json.loads(run("plan train.py:make --device h100 --headroom 20% --json").stdout)
     assert said["budget_bytes"] == H100.memory_bytes - H100.memory_bytes * 20 // 100
     assert said["device_memory_bytes"] == H100.memory_bytes
-    assert "the memory of h100 less 15%" in run("plan train.py:make").stdout
+    said_so = "the memory of h100 less CUDA context 512.00 MiB"
+    assert said_so in " ".join(run("plan train.py:make").stdout.split())
 
 
 def test_plan_that_does_not_fit_is_one_line_on_stderr(run: Callable[[str], Any]) -> None:
@@ -211,7 +240,7 @@ def test_report_without_a_budget_plans_where_the_step_needs_it(run: Callable[[st
     made = run("report train.py:make --device h100 --trace memory.json --no-frontier --json")
     assert json.loads(made.stdout)["plan"] is None
     assert "no plan is needed" in made.stderr
-    made = run("report train.py:make --device tiny.json --trace memory.json --no-frontier --json")
+    made = run("report train.py:make --device small.json --trace memory.json --no-frontier --json")
     assert json.loads(made.stdout)["plan"] is None
-    assert "the report has no plan: no plan found keeps the step under 870.40 KiB" in made.stderr
+    assert "the report has no plan: no plan found keeps the step under 1.00 MiB" in made.stderr
     assert run("report train.py:make --device tiny.json --budget 1MiB --trace memory.json").exit_code == 3

@@ -15,8 +15,9 @@ from torch import nn
 
 import sacplan
 from benchmarks.capacity import LimitedAllocator, OutOfMemory, needed_bytes, runs_in
-from sacplan._device.device_memory import device_memory
+from sacplan._device.device_memory import device_memory, reserved_bytes
 from sacplan._device.devices import resolve_device
+from sacplan._device.outside_allocator import CUDA_CONTEXT
 from sacplan._plan.limits import DEFAULT_HEADROOM
 from sacplan._questions.batch_sizes import CapacityPoint
 from sacplan._questions.capacity import Capacity, max_batch, throughput
@@ -152,11 +153,20 @@ def test_few_traces_for_a_gpt_on_whole_devices() -> None:
 
     last = 0
     for device in ("rtx-4090", "h200"):
-        found = max_batch(model, batch, device=device, loss_fn=cross_entropy, optimizer=torch.optim.AdamW)
-        assert len(found.points) <= 12
+        how: Any = {"device": device, "loss_fn": cross_entropy, "optimizer": torch.optim.AdamW}
+        assert len(max_batch(model, batch, "20GiB", **how).points) <= 12
+        # What is reserved grows by whole segments, so that lines through two sizes say less.
+        found = max_batch(model, batch, **how)
+        assert len(found.points) <= 20
         memory = resolve_device(device).memory_bytes
-        assert found.headroom_bytes == int(DEFAULT_HEADROOM * memory) == memory - found.budget_bytes
+        assert found.outside == (CUDA_CONTEXT,)
+        assert found.headroom_bytes == CUDA_CONTEXT.n_bytes == memory - found.budget_bytes
+        assert found.plan.device_memory is not None
+        assert found.plan.device_memory.reserved_bytes() <= found.budget_bytes
         assert last < found.unplanned_batch_size < found.batch_size
+        for n, fits in ((found.unplanned_batch_size, True), (found.unplanned_batch_size + 1, False)):
+            step = sacplan.profile(model, batch(n), cross_entropy, torch.optim.AdamW, device)
+            assert (reserved_bytes(step.program) <= found.budget_bytes) == fits
         beyond = next(p for p in found.points if p.batch_size == found.batch_size + 1)
         assert not beyond.feasible
         last = found.unplanned_batch_size
@@ -282,10 +292,9 @@ def test_a_real_trace() -> None:
         ("25%", 10 * MIB),
         ("10MiB", 10 * MIB),
         (0, 0),
-        (None, math.floor(40 * MIB * DEFAULT_HEADROOM)),
     ],
 )
-def test_headroom_is_taken_from_the_memory(headroom: float | str | None, expected: int) -> None:
+def test_headroom_is_taken_from_the_memory(headroom: float | str, expected: int) -> None:
     spec = dataclasses.replace(resolve_device("h100"), memory_bytes=40 * MIB)
     found = max_batch(perceptron(1), rows, device=spec, headroom=headroom, at_most=1)
     assert found.headroom_bytes == expected
@@ -298,8 +307,16 @@ def test_a_budget_is_kept_as_it_is() -> None:
     assert (found.budget_bytes, found.headroom_bytes) == (36 * MIB, 4 * MIB)
 
 
-def test_the_docstring_says_the_default() -> None:
-    assert f"``DEFAULT_HEADROOM``, {DEFAULT_HEADROOM:.0%}" in (max_batch.__doc__ or "")
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_without_a_budget_or_a_headroom(kind: str) -> None:
+    """A GPU has all memory but what lies outside of the allocator, and a CPU all but the default headroom."""
+    gpu = dataclasses.replace(resolve_device("h100"), memory_bytes=CUDA_CONTEXT.n_bytes + 40 * MIB)
+    spec = gpu if kind == "cuda" else dataclasses.replace(resolve_device("cpu"), memory_bytes=40 * MIB)
+    found = max_batch(perceptron(1), rows, device=spec, at_most=1)
+    left = CUDA_CONTEXT.n_bytes if kind == "cuda" else math.floor(40 * MIB * DEFAULT_HEADROOM)
+    assert (found.headroom_bytes, found.budget_bytes) == (left, spec.memory_bytes - left)
+    assert ("CUDA context" in repr(found)) == (kind == "cuda")
+    assert ("left free" in repr(found)) == (kind == "cpu")
 
 
 def test_an_allocator_with_little_memory_gives_free_segments_back() -> None:
@@ -324,7 +341,7 @@ def test_what_a_step_needs_lies_between_its_peak_and_what_it_reserves() -> None:
 
 def test_a_batch_that_is_not_the_fastest_says_which_is() -> None:
     spec = dataclasses.replace(resolve_device("h100"), memory_bytes=40 * MIB, matmul_workspace_bytes=0)
-    found = max_batch(perceptron(1), rows, device=spec, at_most=8)
+    found = max_batch(perceptron(1), rows, "34MiB", spec, at_most=8)
     assert "fastest" not in repr(found)  # it is the answer itself
     one = found.points[0]
     answer = dataclasses.replace(found, batch_size=one.batch_size, samples_per_s=one.samples_per_s)

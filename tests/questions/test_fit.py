@@ -13,6 +13,7 @@ from torch import nn
 
 import sacplan
 from sacplan._device.devices import resolve_device
+from sacplan._plan.limits import Limit
 from sacplan._profile.optimizers import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._questions.fit import _Sweep
@@ -274,7 +275,9 @@ def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
     """What lets one search for plans serve all optimizers: its state is added, or its own step is the peak."""
     model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")
     made, budget = lambda n: tokens(n, 64, 1024), 2**30
-    search = _Sweep(model, made, cross_entropy, "adamw", spec, budget, False, 8, None, None)
+    search = _Sweep(
+        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), False, False, 8, None, None
+    )
     for name, (state, own, ms) in search.own.items():
         whole = search.recorded(8, None, BY_NAME[name].make)
         assert max(search.base.peak_bytes + state, own) == whole.peak_bytes

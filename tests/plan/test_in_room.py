@@ -1,0 +1,197 @@
+"""Without a budget on a GPU, what torch reserves has to fit, and not the tensors alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sacplan
+from sacplan._device.device_memory import expandable_segments, reserved_bytes
+from sacplan._device.devices import resolve_device
+from sacplan._device.outside_allocator import CUDA_CONTEXT, outside_allocator, outside_text
+from sacplan._plan.in_room import ROUNDS, plan_in_room
+from sacplan._plan.limits import Limit, allocator_room
+from sacplan._plan.outcome import Outcome
+from sacplan._questions.sweep import PlanWithin
+from sacplan.testing import assert_step_fits
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+CONTEXT = CUDA_CONTEXT.n_bytes
+EXPANDABLE = "expandable_segments:True"
+
+
+def profile_with_room(room_bytes: int, layers: int = 3, batch: int = 16) -> sacplan.Profile:
+    spec = dataclasses.replace(resolve_device("h100"), memory_bytes=CONTEXT + room_bytes)
+    model = LM(layers=layers, dim=192, heads=6, vocab=1000, dropout=0.0)
+    return sacplan.profile(model, tokens(batch, 100, 1000), cross_entropy, torch.optim.AdamW, spec)
+
+
+@pytest.fixture(scope="module")
+def whole() -> sacplan.Profile:
+    return profile_with_room(2**40)
+
+
+# --- the rule ------------------------------------------------------------------------------------------------
+
+
+@given(
+    room=st.integers(1, 10**6),
+    holes=st.lists(st.integers(0, 10**5), min_size=1, max_size=9),
+    smallest=st.integers(1, 10**6),
+)
+def test_what_is_called_fitting_fits_and_the_tries_are_few(
+    room: int, holes: list[int], smallest: int
+) -> None:
+    """Whatever the holes are: plans use their budget up, down to a smallest peak."""
+    asked: list[int] = []
+
+    def plan_at(budget: int) -> tuple[int, int]:
+        asked.append(budget)
+        peak = max(budget, smallest)
+        return peak, peak + holes[len(asked) % len(holes)]
+
+    found = plan_in_room(room, plan_at, lambda made: made[0], lambda made: made[1])
+    assert len(asked) <= ROUNDS
+    assert asked == sorted(asked, reverse=True)
+    assert (found.reserved_bytes is None) == (smallest > room)
+    if found.fits:
+        assert found.made[0] <= found.budget_bytes <= room
+        assert found.made[1] == found.reserved_bytes
+        assert found.made[1] <= room
+    elif found.reserved_bytes is not None:
+        assert found.reserved_bytes > room
+
+
+@settings(max_examples=8, deadline=None)
+@given(share=st.floats(0.7, 1.3))
+def test_a_plan_without_a_budget_fits_its_device_or_there_is_none(share: float) -> None:
+    room = int(share * 150 * 2**20)
+    profile = profile_with_room(room, layers=2)
+    limit = Limit()
+    outcome = Outcome.of(profile, PlanWithin(limit))
+    plan = outcome.plan
+    if plan is None:
+        assert limit.bytes_of(profile) == room < outcome.peak_bytes
+        return
+    assert plan.device_memory is not None
+    assert plan.device_memory.reserved_bytes() <= room
+    assert plan.device_memory == profile.device_memory(plan)
+    assert plan.budget_bytes is not None
+    assert plan.peak_bytes <= plan.budget_bytes <= room
+
+
+def test_a_step_as_it_is_needs_no_plan_if_its_segments_fit(whole: sacplan.Profile) -> None:
+    reserved = reserved_bytes(whole.program)
+    assert reserved > whole.peak_bytes
+    assert sacplan.plan(profile_with_room(reserved)).status == "unplanned"
+    planned = sacplan.plan(profile_with_room(reserved - 1))
+    assert planned.status != "unplanned"
+    assert (planned.budget_bytes or 0) < whole.peak_bytes
+
+
+def test_a_policy_whose_segments_do_not_fit_warns(whole: sacplan.Profile) -> None:
+    reserved = reserved_bytes(whole.program)
+    assert sacplan.policy("none", profile=profile_with_room(reserved)).peak_bytes == whole.peak_bytes
+    with pytest.warns(sacplan.SacplanWarning, match=r"max_memory_reserved.*CUDA context 512.00 MiB"):
+        sacplan.policy("none", profile=profile_with_room(reserved - 1))
+
+
+def test_a_budget_limits_the_tensors_alone(whole: sacplan.Profile) -> None:
+    """It is kept as it is given, and the warning says that the segments do not fit."""
+    room = whole.peak_bytes
+    with pytest.warns(sacplan.SacplanWarning, match="Without a budget, a plan is made that fits"):
+        plan = sacplan.plan(profile_with_room(room), f"{room}B")
+    assert plan.status == "unplanned"
+    assert plan.budget_bytes == room
+
+
+def test_an_assertion_is_about_segments(whole: sacplan.Profile) -> None:
+    def asserted(room: int) -> None:
+        profile = profile_with_room(room)
+        model = LM(layers=3, dim=192, heads=6, vocab=1000, dropout=0.0)
+        assert_step_fits(
+            model,
+            tokens(16, 100, 1000),
+            profile.spec,
+            loss_fn=cross_entropy,
+            optimizer=torch.optim.AdamW,
+        )
+
+    reserved = reserved_bytes(whole.program)
+    asserted(reserved)
+    with pytest.raises(AssertionError, match=r"CUDA context 512.00 MiB(.|\n)*max_memory_reserved"):
+        asserted(reserved - 1)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_fit_and_segments_that_do_not() -> None:
+    smallest = sacplan.plan_smallest(profile_with_room(2**40))
+    assert smallest.device_memory is not None
+    expandable = smallest.device_memory.reserved_bytes(expandable=True)
+    reserved = smallest.device_memory.reserved_bytes()
+    assert smallest.peak_bytes < expandable < reserved
+    with pytest.raises(sacplan.InfeasibleBudget) as caught:
+        sacplan.plan(profile_with_room(expandable))
+    said = str(caught.value)
+    assert said.startswith("the tensors of a plan fit, but what the allocator reserves for them does not")
+    assert "CUDA context 512.00 MiB" in said
+    assert f"With PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}" in said
+    assert caught.value.smallest_feasible_bytes > caught.value.budget_bytes == expandable
+    # Tensors that do not fit are the other error.
+    with pytest.raises(sacplan.InfeasibleBudget, match="no plan found keeps the step under"):
+        sacplan.plan(profile_with_room(smallest.peak_bytes - 2**20))
+
+
+def test_nothing_is_left_beside_the_context() -> None:
+    with pytest.raises(sacplan.BudgetError, match="nothing is left"):
+        allocator_room(dataclasses.replace(resolve_device("h100"), memory_bytes=CONTEXT))
+
+
+# --- the environment -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}, True),
+        ({"PYTORCH_ALLOC_CONF": f"max_split_size_mb:128, {EXPANDABLE}"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": EXPANDABLE}, False),
+    ],
+)
+def test_the_first_variable_that_is_set_decides(environment: dict[str, str], found: bool) -> None:
+    assert expandable_segments(environment) is found
+
+
+def test_with_expandable_segments_their_figures_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    smallest = sacplan.plan_smallest(profile_with_room(2**40))
+    assert smallest.device_memory is not None
+    room = smallest.device_memory.reserved_bytes(expandable=True)
+    with pytest.raises(sacplan.InfeasibleBudget):
+        sacplan.plan(profile_with_room(room))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
+    plan = sacplan.plan(profile_with_room(room))
+    assert plan.device_memory is not None
+    assert plan.device_memory.reserved_bytes() == plan.device_memory.reserved_bytes(expandable=True) <= room
+
+
+# --- what lies outside -----------------------------------------------------------------------------------------
+
+
+def test_what_lies_outside_is_named_with_its_source() -> None:
+    h100, cpu = resolve_device("h100"), resolve_device("cpu")
+    assert outside_allocator(cpu, communicators=2) == ()
+    assert outside_allocator(h100) == (CUDA_CONTEXT,)
+    context, nccl = outside_allocator(h100, communicators=2)
+    assert context == CUDA_CONTEXT
+    assert "assumption" in nccl.source
+    assert nccl.n_bytes == 2 * outside_allocator(h100, communicators=1)[1].n_bytes
+    assert outside_text((context,)) == "CUDA context 512.00 MiB"
+    assert Limit().bytes_on(h100, 2) == h100.memory_bytes - context.n_bytes - nccl.n_bytes
