@@ -24,7 +24,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
-from benchmarks.allocator import allocator_peaks
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.results import MIB, Row, write_results
 from benchmarks.harness.table import Table
@@ -32,6 +31,7 @@ from benchmarks.models import published_ops
 from benchmarks.models.published_ops import OpCase, PublishedRow
 from sacplan._device.cost import CostModel
 from sacplan._device.cublas import library_workspace_bytes
+from sacplan._device.device_memory import device_memory
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 
@@ -122,7 +122,7 @@ def predicted_peak_bytes(row: PublishedRow) -> int:
     if case.left_bytes:
         # The allocator is not empty before the step, and where it has free blocks is not known.
         return profile.peak_bytes + case.left_bytes
-    peak = allocator_peaks(profile.program).allocated_bytes
+    peak = device_memory(profile.program).first_step.max_memory_allocated
     if row.mode == "forward" and case.peak_by_mode:
         # The workspace of autograd's thread, from the rows before.
         peak += library_workspace_bytes(profile.spec)

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from sacplan._device.cost import tf32_allowed
+from sacplan._device.cost import CostModel, tf32_allowed
 from sacplan._device.devices import DeviceSpec
+
+aten = torch.ops.aten
 
 _FLOAT32_BYTES = torch.float32.itemsize
 _INDEX_BYTES = torch.int64.itemsize
@@ -79,7 +82,7 @@ def alternatives(region: LossRegion, spec: DeviceSpec) -> tuple[Alternative, ...
 
 @dataclass(slots=True)
 class _Prices:
-    """Bytes as the device's allocator counts them, and times by its roofline.
+    """Bytes as the device's allocator counts them, and times by its roofline or, for whole ops, the cost model.
 
     ``ms`` adds up: each method is one kernel or more.
     """
@@ -102,6 +105,10 @@ class _Prices:
     def sweep(self, nbytes: int, kernels: int = 1) -> None:
         """Add kernels that are bound by the bytes that they move."""
         self.ms += self._moving_ms(nbytes) + kernels * self.spec.kernel_launch_us * 1e-3
+
+    def op(self, func: torch._ops.OpOverload, *args: Any) -> None:
+        """Add an op on meta tensors, as a profile counts it."""
+        self.ms += CostModel(self.spec).cost(func, args, {}, func(*args))[1]
 
     def total(self, *allocations: int) -> int:
         """Return the bytes of several allocations."""
@@ -153,9 +160,7 @@ def plain(region: LossRegion, spec: DeviceSpec) -> Alternative:
     size, dtype = region.dtype.itemsize, region.dtype
     logits = tokens * vocabulary * size
     prices.product(tokens, width, vocabulary, dtype, size)
-    prices.sweep(2 * logits)  # log-softmax
-    prices.sweep(3 * logits, kernels=2)  # the loss and its gradient; the cost model reads operands as a whole
-    prices.sweep(3 * logits)  # backward of the log-softmax
+    _log_softmax_and_loss(prices, logits)
     prices.product(tokens, vocabulary, width, dtype, size)
     prices.product(vocabulary, tokens, width, dtype, size)
     if region.bias:
@@ -163,6 +168,25 @@ def plain(region: LossRegion, spec: DeviceSpec) -> Alternative:
     softmax = prices.operands() + prices.total(logits, logits, logits)
     products = prices.operands() + prices.total(logits) + prices.gradients()
     return Alternative("plain", max(softmax, products), prices.ms, True, "whole logits")
+
+
+def _log_softmax_and_loss(prices: _Prices, logits: int) -> None:
+    """Add log-softmax and loss, forward and backward, over logits of so many bytes."""
+    if prices.spec.kind == "cpu":
+        prices.sweep(2 * logits)  # log-softmax
+        prices.sweep(
+            3 * logits, kernels=2
+        )  # the loss and its gradient; the cost model reads operands as a whole
+        prices.sweep(3 * logits)  # backward of the log-softmax
+        return
+    # On a GPU what a kernel moves depends on the length of the rows: the cost model is asked for the ops.
+    region = prices.region
+    x = torch.empty(region.tokens, region.vocabulary, dtype=region.dtype, device="meta")
+    targets, loss = torch.empty(region.tokens, dtype=torch.long, device="meta"), x.new_empty(())
+    prices.op(aten._log_softmax.default, x, -1, False)
+    prices.op(aten.nll_loss_forward.default, x, targets, None, 1, -100)
+    prices.op(aten.nll_loss_backward.default, loss, x, targets, None, 1, -100, loss)
+    prices.op(aten._log_softmax_backward_data.default, x.clone(), x, -1, x.dtype)
 
 
 # --- torch.nn.functional.linear_cross_entropy ---------------------------------------------------------------------

@@ -332,13 +332,13 @@ class _Speed:
 
 def _speeds(spec: DeviceSpec) -> dict[str, _Speed]:
     """Return the speeds of all kinds of kernels."""
-    rates = spec.rates.as_dict()
+    rates = spec.kernel_rates.as_dict()
     bytes_per_ms = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency * 1e-3
     found = {}
     for name, kind in KINDS.items():
         elements_per_ms = math.inf
         if kind.rate:
-            elements_per_ms = rates[kind.rate] * spec.sm_count * spec.clock_ghz * 1e6
+            elements_per_ms = rates[kind.rate] * spec.cycles_per_s * 1e-3
         elif kind.block_us:
             elements_per_ms = spec.sm_count * large_blocks(spec) / (rates[kind.block_us] * 1e-3)
         elif kind.us:

@@ -78,10 +78,10 @@ class DeviceSpec:
     scales all kernels that are bound by bytes."""
     kernel_launch_us: float = 3.0
     """Time that each kernel takes besides its work, in microseconds. An assumption."""
-    clock_ghz: float = None  # type: ignore[assignment]
+    clock_ghz: float | None = None
     """Boost clock of the multiprocessors. If it is left out, that of the device of this name in the table, else the one
     that the float32 peak implies. A CPU has none."""
-    rates: KernelRates = None  # type: ignore[assignment]
+    rates: KernelRates | None = None
     """How kernels of each kind compare with the best ones. If it is left out, the device is not calibrated, and the
     rates are those fitted to published times of several GPUs. A CPU has none: its ops have the plain roofline."""
     matmul_workspace_bytes: int | None = None
@@ -134,6 +134,18 @@ class DeviceSpec:
             if (getattr(self, what) or 0) < 0:
                 raise DeviceError(f"DeviceSpec {self.name!r}: {what} is negative")
 
+    @property
+    def kernel_rates(self) -> KernelRates:
+        """Return the rates of a CUDA device, which always has some."""
+        assert self.rates is not None, "only a CPU has no rates"
+        return self.rates
+
+    @property
+    def cycles_per_s(self) -> float:
+        """Return the cycles of all multiprocessors of a CUDA device together, in a second."""
+        assert self.clock_ghz is not None, "only a CPU has no clock"
+        return self.sm_count * self.clock_ghz * 1e9
+
     def _clock_ghz(self) -> float:
         """Return the clock of the table, or the one at which all lanes together reach the float32 peak.
 
@@ -141,7 +153,7 @@ class DeviceSpec:
         """
         # The rows themselves state their clocks, so that this is not asked while the table is read.
         row = _table().get(self.name.removesuffix(WITHOUT_WORKSPACES))
-        if row is not None:
+        if row is not None and row.spec.clock_ghz is not None:
             return row.spec.clock_ghz
         few = self.capability is not None and self.capability <= (8, 0)
         return self.flops["float32"] / (2 * (64 if few else 128) * self.sm_count) * 1e-9

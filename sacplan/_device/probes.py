@@ -80,9 +80,9 @@ def measured_rates(
         except RUN_ERRORS:
             continue
         value = _solved(probe, out, seconds, CostModel(spec))
-        spec = replace(spec, rates=replace(spec.rates, **{probe.figure: value}))
+        spec = replace(spec, rates=replace(spec.kernel_rates, **{probe.figure: value}))
         measured.append(probe.figure)
-    return spec.rates, tuple(measured)
+    return spec.kernel_rates, tuple(measured)
 
 
 def _solved(probe: Probe, out: Any, seconds: float, model: CostModel) -> float:
@@ -103,7 +103,7 @@ def _solved(probe: Probe, out: Any, seconds: float, model: CostModel) -> float:
     if probe.figure == kind.matrix:
         return sum(k.flops for k in mine) / (ms * 1e-3 * peak)
     if probe.figure == kind.rate:
-        return elements / (ms * 1e6 * spec.sm_count * spec.clock_ghz)
+        return elements / (ms * 1e-3 * spec.cycles_per_s)
     side_by_side = spec.sm_count * large_blocks(spec) if probe.figure == kind.block_us else 1
     return ms * 1e3 * side_by_side / elements
 

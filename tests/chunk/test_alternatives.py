@@ -25,6 +25,7 @@ from sacplan._chunk.alternatives import (
 )
 from sacplan._device.cost import op_flops
 from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.kernel_rates import KernelRates
 from sacplan._torch.allocations import allocation_events
 
 MIB = 2**20
@@ -212,7 +213,9 @@ def test_slices_are_as_torch_decides(
 @pytest.mark.parametrize("price", [plain, linear_cross_entropy, liger])
 def test_where_memory_is_infinitely_fast_a_step_takes_its_flops(price: Callable[..., Any]) -> None:
     region = LossRegion(1000, 128, 3000, torch.bfloat16)
-    spec = dataclasses.replace(H100, bandwidth_bytes_per_s=1e30, kernel_launch_us=0.0)
+    # The loss itself waits for its rows, and not for bytes.
+    rates = KernelRates(gather_rate=1e30, nll_row_us=1e-30, softmax_row_us=1e-30)
+    spec = dataclasses.replace(H100, bandwidth_bytes_per_s=1e30, kernel_launch_us=0.0, rates=rates)
     with FlopCounterMode(display=False) as counter:
         step_of("plain", operands(region))()
     peak = spec.peak_flops(torch.bfloat16) * spec.compute_efficiency

@@ -17,6 +17,7 @@ from benchmarks import gpu
 from benchmarks.models import gpu_models
 from sacplan._device.cudnn_rnn import LSTM, reserve_bytes
 from sacplan._device.devices import resolve_device
+from sacplan._device.kernel_rates import KINDS
 from sacplan._device.kernels import fake_device
 from sacplan._record.step import Step
 from sacplan._rewrites.library_workspaces import library_workspace_bytes
@@ -163,5 +164,8 @@ def test_calibrate(tmp_path: Any) -> None:
     assert 0 < spec.flops["bfloat16"] <= 1.2 * table.flops["bfloat16"]
     assert 0 < spec.bandwidth_bytes_per_s <= 1.2 * table.bandwidth_bytes_per_s
     assert 0 < spec.kernel_launch_us < 100
+    assert spec.rates != table.rates
+    shares = [k.share for k in KINDS.values() if k.share]
+    assert all(0.05 < getattr(spec.rates, share) < 1.5 for share in shares)
     model, batch, loss_fn = gpt()
     assert sacplan.profile(model, batch, loss_fn, device=spec).step_ms > 0

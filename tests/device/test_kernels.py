@@ -559,10 +559,24 @@ def test_other_workspaces() -> None:
     grad, few = torch.empty(100, 8, device="meta"), torch.empty(100, dtype=torch.long, device="meta")
     assert kernel_workspace_bytes(embedding, (grad, few, 50, -1, False), {}, None, spec) == 0
     many = torch.empty(5120, dtype=torch.long, device="meta")
+    # 512 segments, and 5120 / 10 + 512 partial rows.
+    buffers = 8 * (3 * 5120 + 2 * 512 + 1024)
     assert (
         kernel_workspace_bytes(embedding, (grad, many, 512, -1, False), {}, None, spec)
-        == 4 * 5120 * 8 + 4 * 1024 * 8
+        == buffers + 4 * 1024 * 8
     )
+    grad = torch.empty(128, 8, device="meta")
+    softmax = (grad, grad, -1, grad.dtype)
+    assert kernel_workspace_bytes(aten._softmax_backward_data.default, softmax, {}, None, spec) == grad.nbytes
+    assert kernel_workspace_bytes(aten._log_softmax_backward_data.default, softmax, {}, None, spec) == 0
+    images, weight, means = (torch.empty(shape, device="meta") for shape in ((16, 128, 9), (128,), (16, 8)))
+    sizes = (16, 128, 9, 8)
+    norm = (images, weight, weight, *sizes, 1e-5)
+    assert kernel_workspace_bytes(aten.native_group_norm.default, norm, {}, None, spec) == 2 * 4 * 16 * 128
+    norm_backward = (images, images, means, means, weight, *sizes, [True, True, True])
+    assert kernel_workspace_bytes(
+        aten.native_group_norm_backward.default, norm_backward, {}, None, spec
+    ) == 4 * 16 * (3 * 128 + 2 * 8)
     x = torch.empty(4, 4, device="meta")
     products = 0 if workspaces_stay() else library_workspace_bytes(spec)  # else a storage of the whole step
     assert kernel_workspace_bytes(aten.mm.default, (x, x), {}, x, spec) == products

@@ -13,6 +13,7 @@ from torch import nn
 
 import sacplan
 from sacplan._device.devices import resolve_device
+from sacplan._device.outside_allocator import CUDA_CONTEXT
 from sacplan._plan.limits import Limit
 from sacplan._profile.optimizers import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
@@ -117,6 +118,26 @@ def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
         elif row.way == "plan":
             assert row.peak_bytes == sacplan.plan_smallest(profile, "greedy").peak_bytes
         assert row.fits == (row.peak_bytes <= parse_budget(budget, 0))
+
+
+def test_rows_on_a_gpu_without_a_budget_are_what_plan_says() -> None:
+    """There, a row fits if what the allocator reserves does; the limit of the peak follows from that."""
+    with torch.device("meta"):
+        model = LM(layers=3, dim=256, vocab=4096, dropout=0.0)
+    memory = CUDA_CONTEXT.n_bytes + 380 * 2**20
+    spec = replace(resolve_device("h100"), memory_bytes=memory, matmul_workspace_bytes=0)
+    found = sacplan.fit(
+        model, lambda n: tokens(n, 256, 4096), spec, cross_entropy, "sgd", batch=16, sizes=False
+    )
+    profile = sacplan.profile(model, tokens(16, 256, 4096), cross_entropy, torch.optim.SGD, spec)
+    planned = [row for row in found.rows if row.fits and row.way != "as it is"]
+    assert planned
+    for row in planned:
+        plan = sacplan.plan(profile, techniques=TECHNIQUES[row.way])
+        assert plan.device_memory is not None
+        assert (row.peak_bytes, row.reserved_bytes) == (plan.peak_bytes, plan.device_memory.reserved_bytes())
+        assert row.recompute_ms == pytest.approx(plan.recompute_ms)
+        assert row.reserved_bytes + CUDA_CONTEXT.n_bytes <= memory
 
 
 def test_the_verdict_is_told_before_sizes_are_computed() -> None:
