@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from sacplan._torch.versions import torch_names
+
 
 def apply_to_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return a nested value with ``fn`` applied to its tensors, in the containers that FSDP2 looks into."""
-    from torch.distributed.utils import _apply_to_tensors  # fails without torch.distributed
+    with torch_names():
+        from torch.distributed.utils import _apply_to_tensors  # fails without torch.distributed
 
     return _apply_to_tensors(fn, value)

@@ -136,13 +136,14 @@ def test_tensors_that_fit_and_segments_that_do_not() -> None:
     expandable = smallest.device_memory.reserved_bytes(expandable=True)
     reserved = smallest.device_memory.reserved_bytes()
     assert smallest.peak_bytes < expandable < reserved
+    room = (expandable + reserved) // 2
     with pytest.raises(sacplan.InfeasibleBudget) as caught:
-        sacplan.plan(profile_with_room(expandable))
+        sacplan.plan(profile_with_room(room))
     said = str(caught.value)
     assert said.startswith("the tensors of a plan fit, but what the allocator reserves for them does not")
     assert "CUDA context 512.00 MiB" in said
     assert f"With PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}" in said
-    assert caught.value.smallest_feasible_bytes > caught.value.budget_bytes == expandable
+    assert caught.value.smallest_feasible_bytes > caught.value.budget_bytes == room
     # Tensors that do not fit are the other error.
     with pytest.raises(sacplan.InfeasibleBudget, match="no plan found keeps the step under"):
         sacplan.plan(profile_with_room(smallest.peak_bytes - 2**20))

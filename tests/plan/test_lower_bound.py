@@ -35,7 +35,7 @@ class Mixed(nn.Module):
 def test_the_bound_is_under_every_choice(depth: int, reached: float) -> None:
     """And it is not vacuous: at some peak it is that share of what the choice there costs."""
     model = nn.Sequential(*(Mixed() for _ in range(depth)))
-    program = sacplan.profile(model, torch.randn(512, 64, requires_grad=True), device="h100").program
+    program = sacplan.profile(model, torch.randn(512, 64, requires_grad=True), device="cpu").program
     context = PlanningContext(PlanStep(program))
     again = [
         i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD and op.recomputable and op.writes

@@ -54,15 +54,6 @@ def capacity() -> Iterator[tuple[str, str]]:
         f"a plan ({fastest['samples_per_s']:.0f} samples/s), and slower at {largest['batch_size']}, the most that fit "
         f"with one ({largest['samples_per_s']:.0f} samples/s;",
     )
-    needed: dict[bool, list[float]] = {True: [], False: []}
-    for each in rows:
-        shares = [100 * (point["needed_share"] - 1) for point in each["allocator"].values()]
-        needed[each["model"] == "gpt2-with-cache"].extend(shares)
-    yield (
-        "docs/no_gpu.md",
-        f"need {min(needed[False]):.1f} to {max(needed[False]):.1f} % more than the peak in a simulation of torch's "
-        f"allocator, and up to {max(needed[True]):.1f} %",
-    )
 
 
 def planning() -> Iterator[tuple[str, str]]:
