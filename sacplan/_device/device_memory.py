@@ -37,9 +37,9 @@ from sacplan._program.program import Program
 
 ZeroGrad = Literal["step", "backward"]
 
-_STEPS = (
-    8  # at most after the first; two are enough as a rule, but some steps reserve a segment more each time
-)
+_STEPS = 8
+"""Steps after the first, at most. Two are enough as a rule, but some reserve one more segment each time."""
+
 _STREAMS = {"fsdp.all_gather_copy_in.default": 1, "c10d._reduce_scatter_base_.default": 2}
 """Ops that allocate on a stream of their own: ``foreach_all_gather`` and ``foreach_reduce`` in torch's
 ``_fsdp_collectives.py``."""

@@ -34,7 +34,7 @@ DEFAULT_HEADROOM = 0.15
 """Share of the memory of a CPU that is left free when no budget is given. On a GPU, what fits is worked out."""
 
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-"""The setting with which the allocator reserves little more than the tensors take."""
+"""The setting with which segments grow, so that the allocator usually reserves less."""
 
 
 @dataclass(frozen=True, slots=True)
