@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -176,12 +176,16 @@ def _row(name: str, case: Batches, device: str) -> Row:
     return row | {
         "budget_bytes": found.budget_bytes,
         "headroom_bytes": found.headroom_bytes,
-        **{kind: asdict(points[n]) for kind, n in kinds.items() if n},
+        **{kind: _facts(points[n]) for kind, n in kinds.items() if n},
         "allocator": {
             kind: fragmentation(case, n, device, found.budget_bytes) for kind, n in played.items() if n
         },
-        "points": [asdict(p) for p in found.points],
+        "points": [_facts(p) for p in found.points],
     }
+
+
+def _facts(point: sacplan.CapacityPoint) -> Row:
+    return {name: getattr(point, name) for name in point.shown}
 
 
 _WHERE = Table(("model", ">15"), ("device", ">10"), ("GiB", ">7.2f"))
