@@ -175,9 +175,11 @@ def _launch_us(where: torch.device) -> float:
 def _seconds(call: Callable[[], object], where: torch.device, launch_ahead: bool = False) -> float:
     """Return the median of as many runs as fit the time, at least three, after a warm-up."""
     runs: list[float] = []
+    total = 0.0
     for seconds in run_seconds(call, where, launch_ahead=launch_ahead):
         runs.append(seconds)
-        if len(runs) >= 3 and sum(runs) >= _SECONDS:
+        total += seconds
+        if len(runs) >= 3 and total >= _SECONDS:
             break
     return statistics.median(runs)
 
