@@ -246,7 +246,7 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
         ]
     if failed:
         lines += ["", "## Refused or failed", "", *markdown_head(("architecture", "class", "why"))]
-        lines += [markdown_line((f"`{o.model_type}`", o.model_class, _escaped(o.reason))) for o in failed]
+        lines += [markdown_line((f"`{o.model_type}`", o.model_class, escaped(o.reason))) for o in failed]
     if rest:
         lines += [
             "",
@@ -258,7 +258,7 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
             "",
             *markdown_head(("architecture", "why")),
         ]
-        lines += [markdown_line((f"`{o.model_type}`", _escaped(o.reason))) for o in rest]
+        lines += [markdown_line((f"`{o.model_type}`", escaped(o.reason))) for o in rest]
     return "\n".join(lines) + "\n"
 
 
@@ -277,7 +277,7 @@ def _cells(o: Outcome) -> list[str]:
     ]
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return text.translate(str.maketrans({"|": "\\|", "<": "&lt;", "*": "\\*", "_": "\\_", "`": "'"}))
 
 
