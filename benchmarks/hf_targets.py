@@ -101,7 +101,9 @@ def _profiled(model_type: str, configuration: str, config: PretrainedConfig, rea
         config.save_pretrained(folder)
         target = hf.build(f"hf:{folder}", HfOptions(), "meta")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sacplan.SacplanWarning)  # what a fake step assumes, which fit says too
+        warnings.simplefilter(
+            "ignore", sacplan.SacplanWarning
+        )  # what a fake step assumes, which fit says too
         profile = sacplan.profile(target.model, target.batch, None, target.optimizer, device=DEVICE)
     facts = target.facts
     return Outcome(
@@ -187,7 +189,12 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
     lines += ["", "## No step", "", "With the error of the default configuration.", ""]
     lines += [*markdown_head(("model type", "why"))]
     lines += [markdown_line((f"`{o.model_type}`", escaped(o.reason))) for o in rest]
-    lines += ["", "## Parts of others", "", "No auto class builds these. They run as parts of the models above."]
+    lines += [
+        "",
+        "## Parts of others",
+        "",
+        "No auto class builds these. They run as parts of the models above.",
+    ]
     lines += ["", ", ".join(f"`{name}`" for name in about["parts"]) + "."]
     return "\n".join(lines) + "\n"
 
@@ -204,7 +211,11 @@ def _cells(o: Outcome) -> list[str]:
 
 def show(o: Outcome) -> None:
     """Print an outcome as a line."""
-    told = f"{o.configuration} {o.model_class} {o.inputs} {o.peak_bytes / GIB:.2f} GiB" if o.profiled else o.reason
+    told = (
+        f"{o.configuration} {o.model_class} {o.inputs} {o.peak_bytes / GIB:.2f} GiB"
+        if o.profiled
+        else o.reason
+    )
     print(f"{o.model_type:>28} {told}", flush=True)
 
 
@@ -222,7 +233,9 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no model type of transformers {transformers.__version__}: {', '.join(unknown)}")
     path = arguments.json or (None if arguments.names else FIGURES)
-    before = read(path)[1] if path is not None and path.exists() and (arguments.resume or arguments.failed) else []
+    before = (
+        read(path)[1] if path is not None and path.exists() and (arguments.resume or arguments.failed) else []
+    )
     found = {o.model_type: o for o in before if o.configuration == "default" or not arguments.failed}
     torch.set_num_threads(1)
     print(describe(machine()))
