@@ -42,7 +42,7 @@ _UNPINNED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What a rank takes of the host's memory between two steps, in bytes.
+    """The memory of the host that a rank takes between two steps, in bytes.
 
     Attributes:
         parameter_bytes: shards of parameters.

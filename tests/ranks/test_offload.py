@@ -1,4 +1,4 @@
-"""``CPUOffloadPolicy``: what is on the host and what on the GPU, and the time of copies between them.
+"""``CPUOffloadPolicy``: storages on the host and on the GPU, and the time of copies between them.
 
 No GPU is needed: a CPU stands in for one, on which ``Tensor.to`` copies whatever fully_shard moves between host and
 device. Of both memories together the allocator's peak is then the predicted one, to the byte, if the storages that are
