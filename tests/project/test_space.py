@@ -69,7 +69,7 @@ def test_every_suggestion_is_known(app: types.ModuleType) -> None:
     from sacplan._cli import architectures
 
     assert all(architectures.find(name) for name in app.MODELS)
-    assert set(app.DEVICES) <= set(devices()["name"])
+    assert set(app.DEVICES) <= set(devices().index)
 
 
 @pytest.mark.slow
