@@ -148,6 +148,12 @@ SEQ = "Tokens in a sample. Default: 1024, or fewer if the model has fewer positi
 DTYPE = "Of parameters and activations. Default: bfloat16, or float16 for a device that has none"
 OPTIMIZER = "adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. Default: adamw"
 ATTN = "Attention. Default: what transformers chooses"
+LORA = "Write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+LORA_HELP = (
+    "Train adapters of PEFT, in float32, and freeze the model: r=16, or r=16,alpha=32,dropout=0.05,"
+    "targets=q_proj+v_proj. The step runs under autocast. Default targets: all linear layers"
+)
+IN_4BIT = "Quantize linear layers as QLoRA does: NF4 of bitsandbytes with double quantization"
 _PLANNED = "; with a plan, the plan's."
 
 
@@ -160,6 +166,8 @@ class HfOptions:
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}.")] = None
     optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}.")] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
+    lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}.")] = None
+    load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}.")] = None
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given, by name."""
@@ -178,6 +186,8 @@ class PlannedHfOptions(HfOptions):
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}{_PLANNED}")] = None
     optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}{_PLANNED}")] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}{_PLANNED}")] = None
+    lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}{_PLANNED}")] = None
+    load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}{_PLANNED}")] = None
 
 
 HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")
@@ -209,10 +219,16 @@ class CapacityOptions(BudgetOptions):
 
 
 def written(options: dict[str, Any]) -> str:
-    """Write options as on the command line: ``--seq 48 --dtype float32``."""
-    return " ".join(f"--{name} {value}" for name, value in options.items())
+    """Write options as on the command line: ``--seq 48 --dtype float32``. One that is True is a name alone."""
+    return " ".join(
+        _flag(name) if value is True else f"{_flag(name)} {value}" for name, value in options.items()
+    )
 
 
 def named(options: dict[str, Any]) -> str:
     """Join the names of options for a sentence: ``--seq and --dtype``."""
-    return " and ".join(f"--{name}" for name in options)
+    return " and ".join(map(_flag, options))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

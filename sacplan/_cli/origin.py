@@ -50,7 +50,9 @@ class Origin:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the origin as JSON-ready values."""
-        return {"name": self.name, **self.options.given()}
+        # A schema of numbers and texts: a flag is 1.
+        given = self.options.given()
+        return {"name": self.name, **{k: int(v) if isinstance(v, bool) else v for k, v in given.items()}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Origin:
@@ -65,6 +67,8 @@ class Origin:
                 raise ValueError(f"{data[name]!r} is not a {name} that the command line knows")
         sizes = {name: int(data[name]) for name in ("batch", "seq") if name in data}
         chosen: dict[str, Any] = {f.name: data.get(f.name) for f in fields(o.HfOptions)}
+        if chosen["load_in_4bit"] is not None:
+            chosen["load_in_4bit"] = bool(chosen["load_in_4bit"])
         return cls(data["name"], o.HfOptions(**{**chosen, **sizes}))
 
 

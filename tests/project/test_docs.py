@@ -48,6 +48,7 @@ SLOW = {
     "how.md",
     "index.md",
     "loop.md",
+    "lora.md",
     "no_gpu.md",
     "reports.md",
     "start.md",
@@ -66,6 +67,7 @@ NOT_RUN = {
     (README, "make demo", "installs packages"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
     ("huggingface.md", "arguments = transformers", "Accelerate shards on accelerators only"),
+    ("lora.md", "pip install", "installs packages"),
     ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
     ("start.md", "pip install", "installs packages"),
     ("versions.md", "make test-torch", "installs packages"),
@@ -81,6 +83,7 @@ NEEDS = {
     "accelerate.md": ("accelerate",),
     "huggingface.md": ("transformers", "accelerate"),
     "lightning.md": ("lightning",),
+    "lora.md": ("peft", "bitsandbytes"),
     "trl.md": ("trl", "datasets"),
 }
 """What a page needs besides ``transformers``, ``matplotlib`` and the command line."""
