@@ -163,6 +163,30 @@ class _FullyShardRewriter:
         for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), self.shards, spec)):
             if n_bytes != program.storage_bytes[s]:
                 self.ops.draft.storage_bytes[s] = n_bytes
+        for group in self.groups.values():
+            self._begin_with_gradients(group)
+
+    def _begin_with_gradients(self, group: ParamGroup) -> None:
+        """Let the gradients that were there before the step be what earlier micro-steps reduced: views of one shard."""
+        started = set(self.r.initial)
+        having = {
+            p.storage: self._gradient_of(p)
+            for p in group.parameters
+            if p.storage in self.r.gradients and self._gradient_of(p) in started
+        }
+        if not having:
+            return
+        trained = [p for p in group.parameters if p.storage in having]
+        sizes = Reduction.of(trained, self.shards, self.options.mp_policy)
+        first = next(iter(having.values()))
+        # The shard takes the place of one of the gradients, and the others get no bytes.
+        for s in having.values():
+            self.ops.draft.storage_bytes[s] = 0
+        self.ops.draft.storage_bytes[first] = self.spec.round_up(sizes.shard_bytes)
+        group.reduced_grads = first
+        group.with_grad |= having.keys()
+        self.reduced.update(dict.fromkeys(having.values(), first))
+        self.gradients.update(dict.fromkeys(having.values(), group))
 
     def _calls_around(self) -> dict[int, tuple[int, ...]]:
         """Return, by scope, the calls of units with parameters around it (itself included), the innermost first."""
