@@ -28,6 +28,8 @@ from sacplan._cli.lora import adapted
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
 from sacplan._cli.output import note
 from sacplan._cli.target import Target
+from sacplan._profile.optimizer_names import NONE
+from sacplan._profile.optimizer_table import candidate_named
 from sacplan._program.setup import Setup
 
 HEADS = (
@@ -107,12 +109,8 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     def make_batch(size: int) -> dict[str, Any]:
         return make(model, found, replace(sizes, rows=size), place, dtype)
 
-    optimizers: dict[str | None, Any] = {
-        "adamw": torch.optim.AdamW,
-        "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
-        "sgd": torch.optim.SGD,
-        "none": None,
-    }
+    chosen = str(options.optimizer)
+    optimizer = None if chosen == NONE else candidate_named(chosen).make
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     facts = {
         "model": name_of_class,
@@ -128,7 +126,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         "attn": model.config._attn_implementation,
         "optimizer": options.optimizer,
     }
-    return Target(target, model, found.batch, loss_fn, optimizers[options.optimizer], make_batch, facts)
+    return Target(target, model, found.batch, loss_fn, optimizer, make_batch, facts)
 
 
 def _first_that_runs(

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from sacplan._profile.optimizer_names import NONE, named_optimizer
+
 Runtime = Literal["cost-model", "benchmark"]
 Run = Literal["fake", "real"]
 Dtype = Literal["bfloat16", "float16", "float32"]
-OptimizerName = Literal["adamw", "adamw-fused", "sgd", "none"]
 Attn = Literal["sdpa", "eager"]
 
 DEFAULT_DEVICE = "h100"
@@ -102,6 +103,18 @@ _ranks = functools.partial(option, rich_help_panel="Several devices")
 _hf = functools.partial(option, rich_help_panel="hf: targets")
 
 
+def optimizer_name(text: str) -> str:
+    """Return the name of an optimizer that the user means; ``none`` stays.
+
+    Raises:
+        typer.BadParameter: there is none.
+    """
+    try:
+        return NONE if text.lower() == NONE else named_optimizer(text).name
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 @dataclass(frozen=True, slots=True)
 class StepOptions:
     """How to record a step. A field is None if its option is not given."""
@@ -152,7 +165,10 @@ class StepOptions:
 BATCH = "Samples; also of a target with make_batch. Default: 1, for layouts one for each rank"
 SEQ = "Tokens in a sample. Default: 1024, or fewer if the model has fewer positions"
 DTYPE = "Of parameters and activations. Default: bfloat16, or float16 for a device that has none"
-OPTIMIZER = "adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. Default: adamw"
+OPTIMIZER = (
+    "adamw, adamw-fused (no temporaries), adamw-8bit, paged-adamw-8bit, adafactor, muon, lion, sgd, none or another; "
+    "its state and its step count. Default: adamw"
+)
 ATTN = "Attention. Default: what transformers chooses"
 LORA = "Write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 LORA_HELP = (
@@ -170,7 +186,7 @@ class HfOptions:
     batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}.")] = None
     seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}.")] = None
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}.")] = None
-    optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}.")] = None
+    optimizer: Annotated[str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}.")] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
     lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}.")] = None
     load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}.")] = None
@@ -190,7 +206,9 @@ class PlannedHfOptions(HfOptions):
     batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}{_PLANNED}")] = None
     seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}{_PLANNED}")] = None
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}{_PLANNED}")] = None
-    optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}{_PLANNED}")] = None
+    optimizer: Annotated[
+        str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}{_PLANNED}")
+    ] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}{_PLANNED}")] = None
     lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}{_PLANNED}")] = None
     load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}{_PLANNED}")] = None

@@ -18,6 +18,7 @@ from msgspec import structs
 
 from sacplan._cli import options as o
 from sacplan._cli.target import Target
+from sacplan._profile.optimizer_names import NONE, named_optimizer
 
 if TYPE_CHECKING:
     from sacplan import Plan, Profile
@@ -62,9 +63,10 @@ class Origin:
             ValueError: a value that the command line does not offer.
         """
         # The file may be edited, or of another version.
-        for name, choices in (("dtype", o.Dtype), ("optimizer", o.OptimizerName)):
-            if name in data and data[name] not in get_args(choices):
-                raise ValueError(f"{data[name]!r} is not a {name} that the command line knows")
+        if "dtype" in data and data["dtype"] not in get_args(o.Dtype):
+            raise ValueError(f"{data['dtype']!r} is not a dtype that the command line knows")
+        if data.get("optimizer", NONE) != NONE:
+            named_optimizer(str(data["optimizer"]))
         sizes = {name: int(data[name]) for name in ("batch", "seq") if name in data}
         chosen: dict[str, Any] = {f.name: data.get(f.name) for f in fields(o.HfOptions)}
         if chosen["load_in_4bit"] is not None:

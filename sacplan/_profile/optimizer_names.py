@@ -1,4 +1,4 @@
-"""The names of optimizers, on the command line and in Python. No import of torch: the help of the command line needs it.
+"""The names of optimizers, on the command line and in Python. torch is not imported: the help needs this module.
 
 A name is looked up by its letters and digits alone: ``adamw_8bit``, ``AdamW8bit`` and ``adamw-8bit`` are the same.
 """
@@ -19,9 +19,11 @@ class NamedOptimizer:
     Attributes:
         name: as it is written in tables.
         says: in a sentence.
-        path: its class, ``module:Class``. ``sacplan:...`` stands for what ``optimizer_table.py`` has under this name.
+        path: its class, ``module:Class``.
         arguments: of the class, beside the parameters.
         aliases: other names, such as those of the Trainer's ``optim=``.
+        sizes: of a class that cannot run on fake tensors, or should not have to be installed for a comparison: the
+            name, in ``optimizer_table.py``, of one that takes as much memory.
         code: what makes it; by default written from ``path`` and ``arguments``.
         install: what to install, where it is of another library.
     """
@@ -33,6 +35,7 @@ class NamedOptimizer:
     aliases: tuple[str, ...] = ()
     code: str = ""
     install: str = ""
+    sizes: str = ""
 
     @property
     def written(self) -> str:
@@ -41,8 +44,8 @@ class NamedOptimizer:
         return self.code or f"{self.path.replace(':', '.')}(params{more})"
 
 
-_BNB = {"install": "bitsandbytes"}
-_AO = {"install": "torchao"}
+_BNB: dict[str, Any] = {"install": "bitsandbytes"}
+_AO: dict[str, Any] = {"install": "torchao"}
 
 OPTIMIZERS = (
     NamedOptimizer("adamw", "AdamW", "torch.optim:AdamW", aliases=("adamw-torch",)),
@@ -56,9 +59,10 @@ OPTIMIZERS = (
     NamedOptimizer(
         "adamw-8bit",
         "AdamW with 8-bit state (bitsandbytes)",
-        "sacplan:AdamW8bit",
+        "bitsandbytes.optim:AdamW8bit",
         aliases=("adamw-bnb-8bit", "bnb-adamw-8bit"),
-        code="bitsandbytes.optim.AdamW8bit(params)",
+        sizes="AdamW8bit",
+        **_BNB,
     ),
     NamedOptimizer("sgd", "SGD without momentum", "torch.optim:SGD"),
     NamedOptimizer("sgd-momentum", "SGD with momentum", "torch.optim:SGD", {"momentum": 0.9}, ("sgdm",)),
@@ -76,10 +80,10 @@ OPTIMIZERS = (
         "bitsandbytes.optim:PagedAdamW8bit",
         **_BNB,
     ),
+    NamedOptimizer("lion", "Lion (bitsandbytes)", "bitsandbytes.optim:Lion", aliases=("lion-32bit",), **_BNB),
     NamedOptimizer(
-        "lion", "Lion (bitsandbytes)", "bitsandbytes.optim:Lion", aliases=("lion-32bit",), **_BNB
+        "lion-8bit", "Lion with 8-bit state (bitsandbytes)", "bitsandbytes.optim:Lion8bit", **_BNB
     ),
-    NamedOptimizer("lion-8bit", "Lion with 8-bit state (bitsandbytes)", "bitsandbytes.optim:Lion8bit", **_BNB),
     NamedOptimizer(
         "paged-lion",
         "Lion with float32 state in managed memory (bitsandbytes)",
@@ -105,7 +109,7 @@ OPTIMIZERS = (
     NamedOptimizer(
         "muon",
         "Muon for matrices, AdamW for embeddings, heads and vectors",
-        "sacplan:MuonAndAdamW",
+        "sacplan._profile.optimizer_table:MuonAndAdamW",
         code="[torch.optim.Muon(hidden_matrices), torch.optim.AdamW(all_others)]",
     ),
     NamedOptimizer(
@@ -132,16 +136,18 @@ OPTIMIZERS = (
     NamedOptimizer(
         "adamw-offload",
         "AdamW on the CPU (torchao)",
-        "sacplan:CPUOffloadOptimizer",
+        "torchao.optim:CPUOffloadOptimizer",
         aliases=("adamw-cpu-offload", "cpu-offload"),
-        code="torchao.optim.CPUOffloadOptimizer(params, torch.optim.AdamW)",
+        sizes="CPUOffloadOptimizer",
+        **_AO,
     ),
     NamedOptimizer(
         "adamw-offload-gradients",
         "AdamW on the CPU, gradients too (torchao)",
-        "sacplan:CPUOffloadOptimizer",
+        "torchao.optim:CPUOffloadOptimizer",
         {"offload_gradients": True},
-        code="torchao.optim.CPUOffloadOptimizer(params, torch.optim.AdamW, offload_gradients=True)",
+        sizes="CPUOffloadOptimizer",
+        **_AO,
     ),
     NamedOptimizer("rmsprop", "RMSprop", "torch.optim:RMSprop"),
     NamedOptimizer("adagrad", "Adagrad", "torch.optim:Adagrad"),
@@ -168,6 +174,8 @@ def named_optimizer(name: str) -> NamedOptimizer:
     if found is None:
         near = difflib.get_close_matches(_key(name), _BY_KEY, n=3, cutoff=0.8)
         like = [_BY_KEY[key].name for key in near]
-        known = f"Did you mean {' or '.join(dict.fromkeys(like))}?" if like else f"Known are {', '.join(NAMES)}."
+        known = (
+            f"Did you mean {' or '.join(dict.fromkeys(like))}?" if like else f"Known are {', '.join(NAMES)}."
+        )
         raise ValueError(f"unknown optimizer {name!r}. {known}")
     return found

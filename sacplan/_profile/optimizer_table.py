@@ -1,21 +1,24 @@
 """Make optimizers by their names, from the classes of the libraries that have them.
 
-A class of another library is traced as it is: bitsandbytes registers fake kernels of its updates. Two of ours stand in
-this table. ``AdamW8bitSizes`` has the sizes of bitsandbytes' AdamW8bit, so that it can be compared with other optimizers
-where that library is not installed (``tests/profile/test_optimizer_table.py`` compares the two). ``MuonAndAdamW`` steps
-two optimizers, as people do with Muon.
+A class of another library is traced as it is: bitsandbytes registers fake kernels of its updates. Two
+classes of ours stand in this table. ``AdamW8bitSizes`` has the sizes of bitsandbytes' AdamW8bit, so that other
+optimizers can be compared with it where that library is not installed (``tests/profile/test_optimizer_table.py`` checks
+the sizes). ``MuonAndAdamW`` steps two optimizers, as people do with Muon.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from sacplan._device.kernels import active_device
 from sacplan._profile.optimizer_names import OPTIMIZERS, NamedOptimizer, named_optimizer
 from sacplan._record.host_state import CPUOffloadSizes
 from sacplan.errors import TraceError
@@ -96,11 +99,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.step()
 
 
-_OWN: dict[str, Factory] = {
-    "AdamW8bit": AdamW8bitSizes,
-    "MuonAndAdamW": MuonAndAdamW,
-    "CPUOffloadOptimizer": CPUOffloadSizes,
-}
+_SIZES: dict[str, Factory] = {"AdamW8bit": AdamW8bitSizes, "CPUOffloadOptimizer": CPUOffloadSizes}
+"""In the place of classes of these names, for fake steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +137,30 @@ def _factory(named: NamedOptimizer) -> Factory:
 
 def _made(named: NamedOptimizer, params: Any) -> torch.optim.Optimizer:
     """Make an optimizer of a library, which is imported only now."""
+    given = list(params)
+    if named.sizes and all(map(_is_without_data, given)) and not _shows_more(named):
+        return _SIZES[named.sizes](given, **named.arguments)
     library, _, kind = named.path.partition(":")
-    if library == "sacplan":
-        return _OWN[kind](params, **named.arguments)
     try:
-        made: torch.optim.Optimizer = getattr(importlib.import_module(library), kind)(
-            params, **named.arguments
-        )
+        module = importlib.import_module(library)
     except ModuleNotFoundError as error:
         raise TraceError(
             f"optimizer {named.name!r} is {named.path.replace(':', '.')}, and {error.name} is not installed; run: "
             f"pip install {named.install or library}"
         ) from error
+    made: torch.optim.Optimizer = getattr(module, kind)(given, **named.arguments)
     return made
+
+
+def _shows_more(named: NamedOptimizer) -> bool:
+    """Whether the class itself shows more: on a CPU bitsandbytes updates in float32 copies, and not in one kernel."""
+    spec = active_device()
+    on_cpu = spec is not None and spec.kind == "cpu"
+    return on_cpu and named.sizes == "AdamW8bit" and importlib.util.find_spec("bitsandbytes") is not None
+
+
+def _is_without_data(parameter: Any) -> bool:
+    return isinstance(parameter, FakeTensor) or getattr(parameter, "is_meta", False)
 
 
 BY_NAME = {named.name: OptimizerCandidate.of(named) for named in OPTIMIZERS}

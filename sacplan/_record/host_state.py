@@ -102,7 +102,7 @@ def for_fake_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if getattr(optimizer, "is_paged", False):
         # It would warn that there are no pages on a CPU, which the step is not for.
         vars(optimizer)["_cpu_paged_warned"] = True
-    kind = type(optimizer)
+    kind: Any = type(optimizer)
     if kind.__module__.startswith("torchao.optim") and hasattr(kind, "_subclass_zeros"):
         optimizer.__class__ = _with_compiled_step(kind)
     return optimizer
@@ -187,7 +187,9 @@ def _drop_gradient(p: torch.Tensor) -> None:
     p.grad = None
 
 
-def _bytes_on_host(make: Callable[..., torch.optim.Optimizer], p: torch.Tensor, kwargs: dict[str, Any]) -> int:
+def _bytes_on_host(
+    make: Callable[..., torch.optim.Optimizer], p: torch.Tensor, kwargs: dict[str, Any]
+) -> int:
     copy = torch.empty_like(p, requires_grad=True)
     copy.grad = torch.empty_like(copy)
     one = make([copy], **kwargs)

@@ -115,9 +115,7 @@ class Recorder(Watching):
         self._error: Exception | None = None
         self.storages = Storages(self._events, self._phase, round_bytes)
         self.tensors = TensorTable()
-        self._training = TrainingState(
-            self.storages, self.tensors, lambda: self._paused > 0, on_gpu=on_gpu
-        )
+        self._training = TrainingState(self.storages, self.tensors, lambda: self._paused > 0, on_gpu=on_gpu)
         self._calls = ModuleCalls(
             events=self._events,
             n_ops=self._ops.__len__,

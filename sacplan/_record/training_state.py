@@ -124,4 +124,3 @@ class TrainingState:
         """Let go of the model and the optimizers."""
         self._parameters.clear()
         self._optimizers.clear()
-
