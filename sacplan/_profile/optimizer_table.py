@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import active_device
 from sacplan._profile.optimizer_names import OPTIMIZERS, NamedOptimizer, named_optimizer
 from sacplan._record.host_state import CPUOffloadSizes
@@ -132,31 +133,50 @@ def _factory(named: NamedOptimizer) -> Factory:
     if library == "torch.optim" and not named.arguments:
         found: Factory = getattr(torch.optim, kind)  # the class itself, which ``fit`` recognises
         return found
-    return functools.partial(_made, named)
+    return _Make(named)
 
 
-def _made(named: NamedOptimizer, params: Any) -> torch.optim.Optimizer:
-    """Make an optimizer of a library, which is imported only now."""
-    given = list(params)
-    if named.sizes and all(map(_is_without_data, given)) and not _shows_more(named):
-        return _SIZES[named.sizes](given, **named.arguments)
-    library, _, kind = named.path.partition(":")
-    try:
-        module = importlib.import_module(library)
-    except ModuleNotFoundError as error:
-        raise TraceError(
-            f"optimizer {named.name!r} is {named.path.replace(':', '.')}, and {error.name} is not installed; run: "
-            f"pip install {named.install or library}"
-        ) from error
-    made: torch.optim.Optimizer = getattr(module, kind)(given, **named.arguments)
-    return made
+@dataclass(frozen=True, slots=True)
+class _Make:
+    """``params -> optimizer``, with the class of a library that is imported when it is first needed."""
 
+    named: NamedOptimizer
 
-def _shows_more(named: NamedOptimizer) -> bool:
-    """Whether the class itself shows more: on a CPU bitsandbytes updates in float32 copies, and not in one kernel."""
-    spec = active_device()
-    on_cpu = spec is not None and spec.kind == "cpu"
-    return on_cpu and named.sizes == "AdamW8bit" and importlib.util.find_spec("bitsandbytes") is not None
+    def __call__(self, params: Any) -> torch.optim.Optimizer:
+        given, named = list(params), self.named
+        if self._has_sizes_for(active_device()) and all(map(_is_without_data, given)):
+            return _SIZES[named.sizes](given, **named.arguments)
+        made: torch.optim.Optimizer = self._class()(given, **named.arguments)
+        return made
+
+    def before_a_step_on(self, spec: DeviceSpec) -> None:
+        """Import the class, if a fake step on this device needs it.
+
+        Not in that step: bitsandbytes makes tables while it is imported, and would keep fake ones.
+        """
+        if not self._has_sizes_for(spec):
+            self._class()
+
+    def _has_sizes_for(self, spec: DeviceSpec | None) -> bool:
+        """Whether sizes take the place of the class in a fake step.
+
+        They are those of CUDA's fused update. On a CPU bitsandbytes updates in float32 copies, which its class shows
+        where it is installed.
+        """
+        own_kernels = spec is not None and spec.kind == "cpu" and self.named.install == "bitsandbytes"
+        return bool(self.named.sizes) and not (
+            own_kernels and importlib.util.find_spec("bitsandbytes") is not None
+        )
+
+    def _class(self) -> Any:
+        library, _, kind = self.named.path.partition(":")
+        try:
+            return getattr(importlib.import_module(library), kind)
+        except ModuleNotFoundError as error:
+            raise TraceError(
+                f"optimizer {self.named.name!r} is {self.named.path.replace(':', '.')}, and {error.name} is not "
+                f"installed; run: pip install {self.named.install or library}"
+            ) from error
 
 
 def _is_without_data(parameter: Any) -> bool:
@@ -177,15 +197,19 @@ def candidate_named(name: str) -> OptimizerCandidate:
     return BY_NAME[named_optimizer(name).name]
 
 
-def factory_of(optimizer: Any) -> Any:
-    """Return what makes an optimizer that is given by its name. Anything else is returned as it is.
+def factory_of(optimizer: Any, spec: DeviceSpec) -> Any:
+    """Return what makes the optimizer of a step that is about to be traced, if it is given by its name.
+
+    An optimizer and any other callable are returned as they are.
 
     Raises:
-        TraceError: no optimizer has this name.
+        TraceError: no optimizer has this name, or its library is not installed.
     """
-    if not isinstance(optimizer, str):
-        return optimizer
-    try:
-        return candidate_named(optimizer).make
-    except ValueError as error:
-        raise TraceError(f"{error} Or give an optimizer, or a callable `params -> optimizer`.") from error
+    if isinstance(optimizer, str):
+        try:
+            optimizer = candidate_named(optimizer).make
+        except ValueError as error:
+            raise TraceError(f"{error} Or give an optimizer, or a callable `params -> optimizer`.") from error
+    if isinstance(optimizer, _Make):
+        optimizer.before_a_step_on(spec)
+    return optimizer

@@ -236,8 +236,8 @@ def trace_step(
         loss = loss_or_default(loss_fn, mode)
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
-            model, batch, loss, inner_optimizer(factory_of(optimizer)), spec, cost, mode, prepare, saved, autocast,
-            mixed, accumulation_steps,
+            model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
+            autocast, mixed, accumulation_steps,
         )  # fmt: skip
         recorded, rules, setup = run(asked)
     _check_recorded(recorded, mode)

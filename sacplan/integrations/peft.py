@@ -91,7 +91,8 @@ def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torc
             "their values, which a step without data does not have."
         )
     auto = importlib.import_module("transformers.quantizers.auto")
-    before = dict(model.named_modules())
+    before, maps = dict(model.named_modules()), bitsandbytes.functional.name2qmap
+    known = dict(maps)
     auto.AutoHfQuantizer.from_config(quantization).preprocess_model(model=model, device_map=None)
     for name, layer in model.named_modules():
         if not isinstance(layer, bitsandbytes.nn.Linear4bit):
@@ -106,6 +107,9 @@ def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torc
         # Not ``packed.to(device)``, which leaves a weight on the meta device as it is.
         packed._quantize(weight.device)
         layer.weight, layer.bias = packed, replaced.bias
+    # bitsandbytes keeps the map of the first quantization for all others: one without data is of no use to them.
+    maps.clear()
+    maps.update(known)
     quantized: Any = model
     quantized.is_loaded_in_4bit = (
         True  # ``Bnb4BitHfQuantizer`` says so after loading; PEFT and the Trainer read it

@@ -181,6 +181,14 @@ def test_models_and_quantizations_that_are_not_modelled() -> None:
         sacplan.with_lora(llama("meta"), LORA, in_8)
 
 
+def test_weights_can_be_quantized_after_a_model_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes keeps one map for all; it must not be on the meta device from then on."""
+    monkeypatch.setattr(bitsandbytes.functional, "name2qmap", {})
+    sacplan.with_lora(llama("meta"), LORA, NF4)
+    model: Any = sacplan.with_lora(llama("cpu"), LORA, NF4)
+    assert torch.isfinite(model(**batch()).loss)
+
+
 def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(sacplan.TraceError, match=r"pip install 'sacplan\[lora\]'"):
