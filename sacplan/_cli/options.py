@@ -169,6 +169,10 @@ OPTIMIZER = (
     "adamw, adamw-fused (no temporaries), adamw-8bit, paged-adamw-8bit, adafactor, muon, lion, sgd, none or another; "
     "its state and its step count. Default: adamw"
 )
+FETCH = (
+    "Fetch the config.json of a name that is neither known nor in the local cache from the hub, and no other file. "
+    "Default: ask on a terminal, else do not"
+)
 ATTN = "Attention. Default: what transformers chooses"
 LORA = "Write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 LORA_HELP = (
@@ -190,12 +194,13 @@ class HfOptions:
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
     lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}.")] = None
     load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}.")] = None
+    fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given, by name."""
+        """Return the options that were given, by name, but for ``fetch``: it does not change what is made."""
         # None means "not given", which is why defaults are in ``HF_DEFAULTS`` and not in the fields: a
         # default must not override what a plan's file says.
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fetch"}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -212,6 +217,7 @@ class PlannedHfOptions(HfOptions):
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}{_PLANNED}")] = None
     lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}{_PLANNED}")] = None
     load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}{_PLANNED}")] = None
+    fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
 
 HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")
