@@ -95,6 +95,12 @@ class Technique(ABC):
 
     # --- what a plan chooses from ---
 
+    @property
+    def is_about_regions(self) -> bool:
+        """Whether it can have options for regions of the forward pass, its own or those of others."""
+        own = type(self)
+        return own.regions is not Technique.regions or own.options is not Technique.options
+
     def longest_run(self, step: PlanStep) -> int:
         """Return how many neighbouring regions can be joined into one; 0 if it names no regions."""
         return 0
