@@ -282,9 +282,7 @@ class _Effects:
                 pattern.append(local.setdefault(storage, len(local)))
         return (*pattern, *(program.storage_bytes[s] for s in local))
 
-    def _local_effect_of(
-        self, pattern: int, region: Region, option: Option, events: _Events
-    ) -> _LocalEffect:
+    def _local_effect_of(self, pattern: int, region: Region, option: Option, events: _Events) -> _LocalEffect:
         # An option that brings its decision is told apart by this and its kind of region; the ops that it is about say
         # nothing of it. Any other is known by the places of its ops among the events.
         where: Hashable

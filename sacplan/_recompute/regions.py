@@ -287,4 +287,3 @@ def _options(
     return tuple(
         Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded)), "recompute") for p in points
     )
-

@@ -148,7 +148,12 @@ def test_nothing_is_recorded_or_searched_for_twice(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(PlanSearch, "_close_loop", close_loop)
     found = fitted("8MiB", batch=8, sizes=False)
     assert {row.way for row in found.rows} >= {"plan", "chunked loss", "plan + chunked loss"}
-    assert sorted(recorded) == ["LM", "_Parameters", "_Parameters", "_Parameters"]  # the step; each optimizer's
+    assert sorted(recorded) == [
+        "LM",
+        "_Parameters",
+        "_Parameters",
+        "_Parameters",
+    ]  # the step; each optimizer's
     assert asked and len(set(asked)) == len(asked)
 
 
@@ -158,7 +163,9 @@ def test_a_loss_in_slices_alone_needs_no_larger_regions() -> None:
     assert Planner.of(profile, techniques=("chunk",)).context(NO_PINS).sizes == (1,)
     assert len(Planner.of(profile).context(NO_PINS).sizes) > 1
     both = Planner.of(profile, techniques=("recompute", "chunk"))
-    assert both.context(NO_PINS) is Planner.of(profile).context(NO_PINS)  # without offers, chunks add no choice
+    assert both.context(NO_PINS) is Planner.of(profile).context(
+        NO_PINS
+    )  # without offers, chunks add no choice
 
 
 def test_rows_on_a_gpu_without_a_budget_are_what_plan_says() -> None:
