@@ -39,6 +39,10 @@ Bytes = npt.NDArray[np.int64]
 
 _ALIKE = 2e-3  # share of the peak, and of the cost, that dropping near duplicates may lose over all regions together
 _OP, _FREE, _CALLS = int(Event.OP), int(Event.FREE), (int(Event.ENTER), int(Event.EXIT))
+_HANDLES, _INSTANCES = (
+    (int(Event.PACK), int(Event.RELEASE)),
+    (int(Event.UNPACK), int(Event.DROP)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,12 +268,14 @@ class _Effects:
         return [max(option.cost for option in region.options) for region in self.regions]
 
     def _pattern(self, events: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
-        """Return the events of a region, with storages numbered as they appear, and the sizes of these.
+        """Return the events of a region with storages and handles numbered as they appear, and what these are.
 
         It is equal for regions that look alike.
         """
         program = self.program
         local: dict[int, int] = {}
+        handles: dict[int, int] = {}
+        instances: dict[int, int] = {}
         pattern: list[object] = []
         for _, code, arg in events:
             pattern.append(code)
@@ -280,7 +286,13 @@ class _Effects:
             elif code not in _CALLS:
                 storage = program.storage_of(code, arg)
                 pattern.append(local.setdefault(storage, len(local)))
-        return (*pattern, *(program.storage_bytes[s] for s in local))
+                if code in _INSTANCES:
+                    pattern.append(instances.setdefault(arg, len(instances)))
+                    arg = program.instance_handles[arg]
+                if code in _INSTANCES or code in _HANDLES:
+                    pattern.append(handles.setdefault(arg, len(handles)))
+        held = ((program.handle_ops[h] < 0, program.handle_tensors[h] < 0) for h in handles)
+        return (*pattern, *(program.storage_bytes[s] for s in local), *held)
 
     def _local_effect_of(self, pattern: int, region: Region, option: Option, events: _Events) -> _LocalEffect:
         # An option that brings its decision is told apart by this and its kind of region; the ops that it is about say
