@@ -60,8 +60,8 @@ class Origin:
             ValueError: a value that the command line does not offer.
         """
         # The file may be edited, or of another version.
-        for name, choices in (("dtype", o.Dtype), ("optimizer", o.OptimizerName)):
-            if name in data and data[name] not in get_args(choices):
+        for name, choices in (("dtype", o.DTYPES), ("optimizer", get_args(o.OptimizerName))):
+            if name in data and data[name] not in choices:
                 raise ValueError(f"{data[name]!r} is not a {name} that the command line knows")
         sizes = {name: int(data[name]) for name in ("batch", "seq") if name in data}
         chosen: dict[str, Any] = {f.name: data.get(f.name) for f in fields(o.HfOptions)}

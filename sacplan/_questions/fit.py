@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 
 from sacplan._device.device_memory import reserved_bytes
-from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import outside_allocator
 from sacplan._plan.in_room import ROUNDS, InRoom, lowered, plan_in_room
 from sacplan._plan.limits import Limit, limit_of_device, looking_for_plans
@@ -70,7 +70,7 @@ _TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 def fit(
     model: torch.nn.Module,
     make_batch: Callable[..., Any],
-    device: str | DeviceSpec | torch.device = "rtx-4090",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     loss_fn: LossFn | None = None,
     optimizer: Any = "adamw",
     budget: float | str | None = None,
