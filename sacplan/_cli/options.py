@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from sacplan._device.devices import DEFAULT_DEVICE
+from sacplan._device.devices import DEFAULT_DEVICE as DEFAULT_DEVICE
 
 Runtime = Literal["cost-model", "benchmark"]
 Run = Literal["fake", "real"]
@@ -90,7 +90,7 @@ Techniques = Annotated[
         "--technique",
         metavar="NAME",
         help="What a plan may do: recompute, or chunk (run ops in slices; gradients are then close, not bit-equal). "
-        "May be repeated. Default: recompute.",
+        "May be repeated. Default: all that keep gradients bit-equal.",
     ),
 ]
 Keep = Annotated[

@@ -187,6 +187,22 @@ class Planner:
             found = _cheapest(self.searches, budget_bytes)
         return found
 
+    def cheapest_beyond(self, other: Planner, budget_bytes: int, limit_ms: float) -> Candidate | None:
+        """Return the cheapest candidate below a cost that only this planner finds, and not one with fewer techniques.
+
+        Searches that both make are left out, and so are those whose lower bound is at the limit.
+        """
+        known = other.context(other.pins)
+        searches = [
+            search
+            for search in self.searches
+            if search.context is not known and search.context.bound_at(budget_bytes) < limit_ms
+        ]
+        for search in searches:
+            self._solve(search, budget_bytes)
+        found = _cheapest(searches, budget_bytes)
+        return None if found is None or searches[0].cost(found) > limit_ms else found
+
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         # A step that fits as it is needs no solver. Its search begins with the empty plan.
         if search.program.footprint.peak_bytes > budget_bytes:

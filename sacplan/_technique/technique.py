@@ -87,6 +87,9 @@ class Technique(ABC):
     decision: ClassVar[type[Any]]
     """The class of its decisions."""
 
+    keeps_bits: ClassVar[bool] = False
+    """Whether gradients with it equal those without it bit by bit. Then plans use it by default."""
+
     one_device: ClassVar[str] = ""
     """Why it does not go together with a mesh; empty if it does."""
 
