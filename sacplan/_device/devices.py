@@ -360,7 +360,7 @@ def _compact(name: str) -> str:
 
 
 DEFAULT_DEVICE = "h100"
-"""What a step is planned for where no device is named, in Python and on the command line."""
+"""The device that a step is planned for where none is named, in Python and on the command line."""
 
 _SHORT = {
     "a100": ("a100-80gb", "the A100 with 80 GB; the other one is a100-40gb"),

@@ -1,4 +1,4 @@
-"""What techniques beyond those of a plan would save.
+"""Techniques beyond those of a plan, and the time that they would save.
 
 The default techniques keep every bit of the gradients. Others may be cheaper, and their users decide whether rounding
 matters to them. So a plan with the default techniques says in one line what each of the others would have saved.
