@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from sacplan._program.setup import ONLY_SCALAR, OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
+from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.user_code import tensors_in_caches
 from sacplan._torch.private import is_plain
 from sacplan.errors import TraceError
@@ -190,13 +191,15 @@ def call_model(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def resolve_batch(batch: Any) -> Any:
-    """Return the batch; one that is given as a callable is made by calling it."""
+    """Return the batch; one that is given as a callable is made by calling it, of a data loader it is the largest."""
+    if is_loader(batch):
+        batch = LongestBatch(batch)()
     if callable(batch) and not isinstance(batch, (torch.Tensor, Mapping)):
         batch = batch()
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(_as_tree(batch))):
         raise TraceError(
             f"the batch holds no tensor, it is {type(batch).__name__}. Give a tensor, a tuple (positional), "
-            "a mapping (keyword arguments), or a callable of no arguments that makes one."
+            "a mapping (keyword arguments), a callable of no arguments that makes one, or a data loader."
         )
     return batch
 
