@@ -27,7 +27,6 @@ from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.model_calls import ModelCall
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Routing, Setup, compiled_inside, current_autocast, scripted_inside
-from sacplan._ranks.options import check_offload
 from sacplan._ranks.ranks import Ranks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
@@ -136,11 +135,11 @@ def profile(
             ``sacplan.plan`` instead.
         fsdp_units: patterns for the modules on which ``fully_shard`` is called (``["layers.*", ""]``; ``*`` also
             matches dots, ``""`` is the model itself). None with several ranks: DistributedDataParallel.
-        mesh, mp_policy, reshard_after_forward: as for ``fully_shard``, with ``fsdp_units``. ``mesh`` is a
-            ``DeviceMesh`` of one or two axes, or its sizes by name, ``{"replicate": 2, "shard": 4}``, and stands in for
-            ``world_size``. ``mp_policy`` is a ``MixedPrecisionPolicy``. The model keeps its own type: parameters in
-            float32 are recorded with units that compute in ``param_dtype``.
-        offload_policy: None or an ``OffloadPolicy`` that does nothing. ``CPUOffloadPolicy`` is an error.
+        mesh, mp_policy, reshard_after_forward, offload_policy: as for ``fully_shard``, with ``fsdp_units``. ``mesh`` is
+            a ``DeviceMesh`` of one or two axes, or its sizes by name, ``{"replicate": 2, "shard": 4}``, and stands in
+            for ``world_size``. ``mp_policy`` is a ``MixedPrecisionPolicy``. The model keeps its own type: parameters in
+            float32 are recorded with units that compute in ``param_dtype``. With a ``CPUOffloadPolicy``,
+            ``Profile.host_bytes`` is what a rank takes of the host's memory.
 
     Raises:
         TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
@@ -152,9 +151,13 @@ def profile(
         SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
     """
     ranks = Ranks.asked(
-        None if world_size == 1 else world_size, fsdp_units, mesh, mp_policy, reshard_after_forward
+        None if world_size == 1 else world_size,
+        fsdp_units,
+        mesh,
+        mp_policy,
+        reshard_after_forward,
+        offload_policy,
     )
-    check_offload(offload_policy)
     if fsdp_units is not None and isinstance(model, torch.nn.Module):
         _check_no_gradient_hooks(model)
     found = trace_step(
