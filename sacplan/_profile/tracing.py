@@ -43,6 +43,7 @@ from sacplan._record.step import (
     LossFn,
     Mode,
     Step,
+    accumulation_of,
     cached_tensors,
     check_accumulation,
     check_model,
@@ -90,7 +91,7 @@ def profile(
     trace: Trace = "fake",
     *,
     mode: Mode = "train",
-    accumulation_steps: int = 1,
+    accumulation_steps: int | None = None,
     routing: Routing = "balanced",
     world_size: int = 1,
     fsdp_units: Sequence[str] | None = None,
@@ -127,7 +128,8 @@ def profile(
         accumulation_steps: micro-batches whose gradients an optimizer step adds up; the batch is one of them. With
             more than one, the last micro-step is recorded, with the optimizer's step: gradients are alive from its
             beginning, and no earlier micro-step has a higher peak. Times are those of this one. A loop with
-            ``zero_grad(set_to_none=False)`` keeps gradients as well: say 2.
+            ``zero_grad(set_to_none=False)`` keeps gradients as well: say 2. By default what an optimizer that
+            Accelerate has prepared says, else 1.
         routing: of a mixture of experts in a fake trace: ``"balanced"`` gives each expert as many tokens. ``"worst"``
             also tries all tokens on the same experts, and takes the step with the higher peak.
         world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
@@ -160,6 +162,8 @@ def profile(
     )
     if fsdp_units is not None and isinstance(model, torch.nn.Module):
         _check_no_gradient_hooks(model)
+    if accumulation_steps is None:
+        accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
     found = trace_step(
         model, batch, loss_fn, optimizer, device, runtime, trace,
         mode=mode, mixed=ranks.mixed, accumulation_steps=accumulation_steps, routing=routing,

@@ -7,7 +7,6 @@ the same in every loop and every trainer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -77,12 +76,9 @@ class Larger(NamedTuple):
 def larger_than(here: Shapes, planned: Iterable[Shapes]) -> Larger | None:
     """Return the first tensor that is larger than in any planned call; None if some planned call is as large in all.
 
-    A tensor is as large as another if it has no more elements, and is no longer in any dimension but the first. The
-    first one counts samples, and what a sample of n tokens takes grows at least as n does. So more and shorter samples
-    of no more tokens together take no more.
-
-    Tensors that only one of the two calls has are not compared, and neither are those with one dimension, such as the
-    offsets of packed samples, where there are others.
+    Larger is a tensor that is longer in any dimension. More and shorter samples, of no more tokens together, are not as
+    large: kernels pad each of them. Tensors that only one of the two calls has are not compared, and neither are those
+    with one dimension, such as the offsets of packed samples, where there are others.
     """
     deep = [(path, shape) for path, shape in here if len(shape) > 1]
     first = None
@@ -101,5 +97,4 @@ def larger_than(here: Shapes, planned: Iterable[Shapes]) -> Larger | None:
 
 
 def _is_larger(shape: tuple[int, ...], planned: tuple[int, ...]) -> bool:
-    longer = any(n > most for n, most in zip(shape[1:], planned[1:], strict=True))
-    return longer or prod(shape) > prod(planned)
+    return any(n > most for n, most in zip(shape, planned, strict=True))

@@ -106,6 +106,12 @@ def check_accumulation(steps: Any) -> None:
         )
 
 
+def accumulation_of(optimizer: Any) -> int:
+    """Return over how many micro-batches an optimizer that Accelerate has prepared adds up gradients; else 1."""
+    state = getattr(optimizer, "gradient_state", None)  # ``accelerate.state.GradientState``
+    return int(getattr(state, "num_steps", 1))
+
+
 def check_loss(loss: Any) -> None:
     """Raise ``TraceError`` unless the loss is a scalar that gradients flow from."""
     if not isinstance(loss, torch.Tensor):
