@@ -16,7 +16,7 @@ from sacplan._classical.units import UnitTradeoff, unit_tradeoffs
 from sacplan._device.device_memory import DeviceMemory, device_memory
 from sacplan._device.devices import DeviceSpec
 from sacplan._profile import files
-from sacplan._profile.remarks import no_optimizer, summed_outputs, without_bfloat16
+from sacplan._profile.remarks import no_optimizer, on_the_host, summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_decisions
@@ -126,7 +126,7 @@ class Profile:
         found = [
             *self.rules,
             *self.ranks.assumptions,
-            *filter(None, [summed_outputs(self.fingerprint.setup)]),
+            *filter(None, [summed_outputs(self.fingerprint.setup), on_the_host(self.fingerprint.setup)]),
         ]
         if self.has_no_optimizer:
             found.append(no_optimizer(self.program, self.spec))
@@ -136,6 +136,12 @@ class Profile:
     def has_no_optimizer(self) -> bool:
         """Whether this is a training step in which no optimizer ran: the peak lacks its state."""
         return self.mode == "train" and self.fingerprint.setup.optimizer is None
+
+    @property
+    def optimizer_host_bytes(self) -> int:
+        """Bytes of the host's memory that the optimizer takes: paged state, or what is offloaded to the CPU."""
+        found: int = self.fingerprint.setup.optimizer_host_bytes
+        return found
 
     @property
     def baseline(self) -> Footprint:

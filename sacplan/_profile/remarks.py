@@ -36,6 +36,16 @@ def adamw_state_bytes(trained: Iterable[int], spec: DeviceSpec) -> int:
     return sum(2 * spec.round_up(n_bytes) + counter for n_bytes in trained)
 
 
+def on_the_host(setup: Setup) -> str:
+    """Say how much of the optimizer is in the host's memory; empty if nothing is."""
+    if not setup.optimizer_host_bytes:
+        return ""
+    return (
+        f"{format_bytes(setup.optimizer_host_bytes)} of {setup.optimizer} are in the host's memory, pinned or paged, "
+        "and in no peak of the device"
+    )
+
+
 def summed_outputs(setup: Setup) -> str:
     """Say that the step trains the sum of its outputs, and what to give instead; empty if it has a loss."""
     if setup.loss != SUM_OF_OUTPUTS:

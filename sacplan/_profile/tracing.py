@@ -19,6 +19,7 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves
+from sacplan._profile.optimizer_table import factory_of
 from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
@@ -32,6 +33,8 @@ from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
 from sacplan._record.fake_values import is_worst
+from sacplan._record.gradient_hooks import optimizers_in_backward
+from sacplan._record.host_state import host_bytes
 from sacplan._record.limits import explained_limits
 from sacplan._record.mixed_precision import LoweredParameters, lowered
 from sacplan._record.model_inputs import recorded_inputs
@@ -115,7 +118,8 @@ def profile(
         loss_fn: ``loss_fn(model, batch) -> scalar``. By default the output's ``.loss`` or ``["loss"]``, else its only
             scalar with a gradient, else the sum of its float tensors, with a warning. It gets a copy of the model, and
             must use that one. In inference what it returns is the output, of any kind; by default that of the model.
-        optimizer: an optimizer over the model, or a callable ``params -> optimizer``. With one, its state
+        optimizer: an optimizer over the model, a callable ``params -> optimizer``, or a name of one, as those of the
+            command line (``"paged-adamw-8bit"``). With one, its state
             and the temporaries of its step count. Without one they are missing from the peak, and
             ``Profile.assumptions`` says by how much for AdamW.
         device: what the step will run on, see ``sacplan.devices()``.
@@ -257,8 +261,8 @@ def trace_step(
         loss = loss_or_default(loss_fn, mode)
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
-            model, batch, loss, inner_optimizer(optimizer), spec, cost, mode, prepare, saved, autocast, mixed,
-            accumulation_steps, routing,
+            model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
+            autocast, mixed, accumulation_steps, routing,
         )  # fmt: skip
         recorded, rules, setup, calls = run(asked)
     _check_recorded(recorded, mode)
@@ -335,7 +339,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                     step, lambda: device_recorder(spec, asked.cost, how, rules), parameters, handle, rules
                 )
                 _check_units_called(parameters, program)
-            setup = step.setup(asked.autocast)
+            setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
         except AssertionError as error:
             if REAL_TENSOR not in str(error):
                 raise  # an ``assert`` of the model's own
@@ -347,6 +351,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         finally:
             if handle is not None:
                 handle.remove()
+            copier.forget_hooks()
     return program, tuple(map(str, rules.applied)), setup, calls
 
 
@@ -360,7 +365,9 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
         made = make_optimizer(optimizer, model)
     elif optimizer is not None:
         check_optimizer(optimizer, model)
-    with preserved_state(model, made, asked.batch, *held_by_function(asked.loss_fn)):
+    with preserved_state(
+        model, made, asked.batch, *held_by_function(asked.loss_fn), *optimizers_in_backward(model)
+    ):
         step = Step(model, asked.batch, asked.loss_fn, made, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
@@ -369,10 +376,16 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
                     step, lambda: device_recorder(spec, asked.cost, how), parameters, handle
                 )
                 _check_units_called(parameters, program)
-            return program, (), step.setup(asked.autocast), calls
+            return program, (), _with_host_bytes(step.setup(asked.autocast), step, spec), calls
         finally:
             if handle is not None:
                 handle.remove()
+
+
+def _with_host_bytes(setup: Setup, step: Step, spec: DeviceSpec) -> Setup:
+    # On a CPU the two memories are one, and all of it is in the program.
+    taken = host_bytes(step.optimizer) if spec.kind == "cuda" else 0
+    return structs.replace(setup, optimizer_host_bytes=taken)
 
 
 def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
@@ -403,17 +416,18 @@ def _record_settled_step(
 
     A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
     attributes as they were. Otherwise steps are recorded until two in a row run the same ops of the forward pass,
-    at most four times. With accumulation one more is recorded: the first one makes the gradients that later ones find.
+    at most four times. With accumulation, or an optimizer that steps in the backward pass, one more is recorded: the
+    first one makes the gradients, or the state, that later ones find.
     """
     # Each round records one step. What it leaves behind (a cache that was filled) is alive from the start of the next.
     # The first exit is the usual one: nothing was left, so the next step would be the same.
     left: list[Any] = []
     program: Program | None = None
-    has_gradients = not step.accumulates  # as far as it should have them when it begins
-    for _ in range(_MOST_STEPS + step.accumulates):
+    is_usual = not step.accumulates  # it begins with what later steps begin with
+    for _ in range(_MOST_STEPS + step.accumulates + bool(step.optimizers_in_backward)):
         if handle is not None:
             handle.forget_differences()
-        before, plain = program, plain_attributes(step.model)
+        before, plain, kept = program, plain_attributes(step.model), step.state_in_backward
         recording = recorder()
         recording.storages.track_alive(left)
         if rules is not None:
@@ -427,14 +441,16 @@ def _record_settled_step(
                 0
             )  # frees tensors that only reference cycles hold; the collector is off, so all are young
             left = [ref for ref in left if ref() is not None]
-        if has_gradients and not left and plain_attributes(step.model) == plain:
+        # Optimizers that step in the backward pass have made their state: the next step finds it.
+        is_usual = is_usual and step.state_in_backward == kept
+        if is_usual and not left and plain_attributes(step.model) == plain:
             return program, tuple(calls)
         # Tensors are left at every step (a running average, say), but the ops have settled.
-        if has_gradients and before is not None and _ops_run(before) == _ops_run(program):
+        if is_usual and before is not None and _ops_run(before) == _ops_run(program):
             return program, tuple(calls)
         # As it was before the first step: gradients of this one must not be alive when the next begins, unless the next
         # is to add to them.
-        has_gradients = True
+        is_usual = True
         if not step.accumulates:
             step.model.zero_grad(set_to_none=True)
     assert program is not None
@@ -462,7 +478,10 @@ def _ops_run(program: Program) -> list[tuple[str, int]]:
 
 
 def _record(
-    step: Step, recorder: Recorder, parameters: LoweredParameters, rules: DataRules | None = None
+    step: Step,
+    recorder: Recorder,
+    parameters: LoweredParameters,
+    rules: DataRules | None = None,
 ) -> Program:
     optimizer = step.optimizer
 
@@ -477,6 +496,8 @@ def _record(
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     recorder.track_tensors(cached_tensors(step.model))
+    for stepping in step.optimizers_in_backward:
+        recorder.track_optimizer(stepping, initial=True)
     parameters.begin(recorder)
     try:
         with recorder:
