@@ -29,6 +29,7 @@ from sacplan._cli.exits import TargetError
 from sacplan._cli.lora import ALL_LINEAR, parse
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
+from sacplan._program.budget import format_bytes
 from sacplan._torch.allocations import allocation_deltas
 
 # What peft asks a model for has another name by now.
@@ -193,6 +194,37 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(sacplan.TraceError, match=r"pip install 'sacplan\[lora\]'"):
         sacplan.with_lora(llama("meta"), LORA)
+
+
+# --- several GPUs
+
+
+def units_of(profile: sacplan.Profile) -> str:
+    return " ".join(profile.assumptions)
+
+
+def test_fully_shard_keeps_the_types_of_frozen_parameters_and_says_who_does_not() -> None:
+    """Two bytes more for each frozen parameter in bfloat16, where a trainer makes all of them float32."""
+    model = sacplan.with_lora(llama("meta"), LORA)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    units = ["base_model.model.model.layers.*", ""]
+    profile = sacplan.profile(model, batch(), device="h100", world_size=4, fsdp_units=units)
+    said = units_of(profile)
+    assert f"{format_bytes(2 * frozen)} more, {format_bytes(2 * frozen // 4)} on each of 4 ranks" in said
+    as_float32 = sacplan.with_lora(llama("meta").float(), LORA)
+    upcast = sacplan.profile(as_float32, batch(), device="h100", world_size=4, fsdp_units=units)
+    assert upcast.peak_bytes > profile.peak_bytes
+    assert "up to 1.12" not in units_of(upcast)
+    assert "up to 1.12" not in units_of(sacplan.profile(model, batch(), device="h100"))
+
+
+def test_packed_weights_are_no_shards_of_accelerates() -> None:
+    model = sacplan.with_lora(llama("meta"), LORA, NF4)
+    packed = sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8)
+    profile = sacplan.profile(
+        model, batch(), device="h100", world_size=4, fsdp_units=["base_model.model.model.layers.*"]
+    )
+    assert f"each rank then holds all {format_bytes(packed)}" in units_of(profile)
 
 
 # --- the command line
