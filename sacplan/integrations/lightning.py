@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from sacplan._apply.watch import ShapeWatch
-from sacplan._device.devices import DeviceSpec
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Runtime, Trace, profile
@@ -134,7 +134,7 @@ def profile_trainer(
     module: pl.LightningModule,
     batches: Any = None,
     *,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
 ) -> Profile:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from sacplan._device.devices import DeviceSpec
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Runtime, Trace, profile
@@ -120,7 +120,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
 def profile_trainer(
     trainer: transformers.Trainer,
     *,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
 ) -> Profile:
