@@ -23,7 +23,7 @@ from benchmarks.models.published_step import (
     fused_adamw,
     step_in_backward,
 )
-from sacplan._profile.optimizers import AdamW8bitSizes
+from sacplan._profile.optimizer_table import AdamW8bitSizes
 
 # --- vision -----------------------------------------------------------------------------------------------
 
