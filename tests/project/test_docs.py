@@ -75,7 +75,11 @@ NOT_RUN = {
     ("versions.md", "make test-torch", "installs packages"),
     ("trainers.md", "python -m benchmarks.trainers", "takes minutes"),
     ("torchtune.md", "import torch", "needs torchtune and an old torchao"),
-    ("torchtune.md", "from torchtune.models.llama3_2 import llama3_2_1b", "needs torchtune and an old torchao"),
+    (
+        "torchtune.md",
+        "from torchtune.models.llama3_2 import llama3_2_1b",
+        "needs torchtune and an old torchao",
+    ),
     ("torchtitan.md", "from dataclasses", "needs torchtitan and Triton"),
     ("torchtitan.md", "import torch", "needs torchtitan and Triton"),
     ("which-parallelism.md", "sacplan layouts", "takes minutes"),
