@@ -27,7 +27,7 @@ from benchmarks.models.published_step import (
     op_policy,
     step_in_backward,
 )
-from sacplan._profile.optimizers import AdamW8bitSizes
+from sacplan._profile.optimizer_table import AdamW8bitSizes
 from sacplan._program.program import Op, Phase, Program
 
 # --- minGPT -----------------------------------------------------------------------------------------------
