@@ -218,7 +218,7 @@ python -m benchmarks.compatibility
 _WORKFLOW = """\
 ## Made by a scheduled workflow
 
-`.github/workflows/compatibility.yml` makes this table, the one of models by name and the one of
+`.github/workflows/compatibility.yml` makes this table, the one of [models by name](hf_targets.md) and the one of
 [trainers](trainers.md#with-which-versions) again each week, with the newest versions of `transformers` and the trainers
 that pip takes. It changes nothing by itself: the files are artifacts of the run, and its log has the lines that differ.
 On a public runner it needs:

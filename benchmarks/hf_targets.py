@@ -216,7 +216,8 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
     """Write the page of the docs."""
     done = [o for o in found if o.profiled]
     rest = [o for o in found if not o.profiled]
-    lines = [_HEAD, f"{summary(found)}.", ""]
+    left = about["model_types"] - len(found)
+    lines = [_HEAD, f"{summary(found)}.{f' {left} others were not tried yet.' if left else ''}", ""]
     lines += [f"{describe(about['machine'])}; {about['date']}.", "", _COLUMNS]
     heads = ("model type", "class", "configuration", "reads", "loss")
     lines += [*markdown_head(heads), *(markdown_line(_cells(o)) for o in done)]
@@ -278,7 +279,12 @@ def main(argv: list[str] | None = None) -> int:
         show(outcome)
         ordered = [found[name] for name in sorted(found)]
         write_results(
-            path, [asdict(o) for o in ordered], row_a_line=True, summary=summary(ordered), parts=parts()
+            path,
+            [asdict(o) for o in ordered],
+            row_a_line=True,
+            summary=summary(ordered),
+            model_types=len(known),
+            parts=parts(),
         )
     print(summary(found.values()))
     if path == FIGURES:

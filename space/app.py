@@ -316,7 +316,7 @@ def build() -> gr.Blocks:
                     '<div class="verdict">Choose a model and a GPU. An answer takes some seconds.</div>'
                 )
                 rows = gr.HTML(visible=False)
-                drawn = gr.Plot(label="Memory over the step", visible=False, elem_id="picture")
+                drawn = gr.Plot(show_label=False, visible=False, elem_id="picture")
                 command = gr.Code(
                     label="Command", language="shell", visible=False, lines=2, elem_id="command", **boxes
                 )

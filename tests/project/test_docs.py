@@ -66,6 +66,7 @@ NOT_RUN = {
     ("figures.md", "python -m benchmarks.gpu", "needs a CUDA device"),
     (README, "pip install", "installs packages"),
     (README, "make demo", "installs packages"),
+    ("hf_targets.md", "python -m benchmarks.hf_targets", "takes half an hour"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
     ("huggingface.md", "arguments = transformers", "Accelerate shards on accelerators only"),
     ("lora.md", "pip install", "installs packages"),

@@ -130,7 +130,7 @@ def url(app: types.ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.mark.every_case
 @pytest.mark.parametrize("width", [400, 1400])
 def test_in_a_browser(url: str, width: int, tmp_path: Path) -> None:
-    """Name a model, upload a configuration, and a mistake; nothing comes from another host, nothing sticks out."""
+    """A mistake, an uploaded file, another mistake; nothing comes from another host, and nothing sticks out."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -153,25 +153,25 @@ def test_in_a_browser(url: str, width: int, tmp_path: Path) -> None:
         page.goto(url, wait_until="domcontentloaded")
         go = page.get_by_role("button", name="Will it fit?")
 
-        page.get_by_label("Model", exact=True).fill("gpt2")
+        page.get_by_label("Model", exact=True).fill("../config.json")
         page.keyboard.press("Enter")
-        page.get_by_label("Batch").fill("32")
+        go.click()
+        page.wait_for_selector(".verdict.not")
+        assert "Name a model as on the hub" in page.inner_text(".verdict")
+
+        page.set_input_files("input[type=file]", str(tmp_path / "config.json"))
+        page.get_by_text("config.json", exact=True).first.wait_for()
+        page.get_by_label("Batch").fill("16384")
         go.click()
         page.wait_for_selector(".verdict.partly")  # over the 24 GB as it is
         assert "Not as it is, but with" in page.inner_text(".verdict")
         page.wait_for_selector("#picture img[src^='data:image/']:not([src*='svg'])")
         assert "sacplan.plan(" in page.inner_text("#python")
-        assert "sacplan plan hf:gpt2" in page.inner_text("#command").replace("\xa0", " ")
+        assert "sacplan plan hf:config.json" in page.inner_text("#command").replace("\xa0", " ")
         assert page.locator(".rows tr").count() > 4
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         if pictures := os.environ.get("SACPLAN_PICTURES"):
             page.screenshot(path=Path(pictures, f"space{width}.png"), full_page=True)
-
-        page.set_input_files("input[type=file]", str(tmp_path / "config.json"))
-        page.get_by_text("config.json", exact=True).first.wait_for()
-        page.get_by_label("Batch").fill("4")
-        go.click()
-        page.wait_for_selector(".verdict.fits")
 
         page.get_by_label("Tokens").fill("4096")  # the file has positions for 256
         go.click()
