@@ -320,9 +320,11 @@ LANGUAGE: dict[str, Step] = {
         plan=full_policy,
         missing=COMPILE,
         assumed=True,
-        unknown="rank, layers and optimizer are those of torchtune 0.4's 3B_qlora_single_device.yaml, with the batch of "
-        "the other rows; NF4 of bitsandbytes in the place of torchao's. Attention was FlexAttention; it is predicted as "
-        "flash attention, which saves as much",
+        unknown="rank, layers and optimizer are those of torchtune 0.4's 3B_qlora_single_device.yaml, with the batch "
+        "of the other rows; NF4 of bitsandbytes stands for torchao's. The eager loss keeps log-probabilities "
+        "in float32 (3.91 GiB) and copies the logits of a chunk to float32 (0.49 GiB), which a compiled one "
+        "need not. Whether the inputs of the layers (1.27 GiB) were offloaded to the host, as torchtune can, "
+        "is not said",
     ),
     "nanochat-d20": Step(
         build=_nanochat,
