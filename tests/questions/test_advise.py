@@ -18,23 +18,11 @@ from tests.zoo.language_models import LM, cross_entropy, tokens
 DEVICES = ("h100", "rtx-4090", "cpu")
 
 
-class Wide(nn.Module):
-    """Parameters, and hardly anything else: the optimizer's step is the peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
-        self.frozen = nn.Linear(256, 256).requires_grad_(False)
-        self.norm = nn.LayerNorm(256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return self.norm(self.frozen(x))
-
-
 def wide(optimizer: Any, device: str = "h100") -> sacplan.Profile:
-    return sacplan.profile(Wide(), torch.randn(2, 256), optimizer=optimizer, device=device)
+    """Parameters, and hardly anything else: the optimizer's step is the peak."""
+    layers = (layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU()))
+    model = nn.Sequential(*layers, nn.Linear(256, 256).requires_grad_(False), nn.LayerNorm(256))
+    return sacplan.profile(model, torch.randn(2, 256), optimizer=optimizer, device=device)
 
 
 def language(optimizer: Any = None, device: str = "rtx-4090") -> sacplan.Profile:

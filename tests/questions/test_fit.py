@@ -23,6 +23,7 @@ from sacplan._questions.largest import largest
 from sacplan._questions.scaled import sized
 from sacplan._questions.verdict import TECHNIQUES
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import Then
 
 
 def recording(
@@ -61,17 +62,12 @@ def test_a_step_at_another_length_is_the_one_that_a_trace_records() -> None:
 
 
 def test_steps_with_other_ops_have_no_size_between_them() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
+    def model() -> nn.Module:
+        return Then(lambda x: x.relu() if len(x) > 4 else x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x).relu() if len(x) > 4 else self.layer(x)
-
-    profiles = tuple(sacplan.profile(Branches(), torch.randn(n, 8), device="cpu") for n in (2, 8))
+    profiles = tuple(sacplan.profile(model(), torch.randn(n, 8), device="cpu") for n in (2, 8))
     assert sized((2, 8), profiles) is None  # type: ignore[arg-type]
-    found = sacplan.fit(Branches(), lambda n: torch.randn(n, 8), "cpu", batch=4, optimizer="sgd")
+    found = sacplan.fit(model(), lambda n: torch.randn(n, 8), "cpu", batch=4, optimizer="sgd")
     assert found.rows[0].largest_batch is None
     assert "max_batch" in " ".join(found.computed)
 
