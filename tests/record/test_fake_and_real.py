@@ -128,13 +128,19 @@ def _table(size: int) -> torch.Tensor:
     return torch.arange(size * size, dtype=torch.float32).view(size, size)
 
 
-def _scaled(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+class _Scaled(nn.Module):
     """Uses numbers, constants and a cached table, as attention with positions does."""
-    x = self.inner(x + _table(32)) / math.sqrt(32)
-    x = x[:, [3]] + x[:, [5]]
-    y = x.exp()
-    y = y.clone().mul_(2.5)
-    return _Tripled.apply(y * 3.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x + _table(32)) / math.sqrt(32)
+        x = x[:, [3]] + x[:, [5]]
+        y = x.exp()
+        y = y.clone().mul_(2.5)
+        return _Tripled.apply(y * 3.0)
 
 
 class _Tripled(torch.autograd.Function):
@@ -155,7 +161,7 @@ class _Tripled(torch.autograd.Function):
 @pytest.mark.parametrize("cached", [False, True], ids=["cold", "warm"])
 def test_numbers_constants_and_cached_tables_count_as_long_as_they_live(trace: str, cached: bool) -> None:
     torch.manual_seed(0)
-    model, batch = FromFunction(_scaled, inner=nn.Linear(32, 32)), torch.randn(32, 32)
+    model, batch = _Scaled(), torch.randn(32, 32)
 
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).square().mean()

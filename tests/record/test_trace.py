@@ -585,7 +585,7 @@ class _Missing:
         raise ImportError("No module named 'monai._C'")
 
 
-_C = _Missing()  # beside the classes of the models below
+_C = _Missing()  # beside the class of the model below
 
 
 class _WithoutLength(tuple[int, ...]):
@@ -598,15 +598,19 @@ class _WithoutLength(tuple[int, ...]):
         raise NotImplementedError
 
 
-def _odd(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
-    tokens = torch.div(x.shape[0], 3, rounding_mode="trunc") - 1  # on numbers alone, as in Longformer
-    return self.linear(x)[: int(tokens)]
+class _Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.irrep = nn.Linear(8, 8), _WithoutLength(1, -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = torch.div(x.shape[0], 3, rounding_mode="trunc") - 1  # on numbers alone, as in Longformer
+        return self.linear(x)[: int(tokens)]
 
 
 @pytest.mark.parametrize("trace", ["fake", "real"])
 def test_objects_that_do_not_let_themselves_be_looked_at(trace: Any) -> None:
-    model = FromFunction(_odd, linear=nn.Linear(8, 8), irrep=_WithoutLength(1, -1))
-    batch = torch.randn(16, 8)
+    model, batch = _Odd(), torch.randn(16, 8)
     assert (
         sacplan.profile(model, batch, device="cpu", trace=trace).peak_bytes
         == real_step(model, batch).peak_bytes

@@ -56,6 +56,8 @@ class FromFunction(nn.Module):
     tensors as buffers. A model of a single test needs no class of its own with this:
 
         model = FromFunction(lambda self, x: self.head(x).cumsum(1), head=nn.Linear(8, 8))
+
+    A test about what stands beside a model's class, such as a cache in its module, needs a class all the same.
     """
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
