@@ -18,6 +18,7 @@ from tests.zoo.language_models import LM, cross_entropy, tokens
 DEVICES = ("h100", "rtx-4090", "cpu")
 
 
+@functools.cache
 def wide(optimizer: Any, device: str = "h100") -> sacplan.Profile:
     """Parameters, and hardly anything else: the optimizer's step is the peak."""
     layers = (layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU()))
@@ -25,6 +26,7 @@ def wide(optimizer: Any, device: str = "h100") -> sacplan.Profile:
     return sacplan.profile(model, torch.randn(2, 256), optimizer=optimizer, device=device)
 
 
+@functools.cache
 def language(optimizer: Any = None, device: str = "rtx-4090") -> sacplan.Profile:
     """The logits are the peak."""
     model = LM(layers=2, vocab=4096, dropout=0.0)

@@ -89,7 +89,9 @@ def test_the_largest_size_is_the_last_that_fits(edge: int, limit: int, power: fl
 # --- the verdict
 
 
+@cache
 def fitted(budget: str | None, optimizer: Any = "adamw", seq: int | None = None, **options: Any) -> Any:
+    """The answer, one for all tests that ask the same."""
     model = LM(layers=2, vocab=1024, dropout=0.0)
     batches = (lambda n: tokens(n, 64, 1024)) if seq is None else (lambda n, s: tokens(n, s, 1024))
     return sacplan.fit(model, batches, "cpu", cross_entropy, optimizer, budget, seq=seq, **options)
