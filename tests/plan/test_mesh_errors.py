@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import sacplan
@@ -21,6 +20,7 @@ from sacplan._ranks.ranks import Ranks
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.process_groups import pretended_ranks
 from sacplan.errors import InfeasibleBudget, PlanError, PlanMismatch
+from tests.support.processes import run_ranks
 from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import MLP, FromFunction
@@ -322,4 +322,4 @@ def test_ranks_that_differ_say_so_instead_of_waiting(tmp_path: Path) -> None:
     content["ranks"]["sharding"]["homes"] = {"up.weight": "S0"}
     content["ranks"]["sharding"]["places"] = []
     signed(content, files[1])
-    mp.spawn(differing, (str(tmp_path), tuple(map(str, files))), nprocs=2)
+    run_ranks(differing, (str(tmp_path), tuple(map(str, files))), 2)

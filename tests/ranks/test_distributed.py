@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
 import sacplan
 from tests.support.plans import discarding
+from tests.support.processes import run_ranks
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FeedForward
 
@@ -119,4 +119,4 @@ def on_rank(rank: int, directory: str) -> None:
 @pytest.mark.slow
 def test_sharded_and_replicated_models_take_a_plan(tmp_path: Path) -> None:
     """Losses and gradients are the same bits as without it, the keys stay, and work is done twice."""
-    mp.spawn(on_rank, (str(tmp_path),), nprocs=RANKS)
+    run_ranks(on_rank, (str(tmp_path),), RANKS)

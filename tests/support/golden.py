@@ -232,13 +232,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--print", action="store_true", dest="prints")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for name in options.names or CASES:
-        text = json.dumps(rows_of(name), indent=1) + "\n"
-        if options.prints:
-            sys.stdout.write(text)
-        else:
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            file_of(name).write_text(text)
+    rows = {name: rows_of(name) for name in options.names or CASES}
+    if options.prints:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return 0
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, found in rows.items():
+        file_of(name).write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
