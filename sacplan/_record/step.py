@@ -93,7 +93,7 @@ class Step:
 
     def accumulate(self) -> torch.Tensor:
         """Run a micro-step and return its loss: forward, loss, backward. It adds to the gradients that are there."""
-        loss = self.loss_fn(self.model, self.batch)
+        loss: torch.Tensor = self.loss_fn(self.model, self.batch)
         check_loss(loss)
         loss.backward()
         return loss
