@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast, get_args
 
-from sacplan._plan.context import planning_context
+from sacplan._plan.context import PlanningContext, planning_context
 from sacplan._plan.limits import Limit
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
@@ -66,6 +66,7 @@ class Planner:
         accumulate: See ``plan``.
         last: The solver to ask if none of the others holds the budget; None for none.
         limits_reached: Names of the solvers that have stopped at their limit of work so far.
+        begun: The search without offers if another planner of this step has made it, for the same budget.
     """
 
     profile: Profile
@@ -76,6 +77,7 @@ class Planner:
     accumulate: Accumulate
     last: Rotor | None = None
     limits_reached: dict[str, None] = field(default_factory=dict)
+    begun: PlanSearch | None = None
 
     @classmethod
     def of(
@@ -117,7 +119,7 @@ class Planner:
 
         ``smallest`` appends further ones.
         """
-        found = [self.search(self.pins)]
+        found = [self.begun or self.search(self.pins)]
         offers = self._offers(None)
         if offers:
             found.append(self._with_offers(offers))
@@ -125,8 +127,11 @@ class Planner:
 
     def search(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanSearch:
         """Return a new search with these pins and offers."""
-        context = planning_context(self.step(pins), self.techniques, offers)
-        return PlanSearch(context, limits_reached=self.limits_reached)
+        return PlanSearch(self.context(pins, offers), limits_reached=self.limits_reached)
+
+    def context(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanningContext:
+        """Return what is derived from the step with these pins and offers. Planners of one program share it."""
+        return planning_context(self.step(pins), self.techniques, offers)
 
     def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
         """Return the known offers, and those of the techniques that are compatible with them.
@@ -181,6 +186,22 @@ class Planner:
                 self._solve(search, budget_bytes)
             found = _cheapest(self.searches, budget_bytes)
         return found
+
+    def cheapest_beyond(self, other: Planner, budget_bytes: int, limit_ms: float) -> Candidate | None:
+        """Return the cheapest candidate below a cost that only this planner finds, and not one with fewer techniques.
+
+        Searches that both make are left out, and so are those whose lower bound is at the limit.
+        """
+        known = other.context(other.pins)
+        searches = [
+            search
+            for search in self.searches
+            if search.context is not known and search.context.bound_at(budget_bytes) < limit_ms
+        ]
+        for search in searches:
+            self._solve(search, budget_bytes)
+        found = _cheapest(searches, budget_bytes)
+        return None if found is None or searches[0].cost(found) > limit_ms else found
 
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         # A step that fits as it is needs no solver. Its search begins with the empty plan.
