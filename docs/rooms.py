@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
 ROOMS = (
     "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_shard", "_ranks", "_solve",
-    "_technique", "_executor", "_recompute", "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_placing",
+    "_technique", "_executor", "_recompute", "_chunk", "_offload", "_techniques", "_rotor", "_classical", "_profile", "_placing",
     "_plan", "_apply", "_verify", "_questions", "_report", "testing", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""

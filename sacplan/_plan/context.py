@@ -11,7 +11,7 @@ from sacplan._program.derived import derived
 from sacplan._program.program import Phase, Program
 from sacplan._technique.offers import Offer
 from sacplan._technique.step import PlanStep
-from sacplan._techniques import DEFAULT_TECHNIQUES, longest_run, regions, rewritten
+from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES, longest_run, regions, rewritten
 
 _WIDE = 2e-3
 """Cost that a unit around several regions is charged, as a share of the forward pass.
@@ -51,6 +51,11 @@ class PlanningContext:
         return Bound(self._floor_program.liveness, self.step.costs, self.step.pins.kept_ops)
 
     @property
+    def frees_otherwise(self) -> bool:
+        """Whether a technique frees what autograd keeps without running ops again."""
+        return any(TECHNIQUES[name].frees_otherwise for name in self.techniques)
+
+    @property
     def floor_bytes(self) -> int:
         """A peak that no choice of regions and offers goes below."""
         return self._floor_program.liveness.floor_bytes
@@ -77,7 +82,9 @@ class PlanningContext:
             forward = sum(cost for cost, op in ops if op.phase == Phase.FORWARD)
             found = regions(self.step, size, self.techniques)
             found += [offer.region for offer in self.offers]
-            self._effects[size] = effects_of(self.program, found, _WIDE * forward, self._local_effects)
+            self._effects[size] = effects_of(
+                self.program, found, _WIDE * forward, self._local_effects, self.step.host_bytes
+            )
         return self._effects[size]
 
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Patch, Program
-from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, ResourceRow
+from sacplan._solve.problem import DEVICE_MEMORY, HOST_MEMORY, Choice, OnceCost, Picks, Problem, ResourceRow
 from sacplan._technique.regions import Option, Region
 from sacplan._techniques import TECHNIQUES
 
@@ -66,7 +66,7 @@ class _Events:
 
     Attributes:
         events: Position, code and argument of each event.
-        made: Storages that ops of the region write.
+        made: Storages that ops of the region write, or whose lives are its options' from the beginning.
         at: Position in the program to index in ``events``.
         about: Storage to the indices of its events.
     """
@@ -76,6 +76,7 @@ class _Events:
     def __init__(self, program: Program, region: Region, events: Sequence[tuple[int, int, int]]) -> None:
         self.events = events
         self.made = {s for group in region.members for op in group for s in program.ops[op].writes}
+        self.made.update(s for option in region.options for s in option.reach.storages)
         self.at = {position: k for k, (position, _, _) in enumerate(events)}
         self.about: dict[int, list[int]] = defaultdict(list)
         storage_of = program.storage_of
@@ -111,7 +112,11 @@ class RegionProblem:
 
 
 def effects_of(
-    program: Program, regions: Sequence[Region], wide_cost: float = 0.0, known: LocalEffects | None = None
+    program: Program,
+    regions: Sequence[Region],
+    wide_cost: float = 0.0,
+    known: LocalEffects | None = None,
+    host_bytes: int = 0,
 ) -> RegionProblem:
     """Return the problem that the regions pose: the effects of their options, without the dominated ones.
 
@@ -120,17 +125,20 @@ def effects_of(
         regions: The regions with their options.
         wide_cost: Cost that is paid once if any option is taken that makes a module around several regions a unit.
         known: Effects that are known already. New ones are added.
+        host_bytes: The memory of the host that all options together may take.
     """
     found = _Effects(program, regions, {} if known is None else known)
     kept, changes = found.without_dominated()
     kinds: dict[object, int] = {}
+    on_host = any(option.host_bytes for region in kept for option in region.options)
     choices = tuple(
         Choice(
             kinds.setdefault(
-                (region.kind, tuple((o.technique, o.members) for o in region.options)), len(kinds)
+                (region.kind, tuple(o.key for o in region.options)), len(kinds)
             ),
             np.array([option.cost for option in region.options]),
-            change,
+            # What is away is all on the host when the forward pass ends, so one row is enough.
+            np.column_stack([change, [o.host_bytes for o in region.options]]) if on_host else change,
             np.array([option.kept_bytes for option in region.options], dtype=np.int64),
         )
         for region, change in zip(kept, changes, strict=True)
@@ -139,12 +147,17 @@ def effects_of(
         (i, o) for i, region in enumerate(kept) for o, is_wide in enumerate(region.wide) if is_wide
     )
     ends = [*found.first_op[1:], len(program.ops)]
+    rows = [ResourceRow(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)]
+    base, limits = found.base, np.full_like(found.base, found.base.max())
+    if on_host:
+        rows.append(ResourceRow(HOST_MEMORY, 0, len(program.ops)))
+        base, limits = np.append(base, 0), np.append(limits, host_bytes)
     return RegionProblem(
         kept,
         Problem(
-            rows=tuple(ResourceRow(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)),
-            base=found.base,
-            limits=np.full_like(found.base, found.base.max()),
+            rows=tuple(rows),
+            base=base,
+            limits=limits,
             choices=choices,
             once_costs=(OnceCost(wide_cost, wide),) if wide and wide_cost else (),
         ),
@@ -270,7 +283,7 @@ class _Effects:
         self, key: tuple[object, ...], region: Region, option: Option, events: _Events
     ) -> _LocalEffect:
         number = -1 if option.decision is None else region.options.index(option)  # members say nothing of it
-        of_option = (key, option.technique, option.members, number)
+        of_option = (key, option.key, number)
         if of_option not in self.known:
             self.known[of_option] = self._local_effect(region, option, events)
         return self.known[of_option]
@@ -294,6 +307,9 @@ class _Effects:
         ops = [op for group in region.members for op in group]
         made = {s for op in ops for s in program.ops[op].writes}
         positions = {int(liveness.op_events[op]) for op in ops}
+        for option in region.options:
+            positions.update(option.reach.positions)
+            made.update(option.reach.storages)
         for s in made:
             positions.update(liveness.events_of[s])
         for scope in program.calls.get(region.unit, ()):

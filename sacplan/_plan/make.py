@@ -67,7 +67,7 @@ def made_plan(
     if discarded:
         others = [one for one in decisions if not isinstance(one, Recompute)]
         program = rewritten(program, others, profile.spec)
-    units, sequences = unit_plans(program, discarded, dict.fromkeys(one.unit for one in decisions))
+    units, sequences = unit_plans(program, discarded, dict.fromkeys(unit for one in decisions for unit in one.units))
     return Plan(
         status=status,
         gap=None if gap is None else float(gap),

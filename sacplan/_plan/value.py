@@ -80,9 +80,10 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     def __post_init__(self) -> None:
         # The struct is frozen, and a caller's dict is not.
         msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
-        others = {d.unit for d in self.decisions if not isinstance(d, Recompute)}
-        recompute = {d.unit for d in self.decisions if isinstance(d, Recompute)}
-        _check_nesting([fqn for fqn in self.units if fqn in recompute or fqn not in others])
+        # A unit of recipes or copies is around no other such. A chunk has its own place.
+        chunked = {d.unit for d in self.decisions if isinstance(d, Chunk)}
+        recorded = {unit for d in self.decisions if not isinstance(d, Chunk) for unit in d.units}
+        _check_nesting([fqn for fqn in self.units if fqn in recorded or fqn not in chunked])
         for fqn, unit in self.units.items():
             if unit.calls and max(unit.calls) >= len(self.sequences):
                 raise PlanError(f"unit {fqn!r} refers to a sequence of ops that the plan does not have.")

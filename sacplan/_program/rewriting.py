@@ -86,6 +86,31 @@ class PatchBuilder:
         self.instance_handles = Table(program.instance_handles)
         self.initial: list[int] = []
 
+    @classmethod
+    def continuing(cls, program: Recording, patch: Patch) -> PatchBuilder:
+        """Return a builder that goes on with a patch of the program: what it adds comes behind what that adds."""
+        draft = cls(program)
+        draft.events.update(patch.events)
+        draft.initial += patch.initial
+        for table, added in (
+            (draft.ops, patch.ops),
+            (draft.storage_bytes, patch.storage_bytes),
+            (draft.storage_kinds, patch.storage_kinds),
+            (draft.tensors, patch.tensors),
+            (draft.handle_storages, patch.handle_storages),
+            (draft.handle_tensors, (-1,) * len(patch.handle_storages)),
+            (draft.handle_ops, patch.handle_ops or (-1,) * len(patch.handle_storages)),
+            (draft.instance_handles, patch.instance_handles),
+        ):
+            table.new.extend(added)  # type: ignore[attr-defined]
+        draft.ops.changed.update(patch.changed_ops)
+        draft.storage_bytes.changed.update(patch.resized)
+        draft.storage_kinds.changed.update(patch.changed_kinds)
+        draft.tensors.changed.update(patch.changed_tensors)
+        for handle, (storage, tensor) in patch.changed_handles.items():
+            draft.handle_storages[handle], draft.handle_tensors[handle] = storage, tensor
+        return draft
+
     def new_storage(self, n_bytes: int, kind: StorageKind = StorageKind.TEMPORARY) -> int:
         """Add a storage, and return its index."""
         self.storage_kinds.add(kind)

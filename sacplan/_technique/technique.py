@@ -8,7 +8,7 @@ planner knows no technique by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -131,8 +131,19 @@ class Technique(ABC):
         assert option.patch is not None, f"{self.name}: an option without a patch needs its own option_patch"
         return option.patch
 
-    def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        """Turn the chosen options into the decisions of a plan."""
+    frees_otherwise: ClassVar[bool] = False
+    """Whether its options free what autograd keeps without running ops again: bounds on that then say nothing."""
+
+    def decisions(
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] = ()
+    ) -> tuple[Decision, ...]:
+        """Turn the chosen options into the decisions of a plan.
+
+        Args:
+            program: the step, with the decisions of the techniques before this one.
+            taken: the options with decisions of this technique.
+            units: modules that are units for options of any technique. One inside another belongs to the outer one.
+        """
         return tuple(option.decision for _, option in taken if option.decision is not None)
 
     @abstractmethod
