@@ -54,6 +54,7 @@ def fit(
         bool,
         o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
     ] = True,
+    grad_accum: o.GradAccum = None,
     hf: o.HfOptions,
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
@@ -85,6 +86,7 @@ def fit(
             headroom,
             batch=int(hf.batch or 1),
             seq=seq,
+            accumulation_steps=grad_accum or 1,
             longest=None if seq is None else _positions(loaded.model),
             name=target.removeprefix("hf:"),
             sizes=sizes,
@@ -139,6 +141,7 @@ def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
         given["optimizer"] = best.optimizer
     words = ["sacplan", "plan", target, *o.written(given).split(), "--device", found.device]
     words += [] if found.budget is None else ["--budget", found.budget]
+    words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
     if best.way != "plan":
         words += [word for name in found.techniques for word in ("--technique", name)]
     return " ".join([*map(shlex.quote, words), "-o", "plan.json"])

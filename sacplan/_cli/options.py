@@ -85,6 +85,8 @@ DEVICE = "What the step will run on: a name (see sacplan devices), cuda, cpu, or
 Device = Annotated[
     str | None, option(metavar="NAME", help=f"{DEVICE}{DEFAULT_DEVICE}; a saved profile has its own.")
 ]
+ACCUM = "Micro-batches whose gradients an optimizer step adds up; --batch is one of them. Default: 1"
+GradAccum = Annotated[int | None, option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}.")]
 MESH = (
     "dp=2,tp=4: ranks of each axis, the slowest links first. 8, or 8xh100: the best mesh of so many devices"
 )
@@ -122,6 +124,10 @@ class StepOptions:
             help="Forward, backward and optimizer step, or the forward pass alone, without the target's loss and "
             "optimizer. Default: train."
         ),
+    ] = None
+    grad_accum: Annotated[
+        int | None,
+        option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}; with a plan or a saved profile, its own."),
     ] = None
     world_size: Annotated[
         int | None,
@@ -205,6 +211,7 @@ class BudgetOptions:
 class CapacityOptions(BudgetOptions):
     """How to search for a batch size."""
 
+    grad_accum: GradAccum = None
     at_most: Annotated[int | None, option(min=1, metavar="N", help="Try no larger batch.")] = None
 
 

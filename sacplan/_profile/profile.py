@@ -148,6 +148,15 @@ class Profile:
         return self.baseline.peak_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that a rank takes with ``offload_policy``; 0 without.
+
+        These are the shards of parameters and gradients, in pinned memory rounded up to powers of two, and the
+        optimizer's state. They are not in ``peak_bytes``, unless the device is a CPU, whose memory is the host's.
+        """
+        return self.ranks.host_bytes(self.recorded, self.fingerprint.local_parameters)
+
+    @property
     def step_ms(self) -> float:
         """Predicted (or measured, op by op) time of the step in milliseconds."""
         return self.program.step_ms
@@ -269,6 +278,7 @@ class Profile:
             ("batch", fingerprint.batch_in_words),
             ("set up as", str(fingerprint.setup)),
             ("peak", f"{format_bytes(self.peak_bytes)}, in the {where}"),
+            *([("host", format_bytes(self.host_bytes))] if self.host_bytes else []),
             ("step", f"{self.step_ms:.2f} ms ({self.runtime}), forward {self.forward_ms:.2f} ms"),
             ("recorded", f"{len(self.program.ops)} ops ({self.mode}, {self.trace})"),
         )

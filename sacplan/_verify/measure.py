@@ -58,7 +58,8 @@ def measured_step(
 ) -> Measured:
     """Run a step and measure it. With an optimizer, one step runs before, to create the optimizer's state.
 
-    The caller restores the model's state; gradients are gone after the call. FLOPs are counted under a dispatch mode,
+    With accumulation, a micro-step runs before it, whose gradients it adds to. The caller restores the model's state;
+    gradients are gone after the call. FLOPs are counted under a dispatch mode,
     which takes memory of its own, so the peak is not measured at the same time. ``read`` are further storages that are
     alive, see ``Measured.read``. A step that replaces tensors that are held elsewhere runs again, and the second run is
     measured.
@@ -70,6 +71,7 @@ def measured_step(
     if step.optimizer is not None:
         step.run()
         _clear(step)
+    _begin(step)
     first = next(iter(step.model.parameters()), None)
 
     # Keys alone: whoever holds a storage keeps the step from freeing it, and the peak would be too high.
@@ -91,6 +93,7 @@ def measured_step(
         else:
             seen = _run_cpu(step, batch_tensors, read)
         _clear(step)
+        _begin(step)
         return seen
 
     # If the step replaced a storage which is nevertheless still there, somebody else holds it
@@ -102,6 +105,7 @@ def measured_step(
     replaced = before.keys() - alive()
     if any(before[key]() is not None for key in replaced):
         seen = measured()
+    _clear(step)
     return seen
 
 
@@ -145,6 +149,12 @@ class _Reads(Watching):
 def _clear(step: Step) -> None:
     for p in step.model.parameters():
         p.grad = None
+
+
+def _begin(step: Step) -> None:
+    """Make the gradients that are there when the step begins."""
+    if step.accumulates:
+        step.accumulate()
 
 
 def _run_cuda(
