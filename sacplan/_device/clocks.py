@@ -5,8 +5,8 @@
     clocks.compute(1.5)
     exposed_ms = clocks.wait(there)  # 0.5: computation waits for the rest
 
-Transfers over one link follow on each other in the order in which they start, and do not slow down computation. What
-computation waits is the exposed part of a transfer; that alone is time of the step, so that the time of a step is a sum.
+Transfers over one link follow on each other in the order in which they start, and do not slow down computation. The
+time that computation waits is the exposed part of a transfer; that alone is time of the step, which is then a sum.
 """
 
 from __future__ import annotations

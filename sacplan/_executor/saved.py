@@ -1,7 +1,7 @@
-"""What a unit's call saves for the backward pass, by storage: who holds it, and who wants to know when it is asked for.
+"""The storages that a unit's call saves: who holds them, and who wants to know when they are asked for.
 
-A recorder that finds marks at an op (``RecordedUnit``) tells them, and they may take away what is held: the holders then
-give back what a :class:`Stand` returns in the place of their tensor.
+A recorder that finds marks at an op (``RecordedUnit``) tells them, and they may take away what is held. The holders
+then give back what a :class:`Stand` returns in the place of their tensor.
 """
 
 from __future__ import annotations

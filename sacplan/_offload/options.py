@@ -12,8 +12,8 @@ for early enough. So a tensor is on the device no longer than the link needs, an
 does to memory adds up with that of the other regions.
 
 The price of an option is what computation has to wait where the link is slower than computation: in the region as a
-whole, or at its borders. The copies of other regions are not looked at. The clocks of the rewritten program (``timing.py``)
-say what a plan really waits.
+whole, or at its borders. The copies of other regions are not looked at. The clocks of the rewritten program
+(``timing.py``) say what a plan really waits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _STAY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """What an option to offload remembers.
+    """The moves of an option to offload.
 
     Attributes:
         moves: the storages, and when they are away.
@@ -71,7 +71,7 @@ class Away:
 
 
 class Offloads:
-    """What can be offloaded in a step.
+    """The tensors of a step that can be offloaded, and the options that they give.
 
     Args:
         step: the step to plan for, with a device.
@@ -200,13 +200,17 @@ class Offloads:
         """Whether there is an op, behind the last use of a storage, at which it may be let go of."""
         at = seen_at(self.program, unit, storage)
         return at is not None and bool(
-            self._stops and self._stops[-1] > at and self._op_events[self._stops[-1]] >= self._last_use(storage)
+            self._stops
+            and self._stops[-1] > at
+            and self._op_events[self._stops[-1]] >= self._last_use(storage)
         )
 
     def _last_use(self, storage: int) -> int:
         """Return the last event of the forward pass that reads a storage, or takes a handle on it."""
         packed = [self.liveness.packed[h] for h in self._handles.get(storage, ())]
-        return max([*packed, *(int(self._op_events[op]) for op in self.program.readers.get(storage, ()))], default=-1)
+        return max(
+            [*packed, *(int(self._op_events[op]) for op in self.program.readers.get(storage, ()))], default=-1
+        )
 
     def _sets(self, kept: Sequence[int], inside: frozenset[int]) -> Iterator[tuple[int, ...]]:
         """Yield the sets of storages that are away together."""
@@ -227,16 +231,17 @@ class Offloads:
     ) -> Option:
         program = self.program
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
-        sent = {s: seen_at(program, unit, s) for s in chosen}
+        sent = {s: op for s in chosen if (op := seen_at(program, unit, s)) is not None}
         let_go, late_out = self._let_go(chosen, copies, sent)
         fetch, late_back = self._fetch(chosen, copies, sent, gone, patch)
-        moves = tuple(
-            Move(s, op, let_go[s], -1 if fetch[s] is None else self._anchor_at[fetch[s]])
-            for s in chosen
-            if (op := sent[s]) is not None
-        )
-        anchors = tuple(None if fetch[s] is None else self._anchor_op[fetch[s]] for s in chosen)
-        ops = {op for move in moves for op in (move.sent, move.let_go)} | {op for op in anchors if op is not None}
+        moves, anchors = [], []
+        for s in chosen:
+            at = fetch[s]
+            moves.append(Move(s, sent[s], let_go[s], -1 if at is None else self._anchor_at[at]))
+            anchors.append(None if at is None else self._anchor_op[at])
+        ops = {op for move in moves for op in (move.sent, move.let_go)} | {
+            op for op in anchors if op is not None
+        }
         unit_of = tuple(sorted((op, self.unit_of[op]) for op in ops))
         again = sum(self.step.costs[op] for op in gone)
         total = sum(copies.values())
@@ -245,7 +250,9 @@ class Offloads:
         waits += max(late_back, total - backward - sum(program.ops[op].time_ms for op in gone), 0.0)
         first = min(program.ops_in(self.units[unit]))
         scope = self.units[unit]
-        positions = {int(self._op_events[op]) for op in ops} | {move.fetch for move in moves if move.fetch >= 0}
+        positions = {int(self._op_events[op]) for op in ops} | {
+            move.fetch for move in moves if move.fetch >= 0
+        }
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
         return Option(
             cost=again + self.step.added_cost(waits + _TIE * total),
@@ -254,9 +261,14 @@ class Offloads:
             technique="offload",
             also=(Recomputation.name,),
             units=tuple(dict.fromkeys((unit, *(found for _, found in unit_of)))),
-            remembered=Away(moves, anchors, unit_of, self.spec),
+            remembered=Away(tuple(moves), tuple(anchors), unit_of, self.spec),
             signature=tuple(
-                (m.sent - first, m.let_go - first, -1 if a is None else a - first, program.storage_bytes[m.storage])
+                (
+                    m.sent - first,
+                    m.let_go - first,
+                    -1 if a is None else a - first,
+                    program.storage_bytes[m.storage],
+                )
                 for m, a in zip(moves, anchors, strict=True)
             ),
             reach=Reach(tuple(sorted(positions)), chosen),
@@ -264,20 +276,22 @@ class Offloads:
         )
 
     def _let_go(
-        self, chosen: Sequence[int], copies: dict[int, float], sent: dict[int, int | None]
+        self, chosen: Sequence[int], copies: dict[int, float], sent: dict[int, int]
     ) -> tuple[dict[int, int], float]:
-        """Return by storage the op behind which it is out, and how long computation waits at the end of the forward pass."""
+        """Return by storage the op behind which it is out, and how long the end of the forward pass waits."""
         found, late, free = {}, 0.0, 0.0
         for s in sorted(chosen, key=lambda s: (sent[s], s)):
             at = sent[s]
-            assert at is not None
             free = max(free, float(self._ends[at])) + copies[s]
             last = self._last_use(s)
             # The first op of any unit that is behind the last use, and by which the copy is over.
             later = bisect_right(self._stops, at)
             stops = self._stops
             place = bisect_left(
-                stops, True, later, key=lambda op: bool(self._op_events[op] >= last and self._ends[op] >= free)
+                stops,
+                True,
+                later,
+                key=lambda op: bool(self._op_events[op] >= last and self._ends[op] >= free),
             )
             if place < len(stops):
                 found[s] = stops[place]
@@ -290,7 +304,7 @@ class Offloads:
         self,
         chosen: Sequence[int],
         copies: dict[int, float],
-        sent: dict[int, int | None],
+        sent: dict[int, int],
         gone: frozenset[int],
         patch: Patch,
     ) -> tuple[dict[int, int | None], float]:
@@ -303,12 +317,10 @@ class Offloads:
             at = bisect_right(self._anchor_at, begins, key=self._time_at) - 1
             while at >= 0 and self._anchor_at[at] >= needed[s]:
                 at -= 1
-            usable = at >= 0 and self._anchor_op[at] >= (sent[s] or 0)
+            usable = at >= 0 and self._anchor_op[at] >= sent[s]
             if not usable:  # as early as the backward pass allows
                 earlier = [
-                    i
-                    for i in range(bisect_left(self._anchor_at, needed[s]))
-                    if self._anchor_op[i] >= (sent[s] or 0)
+                    i for i in range(bisect_left(self._anchor_at, needed[s])) if self._anchor_op[i] >= sent[s]
                 ]
                 found[s] = earlier[0] if earlier else None
                 there = self._time_at(needed[s] if found[s] is None else self._anchor_at[earlier[0]])

@@ -8,7 +8,8 @@ It follows the executor (``executor/parcels.py``) rule for rule:
 - Behind the op ``sent`` memory on the host is taken, and the copy out begins.
 - Behind the op ``let_go`` computation waits for that copy. All handles on the storage let go of it: those of autograd,
   and those of recomputation, whose recipes read it. What code still holds stays on the device until code frees it.
-- Before the event ``fetch`` memory on the device is taken, and the copy back begins; at the latest when a value is needed.
+- Before the event ``fetch`` memory on the device is taken, and the copy back begins; at the latest when a value is
+  needed.
 - Whoever needs the value first waits for the copy back. Then the memory on the host is free.
 - The copy on the device lives until the last of the handles is released.
 
@@ -70,7 +71,7 @@ def moved(
     draft = PatchBuilder(program) if base is None else PatchBuilder.continuing(program, base)
     concerned = _concerned(program, base)
     for move in moves:
-        _Journey(draft, move, host_bytes).write(concerned.get(move.storage, ()))
+        _Journey(program, draft, move, host_bytes).write(concerned.get(move.storage, ()))
     return draft.patch()
 
 
@@ -118,15 +119,19 @@ def _behind(program: Program, op: int) -> int:
 class _Journey:
     """Follows the events of one storage, and writes those that take their place."""
 
-    def __init__(self, draft: PatchBuilder, move: Move, host_bytes: Callable[[int], int]) -> None:
+    def __init__(
+        self, program: Program, draft: PatchBuilder, move: Move, host_bytes: Callable[[int], int]
+    ) -> None:
+        self.program = program
         self.draft = draft
-        self.program = draft.program
         self.move = move
         self.host_bytes = host_bytes
         self.held: dict[int, None] = {}  # handles on the storage, until it is let go of
         self.gone: dict[int, None] = {}  # those that have let go of it, until they are released
         self.instances: dict[int, int] = {}  # unpacked tensors, and those on the copy that take their place
-        self.host = self.copy = self.handle = -1  # storages of the copies, and a handle on the one that is back
+        self.host = self.copy = (
+            self.handle
+        ) = -1  # storages of the copies, and a handle on the one that is back
         self.needed = False
         self.out: list[tuple[int, int]] = []
 
@@ -175,7 +180,9 @@ class _Journey:
             arg = self.instances[arg]
         elif code == _DROP and arg in self.instances:
             arg = self.instances.pop(arg)
-        elif code == _OP and self.gone and storage in (op := self.draft.ops[arg]).reads and op.recomputes >= 0:
+        elif (
+            code == _OP and self.gone and storage in (op := self.draft.ops[arg]).reads and op.recomputes >= 0
+        ):
             self._need(position)
             reads = tuple(self.copy if s == storage else s for s in op.reads)
             self.draft.ops[arg] = replace(op, reads=reads)
@@ -200,7 +207,10 @@ class _Journey:
     def _fetch(self, position: int) -> None:
         if self.copy >= 0:
             return  # it was needed before
-        n_bytes, kind = self.program.storage_bytes[self.move.storage], self.program.storage_kinds[self.move.storage]
+        n_bytes, kind = (
+            self.program.storage_bytes[self.move.storage],
+            self.program.storage_kinds[self.move.storage],
+        )
         self.copy = self.draft.new_storage(n_bytes, kind)
         self.handle = self.draft.new_handle(self.copy)
         self._run(position, TO_DEVICE, (self.host,), (self.copy,))

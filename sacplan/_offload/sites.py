@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from sacplan._offload.rewrite import Move
@@ -45,7 +45,7 @@ def place_of(program: Program, op: int, storage: int) -> int | None:
 
 
 def seen_at(program: Program, unit: str, storage: int) -> int | None:
-    """Return the first op of a unit that has a storage among its tensors when nothing writes to it in place any more."""
+    """Return the first op of a unit that has a storage among its tensors when nothing writes to it any more."""
     written = last_writes(program).get(storage, -1)
     for op in sites_of(program, unit):
         if op > written and program.ops[op].replaces < 0 and storage in tensors_of(program, op):
@@ -59,8 +59,8 @@ def last_writes(program: Program) -> dict[int, int]:
     return {s: i for i, op in enumerate(program.ops) for s in op.mutates}
 
 
-_WEIGHTS = ("aten.mm.default", "aten.addmm.default", "aten.convolution.default")
-"""Ops whose backward formulas ask for the weight last, just before they run."""
+_WEIGHTS = {"aten.mm.default": 1, "aten.addmm.default": 2, "aten.convolution.default": 1}
+"""Ops whose backward formulas ask for the weight last, just before they run: its place among the tensors of the op."""
 
 
 @derived
@@ -69,16 +69,14 @@ def weights_asked_for(program: Program, unit: str) -> Mapping[int, int]:
 
     Only a weight that the unit uses once tells for which of its uses it is asked for.
     """
-    uses: dict[int, list[int]] = defaultdict(list)
-    for op in sites_of(program, unit):
-        for s in set(tensors_of(program, op)):
-            if s >= 0 and program.storage_kinds[s] == StorageKind.PARAMETER:
-                uses[s].append(op)
+    uses: Counter[int] = Counter(s for op in sites_of(program, unit) for s in set(tensors_of(program, op)))
     first = _first_backward_ops(program)
-    liveness, found = program.liveness, {}
-    for ops in uses.values():
-        if len(ops) == 1 and program.ops[ops[0]].name in _WEIGHTS and ops[0] in first:
-            found[int(liveness.op_events[first[ops[0]]])] = ops[0]
+    found = {}
+    for op in sites_of(program, unit):
+        if program.ops[op].name in _WEIGHTS and op in first:
+            weight = tensors_of(program, op)[weight_of(program, op)]
+            if weight >= 0 and program.storage_kinds[weight] == StorageKind.PARAMETER and uses[weight] == 1:
+                found[int(program.liveness.op_events[first[op]])] = op
     return dict(sorted(found.items()))
 
 
@@ -94,8 +92,7 @@ def _first_backward_ops(program: Program) -> dict[int, int]:
 
 def weight_of(program: Program, op: int) -> int:
     """Return the place of an op's weight among its tensors."""
-    kinds = program.storage_kinds
-    return next(i for i, s in enumerate(tensors_of(program, op)) if s >= 0 and kinds[s] == StorageKind.PARAMETER)
+    return _WEIGHTS[program.ops[op].name]
 
 
 def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
@@ -108,7 +105,7 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
     for unit in {unit for one in decisions for unit in one.units}:
         if len(program.calls.get(unit, ())) > 1:
             raise PlanError(
-                f"module {unit!r} runs several times in a step, so which tensor of it is to be copied to the host is not "
+                f"module {unit!r} runs several times in a step, so which tensor of it to copy to the host is not "
                 "known. Offload in modules that run once."
             )
         by_site[unit] = {site: op for op, site in sites_of(program, unit).items()}
@@ -171,5 +168,11 @@ def decision_of(
         if site is not None:
             fetch = SeenTensor(*site, weight_of(program, anchor))
     return Offload(
-        unit=sent.unit, op=sent.op, occurrence=sent.occurrence, place=sent.place, tensor=tensor, let_go=let_go, fetch=fetch
+        unit=sent.unit,
+        op=sent.op,
+        occurrence=sent.occurrence,
+        place=sent.place,
+        tensor=tensor,
+        let_go=let_go,
+        fetch=fetch,
     )

@@ -18,7 +18,7 @@ from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._recompute.rewrite import recompute_ops
-from sacplan._technique.regions import Option, Region, outermost
+from sacplan._technique.regions import Option, Region, outermost, units_of
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Installed, Technique
 
@@ -28,6 +28,7 @@ class Offloading(Technique):
 
     name = "offload"
     decision = Offload
+    shares_units = True
     frees_otherwise = True
 
     def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
@@ -44,10 +45,10 @@ class Offloading(Technique):
         return moved(program, away.moves, away.spec.host_bytes, base)
 
     def decisions(
-        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] = ()
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
     ) -> tuple[Decision, ...]:
         """Return the tensors by call sites of the outermost units. What a chunk has taken stays."""
-        outer = outermost(program, units)
+        outer = outermost(program, units_of(taken) if units is None else units)
         calls = {scope: unit for unit in outer for scope in program.calls[unit]}
 
         def outer_unit(unit: str) -> str:
@@ -68,7 +69,9 @@ class Offloading(Technique):
         spec = device or resolve_device("cpu")
         patch = moved(program, moves_of(program, own), spec.host_bytes)
         draft = PatchBuilder.continuing(program, patch)
-        for op, ms in exposed_ms(draft.ops, draft.stream(), draft.storage_bytes.__getitem__, spec).items():
+        for op, ms in exposed_ms(
+            draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec
+        ).items():
             draft.ops[op] = replace(draft.ops[op], time_ms=ms)
         return draft.patch()
 

@@ -1,15 +1,15 @@
 """How long computation waits for the copies of a program: three clocks, of computation and of the link each way.
 
-    exposed = exposed_ms(program.ops, events, link_ms)
+    exposed = exposed_ms(program.ops.__getitem__, program.events, program.storage_bytes.__getitem__, spec)
 
 The copies of one direction follow on each other. A copy back begins when the one out has ended. Waiting is exact for
-these rules, with the predicted times of the ops and ``PLANNED_SHARE`` of the link's bandwidth: a schedule that leaves the
-link no room is late as soon as anything is slower than predicted.
+these rules, with the predicted times of the ops and ``PLANNED_SHARE`` of the link's bandwidth: a schedule that leaves
+the link no room is late as soon as anything is slower than predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 from sacplan._device.clocks import Clocks
 from sacplan._device.devices import DeviceSpec
@@ -29,7 +29,7 @@ def copy_ms(spec: DeviceSpec, n_bytes: int) -> float:
 
 
 def exposed_ms(
-    ops: Mapping[int, Op] | Sequence[Op],
+    op_of: Callable[[int], Op],
     events: Iterable[tuple[int, int]],
     bytes_of: Callable[[int], int],
     spec: DeviceSpec,
@@ -37,7 +37,7 @@ def exposed_ms(
     """Return by op that waits for a copy how long it waits.
 
     Args:
-        ops: the ops of a program.
+        op_of: gives the ops of a program by index.
         events: its events.
         bytes_of: the size of a storage on the device.
         spec: the device, with its link.
@@ -48,7 +48,7 @@ def exposed_ms(
     for code, arg in events:
         if code != _OP:
             continue
-        op = ops[arg]
+        op = op_of(arg)
         if op.name == TO_HOST:
             arrives[op.writes[0]] = clocks.send(copy_ms(spec, bytes_of(op.reads[0])), link="out")
         elif op.name == TO_DEVICE:

@@ -133,9 +133,7 @@ def effects_of(
     on_host = any(option.host_bytes for region in kept for option in region.options)
     choices = tuple(
         Choice(
-            kinds.setdefault(
-                (region.kind, tuple(o.key for o in region.options)), len(kinds)
-            ),
+            kinds.setdefault((region.kind, tuple(o.key for o in region.options)), len(kinds)),
             np.array([option.cost for option in region.options]),
             # What is away is all on the host when the forward pass ends, so one row is enough.
             np.column_stack([change, [o.host_bytes for o in region.options]]) if on_host else change,

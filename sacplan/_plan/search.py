@@ -32,7 +32,7 @@ from sacplan._program.program import Program
 from sacplan._solve.local import give_back
 from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
-from sacplan._technique.regions import Option, Region
+from sacplan._technique.regions import Option, Region, units_of
 from sacplan._technique.technique import StepSolver
 from sacplan._techniques import TECHNIQUES, rewritten
 
@@ -231,13 +231,8 @@ def decisions_of(
     The techniques go in their listed order. Each names call sites of the program that those before it have rewritten.
     """
     found: list[Decision] = []
-    # An offer brings its decision, and needs no unit of others.
-    units = dict.fromkeys(
-        unit
-        for region, option in taken
-        if option.decision is None
-        for unit in region.units[region.options.index(option)]
-    )
+    sharing = [(region, option) for region, option in taken if TECHNIQUES[option.technique].shares_units]
+    units = units_of(sharing)
     for technique in TECHNIQUES.values():
         own = [(region, option) for region, option in taken if technique.name in option.techniques]
         found += technique.decisions(rewritten(program, found, device), own, units)

@@ -92,17 +92,15 @@ class PatchBuilder:
         draft = cls(program)
         draft.events.update(patch.events)
         draft.initial += patch.initial
-        for table, added in (
-            (draft.ops, patch.ops),
-            (draft.storage_bytes, patch.storage_bytes),
-            (draft.storage_kinds, patch.storage_kinds),
-            (draft.tensors, patch.tensors),
-            (draft.handle_storages, patch.handle_storages),
-            (draft.handle_tensors, (-1,) * len(patch.handle_storages)),
-            (draft.handle_ops, patch.handle_ops or (-1,) * len(patch.handle_storages)),
-            (draft.instance_handles, patch.instance_handles),
-        ):
-            table.new.extend(added)  # type: ignore[attr-defined]
+        unknown = (-1,) * len(patch.handle_storages)
+        draft.ops.new += patch.ops
+        draft.storage_bytes.new += patch.storage_bytes
+        draft.storage_kinds.new += patch.storage_kinds
+        draft.tensors.new += patch.tensors
+        draft.handle_storages.new += patch.handle_storages
+        draft.handle_tensors.new += unknown
+        draft.handle_ops.new += patch.handle_ops or unknown
+        draft.instance_handles.new += patch.instance_handles
         draft.ops.changed.update(patch.changed_ops)
         draft.storage_bytes.changed.update(patch.resized)
         draft.storage_kinds.changed.update(patch.changed_kinds)

@@ -15,7 +15,7 @@ from sacplan._program.program import CallSite, Patch, Program
 from sacplan._ranks.unit_limits import narrowed
 from sacplan._recompute.regions import Regions
 from sacplan._recompute.rewrite import recompute, recompute_ops
-from sacplan._technique.regions import Option, Region, outermost
+from sacplan._technique.regions import Option, Region, outermost, units_of
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Installed, Technique
 
@@ -25,6 +25,7 @@ class Recomputation(Technique):
 
     name = "recompute"
     decision = Recompute
+    shares_units = True
 
     def longest_run(self, step: PlanStep) -> int:
         """Return the length of the longest run of parts that can be joined."""
@@ -40,12 +41,12 @@ class Recomputation(Technique):
         return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())))
 
     def decisions(
-        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] = ()
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
     ) -> tuple[Decision, ...]:
         """Return call sites of units that do not nest; a unit takes over those of units inside it."""
         gone = frozenset(op for region, option in taken for op in region.ops(option))
         # A unit inside a unit belongs to the outer one in the executor, so only the outermost are named.
-        outer = set(outermost(program, units))
+        outer = set(outermost(program, units_of(taken) if units is None else units))
         found: dict[str, dict[CallSite, int]] = defaultdict(dict)
         for unit in program.calls:
             if unit in outer:

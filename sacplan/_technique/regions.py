@@ -12,7 +12,7 @@ from sacplan._program.program import Patch, Program
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What an option touches beside the ops of its region and what they make.
+    """The reach of an option beyond the ops of its region and what they make.
 
     Attributes:
         positions: events of the program in whose place its patch puts others.
@@ -109,6 +109,18 @@ class Region:
             units=self.units + tuple(option.units or (self.unit,) for option in options),
             wide=self.wide + (False,) * n,
         )
+
+
+def units_of(taken: Sequence[tuple[Region, Option]]) -> tuple[str, ...]:
+    """Return the modules that have to be units for options of regions. An offer brings its decision, and needs none."""
+    return tuple(
+        dict.fromkeys(
+            unit
+            for region, option in taken
+            if option.decision is None
+            for unit in region.units[region.options.index(option)]
+        )
+    )
 
 
 def outermost(program: Program, units: Collection[str]) -> tuple[str, ...]:

@@ -131,18 +131,22 @@ class Technique(ABC):
         assert option.patch is not None, f"{self.name}: an option without a patch needs its own option_patch"
         return option.patch
 
+    shares_units: ClassVar[bool] = False
+    """Whether its units must not nest with those of other such techniques: one recorder runs in a unit for all."""
+
     frees_otherwise: ClassVar[bool] = False
     """Whether its options free what autograd keeps without running ops again: bounds on that then say nothing."""
 
     def decisions(
-        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] = ()
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
     ) -> tuple[Decision, ...]:
         """Turn the chosen options into the decisions of a plan.
 
         Args:
             program: the step, with the decisions of the techniques before this one.
             taken: the options with decisions of this technique.
-            units: modules that are units for options of any technique. One inside another belongs to the outer one.
+            units: modules that are units for options of techniques that share them; None: for those of ``taken``. One
+                inside another belongs to the outer one.
         """
         return tuple(option.decision for _, option in taken if option.decision is not None)
 

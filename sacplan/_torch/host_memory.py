@@ -1,7 +1,7 @@
 """Copies of tensors on the host: their memory, and how a recorder tells it from that of the device.
 
-A step that is recorded on a CPU, or with fake tensors, has all its tensors in one place. So who takes memory on the host
-says so, and the recorder asks.
+A step that is recorded on a CPU, or with fake tensors, has all its tensors in one place. So who takes memory on the
+host says so, and the recorder asks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_for_host() -> bool:
 
 
 def empty_on_host(like: torch.Tensor) -> torch.Tensor:
-    """Return memory on the host for a copy of a tensor: pinned if the tensor is on a GPU, so that copies can overlap."""
+    """Return memory on the host for a copy of a tensor: pinned for one on a GPU, so that copies can overlap."""
     _making.for_host = True
     try:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)

@@ -1,4 +1,4 @@
-"""What a plan does at which op of a unit: a copy out begins, computation waits for one, or a copy back is ordered."""
+"""Marks at ops of a unit: a copy out begins, computation waits for one, or a copy back is ordered."""
 
 from __future__ import annotations
 

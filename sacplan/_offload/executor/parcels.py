@@ -110,8 +110,8 @@ class Parcel:
         if copy._version != self._copy_version:
             raise OffloadError(
                 f"a tensor of shape {tuple(view[0])} that had been copied to the host was written in place by the "
-                "backward pass that asked for it, and is needed again. Write to a copy, tensor.clone(); or plan without "
-                '"offload" among the techniques.'
+                "backward pass that asked for it, and is needed again. Write to a copy, tensor.clone(); or plan with "
+                "other techniques than offload."
             )
         size, stride, offset, dtype = view
         if copy.dtype != dtype:

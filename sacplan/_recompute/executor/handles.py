@@ -115,7 +115,9 @@ class Kept:
 
     __slots__ = ("__weakref__", "base", "original", "saved", "tensor", "unit", "version", "view")
 
-    def __init__(self, tensor: torch.Tensor, plain: bool, unit: str, saved: SavedStorage | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, plain: bool, unit: str, saved: SavedStorage | None = None
+    ) -> None:
         self.saved = saved
         self.view: View | None = None
         if saved is not None:

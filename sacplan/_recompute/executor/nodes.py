@@ -122,7 +122,6 @@ class Slot:
         return torch.as_strided(base, size, stride, offset)
 
 
-
 class HeldArg:
     """An argument that is a kept tensor.
 
@@ -133,7 +132,17 @@ class HeldArg:
         saved: the storage, where it may be taken away.
     """
 
-    __slots__ = ("__weakref__", "before", "digested", "place", "requires_grad", "saved", "tensor", "version", "view")
+    __slots__ = (
+        "__weakref__",
+        "before",
+        "digested",
+        "place",
+        "requires_grad",
+        "saved",
+        "tensor",
+        "version",
+        "view",
+    )
 
     def __init__(
         self,
