@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Column, Table
@@ -13,7 +12,7 @@ from rich.table import Column, Table
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
-from sacplan._cli.exits import TargetError
+from sacplan._cli.exits import INFEASIBLE, TargetError
 from sacplan._cli.output import CommandResult, number, stage, table
 from sacplan._cli.targets import load_target, users_code
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
 
 _DEVICE = "rtx-4090"
-_OWN_FORM = ("rows", "recommended", "outside")  # fields of a verdict that JSON shows in another form
 
 
 @command(
@@ -59,9 +57,10 @@ def fit(
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
 
-    Other targets than hf: need make_batch.
+    The exit code is 3 if it does not fit as it is. Other targets than hf: need make_batch.
     """
     import sacplan
+    from sacplan._cli.answers import fit_answer
 
     spec = sources.device_of(device or _DEVICE)
     with stage("loading"):
@@ -92,26 +91,14 @@ def fit(
             sizes=sizes,
             on_verdict=lambda verdict: say(f"{verdict.sentence} Largest sizes ..."),
         )
-    line = functools.partial(_command, target, found, hf)
-    facts = {
-        "command": "fit",
-        **show.target_facts(loaded),
-        **{f.name: getattr(found, f.name) for f in fields(found) if f.name not in _OWN_FORM},
-        "outside": [one._asdict() for one in found.outside],
-        "fits": found.fits,
-        "verdict": found.sentence,
-        "rows": [row.figures() for row in found.rows],
-        "recommended": None if found.recommended is None else found.recommended.figures(),
-        "advice": list(found.advice),
-        "run": line(),
-        "code": found.code,
-    }
+    line = _command(target, found, hf)
     shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice]
-    if line():
-        shown += ["", f"$ {line()}"]
+    if line:
+        shown += ["", f"$ {line}"]
     if found.code:
         shown += ["", found.code]
-    return CommandResult(facts, shown, found.computed)
+    exit_code = 0 if found.fits else INFEASIBLE
+    return CommandResult(fit_answer(found, loaded, line), shown, found.computed, exit_code)
 
 
 def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:

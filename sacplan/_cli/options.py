@@ -153,6 +153,10 @@ BATCH = "Samples; also of a target with make_batch. Default: 1, for layouts one 
 SEQ = "Tokens in a sample. Default: 1024, or fewer if the model has fewer positions"
 DTYPE = "Of parameters and activations. Default: bfloat16, or float16 for a device that has none"
 OPTIMIZER = "adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. Default: adamw"
+FETCH = (
+    "Fetch the config.json of a name that is neither known nor in the local cache from the hub, and no other file. "
+    "Default: ask on a terminal, else do not"
+)
 ATTN = "Attention. Default: what transformers chooses"
 _PLANNED = "; with a plan, the plan's."
 
@@ -166,12 +170,13 @@ class HfOptions:
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}.")] = None
     optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}.")] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
+    fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given, by name."""
+        """Return the options that were given, by name, but for ``fetch``: it does not change what is made."""
         # None means "not given", which is why defaults are in ``HF_DEFAULTS`` and not in the fields: a
         # default must not override what a plan's file says.
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fetch"}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -184,6 +189,7 @@ class PlannedHfOptions(HfOptions):
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}{_PLANNED}")] = None
     optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}{_PLANNED}")] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}{_PLANNED}")] = None
+    fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
 
 HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")

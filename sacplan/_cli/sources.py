@@ -216,7 +216,7 @@ def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
         # The user's own options win, but a verification of another step should not pass unnoticed.
         if made.get(name, ours) != ours:
             warn(f"--{name} {ours} is used, but {plan_file} was made with --{name} {made[name]}")
-    return o.HfOptions(**{**made, **given})
+    return o.HfOptions(**{**made, **given, "fetch": asked.fetch})
 
 
 def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepOptions:

@@ -30,6 +30,7 @@ from sacplan._ranks.ranks import Ranks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
+from sacplan._record.gradient_hooks import optimizers_in_backward
 from sacplan._record.limits import explained_limits
 from sacplan._record.mixed_precision import LoweredParameters, lowered
 from sacplan._record.module_calls import other_thread
@@ -320,6 +321,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         finally:
             if handle is not None:
                 handle.remove()
+            copier.forget_hooks()
     return program, tuple(map(str, rules.applied)), setup
 
 
@@ -333,7 +335,9 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
         made = make_optimizer(optimizer, model)
     elif optimizer is not None:
         check_optimizer(optimizer, model)
-    with preserved_state(model, made, asked.batch, *held_by_function(asked.loss_fn)):
+    with preserved_state(
+        model, made, asked.batch, *held_by_function(asked.loss_fn), *optimizers_in_backward(model)
+    ):
         step = Step(model, asked.batch, asked.loss_fn, made, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
@@ -376,17 +380,18 @@ def _record_settled_step(
 
     A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
     attributes as they were. Otherwise steps are recorded until two in a row run the same ops of the forward pass,
-    at most four times. With accumulation one more is recorded: the first one makes the gradients that later ones find.
+    at most four times. With accumulation, or an optimizer that steps in the backward pass, one more is recorded: the
+    first one makes the gradients, or the state, that later ones find.
     """
     # Each round records one step. What it leaves behind (a cache that was filled) is alive from the start of the next.
     # The first exit is the usual one: nothing was left, so the next step would be the same.
     left: list[Any] = []
     program: Program | None = None
-    has_gradients = not step.accumulates  # as far as it should have them when it begins
-    for _ in range(_MOST_STEPS + step.accumulates):
+    is_usual = not step.accumulates  # it begins with what later steps begin with
+    for _ in range(_MOST_STEPS + step.accumulates + bool(step.optimizers_in_backward)):
         if handle is not None:
             handle.forget_differences()
-        before, plain = program, plain_attributes(step.model)
+        before, plain, kept = program, plain_attributes(step.model), step.state_in_backward
         recording = recorder()
         recording.storages.track_alive(left)
         if rules is not None:
@@ -399,14 +404,16 @@ def _record_settled_step(
                 0
             )  # frees tensors that only reference cycles hold; the collector is off, so all are young
             left = [ref for ref in left if ref() is not None]
-        if has_gradients and not left and plain_attributes(step.model) == plain:
+        # Optimizers that step in the backward pass have made their state: the next step finds it.
+        is_usual = is_usual and step.state_in_backward == kept
+        if is_usual and not left and plain_attributes(step.model) == plain:
             return program
         # Tensors are left at every step (a running average, say), but the ops have settled.
-        if has_gradients and before is not None and _ops_run(before) == _ops_run(program):
+        if is_usual and before is not None and _ops_run(before) == _ops_run(program):
             return program
         # As it was before the first step: gradients of this one must not be alive when the next begins, unless the next
         # is to add to them.
-        has_gradients = True
+        is_usual = True
         if not step.accumulates:
             step.model.zero_grad(set_to_none=True)
     assert program is not None
@@ -434,7 +441,10 @@ def _ops_run(program: Program) -> list[tuple[str, int]]:
 
 
 def _record(
-    step: Step, recorder: Recorder, parameters: LoweredParameters, rules: DataRules | None = None
+    step: Step,
+    recorder: Recorder,
+    parameters: LoweredParameters,
+    rules: DataRules | None = None,
 ) -> Program:
     optimizer = step.optimizer
 
@@ -449,6 +459,8 @@ def _record(
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     recorder.track_tensors(cached_tensors(step.model))
+    for stepping in step.optimizers_in_backward:
+        recorder.track_optimizer(stepping, initial=True)
     parameters.begin(recorder)
     try:
         with recorder:

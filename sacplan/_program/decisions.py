@@ -28,13 +28,6 @@ class Site(NamedTuple):
 class AnyDecision(Struct, frozen=True, forbid_unknown_fields=True, tag_field="technique"):
     """Base of decisions; the tag of each is the name of its technique."""
 
-    unit: str
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The modules whose forward it replaces."""
-        return (self.unit,)
-
 
 class SiteDecision(AnyDecision, frozen=True):
     """Base of decisions about one call site.
@@ -43,9 +36,15 @@ class SiteDecision(AnyDecision, frozen=True):
         unit, op, occurrence, place: the call site, see ``Site``.
     """
 
+    unit: str
     op: Name
     occurrence: Count
     place: str = ""
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward it replaces."""
+        return (self.unit,)
 
     @property
     def site(self) -> Site:
@@ -95,6 +94,7 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
             times at 8, 4 to 6 times at 64 (bfloat16).
     """
 
+    unit: str
     span: Literal["stretch", "module", "rest"]
     slices: Positive
     dim: Count
@@ -103,6 +103,11 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     sites: tuple[CallSite, ...] = ()
     exits: tuple[tuple[Count, Count], ...] = ()
     accumulate: Accumulate = "float32"
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward it replaces."""
+        return (self.unit,)
 
 
 class SeenTensor(NamedTuple):

@@ -15,6 +15,7 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.files import Positive
 from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.mixed_precision import MixedUnits
+from sacplan._program.optimizer_ops import steps_in_backward
 from sacplan._program.program import Program, StorageKind
 from sacplan._ranks.ddp import replicated
 from sacplan._ranks.fully_shard import on_host, sharded
@@ -162,6 +163,12 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             TraceError: unknown units, or a model that cannot be spread so.
         """
+        if self.world_size > 1 and steps_in_backward(whole):
+            raise TraceError(
+                "an optimizer steps in hooks during the backward pass, before gradients are reduced over ranks: on "
+                "several ranks that is not modelled. Remove the hooks, and give an optimizer that steps after the "
+                "backward pass: the peak is then an upper bound, since it keeps all gradients."
+            )
         if self.sharding is not None:
             return self._spread(self.sharding, whole, parameters, spec)
         if self.world_size == 1:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from sacplan._program.setup import ONLY_SCALAR, OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
+from sacplan._record.gradient_hooks import optimizers_in_backward
 from sacplan._record.user_code import tensors_in_caches
 from sacplan._torch.private import is_plain
 from sacplan.errors import TraceError
@@ -40,6 +41,21 @@ class Step:
     def accumulates(self) -> bool:
         """Whether gradients are there when a step begins, and it adds to them."""
         return self.accumulation_steps > 1 and self.mode == "train"
+
+    @property
+    def optimizers_in_backward(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that hooks of parameters step in the backward pass."""
+        return tuple(optimizers_in_backward(self.model)) if self.mode == "train" else ()
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers that step."""
+        return (*([] if self.optimizer is None else [self.optimizer]), *self.optimizers_in_backward)
+
+    @property
+    def state_in_backward(self) -> int:
+        """The number of parameters for which optimizers that step in the backward pass have state."""
+        return sum(len(optimizer.state) for optimizer in self.optimizers_in_backward)
 
     def run(
         self,
@@ -88,7 +104,8 @@ class Step:
         loss = self.loss_fn.took if isinstance(self.loss_fn, DefaultLoss) else function_name(self.loss_fn)
         loss = "" if self.loss_fn is call_model else loss
         steps = self.accumulation_steps if self.accumulates else 1
-        return Setup.of(self.model, self.optimizer, loss, autocast, accumulation_steps=steps)
+        optimizer = next(iter(self.optimizers), None)
+        return Setup.of(self.model, optimizer, loss, autocast, accumulation_steps=steps)
 
 
 def loss_or_default(loss_fn: LossFn | None, mode: Mode) -> LossFn:

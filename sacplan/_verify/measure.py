@@ -68,7 +68,7 @@ def measured_step(
     _clear(step)
     # The first step with an optimizer allocates its state, which later steps find there. The measured one is
     # a later one.
-    if step.optimizer is not None:
+    if step.optimizers:
         step.run()
         _clear(step)
     _begin(step)
@@ -240,8 +240,8 @@ def _alive(
     parameters = list(step.model.parameters())
     tensors = [*parameters, *step.model.buffers(), *cached_tensors(step.model), *batch_tensors]
     tensors.extend(p.grad for p in parameters if p.grad is not None)
-    if step.optimizer is not None:
-        for state in step.optimizer.state.values():
+    for optimizer in step.optimizers:
+        for state in optimizer.state.values():
             tensors.extend(v for v in state.values() if isinstance(v, torch.Tensor))
     kind = parameters[0].device.type if parameters else "cpu"
     # A subclass has no storage of its own worth counting; its strided inner tensors do. Keys make shared

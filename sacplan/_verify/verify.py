@@ -211,7 +211,8 @@ def _verify_real(
     mode = plan.provenance.mode
     check_accumulation(steps)
     step = Step(model, batch, loss_or_default(loss_fn, mode), optimizer, mode, steps)
-    with explained_limits(), preserved_state(model, optimizer, batch, *held_by_function(loss_fn)):
+    held = (*held_by_function(loss_fn), *step.optimizers_in_backward)
+    with explained_limits(), preserved_state(model, optimizer, batch, *held):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         # Three runs: FLOPs without the plan, the peak with it, FLOPs with it. The difference of FLOPs is the
         # recomputation. The first run also finds the tensors that the loss function holds; they must count in
@@ -236,7 +237,11 @@ def _verify_real(
         assumptions=(
             *plan.provenance.assumed,
             *filter(None, [summed_outputs(setup)]),
-            *([] if optimizer is not None or mode == "inference" else [_without_optimizer(model, spec)]),
+            *(
+                []
+                if setup.optimizer is not None or mode == "inference"
+                else [_without_optimizer(model, spec)]
+            ),
         ),
         setup_differences=plan.fingerprint.setup.differences(setup),
     )

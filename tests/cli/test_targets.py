@@ -190,7 +190,7 @@ def test_names_that_lead_nowhere(name: str, options: HfOptions, said: str) -> No
 
 def test_a_configuration_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(TargetError, match="ValueError"):
+    with pytest.raises(TargetError, match="model_type"):
         load_target(f"hf:{tmp_path}", HfOptions())
 
 
