@@ -120,8 +120,8 @@ def _positions(model: Any) -> int | None:
 def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
     """Return the command line that makes the recommended plan; ``""`` if there is none."""
     best = found.recommended
-    # Nothing fits, no plan is needed, or the command line does not have this optimizer.
-    if best is None or best.way == "as it is" or best.optimizer == "adamw-8bit":
+    # Nothing fits, or no plan is needed.
+    if best is None or best.way == "as it is":
         return ""
     given = {**hf.given(), "batch": found.batch}
     if target.startswith("hf:"):

@@ -24,9 +24,12 @@ from sacplan._cli.hf_batches import (
     make,
     reads_tokens,
 )
+from sacplan._cli.lora import adapted
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
 from sacplan._cli.output import note
 from sacplan._cli.target import Target
+from sacplan._profile.optimizer_names import NONE
+from sacplan._profile.optimizer_table import candidate_named
 from sacplan._program.setup import Setup
 
 HEADS = (
@@ -100,20 +103,23 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         note(
             "use_cache=False: a cache would be alive until the step is over. Set model.config.use_cache = False too"
         )
-    task = task_of(type(model))
+    task, whole = task_of(type(model)), sum(p.numel() for p in model.parameters())
+    loss_fn, name_of_class = None, type(model).__name__
+    if options.lora is not None or options.load_in_4bit:
+        model, loss_fn = adapted(model, task, options.lora, bool(options.load_in_4bit), dtype)
 
     def make_batch(size: int) -> dict[str, Any]:
         return make(model, found, replace(sizes, rows=size), place, dtype)
 
-    optimizers: dict[str | None, Any] = {
-        "adamw": torch.optim.AdamW,
-        "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
-        "sgd": torch.optim.SGD,
-        "none": None,
-    }
+    chosen = str(options.optimizer)
+    optimizer = None if chosen == NONE else candidate_named(chosen).make
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     facts = {
-        "model": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "model": name_of_class,
+        "parameters": whole,
+        **({} if options.lora is None else {"trained": trained, "lora": options.lora}),
+        **({"load_in_4bit": True} if options.load_in_4bit else {}),
+        **({} if loss_fn is None else {"autocast": options.dtype}),
         "task": task,
         **({} if found.has_loss else {"loss": "the sum of its outputs"}),
         "batch": options.batch,
@@ -122,7 +128,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         "attn": model.config._attn_implementation,
         "optimizer": options.optimizer,
     }
-    return Target(target, model, found.batch, None, optimizers[options.optimizer], make_batch, facts)
+    return Target(target, model, found.batch, loss_fn, optimizer, make_batch, facts)
 
 
 def _first_that_runs(

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from sacplan._profile.optimizer_names import NONE, named_optimizer
+
 Runtime = Literal["cost-model", "benchmark"]
 Run = Literal["fake", "real"]
 Dtype = Literal["bfloat16", "float16", "float32"]
-OptimizerName = Literal["adamw", "adamw-fused", "sgd", "none"]
 Attn = Literal["sdpa", "eager"]
 
 DEFAULT_DEVICE = "h100"
@@ -102,6 +103,18 @@ _ranks = functools.partial(option, rich_help_panel="Several devices")
 _hf = functools.partial(option, rich_help_panel="hf: targets")
 
 
+def optimizer_name(text: str) -> str:
+    """Return the name of an optimizer that the user means; ``none`` stays.
+
+    Raises:
+        typer.BadParameter: there is none.
+    """
+    try:
+        return NONE if text.lower() == NONE else named_optimizer(text).name
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 @dataclass(frozen=True, slots=True)
 class StepOptions:
     """How to record a step. A field is None if its option is not given."""
@@ -152,12 +165,21 @@ class StepOptions:
 BATCH = "Samples; also of a target with make_batch. Default: 1, for layouts one for each rank"
 SEQ = "Tokens in a sample. Default: 1024, or fewer if the model has fewer positions"
 DTYPE = "Of parameters and activations. Default: bfloat16, or float16 for a device that has none"
-OPTIMIZER = "adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. Default: adamw"
+OPTIMIZER = (
+    "adamw, adamw-fused (no temporaries), adamw-8bit, paged-adamw-8bit, adafactor, muon, lion, sgd, none or another; "
+    "its state and its step count. Default: adamw"
+)
 FETCH = (
     "Fetch the config.json of a name that is neither known nor in the local cache from the hub, and no other file. "
     "Default: ask on a terminal, else do not"
 )
 ATTN = "Attention. Default: what transformers chooses"
+LORA = "Write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+LORA_HELP = (
+    "Train adapters of PEFT, in float32, and freeze the model: r=16, or r=16,alpha=32,dropout=0.05,"
+    "targets=q_proj+v_proj. The step runs under autocast. Default targets: all linear layers"
+)
+IN_4BIT = "Quantize linear layers as QLoRA does: NF4 of bitsandbytes with double quantization"
 _PLANNED = "; with a plan, the plan's."
 
 
@@ -168,8 +190,10 @@ class HfOptions:
     batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}.")] = None
     seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}.")] = None
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}.")] = None
-    optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}.")] = None
+    optimizer: Annotated[str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}.")] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
+    lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}.")] = None
+    load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}.")] = None
     fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
     def given(self) -> dict[str, Any]:
@@ -187,8 +211,12 @@ class PlannedHfOptions(HfOptions):
     batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}{_PLANNED}")] = None
     seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}{_PLANNED}")] = None
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}{_PLANNED}")] = None
-    optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}{_PLANNED}")] = None
+    optimizer: Annotated[
+        str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}{_PLANNED}")
+    ] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}{_PLANNED}")] = None
+    lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}{_PLANNED}")] = None
+    load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}{_PLANNED}")] = None
     fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
 
@@ -222,10 +250,16 @@ class CapacityOptions(BudgetOptions):
 
 
 def written(options: dict[str, Any]) -> str:
-    """Write options as on the command line: ``--seq 48 --dtype float32``."""
-    return " ".join(f"--{name} {value}" for name, value in options.items())
+    """Write options as on the command line: ``--seq 48 --dtype float32``. One that is True is a name alone."""
+    return " ".join(
+        _flag(name) if value is True else f"{_flag(name)} {value}" for name, value in options.items()
+    )
 
 
 def named(options: dict[str, Any]) -> str:
     """Join the names of options for a sentence: ``--seq and --dtype``."""
-    return " and ".join(f"--{name}" for name in options)
+    return " and ".join(map(_flag, options))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -19,6 +19,7 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves
+from sacplan._profile.optimizer_table import factory_of
 from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
@@ -31,6 +32,7 @@ from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
 from sacplan._record.gradient_hooks import optimizers_in_backward
+from sacplan._record.host_state import host_bytes
 from sacplan._record.limits import explained_limits
 from sacplan._record.mixed_precision import LoweredParameters, lowered
 from sacplan._record.module_calls import other_thread
@@ -109,7 +111,8 @@ def profile(
         loss_fn: ``loss_fn(model, batch) -> scalar``. By default the output's ``.loss`` or ``["loss"]``, else its only
             scalar with a gradient, else the sum of its float tensors, with a warning. It gets a copy of the model, and
             must use that one. In inference what it returns is the output, of any kind; by default that of the model.
-        optimizer: an optimizer over the model, or a callable ``params -> optimizer``. With one, its state
+        optimizer: an optimizer over the model, a callable ``params -> optimizer``, or a name of one, as those of the
+            command line (``"paged-adamw-8bit"``). With one, its state
             and the temporaries of its step count. Without one they are missing from the peak, and
             ``Profile.assumptions`` says by how much for AdamW.
         device: what the step will run on, see ``sacplan.devices()``.
@@ -234,8 +237,8 @@ def trace_step(
         loss = loss_or_default(loss_fn, mode)
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
-            model, batch, loss, inner_optimizer(optimizer), spec, cost, mode, prepare, saved, autocast, mixed,
-            accumulation_steps,
+            model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
+            autocast, mixed, accumulation_steps,
         )  # fmt: skip
         recorded, rules, setup = run(asked)
     _check_recorded(recorded, mode)
@@ -309,7 +312,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                     step, lambda: device_recorder(spec, asked.cost, how, rules), parameters, handle, rules
                 )
                 _check_units_called(parameters, program)
-            setup = step.setup(asked.autocast)
+            setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
         except AssertionError as error:
             if REAL_TENSOR not in str(error):
                 raise  # an ``assert`` of the model's own
@@ -346,10 +349,16 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
                     step, lambda: device_recorder(spec, asked.cost, how), parameters, handle
                 )
                 _check_units_called(parameters, program)
-            return program, (), step.setup(asked.autocast)
+            return program, (), _with_host_bytes(step.setup(asked.autocast), step, spec)
         finally:
             if handle is not None:
                 handle.remove()
+
+
+def _with_host_bytes(setup: Setup, step: Step, spec: DeviceSpec) -> Setup:
+    # On a CPU the two memories are one, and all of it is in the program.
+    taken = host_bytes(step.optimizer) if spec.kind == "cuda" else 0
+    return structs.replace(setup, optimizer_host_bytes=taken)
 
 
 def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from msgspec import Struct
 
 from sacplan._program.elements import pattern_of
-from sacplan._program.files import Name, Positive, Share
+from sacplan._program.files import Count, Name, Positive, Share
 from sacplan._program.mixed_precision import MixedUnits
 from sacplan.errors import SacplanWarning
 
@@ -75,6 +75,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         mixed: the modules that computed in the type of a mixed-precision policy of ``fully_shard``; None if none did.
         accumulation_steps: micro-batches whose gradients one optimizer step adds up. With more than one, gradients are
             alive before the recorded step begins.
+        optimizer_host_bytes: of the host's memory that the optimizer takes; they are in no peak of the device.
     """
 
     use_cache: bool | None = None
@@ -89,6 +90,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     scripted: tuple[Name, ...] = ()
     mixed: MixedUnits | None = None
     accumulation_steps: Positive = 1
+    optimizer_host_bytes: Count = 0
 
     @classmethod
     def of(
@@ -240,7 +242,8 @@ def optimizer_name(optimizer: Any) -> str:
             if value or (name == "foreach" and value is not None):
                 options[name] = value
     shown = ", ".join(f"{name}={value}" for name, value in options.items())
-    return type(optimizer).__name__ + (f"({shown})" if shown else "")
+    # A class of ours with the sizes of another says for which it stands.
+    return getattr(optimizer, "stands_for", type(optimizer).__name__) + (f"({shown})" if shown else "")
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -39,9 +39,8 @@ from sacplan._plan.in_room import ROUNDS, InRoom, lowered, plan_in_room
 from sacplan._plan.limits import Limit, limit_of_device, looking_for_plans
 from sacplan._plan.planner import Planner
 from sacplan._plan.search import Candidate
+from sacplan._profile.optimizer_table import BY_NAME, OptimizerCandidate, candidate_named
 from sacplan._profile.optimizers import (
-    BY_NAME,
-    OptimizerCandidate,
     OptimizerStep,
     program_with_optimizer,
     recorded_step,
@@ -96,7 +95,7 @@ def fit(
             ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each.
         device: The target device, see ``sacplan.devices()``.
         loss_fn: As for ``profile``.
-        optimizer: A name (``"adamw"``, ``"adamw-fused"``, ``"adamw-8bit"``, ``"sgd"``), a function
+        optimizer: A name as on the command line (``"adamw"``, ``"paged-adamw-8bit"``, ``"muon"``), a function
             ``params -> optimizer``, or None.
         budget, headroom: Limit for the peak of the step, as for ``max_batch``. Without either, the step has to fit the
             device, as for ``plan``.
@@ -126,10 +125,11 @@ def fit(
     for what, value in (("batch", batch), ("seq", seq)):
         if value is not None and (isinstance(value, bool) or value < 1):
             raise PlanError(f"{what}={value!r} must be 1 or more.")
-    if isinstance(optimizer, str) and optimizer not in BY_NAME:
-        raise PlanError(
-            f"unknown optimizer {optimizer!r}; known are {', '.join(map(repr, BY_NAME))}, or a callable."
-        )
+    if isinstance(optimizer, str):
+        try:
+            optimizer = candidate_named(optimizer).name
+        except ValueError as error:
+            raise PlanError(f"{error} Or give a callable `params -> optimizer`.") from error
     spec = resolve_device(device)
     sweep = _Sweep(
         model,

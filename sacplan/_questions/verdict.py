@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sacplan._device.outside_allocator import Outside
 from sacplan._plan.limits import EXPANDABLE_SEGMENTS
-from sacplan._profile.optimizers import BY_NAME
+from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes
 from sacplan._questions.sweep import Row, frame
 

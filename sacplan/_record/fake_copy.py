@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sacplan._record.fake_data import DataRules
 from sacplan._record.gradient_hooks import copy_gradient_hooks, optimizers_in_backward
+from sacplan._record.host_state import explain_offload, for_fake_steps, stand_in_factory
 from sacplan._record.state import reachable
 from sacplan._record.step import check_optimizer, make_optimizer
 from sacplan._torch.fake_tensors import active_fake_mode, fake_empty_strided, meta_storage
@@ -196,8 +197,14 @@ class FakeCopier:
                     f"{error}. Pass a callable instead: optimizer=lambda params: ..."
                 ) from error
         else:
-            made = make_optimizer(optimizer, fake_model)
-        return made
+            try:
+                made = make_optimizer(stand_in_factory(optimizer), fake_model)
+            except AssertionError as error:
+                explained = explain_offload(error)
+                if explained is None:
+                    raise
+                raise explained from error
+        return for_fake_steps(made)
 
 
 _SHARED = (types.ModuleType, type(threading.Lock()), type(threading.RLock()), threading.Thread, io.IOBase)

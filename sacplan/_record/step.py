@@ -81,7 +81,8 @@ class Step:
         # First, as most loops have it: the gradients of the step before do not overlap with this forward pass.
         if self.optimizer is not None and not self.accumulates:
             self.optimizer.zero_grad(set_to_none=True)
-        self.accumulate()
+        # A training loop holds its loss until the optimizer has stepped, and so does this one.
+        _loss = self.accumulate()
         if after_backward is not None:
             after_backward()
         if self.optimizer is not None:
@@ -90,11 +91,12 @@ class Step:
             self.optimizer.step()
         return None
 
-    def accumulate(self) -> None:
-        """Run a micro-step: forward, loss, backward. It adds to the gradients that are there."""
-        loss = self.loss_fn(self.model, self.batch)
+    def accumulate(self) -> torch.Tensor:
+        """Run a micro-step and return its loss: forward, loss, backward. It adds to the gradients that are there."""
+        loss: torch.Tensor = self.loss_fn(self.model, self.batch)
         check_loss(loss)
         loss.backward()
+        return loss
 
     def setup(self, autocast: str | None = None) -> Setup:
         """Return how the step was set up.

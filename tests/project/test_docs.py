@@ -49,6 +49,7 @@ SLOW = {
     "how.md",
     "index.md",
     "loop.md",
+    "lora.md",
     "no_gpu.md",
     "reports.md",
     "start.md",
@@ -67,6 +68,7 @@ NOT_RUN = {
     (README, "make demo", "installs packages"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
     ("huggingface.md", "arguments = transformers", "Accelerate shards on accelerators only"),
+    ("lora.md", "pip install", "installs packages"),
     ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
     ("start.md", "pip install 'sacplan", "installs packages"),
     ("start.md", "pip install -e", "installs packages"),
@@ -84,6 +86,7 @@ NEEDS = {
     "accelerate.md": ("accelerate",),
     "huggingface.md": ("transformers", "accelerate"),
     "lightning.md": ("lightning",),
+    "lora.md": ("peft", "bitsandbytes"),
     "trl.md": ("trl", "datasets"),
 }
 """What a page needs besides ``transformers``, ``matplotlib`` and the command line."""
