@@ -24,8 +24,10 @@ TECHNIQUES: dict[str, Technique] = {
 
 _KEPT = 4  # rewritten programs that a program remembers for each technique
 
-DEFAULT_TECHNIQUES = ("recompute",)
-"""The techniques of a plan for training by default: gradients stay bit-equal."""
+DEFAULT_TECHNIQUES = tuple(
+    name for name, technique in TECHNIQUES.items() if technique.keeps_bits and not technique.takes_host
+)
+"""The techniques of a plan for training by default: all that keep every bit of the gradients."""
 
 INFERENCE_TECHNIQUES = ("chunk",)
 """The techniques of a plan for inference by default: without a backward pass, there is nothing to recompute."""

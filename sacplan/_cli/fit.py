@@ -19,8 +19,6 @@ from sacplan._cli.targets import load_target, users_code
 if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
 
-_DEVICE = "rtx-4090"
-
 
 @command(
     "fit",
@@ -33,11 +31,12 @@ _DEVICE = "rtx-4090"
 def fit(
     target: o.Target,
     *,
-    device: Annotated[str | None, o.option(metavar="NAME", help=f"{o.DEVICE}{_DEVICE}.")] = None,
+    device: Annotated[str | None, o.option(metavar="NAME", help=f"{o.DEVICE}{o.DEFAULT_DEVICE}.")] = None,
     budget: Annotated[
         str | None,
         o.option(
             metavar="SIZE",
+            parser=o.size_in_gib,
             help="Peak of the step: 22GiB. Default: the step fits the device, with what torch reserves there.",
         ),
     ] = None,
@@ -62,7 +61,7 @@ def fit(
     import sacplan
     from sacplan._cli.answers import fit_answer
 
-    spec = sources.device_of(device or _DEVICE)
+    spec = sources.device_of(device)
     with stage("loading"):
         loaded = load_target(target, hf)
     if loaded.make_batch is None:

@@ -46,10 +46,15 @@ class Source:
 
 def device_of(name: str | None) -> DeviceSpec:
     """Return the device of ``--device``: a name, or a file that ``DeviceSpec.save`` wrote."""
-    from sacplan._device.devices import DeviceSpec, resolve_device
+    from sacplan._device.devices import DeviceSpec, meant_by, resolve_device
 
     name = name or o.DEFAULT_DEVICE
-    return DeviceSpec.load(_existing(name)) if is_json_file(name) else resolve_device(name)
+    if is_json_file(name):
+        return DeviceSpec.load(_existing(name))
+    found = resolve_device(name)
+    if said := meant_by(name):
+        note(f"--device {said}")
+    return found
 
 
 def _asked_ranks(step: o.StepOptions) -> Ranks | None:

@@ -27,7 +27,7 @@ import numpy as np
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._offload.rewrite import Move
-from sacplan._offload.sites import seen_at, sites_of, weights_asked_for
+from sacplan._offload.sites import place_of, seen_at, sites_of, weights_asked_for
 from sacplan._offload.timing import copy_ms
 from sacplan._program.derived import derived
 from sacplan._program.program import ROOT_SCOPE, Event, Patch, Phase, Program, StorageKind
@@ -265,6 +265,7 @@ class Offloads:
             signature=tuple(
                 (
                     m.sent - first,
+                    place_of(program, m.sent, m.storage),
                     m.let_go - first,
                     -1 if a is None else a - first,
                     program.storage_bytes[m.storage],

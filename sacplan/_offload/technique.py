@@ -28,6 +28,8 @@ class Offloading(Technique):
 
     name = "offload"
     decision = Offload
+    keeps_bits = True
+    takes_host = True
     shares_units = True
     frees_otherwise = True
 

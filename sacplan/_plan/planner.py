@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast, get_args
 
-from sacplan._plan.context import planning_context
+from sacplan._plan.context import PlanningContext, planning_context
 from sacplan._plan.limits import Limit
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
@@ -68,6 +68,7 @@ class Planner:
         host_budget_bytes: Memory of the host that the plan may take; None: what the device's row says.
         last: The solver to ask if none of the others holds the budget; None for none.
         limits_reached: Names of the solvers that have stopped at their limit of work so far.
+        begun: The search without offers if another planner of this step has made it, for the same budget.
     """
 
     profile: Profile
@@ -79,6 +80,7 @@ class Planner:
     host_budget_bytes: int | None = None
     last: Rotor | None = None
     limits_reached: dict[str, None] = field(default_factory=dict)
+    begun: PlanSearch | None = None
 
     @classmethod
     def of(
@@ -133,21 +135,22 @@ class Planner:
         Options that free memory otherwise stand beside others, of which a search may then try fewer. So there is a
         search without them, too, and no technique makes a plan dearer. ``smallest`` appends further searches.
         """
-        found = [self.search(self.pins)]
+        found = [self.begun or self.search(self.pins)]
         fewer = tuple(name for name in self.techniques if not TECHNIQUES[name].frees_otherwise)
         if fewer and fewer != self.techniques:
-            found.append(self.search(self.pins, techniques=fewer))
+            found.append(replace(self, techniques=fewer, begun=None).search(self.pins))
         offers = self._offers(None)
         if offers:
             found.append(self._with_offers(offers))
         return found
 
-    def search(
-        self, pins: Pins, offers: tuple[Offer, ...] = (), techniques: tuple[str, ...] | None = None
-    ) -> PlanSearch:
-        """Return a new search with these pins and offers; ``techniques`` are fewer than the planner's."""
-        context = planning_context(self.step(pins), techniques or self.techniques, offers)
-        return PlanSearch(context, limits_reached=self.limits_reached)
+    def search(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanSearch:
+        """Return a new search with these pins and offers."""
+        return PlanSearch(self.context(pins, offers), limits_reached=self.limits_reached)
+
+    def context(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanningContext:
+        """Return what is derived from the step with these pins and offers. Planners of one program share it."""
+        return planning_context(self.step(pins), self.techniques, offers)
 
     def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
         """Return the known offers, and those of the techniques that are compatible with them.
@@ -202,6 +205,22 @@ class Planner:
                 self._solve(search, budget_bytes)
             found = _cheapest(self.searches, budget_bytes)
         return found
+
+    def cheapest_beyond(self, other: Planner, budget_bytes: int, limit_ms: float) -> Candidate | None:
+        """Return the cheapest candidate below a cost that only this planner finds, and not one with fewer techniques.
+
+        Searches that both make are left out, and so are those whose lower bound is at the limit.
+        """
+        known = other.context(other.pins)
+        searches = [
+            search
+            for search in self.searches
+            if search.context is not known and search.context.bound_at(budget_bytes) < limit_ms
+        ]
+        for search in searches:
+            self._solve(search, budget_bytes)
+        found = _cheapest(searches, budget_bytes)
+        return None if found is None or searches[0].cost(found) > limit_ms else found
 
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         # A step that fits as it is needs no solver. Its search begins with the empty plan.

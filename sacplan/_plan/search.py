@@ -72,11 +72,13 @@ class PlanSearch:
         context: Regions, effects and bounds of the step.
         tried: All candidates measured so far, by their decisions.
         limits_reached: Names of solvers that stopped at their limit of work. Searches for one plan may share it.
+        asked: The solvers that were asked for a plan so far, each with its budget. Nobody is asked the same twice.
     """
 
     context: PlanningContext
     tried: dict[frozenset[Decision], Candidate] = field(default_factory=dict)
     limits_reached: dict[str, None] = field(default_factory=dict)
+    asked: list[tuple[Solver | StepSolver, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._measure((), "unplanned", None, "none")
@@ -88,6 +90,9 @@ class PlanSearch:
 
     def solve(self, solver: Solver | StepSolver, budget_bytes: int) -> None:
         """Look for the cheapest plan: with single regions, then with joined ones for as long as that helps."""
+        if (solver, budget_bytes) in self.asked:  # its proposals are known
+            return
+        self.asked.append((solver, budget_bytes))
         if isinstance(solver, StepSolver):  # it works on the step and knows nothing of regions
             self._add_proposals(solver, budget_bytes)
             return
@@ -152,7 +157,7 @@ class PlanSearch:
             return math.inf, math.inf
         cost = self.cost(found)
         # A bound on what has to run again says nothing where memory can be had otherwise.
-        bound = 0.0 if self.context.frees_otherwise else self.context.bound.at(budget_bytes)
+        bound = 0.0 if self.context.frees_otherwise else self.context.bound_at(budget_bytes)
         above = max(0.0, cost - bound)
         return above / cost if cost else 0.0, above / sum(self.context.step.costs)
 

@@ -15,7 +15,7 @@ from msgspec import structs
 from torch.utils._pytree import tree_leaves
 
 from sacplan._device.cost import CostModel
-from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves
@@ -85,7 +85,7 @@ def profile(
     batch: Any,
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
     *,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
-from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import Outside, outside_allocator, outside_text
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.plan import Plan
@@ -150,7 +150,7 @@ def max_batch(
     model: torch.nn.Module,
     make_batch: Callable[[int], Any],
     budget: float | str | None = None,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     **options: Unpack[SearchOptions],
 ) -> Capacity:
     """Return the largest batch size for which a plan holds the budget, with that plan.
@@ -210,7 +210,7 @@ def throughput(
     model: torch.nn.Module,
     make_batch: Callable[[int], Any],
     budget: float | str | None = None,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     **options: Unpack[SearchOptions],
 ) -> Capacity:
     """Return the batch size with the most samples per second under the budget, with the plan for it.

@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 
 from sacplan._device.device_memory import reserved_bytes
-from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import outside_allocator
 from sacplan._plan.in_room import ROUNDS, InRoom, lowered, plan_in_room
 from sacplan._plan.limits import Limit, limit_of_device, looking_for_plans
@@ -69,7 +69,7 @@ _TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 def fit(
     model: torch.nn.Module,
     make_batch: Callable[..., Any],
-    device: str | DeviceSpec | torch.device = "rtx-4090",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     loss_fn: LossFn | None = None,
     optimizer: Any = "adamw",
     budget: float | str | None = None,
@@ -169,7 +169,9 @@ class _Sweep:
     accumulation_steps: int
     longest: int | None
     notes: list[str] = field(default_factory=list)
-    _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # by way and budget
+    _planners: dict[tuple[Way, int], Planner] = field(default_factory=dict)  # by way and budget
+    _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # likewise
+    _smallest: dict[Way, Candidate] = field(default_factory=dict)
     _decided: dict[tuple[str, Way], frozenset[Decision]] = field(default_factory=dict)  # by optimizer and way
     _reserved: dict[tuple[str, int, int | None, frozenset[Decision]], int] = field(default_factory=dict)
     _expandables: dict[tuple[str, frozenset[Decision]], int] = field(default_factory=dict)
@@ -246,17 +248,22 @@ class _Sweep:
     # --- ways
 
     @cached_property
-    def smallest(self) -> dict[Way, Candidate]:
-        """By way, the candidate with the smallest peak at the asked size. Its decisions are used at other sizes too."""
-        found = {way: self._smallest(way) for way in _WAYS}
-        found = {"as it is": Planner.of(self.base).search(NO_PINS).smallest, **found}
-        if not found["chunked loss"].decisions:  # the loss cannot run in slices, or slices save nothing
-            del found["chunked loss"], found["plan + chunked loss"]
-        return found
+    def ways(self) -> list[Way]:
+        """The ways that are tried; ``found`` adds one that takes long."""
+        # Where slices save nothing, or the loss cannot run in slices, ways with a chunked loss are none.
+        chunked = bool(self.smallest("chunked loss").decisions)
+        return ["as it is", *(way for way in _WAYS if chunked or "chunk" not in TECHNIQUES[way])]
 
-    def _smallest(self, way: Way) -> Candidate:
-        # The quick solver: a peak that is a little smaller changes no row that fits.
-        return Planner.of(self.base, "greedy", techniques=TECHNIQUES[way]).smallest(0, quick=way in _WAYS)
+    def smallest(self, way: Way) -> Candidate:
+        """Return the candidate with the smallest peak at the asked size. Other sizes use its decisions, too."""
+        if way not in self._smallest:
+            if TECHNIQUES[way]:
+                # The quick solver: a peak that is a little smaller changes no row that fits.
+                planner = Planner.of(self.base, "greedy", techniques=TECHNIQUES[way])
+                self._smallest[way] = planner.smallest(0, quick=way in _WAYS)
+            else:
+                self._smallest[way] = Planner.of(self.base).search(NO_PINS).smallest
+        return self._smallest[way]
 
     def row(self, name: str, way: Way) -> FitRow:
         """Return the row of one way with one optimizer, at the asked size."""
@@ -267,7 +274,7 @@ class _Sweep:
         # The smallest peak is found without regard to time, so its time would mislead.
         is_timed = found.fits or not TECHNIQUES[way]
         self._decided[name, way] = frozenset(best.decisions)
-        same = next(w for w in self.smallest if self._decided.get((name, w)) == self._decided[name, way])
+        same = next(w for w in self.ways if self._decided.get((name, w)) == self._decided[name, way])
         reserved = found.reserved_bytes
         needs = reserved if self.counts_segments and reserved is not None else peak
         return FitRow(
@@ -275,7 +282,7 @@ class _Sweep:
             way=way,
             fits=found.fits,
             peak_bytes=peak,
-            unplanned_peak_bytes=self._peak(name, self.smallest["as it is"]),
+            unplanned_peak_bytes=self._peak(name, self.smallest("as it is")),
             step_ms=steps * self.base.step_ms + recompute_ms + added_ms + self.own[name][2]
             if is_timed
             else None,
@@ -294,7 +301,7 @@ class _Sweep:
         def plan_at(budget_bytes: int) -> Candidate:
             # No plan helps if the optimizer's own step is over the budget.
             found = self._cheapest(way, budget_bytes - state) if own_peak <= budget_bytes else None
-            return found or self.smallest[way]
+            return found or self.smallest(way)
 
         def peak_of(candidate: Candidate) -> int:
             return self._peak(name, candidate)
@@ -341,6 +348,11 @@ class _Sweep:
             return None
         if (way, left) not in self._planned:
             planner = Planner.of(self.base, techniques=TECHNIQUES[way])
+            # A planner searches without offers first. Where that is what "plan" has searched, it goes on from there.
+            begun = self._planners.get(("plan", left))
+            if begun is not None and begun.searches[0].context is planner.context(NO_PINS):
+                planner = replace(planner, begun=begun.searches[0])
+            self._planners[way, left] = planner
             self._planned[way, left] = planner.cheapest(left, quick=way in _WAYS)
         return self._planned[way, left]
 
@@ -428,7 +440,7 @@ class _Sweep:
                 break
             peak, way = min((self._peak_at(steps, axis, one, n, left), one) for one in (row.way, "as it is"))
             at = (n, self.seq) if axis == "batch" else (self.batch, n)
-            reserved = self._reserved_at(steps.at(n), *at, row.optimizer, self.smallest[way])
+            reserved = self._reserved_at(steps.at(n), *at, row.optimizer, self.smallest(way))
             if reserved <= self.budget_bytes:
                 return n
             left = lowered(min(left, peak), reserved - self.budget_bytes, self.budget_bytes, tried)
@@ -468,7 +480,7 @@ class _Sweep:
         peak = self._peaks(steps, axis, way).at(n)
         margin = len(self.base.recorded.storage_bytes) * self.spec.round_up(1)
         if abs(peak - left) <= margin:
-            return steps.at(n).footprint(self.smallest[way].decisions).peak_bytes
+            return steps.at(n).footprint(self.smallest(way).decisions).peak_bytes
         return peak
 
     def _peaks(self, steps: Sized, axis: str, way: Way) -> Peaks:
@@ -477,17 +489,17 @@ class _Sweep:
         Memory is linear in the batch, and in a sequence at most quadratic, because of attention scores.
         """
         if (axis, way) not in self._known:
-            self._known[axis, way] = steps.peaks(self.smallest[way].decisions, 1 if axis == "batch" else 2)
+            self._known[axis, way] = steps.peaks(self.smallest(way).decisions, 1 if axis == "batch" else 2)
         return self._known[axis, way]
 
     # --- the answer
 
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
         """Return the verdict with all rows. ``on_verdict`` gets it earlier, without the largest sizes."""
-        rows = [self.row(each, way) for each in self.steps for way in self.smallest]
+        rows = [self.row(each, way) for each in self.steps for way in self.ways]
         # Chunks of any module take long to search for, so they are tried last, and only if they could help.
         if not any(row.fits for row in rows) and self._could_fit:
-            self.smallest["plan + chunks"] = self._smallest("plan + chunks")
+            self.ways.append("plan + chunks")
             rows += [self.row(each, "plan + chunks") for each in self.steps]
         verdict = self._verdict(name, rows)
         if on_verdict is not None:

@@ -25,6 +25,7 @@ class Recomputation(Technique):
 
     name = "recompute"
     decision = Recompute
+    keeps_bits = True
     shares_units = True
 
     def longest_run(self, step: PlanStep) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sacplan._device.devices import DeviceSpec
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Runtime, Trace, profile
@@ -128,7 +128,7 @@ def profile_trainer(
     module: pl.LightningModule,
     batches: Any = None,
     *,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
 ) -> Profile:

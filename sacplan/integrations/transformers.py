@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from sacplan._device.devices import DeviceSpec
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Runtime, Trace, profile
@@ -117,7 +117,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
 def profile_trainer(
     trainer: transformers.Trainer,
     *,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
 ) -> Profile:
