@@ -25,12 +25,14 @@ the smallest peak at the asked size, and planning anew at each size might find l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import DataLoader
 
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
@@ -49,15 +51,19 @@ from sacplan._profile.optimizers import (
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
+from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
+from sacplan._program.setup import Routing
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import Peaks, Sized, sized
 from sacplan._questions.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
+from sacplan._record.fake_values import is_balanced
+from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn, resolve_batch
-from sacplan.errors import PlanError
+from sacplan.errors import PlanError, SacplanWarning
 
 _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
 _LARGEST = 2**24  # the largest size to try
@@ -68,16 +74,17 @@ _TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 @checked(PlanError, "model", "make_batch", "optimizer", "budget")
 def fit(
     model: torch.nn.Module,
-    make_batch: Callable[..., Any],
+    make_batch: Callable[..., Any] | DataLoader[Any],
     device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     loss_fn: LossFn | None = None,
     optimizer: Any = "adamw",
     budget: float | str | None = None,
     headroom: float | str | None = None,
     *,
-    batch: int = 1,
+    batch: int | None = None,
     seq: int | None = None,
     accumulation_steps: int = 1,
+    routing: Routing = "balanced",
     longest: int | None = None,
     name: str | None = None,
     sizes: bool = True,
@@ -92,15 +99,18 @@ def fit(
     Args:
         model: As for ``sacplan.profile``. On the meta device it takes no memory here.
         make_batch: A function: ``make_batch(n)`` returns a batch of n samples. If ``seq`` is given, it is called as
-            ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each.
+            ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each. Or a ``DataLoader``, whose longest
+            samples are taken.
         device: The target device, see ``sacplan.devices()``.
         loss_fn: As for ``profile``.
         optimizer: A name as on the command line (``"adamw"``, ``"paged-adamw-8bit"``, ``"muon"``), a function
             ``params -> optimizer``, or None.
         budget, headroom: Limit for the peak of the step, as for ``max_batch``. Without either, the step has to fit the
             device, as for ``plan``.
-        batch, seq: The size of the step: samples, and tokens in each. If batches differ, of the largest.
+        batch, seq: The size of the step: samples (by default 1, or those of the loader), and tokens in each. If batches
+            differ, of the largest.
         accumulation_steps: As for ``profile``; ``batch`` is one micro-batch. Times are those of all of them.
+        routing: As for ``profile``. With balanced routing, a sentence says what the worst would need.
         longest: The longest sequence to try, for models that have a limit.
         name: Name of the model in the answer.
         sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
@@ -117,6 +127,10 @@ def fit(
         BudgetError: The budget or headroom cannot be read, or leaves nothing.
         TraceError, DeviceError: As for ``profile``.
     """
+    if is_loader(make_batch):
+        longest_of = LongestBatch(make_batch)
+        make_batch, batch = longest_of, batch or longest_of.rows
+    batch = 1 if batch is None else batch
     if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
         raise PlanError(
             f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
@@ -143,6 +157,7 @@ def fit(
         batch,
         seq,
         accumulation_steps,
+        routing,
         longest,
     )
     with looking_for_plans():
@@ -167,6 +182,7 @@ class _Sweep:
     batch: int
     seq: int | None
     accumulation_steps: int
+    routing: Routing
     longest: int | None
     notes: list[str] = field(default_factory=list)
     _planners: dict[tuple[Way, int], Planner] = field(default_factory=dict)  # by way and budget
@@ -188,7 +204,9 @@ class _Sweep:
         """Whether what the allocator reserves decides, and not the peak."""
         return self.limit.is_gpu(self.spec)
 
-    def recorded(self, batch: int, seq: int | None, optimizer: Any = None) -> Profile:
+    def recorded(
+        self, batch: int, seq: int | None, optimizer: Any = None, routing: Routing | None = None
+    ) -> Profile:
         """Record the step at a size."""
         given = (batch,) if seq is None else (batch, seq)
 
@@ -196,8 +214,9 @@ class _Sweep:
             return resolve_batch(self.make_batch(*given))
 
         return profile(
-            self.model, made, self.loss_fn, optimizer, self.spec, accumulation_steps=self.accumulation_steps
-        )
+            self.model, made, self.loss_fn, optimizer, self.spec,
+            accumulation_steps=self.accumulation_steps, routing=routing or self.routing,
+        )  # fmt: skip
 
     @cached_property
     def base(self) -> Profile:
@@ -497,6 +516,7 @@ class _Sweep:
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
         """Return the verdict with all rows. ``on_verdict`` gets it earlier, without the largest sizes."""
         rows = [self.row(each, way) for each in self.steps for way in self.ways]
+        self._say_worst_routing()
         # Chunks of any module take long to search for, so they are tried last, and only if they could help.
         if not any(row.fits for row in rows) and self._could_fit:
             self.ways.append("plan + chunks")
@@ -505,6 +525,21 @@ class _Sweep:
         if on_verdict is not None:
             on_verdict(verdict)
         return self._verdict(name, list(map(self.with_sizes, rows))) if sizes else verdict
+
+    def _say_worst_routing(self) -> None:
+        """Note what the step as it is would need if a router sent all tokens to the same experts."""
+        if not any(is_balanced(rule) for rule in self.base.rules):
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed
+            worst = self.recorded(self.batch, self.seq, routing="worst")
+        state, own_peak, _ = next(iter(self.own.values()))
+        peak, balanced = (max(one.peak_bytes + state, own_peak) for one in (worst, self.base))
+        more = f"{format_bytes(peak - balanced)} more" if peak > balanced else "no more"
+        self.notes.append(
+            "Routing is taken to be balanced. If all tokens go to the same experts, the step as it is needs "
+            f'{format_bytes(peak)}, {more}: routing="worst" (--routing worst) counts that.'
+        )
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
         best = recommended(rows)
