@@ -191,10 +191,10 @@ _HEAD = """\
 <!-- Written by `python -m benchmarks.hf_targets --table` from benchmarks/results/hf_targets.json. -->
 
 `hf:` takes any configuration of `transformers`: a name, a `config.json`, or a folder
-([Hugging Face](huggingface.md#hf-targets)). This page has every model type that an auto class of the library builds,
-with the default configuration of its class, and says whether a batch was made and a training step profiled. Whether
-plans of these architectures hold in real steps is on [another page](compatibility.md). One command makes the figures
-and this page:
+([Hugging Face](huggingface.md#hf-targets)). This page goes through the model types that an auto class of the library
+builds, each with the default configuration of its class, and says whether a batch was made and a training step
+profiled. Whether plans of these architectures hold in real steps is on [another page](compatibility.md). One command
+makes the figures and this page:
 
 <!-- not run by the tests: takes half an hour -->
 ```bash

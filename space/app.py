@@ -56,7 +56,8 @@ STYLE = """
 .rows { overflow-x: auto; max-width: calc(100vw - 5.5rem); }
 .rows table { border-collapse: collapse; white-space: nowrap; width: 100%; margin: 0 !important; border: 0 !important; }
 .rows tr, .rows th, .rows td { border: 0 !important; }
-.rows th, .rows td { padding: .25rem .6rem; text-align: left; border-bottom: 1px solid #8884 !important; }
+.rows { font-size: .9rem; }
+.rows th, .rows td { padding: .25rem .4rem; text-align: left; border-bottom: 1px solid #8884 !important; }
 .rows td.number, .rows th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .rows tr.recommended { font-weight: 600; }
 """
