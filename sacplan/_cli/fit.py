@@ -61,6 +61,7 @@ def fit(
         o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
     ] = True,
     grad_accum: o.GradAccum = None,
+    routing: o.Routed = None,
     hf: o.HfOptions,
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
@@ -97,12 +98,13 @@ def fit(
             batch=int(hf.batch or 1),
             seq=seq,
             accumulation_steps=grad_accum or 1,
+            routing=routing or "balanced",
             longest=None if seq is None else _positions(loaded.model),
             name=target.removeprefix("hf:"),
             sizes=sizes,
             on_verdict=lambda verdict: say(f"{verdict.sentence} Largest sizes ..."),
         )
-    line = _command(target, found, hf)
+    line = _command(target, found, hf, [] if routing is None else ["--routing", routing])
     shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice]
     if line:
         shown += ["", f"$ {line}"]
@@ -128,7 +130,7 @@ def _positions(model: Any) -> int | None:
     return found
 
 
-def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
+def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> str:
     """Return the command line that makes the recommended plan; ``""`` if there is none."""
     best = found.recommended
     # Nothing fits, or no plan is needed.
@@ -146,7 +148,7 @@ def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
     words += best.flags
     if best.way != "plan":
         words += [word for name in found.techniques for word in ("--technique", name)]
-    return " ".join([*map(shlex.quote, words), "-o", "plan.json"])
+    return " ".join([*map(shlex.quote, [*words, *more]), "-o", "plan.json"])
 
 
 def _table(found: Verdict, sizes: bool) -> Table:

@@ -116,6 +116,8 @@ Device = Annotated[
 ]
 ACCUM = "Micro-batches whose gradients an optimizer step adds up; --batch is one of them. Default: 1"
 GradAccum = Annotated[int | None, option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}.")]
+ROUTING = "Of a mixture of experts: as many tokens to each, or all to the same ones. Default: balanced"
+Routed = Annotated[Literal["balanced", "worst"] | None, option("--routing", help=f"{ROUTING}.")]
 MESH = (
     "dp=2,tp=4: ranks of each axis, the slowest links first. 8, or 8xh100: the best mesh of so many devices"
 )
@@ -170,6 +172,7 @@ class StepOptions:
         int | None,
         option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}; with a plan or a saved profile, its own."),
     ] = None
+    routing: Routed = None
     world_size: Annotated[
         int | None,
         _ranks(

@@ -132,6 +132,7 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
             trace=step.trace or "fake",
             mode=step.mode or "train",
             accumulation_steps=step.grad_accum or 1,
+            routing=step.routing or "balanced",
             world_size=1 if ranks is None else ranks.world_size,
             fsdp_units=None if ranks is None else ranks.fsdp_units,
         )
@@ -146,6 +147,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
         "trace": step.trace,
         "mode": step.mode,
         "grad-accum": step.grad_accum,
+        "routing": step.routing,
     }
     given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
     if given:
@@ -241,7 +243,7 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
                 f"{plan_file} is for {device!r}, which is no device of the table; give the file of its DeviceSpec: "
                 "--device FILE."
             ) from error
-    steps = plan.fingerprint.setup.accumulation_steps
+    setup = plan.fingerprint.setup
     made: Any = plan.provenance  # its strings are the literals of StepOptions
     return replace(
         asked,
@@ -249,7 +251,8 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
         runtime=asked.runtime or made.runtime,
         trace=asked.trace or made.trace,
         mode=asked.mode or made.mode,
-        grad_accum=asked.grad_accum or steps,
+        grad_accum=asked.grad_accum or setup.accumulation_steps,
+        routing=asked.routing or setup.routing,
     )
 
 

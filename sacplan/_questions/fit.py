@@ -25,12 +25,14 @@ the smallest peak at the asked size, and planning anew at each size might find l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import DataLoader
 
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
@@ -49,16 +51,20 @@ from sacplan._profile.optimizers import (
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
+from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
+from sacplan._program.setup import Routing
 from sacplan._questions.largest import largest
 from sacplan._questions.on_ranks import RankRows, read_devices
 from sacplan._questions.scaled import Peaks, Sized, sized
 from sacplan._questions.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
+from sacplan._record.fake_values import is_balanced
+from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn, resolve_batch
-from sacplan.errors import PlanError
+from sacplan.errors import PlanError, SacplanWarning
 
 _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
 _LARGEST = 2**24  # the largest size to try
@@ -69,7 +75,7 @@ _TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 @checked(PlanError, "model", "make_batch", "optimizer", "budget")
 def fit(
     model: torch.nn.Module,
-    make_batch: Callable[..., Any],
+    make_batch: Callable[..., Any] | DataLoader[Any],
     device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     loss_fn: LossFn | None = None,
     optimizer: Any = "adamw",
@@ -77,9 +83,10 @@ def fit(
     headroom: float | str | None = None,
     *,
     devices: int | str = 1,
-    batch: int = 1,
+    batch: int | None = None,
     seq: int | None = None,
     accumulation_steps: int = 1,
+    routing: Routing = "balanced",
     longest: int | None = None,
     name: str | None = None,
     sizes: bool = True,
@@ -94,7 +101,8 @@ def fit(
     Args:
         model: As for ``sacplan.profile``. On the meta device it takes no memory here.
         make_batch: A function: ``make_batch(n)`` returns a batch of n samples. If ``seq`` is given, it is called as
-            ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each.
+            ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each. Or a ``DataLoader``, whose longest
+            samples are taken.
         device: The target device, see ``sacplan.devices()``. ``"8xh100"`` means eight of them.
         loss_fn: As for ``profile``.
         optimizer: A name as on the command line (``"adamw"``, ``"paged-adamw-8bit"``, ``"muon"``), a function
@@ -103,8 +111,10 @@ def fit(
             device, as for ``plan``.
         devices: How many devices there are. With several, rows are for DDP, FSDP2 and meshes with tensor parallelism;
             ``batch`` is that of each device, and peaks are those of a rank.
-        batch, seq: The size of the step: samples, and tokens in each. If batches differ, of the largest.
+        batch, seq: The size of the step: samples (by default 1, or those of the loader), and tokens in each. If batches
+            differ, of the largest.
         accumulation_steps: As for ``profile``; ``batch`` is one micro-batch. Times are those of all of them.
+        routing: As for ``profile``. With balanced routing, a sentence says what the worst would need.
         longest: The longest sequence to try, for models that have a limit.
         name: Name of the model in the answer.
         sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
@@ -121,6 +131,10 @@ def fit(
         BudgetError: The budget or headroom cannot be read, or leaves nothing.
         TraceError, DeviceError: As for ``profile``.
     """
+    if is_loader(make_batch):
+        longest_of = LongestBatch(make_batch)
+        make_batch, batch = longest_of, batch or longest_of.rows
+    batch = 1 if batch is None else batch
     if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
         raise PlanError(
             f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
@@ -148,6 +162,7 @@ def fit(
         batch,
         seq,
         accumulation_steps,
+        routing,
         longest,
         devices=n_devices,
     )
@@ -173,6 +188,7 @@ class _Sweep:
     batch: int
     seq: int | None
     accumulation_steps: int
+    routing: Routing
     longest: int | None
     devices: int = 1
     notes: list[str] = field(default_factory=list)
@@ -195,22 +211,17 @@ class _Sweep:
         """Whether what the allocator reserves decides, and not the peak."""
         return self.limit.is_gpu(self.spec)
 
-    def recorded(self, batch: int, seq: int | None, optimizer: Any = None, **ranks: Any) -> Profile:
-        """Record the step at a size; ``ranks`` are further arguments of ``profile``."""
+    def recorded(self, batch: int, seq: int | None, optimizer: Any = None, **options: Any) -> Profile:
+        """Record the step at a size; ``options`` are further arguments of ``profile``."""
         given = (batch,) if seq is None else (batch, seq)
 
         def made() -> Any:
             return resolve_batch(self.make_batch(*given))
 
         return profile(
-            self.model,
-            made,
-            self.loss_fn,
-            optimizer,
-            self.spec,
-            accumulation_steps=self.accumulation_steps,
-            **ranks,
-        )
+            self.model, made, self.loss_fn, optimizer, self.spec,
+            accumulation_steps=self.accumulation_steps, **{"routing": self.routing, **options},
+        )  # fmt: skip
 
     @cached_property
     def base(self) -> Profile:
@@ -512,6 +523,7 @@ class _Sweep:
         if self.devices > 1:
             return self._found_on_ranks(name, sizes, on_verdict)
         rows = [self.row(each, way) for each in self.steps for way in self.ways]
+        self._say_worst_routing()
         # Chunks of any module take long to search for, so they are tried last, and only if they could help.
         if not any(row.fits for row in rows) and self._could_fit:
             self.ways.append("plan + chunks")
@@ -551,6 +563,21 @@ class _Sweep:
         if not sizes:
             return verdict
         return self._verdict(name, [ranks.with_largest(row, self.by_batch) for row in rows])
+
+    def _say_worst_routing(self) -> None:
+        """Note what the step as it is would need if a router sent all tokens to the same experts."""
+        if not any(is_balanced(rule) for rule in self.base.rules):
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed
+            worst = self.recorded(self.batch, self.seq, routing="worst")
+        state, own_peak, _ = next(iter(self.own.values()))
+        peak, balanced = (max(one.peak_bytes + state, own_peak) for one in (worst, self.base))
+        more = f"{format_bytes(peak - balanced)} more" if peak > balanced else "no more"
+        self.notes.append(
+            "Routing is taken to be balanced. If all tokens go to the same experts, the step as it is needs "
+            f'{format_bytes(peak)}, {more}: routing="worst" (--routing worst) counts that.'
+        )
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
         best = recommended(rows)

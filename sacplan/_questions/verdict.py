@@ -275,7 +275,11 @@ def recommended(rows: Sequence[FitRow]) -> FitRow | None:
     version. Another optimizer, which changes the training, is chosen only if those do not fit.
     """
     holding = [row for row in rows if row.fits]
-    if not holding or holding[0] is rows[0]:
-        return holding[0] if holding else None
+    if not holding:
+        return None
+    # On several devices, the first of those that fit without a plan: later ones change more (precision, who runs it).
+    plain = [row for row in holding if row.way == "as it is" and row.optimizer == rows[0].optimizer]
+    if plain:
+        return plain[0]
     same = [row for row in holding if row.optimizer in (rows[0].optimizer, "adamw-fused")]
     return min(same or holding, key=lambda row: row.step_ms or 0.0)
