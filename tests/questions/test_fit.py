@@ -341,7 +341,19 @@ def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
     model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")
     made, budget = lambda n: tokens(n, 64, 1024), 2**30
     search = _Sweep(
-        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), False, False, 8, None, 1, "balanced", None
+        model,
+        made,
+        cross_entropy,
+        "adamw",
+        spec,
+        Limit.exactly(budget),
+        False,
+        False,
+        8,
+        None,
+        1,
+        "balanced",
+        None,
     )
     for name, (state, own, ms) in search.own.items():
         whole = search.recorded(8, None, BY_NAME[name].make)
