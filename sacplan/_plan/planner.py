@@ -28,6 +28,7 @@ from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, PlanSearch
 from sacplan._plan.value import Status
 from sacplan._profile.profile import Profile
+from sacplan._program.budget import parse_budget
 from sacplan._program.decisions import Accumulate
 from sacplan._program.liveness import Footprint
 from sacplan._program.pins import Pins, resolve_pins
@@ -64,6 +65,7 @@ class Planner:
         pins: Ops and modules that no plan touches.
         techniques: Names of the techniques that plans may use.
         accumulate: See ``plan``.
+        host_budget_bytes: Memory of the host that the plan may take; None: what the device's row says.
         last: The solver to ask if none of the others holds the budget; None for none.
         limits_reached: Names of the solvers that have stopped at their limit of work so far.
         begun: The search without offers if another planner of this step has made it, for the same budget.
@@ -75,6 +77,7 @@ class Planner:
     pins: Pins
     techniques: tuple[str, ...]
     accumulate: Accumulate
+    host_budget_bytes: int | None = None
     last: Rotor | None = None
     limits_reached: dict[str, None] = field(default_factory=dict)
     begun: PlanSearch | None = None
@@ -89,6 +92,7 @@ class Planner:
         never: Sequence[str] = (),
         techniques: Sequence[str] | None = None,
         accumulate: Accumulate = "float32",
+        host_budget: float | str | None = None,
     ) -> Planner:
         """Check the arguments, which are those of ``plan``, as are the errors."""
         solvers = tuple(resolve_solver(solver))
@@ -100,13 +104,24 @@ class Planner:
             raise PlanError(f"accumulate is {accumulate!r}; known are {known}.")
         last = Rotor(stages=ROTOR_STAGES)
         usable = solver == "best" and set(last.techniques) <= set(names)
-        return cls(profile, solvers, objective, pins, names, accumulate, last if usable else None)
+        host_bytes = (
+            None if host_budget is None else parse_budget(host_budget, profile.spec.host_memory_bytes)
+        )
+        return cls(profile, solvers, objective, pins, names, accumulate, host_bytes, last if usable else None)
 
     def step(self, pins: Pins) -> PlanStep:
         """Return the step to plan, with these pins."""
         profile = self.profile
         gradients = profile.mode != "inference"
-        return PlanStep(profile.program, self.objective, pins, profile.spec, gradients, self.accumulate)
+        return PlanStep(
+            profile.program,
+            self.objective,
+            pins,
+            profile.spec,
+            gradients,
+            self.accumulate,
+            self.host_budget_bytes,
+        )
 
     def own_solvers(self) -> list[StepSolver]:
         """Return the solvers that the techniques bring themselves."""
@@ -117,9 +132,13 @@ class Planner:
     def searches(self) -> list[PlanSearch]:
         """A search without offers, and if there are offers that may pay at any budget, one with them.
 
-        ``smallest`` appends further ones.
+        Options that free memory otherwise stand beside others, of which a search may then try fewer. So there is a
+        search without them, too, and no technique makes a plan dearer. ``smallest`` appends further searches.
         """
         found = [self.begun or self.search(self.pins)]
+        fewer = tuple(name for name in self.techniques if not TECHNIQUES[name].frees_otherwise)
+        if fewer and fewer != self.techniques:
+            found.append(replace(self, techniques=fewer, begun=None).search(self.pins))
         offers = self._offers(None)
         if offers:
             found.append(self._with_offers(offers))
