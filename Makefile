@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "1 of 2: torch"
 	$(BIN)/python -m pip install --quiet torch --constraint constraints.txt
 	@echo "2 of 2: sacplan, and what its tests, notebooks and documentation need"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,hf,highs,plot,notebook,examples,docs,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,highs,plot,notebook,examples,docs,dev]'
 	touch $@
 
 demo: $(VENV)/.installed  ## the end-to-end example
@@ -36,7 +36,7 @@ test-torch:  ## what holds with another torch: make test-torch TORCH=2.15.0
 	test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0" >&2; exit 2; }
 	test -d $(VENV)-$(TORCH) || $(PYTHON) -m venv $(VENV)-$(TORCH)
 	$(VENV)-$(TORCH)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable '.[cli,hf,highs,plot,dev]'
+	$(VENV)-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable '.[hf,highs,plot,dev]'
 	$(VENV)-$(TORCH)/bin/python -m benchmarks.torch_versions
 
 lint: $(VENV)/.installed  ## ruff and mypy

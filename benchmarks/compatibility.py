@@ -215,6 +215,24 @@ python -m benchmarks.compatibility
 ```
 """
 
+_WORKFLOW = """\
+## Made by a scheduled workflow
+
+`.github/workflows/compatibility.yml` makes this table, the one of models by name and the one of
+[trainers](trainers.md#with-which-versions) again each week, with the newest versions of `transformers` and the trainers
+that pip takes. It changes nothing by itself: the files are artifacts of the run, and its log has the lines that differ.
+On a public runner it needs:
+
+- **Time.** This table took about an hour and the one of models by name about half an hour on two cores with two
+  processes. A public runner has four cores. The workflow allows six hours, which is what a job may take there.
+- **Memory.** Each process is limited to 16 GiB of address space. The models of this table are small, and those of the
+  other one have no weights. The runner has 16 GB for the four processes together.
+- **Disk.** The CPU build of torch and the packages of the extra `zoo` take about 3 GB. Nothing else is downloaded: no
+  weights, no data, no configuration from a hub. No secret is needed.
+- **A person.** A row that turns from *trained* to *failed* is a bug of sacplan or of the library. Commit the figures
+  only after looking at these rows; `tests/benchmarks/test_compatibility.py` keeps the page and the figures together.
+"""
+
 _COLUMNS = """\
 - **class**: the class that was trained: the first one of the architecture whose training step runs. Classes with a loss
   of their own are tried first.
@@ -246,7 +264,7 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
         ]
     if failed:
         lines += ["", "## Refused or failed", "", *markdown_head(("architecture", "class", "why"))]
-        lines += [markdown_line((f"`{o.model_type}`", o.model_class, _escaped(o.reason))) for o in failed]
+        lines += [markdown_line((f"`{o.model_type}`", o.model_class, escaped(o.reason))) for o in failed]
     if rest:
         lines += [
             "",
@@ -258,7 +276,8 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
             "",
             *markdown_head(("architecture", "why")),
         ]
-        lines += [markdown_line((f"`{o.model_type}`", _escaped(o.reason))) for o in rest]
+        lines += [markdown_line((f"`{o.model_type}`", escaped(o.reason))) for o in rest]
+    lines += ["", _WORKFLOW.rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -277,7 +296,7 @@ def _cells(o: Outcome) -> list[str]:
     ]
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return text.translate(str.maketrans({"|": "\\|", "<": "&lt;", "*": "\\*", "_": "\\_", "`": "'"}))
 
 

@@ -39,11 +39,11 @@ def run(device: str, seq: int, sizes: bool) -> Row:
     began, used = time.perf_counter(), os.times()
     done = subprocess.run(
         [sys.executable, "-m", "sacplan", "fit", *words, "--json"],
-        check=True, capture_output=True, text=True,
+        check=False, capture_output=True, text=True,
     )  # fmt: skip
     seconds, now = time.perf_counter() - began, os.times()
     processor = now.children_user + now.children_system - used.children_user - used.children_system
-    facts = json.loads(done.stdout)
+    facts = json.loads(done.stdout)  # the exit code is 3 where the step does not fit
     print(f"{seconds:6.1f} s, {processor:6.1f} s of the processor: {facts['verdict']}", flush=True)
     return {
         "device": device, "seq": seq, "sizes": sizes, "seconds": seconds, "processor_seconds": processor,

@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from dataclasses import asdict
 
 import torch
 
+from benchmarks.harness.checks import Check, run
 from benchmarks.harness.command import Parser
 from benchmarks.harness.results import RESULTS, ROOT, Row, read_results
 from benchmarks.harness.table import between_marks, markdown_line
@@ -56,47 +52,6 @@ CHECKS: dict[str, list[str]] = {
 
 SLOW = ("README", "shards on four ranks", "DTensors on four ranks", "FSDP2 and DDP")
 """Checks that consist of tests marked slow. Of the others, only the quick tests are run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The tests of one check: how many there were of each outcome, and the names of those that failed."""
-
-    name: str
-    passed: int
-    failed: tuple[str, ...]
-    skipped: int
-
-    @property
-    def cell(self) -> str:
-        """Its cell of the table."""
-        if self.failed:
-            return f"**{len(self.failed)} of {self.passed + len(self.failed)} fail**"
-        return f"{self.passed} passed" if self.passed else "refused" if self.skipped else "**not run**"
-
-
-def run(name: str) -> Check:
-    """Run one check in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [
-            sys.executable,
-            *["-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"],
-        ]
-        command += [*CHECKS[name], "-m", "not exhaustive" if name in SLOW else "not slow"]
-        done = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, check=False)
-        if not report.exists():
-            return Check(name, 0, (f"pytest ended with {done.returncode}",), 0)
-        return read(name, ElementTree.parse(report).getroot())
-
-
-def read(name: str, report: Any) -> Check:
-    """Read pytest's report of one check."""
-    cases = list(report.iter("testcase"))
-    failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
-    skipped = [c for c in cases if c.find("skipped") is not None]
-    names = tuple(f"{c.get('classname')}::{c.get('name')}" for c in failed)
-    return Check(name, len(cases) - len(failed) - len(skipped), names, len(skipped))
 
 
 def rows() -> list[Row]:
@@ -140,7 +95,10 @@ def main() -> None:
     if arguments.table:
         write_page(rows())
         return
-    checks = [run(name) for name in arguments.only or CHECKS]
+    checks = [
+        run(name, *CHECKS[name], "-m", "not exhaustive" if name in SLOW else "not slow")
+        for name in arguments.only or CHECKS
+    ]
     for check in checks:
         print(
             f"{check.name:24} {check.passed:4} passed {len(check.failed):3} failed {check.skipped:3} skipped"

@@ -70,7 +70,7 @@ _SAYS = {
     "_questions": "what fits, what helps",
     "_report": "tables, figures, a page",
     "testing": "for test suites",
-    "integrations": "trainers",
+    "integrations": "trainers, PEFT",
     "_cli": "the command line",
 }
 

@@ -13,4 +13,4 @@ import lazy_loader
 # torch takes seconds to import, and the command line's help needs none of it. So names are imported when they are
 # first asked for; where from is written in __init__.pyi.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-__version__ = "0.1.0"
+__version__ = "0.2.0"

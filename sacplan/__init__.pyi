@@ -67,6 +67,7 @@ from .errors import (
     TraceError,
     UnsupportedTorch,
 )
+from .integrations.peft import with_lora
 
 __all__ = [
     "DEFAULT_HEADROOM",
@@ -152,6 +153,7 @@ __all__ = [
     "throughput",
     "tradeoff_figure",
     "verify",
+    "with_lora",
     "write_memory_trace",
     "write_report",
     "write_snapshot",

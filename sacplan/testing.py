@@ -48,6 +48,7 @@ def assert_step_fits(
     plan: PlanOrPath | None = None,
     mode: Mode = "train",
     trace: Trace = "fake",
+    accumulation_steps: int | None = None,
 ) -> Profile:
     """Assert that the peak of one step stays within a budget.
 
@@ -67,6 +68,7 @@ def assert_step_fits(
         headroom: instead of a budget, how much of the device's memory the peak must leave free: a share of it or bytes.
         plan: run the step with this plan, as ``sacplan.apply`` would apply it. With a plan for several ranks, the peak
             is that of one rank.
+        accumulation_steps: as for ``sacplan.profile``; by default those of the plan, or 1.
 
     Returns:
         The profile of the step, without the plan.
@@ -93,7 +95,12 @@ def assert_step_fits(
     if device is None:
         raise PlanError('name the device that the step is to fit on, for example device="rtx-4090".')
     mixed = None if plan is None else plan.ranks.mixed
-    found = trace_step(model, batch, loss_fn, optimizer, device, "cost-model", trace, mode=mode, mixed=mixed)
+    if accumulation_steps is None:
+        accumulation_steps = 1 if plan is None else plan.fingerprint.setup.accumulation_steps
+    found = trace_step(
+        model, batch, loss_fn, optimizer, device, "cost-model", trace,
+        mode=mode, mixed=mixed, accumulation_steps=accumulation_steps,
+    )  # fmt: skip
     warn_of_step(found, stacklevel=3)
     if plan is not None:
         found = found.on_ranks(plan.ranks)
@@ -111,7 +118,7 @@ def assert_step_fits(
         except PlanMismatch:
             # The decisions do not fit the recording. ``apply`` would still carry out those that match its ops, so the
             # peak is not known without running a step with the plan applied.
-            seen = verify(model, batch, plan, loss_fn, optimizer)
+            seen = verify(model, batch, plan, loss_fn, optimizer, accumulation_steps=accumulation_steps)
             if seen.peak_bytes > budget_bytes:
                 raise AssertionError(_lines(_of_another_step(found, seen, budget_bytes))) from None
             return found

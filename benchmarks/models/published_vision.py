@@ -21,7 +21,7 @@ from benchmarks.models.published_step import (
     foreach_adamw,
     fused_adamw,
 )
-from sacplan._profile.optimizers import AdamW8bitSizes
+from sacplan._profile.optimizer_table import AdamW8bitSizes
 
 # --- vision -----------------------------------------------------------------------------------------------
 

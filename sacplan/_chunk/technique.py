@@ -15,6 +15,7 @@ from sacplan._chunk.search import StretchSolver
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk, Decision
 from sacplan._program.liveness import Footprint
+from sacplan._program.optimizer_ops import steps_in_backward
 from sacplan._program.places import OpSequence
 from sacplan._program.program import Patch, Phase, Program
 from sacplan._technique.offers import Offer
@@ -38,6 +39,8 @@ class Chunking(Technique):
         """Offer the loss in slices, or if a peak is known, the modules that make it."""
         if not step.gradients or step.device is None or (peak and peak.peak_phase == Phase.OPTIMIZER):
             return ()  # inference has a solver of its own; no chunk lowers a peak in the optimizer
+        if steps_in_backward(step.program):
+            return ()  # slices add up the gradients of a parameter, whose hook would run for each of them
         program, device, accumulate = step.program, step.device, step.accumulate
         if peak is not None:
             return [each.offer(step) for each in module_chunks(program, peak.peak_scope, device, accumulate)]

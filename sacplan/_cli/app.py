@@ -21,14 +21,9 @@ app = typer.Typer(
 
 def _show_version(value: bool) -> None:
     if value:
-        from importlib.metadata import PackageNotFoundError, version
+        import sacplan
 
-        try:
-            typer.echo(f"sacplan {version('sacplan')}")
-        except PackageNotFoundError:  # run from a clone that is not installed
-            import sacplan
-
-            typer.echo(f"sacplan {sacplan.__version__}")
+        typer.echo(f"sacplan {sacplan.__version__}")
         raise typer.Exit
 
 

@@ -107,6 +107,7 @@ def _search(
             headroom=asked.headroom,
             solver=asked.solver,
             **allowed,
+            accumulation_steps=asked.grad_accum or 1,
             at_most=asked.at_most,
             progress=lambda p: say(f"batch {p.batch_size} {'fits' if p.feasible else 'does not fit'}"),
         )

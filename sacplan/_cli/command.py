@@ -83,7 +83,9 @@ def command(
                 # Fields that the command omits are not given, and keep their defaults.
                 names = {f.name for f in fields(group)} & given.keys()
                 given[parameter] = group(**{n: given.pop(n) for n in names})
-            function(**given).print(as_json=as_json)
+            result = function(**given)
+            result.print(as_json=as_json)
+            raise typer.Exit(result.exit_code)
 
         run.__doc__ = function.__doc__
         run.__annotations__ = {p.name: p.annotation for p in parameters}

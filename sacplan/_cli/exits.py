@@ -21,7 +21,7 @@ MEANING = {
     0: "done",
     UNEXPECTED: "an unexpected error",
     BAD_INPUT: "bad input",
-    INFEASIBLE: "no plan fits the budget",
+    INFEASIBLE: "no plan fits the budget; of fit: the step does not fit as it is",
     VERIFICATION_FAILED: "verification failed",
     EXIT_CODE: "interrupted",
 }

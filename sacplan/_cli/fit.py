@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Column, Table
@@ -13,7 +12,7 @@ from rich.table import Column, Table
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
-from sacplan._cli.exits import TargetError
+from sacplan._cli.exits import INFEASIBLE, TargetError
 from sacplan._cli.output import CommandResult, number, stage, table
 from sacplan._cli.targets import load_target, users_code
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
 
 _DEVICE = "rtx-4090"
-_OWN_FORM = ("rows", "recommended", "outside")  # fields of a verdict that JSON shows in another form
 
 
 @command(
@@ -54,13 +52,15 @@ def fit(
         bool,
         o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
     ] = True,
+    grad_accum: o.GradAccum = None,
     hf: o.HfOptions,
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
 
-    Other targets than hf: need make_batch.
+    The exit code is 3 if it does not fit as it is. Other targets than hf: need make_batch.
     """
     import sacplan
+    from sacplan._cli.answers import fit_answer
 
     spec = sources.device_of(device or _DEVICE)
     with stage("loading"):
@@ -85,31 +85,20 @@ def fit(
             headroom,
             batch=int(hf.batch or 1),
             seq=seq,
+            accumulation_steps=grad_accum or 1,
             longest=None if seq is None else _positions(loaded.model),
             name=target.removeprefix("hf:"),
             sizes=sizes,
             on_verdict=lambda verdict: say(f"{verdict.sentence} Largest sizes ..."),
         )
-    line = functools.partial(_command, target, found, hf)
-    facts = {
-        "command": "fit",
-        **show.target_facts(loaded),
-        **{f.name: getattr(found, f.name) for f in fields(found) if f.name not in _OWN_FORM},
-        "outside": [one._asdict() for one in found.outside],
-        "fits": found.fits,
-        "verdict": found.sentence,
-        "rows": [row.figures() for row in found.rows],
-        "recommended": None if found.recommended is None else found.recommended.figures(),
-        "advice": list(found.advice),
-        "run": line(),
-        "code": found.code,
-    }
+    line = _command(target, found, hf)
     shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice]
-    if line():
-        shown += ["", f"$ {line()}"]
+    if line:
+        shown += ["", f"$ {line}"]
     if found.code:
         shown += ["", found.code]
-    return CommandResult(facts, shown, found.computed)
+    exit_code = 0 if found.fits else INFEASIBLE
+    return CommandResult(fit_answer(found, loaded, line), shown, found.computed, exit_code)
 
 
 def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:
@@ -131,14 +120,15 @@ def _positions(model: Any) -> int | None:
 def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
     """Return the command line that makes the recommended plan; ``""`` if there is none."""
     best = found.recommended
-    # Nothing fits, no plan is needed, or the command line does not have this optimizer.
-    if best is None or best.way == "as it is" or best.optimizer == "adamw-8bit":
+    # Nothing fits, or no plan is needed.
+    if best is None or best.way == "as it is":
         return ""
     given = {**hf.given(), "batch": found.batch}
     if target.startswith("hf:"):
         given["optimizer"] = best.optimizer
     words = ["sacplan", "plan", target, *o.written(given).split(), "--device", found.device]
     words += [] if found.budget is None else ["--budget", found.budget]
+    words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
     if best.way != "plan":
         words += [word for name in found.techniques for word in ("--technique", name)]
     return " ".join([*map(shlex.quote, words), "-o", "plan.json"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sacplan._cli import architectures
+from sacplan._cli import architectures, hub
 from sacplan._cli.exits import TargetError, hinted
 from sacplan._cli.hf_batches import (
     BatchDimensions,
@@ -24,9 +24,12 @@ from sacplan._cli.hf_batches import (
     make,
     reads_tokens,
 )
+from sacplan._cli.lora import adapted
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
 from sacplan._cli.output import note
 from sacplan._cli.target import Target
+from sacplan._profile.optimizer_names import NONE
+from sacplan._profile.optimizer_table import candidate_named
 from sacplan._program.setup import Setup
 
 HEADS = (
@@ -54,6 +57,8 @@ _SPELLED = {
 _OWN_FUNCTION = "Write a function that returns the model and a batch, and give it as train.py:make."
 
 
+_NO_CODE = "its model is code that comes with its weights, which is not run."
+
 _KNOWN = ("names that are known, with or without their owner:", *architectures.by_owner())
 """Hints, a line each."""
 
@@ -80,7 +85,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         needed = "hf: needs a name, a configuration file or a directory behind it: hf:gpt2, hf:config.json."
         raise hinted(TargetError(needed), *_KNOWN)
     options = replace(HF_DEFAULTS, **asked.given())
-    config = _config(name)
+    config = _config(name, asked.fetch)
     dtype = getattr(torch, str(options.dtype))
     # The text configuration of a model with several parts is an object of its own, with its own flag.
     cached = [c for c in (config, config.get_text_config()) if getattr(c, "use_cache", False)]
@@ -98,20 +103,23 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         note(
             "use_cache=False: a cache would be alive until the step is over. Set model.config.use_cache = False too"
         )
-    task = task_of(type(model))
+    task, whole = task_of(type(model)), sum(p.numel() for p in model.parameters())
+    loss_fn, name_of_class = None, type(model).__name__
+    if options.lora is not None or options.load_in_4bit:
+        model, loss_fn = adapted(model, task, options.lora, bool(options.load_in_4bit), dtype)
 
     def make_batch(size: int) -> dict[str, Any]:
         return make(model, found, replace(sizes, rows=size), place, dtype)
 
-    optimizers: dict[str | None, Any] = {
-        "adamw": torch.optim.AdamW,
-        "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
-        "sgd": torch.optim.SGD,
-        "none": None,
-    }
+    chosen = str(options.optimizer)
+    optimizer = None if chosen == NONE else candidate_named(chosen).make
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     facts = {
-        "model": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "model": name_of_class,
+        "parameters": whole,
+        **({} if options.lora is None else {"trained": trained, "lora": options.lora}),
+        **({"load_in_4bit": True} if options.load_in_4bit else {}),
+        **({} if loss_fn is None else {"autocast": options.dtype}),
         "task": task,
         **({} if found.has_loss else {"loss": "the sum of its outputs"}),
         "batch": options.batch,
@@ -120,7 +128,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         "attn": model.config._attn_implementation,
         "optimizer": options.optimizer,
     }
-    return Target(target, model, found.batch, None, optimizers[options.optimizer], make_batch, facts)
+    return Target(target, model, found.batch, loss_fn, optimizer, make_batch, facts)
 
 
 def _first_that_runs(
@@ -225,16 +233,14 @@ def task_of(model_class: type[Any]) -> str:
     return words.lower()
 
 
-def _config(name: str) -> Any:
+def _config(name: str, fetch: bool | None) -> Any:
     import transformers
 
     # The order: a file or directory of the user wins; then our table, which needs no cache; then the local
-    # cache. Nothing is ever downloaded.
+    # cache; then the hub, if the user wants that.
     path = Path(name)
     if path.exists():
-        if path.is_dir() and not (path / "config.json").is_file():
-            raise TargetError(f"{name} has no config.json.")
-        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        return _read(name, _file_in(path))
     row = architectures.find(name)
     if row is not None:
         return transformers.AutoConfig.for_model(
@@ -243,17 +249,51 @@ def _config(name: str) -> Any:
     # Clearly meant as a file: do not look for it in the cache.
     if name.lower().endswith(".json"):
         raise TargetError(f"{name}: there is no such file.")
+    found = hub.cached(name)
+    if found is None and hub.is_name(name) and hub.agreed(name, fetch):
+        found = hub.fetched(name)
+    if found is not None:
+        return _read(name, found)
+    near = architectures.near(name)
+    meant = f" Did you mean hf:{' or hf:'.join(near)}?" if near else ""
+    failed = TargetError(
+        f"no configuration {name!r} is known or in the local cache, and nothing is downloaded unasked.{meant} Any "
+        "other model is named by the file of its configuration: hf:config.json."
+    )
+    known = ("sacplan plan hf: lists the names that are known",) if near else _KNOWN
+    fetching = ("--fetch fetches this one file from the hub",) if hub.is_name(name) else ()
+    raise hinted(failed, *fetching, *known)
+
+
+def _file_in(path: Path) -> Path:
+    """Return the configuration that a file, a model's folder or its folder in the hub's cache holds."""
+    if path.is_file():
+        return path
+    if (path / "config.json").is_file():
+        return path / "config.json"
+    # models--org--name, as people copy it from ~/.cache/huggingface/hub
+    snapshots = path.glob("snapshots/*/config.json")
+    newest = max(snapshots, key=lambda one: (one.stat().st_mtime, one), default=None)
+    if newest is None:
+        raise TargetError(f"{path} has no config.json.")
+    return newest
+
+
+def _read(name: str, path: Path) -> Any:
+    """Read a configuration. No code that comes with it runs.
+
+    Raises:
+        TargetError: It is no configuration, or one of a model that this version of transformers does not have.
+    """
+    import transformers
+
     try:
-        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError) as error:
-        near = architectures.near(name)
-        meant = f" Did you mean hf:{' or hf:'.join(near)}?" if near else ""
-        failed = TargetError(
-            f"no configuration {name!r} is known or in the local cache, and nothing is downloaded.{meant} Any other "
-            "model is named by the file of its configuration: hf:config.json."
-        )
-        raise hinted(
-            failed, *(["sacplan plan hf: lists the names that are known"] if near else _KNOWN)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = _NO_CODE if "trust_remote_code" in str(error) else " ".join(str(error).split())[:200]
+        version = transformers.__version__
+        raise TargetError(
+            f"{name} cannot be read as a configuration of transformers {version}: {reason} {_OWN_FUNCTION}"
         ) from error
 
 

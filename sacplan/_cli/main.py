@@ -1,4 +1,4 @@
-"""The entry point of the command line. It reports a missing typer or rich in one line."""
+"""The entry point of the command line."""
 
 from __future__ import annotations
 
@@ -28,14 +28,8 @@ def main() -> None:
         app(prog_name="sacplan")
     except KeyboardInterrupt:
         sys.exit(interrupts.say_so())
-    except ModuleNotFoundError as error:
-        # An import that was interrupted may end in this error.
+    except ModuleNotFoundError:
+        # An import that was interrupted may end in this error. Otherwise it is a bug, or one of the user's target.
         if interrupts.seen():
             sys.exit(interrupts.say_so())
-        # Another missing module is a bug, or one of the user's target.
-        if error.name not in ("typer", "rich"):
-            raise
-        sys.stderr.write(
-            f"error: the command line needs {error.name}, which is not installed; run: pip install 'sacplan[cli]'\n"
-        )
-        sys.exit(2)
+        raise

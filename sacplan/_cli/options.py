@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from sacplan._profile.optimizer_names import NONE, named_optimizer
+
 Runtime = Literal["cost-model", "benchmark"]
 Run = Literal["fake", "real"]
 Dtype = Literal["bfloat16", "float16", "float32"]
-OptimizerName = Literal["adamw", "adamw-fused", "sgd", "none"]
 Attn = Literal["sdpa", "eager"]
 
 DEFAULT_DEVICE = "h100"
@@ -85,6 +86,8 @@ DEVICE = "What the step will run on: a name (see sacplan devices), cuda, cpu, or
 Device = Annotated[
     str | None, option(metavar="NAME", help=f"{DEVICE}{DEFAULT_DEVICE}; a saved profile has its own.")
 ]
+ACCUM = "Micro-batches whose gradients an optimizer step adds up; --batch is one of them. Default: 1"
+GradAccum = Annotated[int | None, option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}.")]
 MESH = (
     "dp=2,tp=4: ranks of each axis, the slowest links first. 8, or 8xh100: the best mesh of so many devices"
 )
@@ -98,6 +101,18 @@ Mesh = Annotated[
 ]
 _ranks = functools.partial(option, rich_help_panel="Several devices")
 _hf = functools.partial(option, rich_help_panel="hf: targets")
+
+
+def optimizer_name(text: str) -> str:
+    """Return the name of an optimizer that the user means; ``none`` stays.
+
+    Raises:
+        typer.BadParameter: there is none.
+    """
+    try:
+        return NONE if text.lower() == NONE else named_optimizer(text).name
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +138,10 @@ class StepOptions:
             "optimizer. Default: train."
         ),
     ] = None
+    grad_accum: Annotated[
+        int | None,
+        option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}; with a plan or a saved profile, its own."),
+    ] = None
     world_size: Annotated[
         int | None,
         _ranks(
@@ -146,8 +165,21 @@ class StepOptions:
 BATCH = "Samples; also of a target with make_batch. Default: 1, for layouts one for each rank"
 SEQ = "Tokens in a sample. Default: 1024, or fewer if the model has fewer positions"
 DTYPE = "Of parameters and activations. Default: bfloat16, or float16 for a device that has none"
-OPTIMIZER = "adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. Default: adamw"
+OPTIMIZER = (
+    "adamw, adamw-fused (no temporaries), adamw-8bit, paged-adamw-8bit, adafactor, muon, lion, sgd, none or another; "
+    "its state and its step count. Default: adamw"
+)
+FETCH = (
+    "Fetch the config.json of a name that is neither known nor in the local cache from the hub, and no other file. "
+    "Default: ask on a terminal, else do not"
+)
 ATTN = "Attention. Default: what transformers chooses"
+LORA = "Write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+LORA_HELP = (
+    "Train adapters of PEFT, in float32, and freeze the model: r=16, or r=16,alpha=32,dropout=0.05,"
+    "targets=q_proj+v_proj. The step runs under autocast. Default targets: all linear layers"
+)
+IN_4BIT = "Quantize linear layers as QLoRA does: NF4 of bitsandbytes with double quantization"
 _PLANNED = "; with a plan, the plan's."
 
 
@@ -158,14 +190,17 @@ class HfOptions:
     batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}.")] = None
     seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}.")] = None
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}.")] = None
-    optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}.")] = None
+    optimizer: Annotated[str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}.")] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
+    lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}.")] = None
+    load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}.")] = None
+    fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given, by name."""
+        """Return the options that were given, by name, but for ``fetch``: it does not change what is made."""
         # None means "not given", which is why defaults are in ``HF_DEFAULTS`` and not in the fields: a
         # default must not override what a plan's file says.
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fetch"}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -176,8 +211,13 @@ class PlannedHfOptions(HfOptions):
     batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}{_PLANNED}")] = None
     seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}{_PLANNED}")] = None
     dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}{_PLANNED}")] = None
-    optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}{_PLANNED}")] = None
+    optimizer: Annotated[
+        str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}{_PLANNED}")
+    ] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}{_PLANNED}")] = None
+    lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}{_PLANNED}")] = None
+    load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}{_PLANNED}")] = None
+    fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
 
 HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")
@@ -205,14 +245,21 @@ class BudgetOptions:
 class CapacityOptions(BudgetOptions):
     """How to search for a batch size."""
 
+    grad_accum: GradAccum = None
     at_most: Annotated[int | None, option(min=1, metavar="N", help="Try no larger batch.")] = None
 
 
 def written(options: dict[str, Any]) -> str:
-    """Write options as on the command line: ``--seq 48 --dtype float32``."""
-    return " ".join(f"--{name} {value}" for name, value in options.items())
+    """Write options as on the command line: ``--seq 48 --dtype float32``. One that is True is a name alone."""
+    return " ".join(
+        _flag(name) if value is True else f"{_flag(name)} {value}" for name, value in options.items()
+    )
 
 
 def named(options: dict[str, Any]) -> str:
     """Join the names of options for a sentence: ``--seq and --dtype``."""
-    return " and ".join(f"--{name}" for name in options)
+    return " and ".join(map(_flag, options))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -18,6 +18,7 @@ from msgspec import structs
 
 from sacplan._cli import options as o
 from sacplan._cli.target import Target
+from sacplan._profile.optimizer_names import NONE, named_optimizer
 
 if TYPE_CHECKING:
     from sacplan import Plan, Profile
@@ -50,7 +51,9 @@ class Origin:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the origin as JSON-ready values."""
-        return {"name": self.name, **self.options.given()}
+        # A schema of numbers and texts: a flag is 1.
+        given = self.options.given()
+        return {"name": self.name, **{k: int(v) if isinstance(v, bool) else v for k, v in given.items()}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Origin:
@@ -60,11 +63,14 @@ class Origin:
             ValueError: a value that the command line does not offer.
         """
         # The file may be edited, or of another version.
-        for name, choices in (("dtype", o.Dtype), ("optimizer", o.OptimizerName)):
-            if name in data and data[name] not in get_args(choices):
-                raise ValueError(f"{data[name]!r} is not a {name} that the command line knows")
+        if "dtype" in data and data["dtype"] not in get_args(o.Dtype):
+            raise ValueError(f"{data['dtype']!r} is not a dtype that the command line knows")
+        if data.get("optimizer", NONE) != NONE:
+            named_optimizer(str(data["optimizer"]))
         sizes = {name: int(data[name]) for name in ("batch", "seq") if name in data}
         chosen: dict[str, Any] = {f.name: data.get(f.name) for f in fields(o.HfOptions)}
+        if chosen["load_in_4bit"] is not None:
+            chosen["load_in_4bit"] = bool(chosen["load_in_4bit"])
         return cls(data["name"], o.HfOptions(**{**chosen, **sizes}))
 
 

@@ -32,11 +32,13 @@ class CommandResult:
         facts: for ``--json``.
         shown: tables and lines for people, on stdout.
         notes: remarks for people, on stderr.
+        exit_code: of the process, for a command whose answer may be no.
     """
 
     facts: dict[str, Any]
     shown: Sequence[Table | str]
     notes: Sequence[str] = ()
+    exit_code: int = 0
 
     def print(self, *, as_json: bool) -> None:
         """Print the result to stdout, as JSON or for people."""

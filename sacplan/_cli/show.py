@@ -40,9 +40,16 @@ def rounded_size(n_bytes: int) -> str:
 
 def model_row(facts: Mapping[str, Any], model_class: str) -> tuple[str, str]:
     """Return the row for the model, with the options of an ``hf:`` target."""
-    shown = {k: f"{v:,}" if k == "parameters" else str(v) for k, v in facts.items() if k != "model"}
-    chosen = f" ({', '.join(f'{k} {v}' for k, v in shown.items())})" if shown else ""
+    shown = [_fact(name, value) for name, value in facts.items() if name != "model"]
+    chosen = f" ({', '.join(shown)})" if shown else ""
     return "model", f"{facts.get('model', model_class)}{chosen}"
+
+
+def _fact(name: str, value: Any) -> str:
+    words = name.replace("_", " ")
+    if value is True:  # a flag: ``load in 4bit``
+        return words
+    return f"{words} {value:,}" if name in ("parameters", "trained") else f"{words} {value}"
 
 
 def ranks_text(ranks: Ranks, program: Program | None = None) -> str:

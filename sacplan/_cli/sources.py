@@ -126,6 +126,7 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
             runtime=step.runtime or "cost-model",
             trace=step.trace or "fake",
             mode=step.mode or "train",
+            accumulation_steps=step.grad_accum or 1,
             world_size=1 if ranks is None else ranks.world_size,
             fsdp_units=None if ranks is None else ranks.fsdp_units,
         )
@@ -135,7 +136,12 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
 def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.HfOptions) -> Source:
     import sacplan
 
-    recorded = {"runtime": step.runtime, "trace": step.trace, "mode": step.mode}
+    recorded = {
+        "runtime": step.runtime,
+        "trace": step.trace,
+        "mode": step.mode,
+        "grad-accum": step.grad_accum,
+    }
     given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
     if given:
         raise TargetError(
@@ -210,7 +216,7 @@ def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
         # The user's own options win, but a verification of another step should not pass unnoticed.
         if made.get(name, ours) != ours:
             warn(f"--{name} {ours} is used, but {plan_file} was made with --{name} {made[name]}")
-    return o.HfOptions(**{**made, **given})
+    return o.HfOptions(**{**made, **given, "fetch": asked.fetch})
 
 
 def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepOptions:
@@ -230,6 +236,7 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
                 f"{plan_file} is for {device!r}, which is no device of the table; give the file of its DeviceSpec: "
                 "--device FILE."
             ) from error
+    steps = plan.fingerprint.setup.accumulation_steps
     made: Any = plan.provenance  # its strings are the literals of StepOptions
     return replace(
         asked,
@@ -237,11 +244,12 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
         runtime=asked.runtime or made.runtime,
         trace=asked.trace or made.trace,
         mode=asked.mode or made.mode,
+        grad_accum=asked.grad_accum or steps,
     )
 
 
-def verified(target: Target, plan: Plan, run: o.Run) -> Verification:
-    """Run the step of a target with a plan applied."""
+def verified(target: Target, plan: Plan, run: o.Run, grad_accum: int | None = None) -> Verification:
+    """Run the step of a target with a plan applied; without ``grad_accum`` with as many micro-batches as planned."""
     import sacplan
 
     train = plan.provenance.mode == "train"
@@ -253,7 +261,9 @@ def verified(target: Target, plan: Plan, run: o.Run) -> Verification:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)  # the assumptions report it
-        return sacplan.verify(target.model, target.batch, plan, loss_fn, optimizer, run=run)
+        return sacplan.verify(
+            target.model, target.batch, plan, loss_fn, optimizer, run=run, accumulation_steps=grad_accum
+        )
 
 
 def check_early(

@@ -189,6 +189,9 @@ def verify(
     run: Annotated[
         o.Run, typer.Option(help="A fake step, which needs no hardware, or a real one here, measured.")
     ] = "fake",
+    grad_accum: Annotated[
+        int | None, o.option("--grad-accum", min=1, metavar="N", help=f"{o.ACCUM}; here, the plan's.")
+    ] = None,
     hf: o.PlannedHfOptions,
 ) -> CommandResult:
     """Run one step with a plan applied, and compare its peak with the plan and the budget.
@@ -206,7 +209,7 @@ def verify(
         loaded = load_target(target, options, _real_place() if run == "real" else "meta")
     facts = {"command": "verify", **show.target_facts(loaded)}
     try:
-        seen = sources.verified(loaded, plan, run)
+        seen = sources.verified(loaded, plan, run, grad_accum)
     except (PlanMismatch, RecipeError) as error:
         raise VerificationFailed(str(error), CommandResult({**facts, "verified": False}, ())) from error
     answer = CommandResult(

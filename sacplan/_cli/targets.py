@@ -58,6 +58,7 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
             return hf.build(text, options, place)
     # Any target may make batches of a size. Everything else is up to the user's function.
     given = replace(options, batch=None).given()
+    given |= {} if options.fetch is None else {"fetch": True}
     if given:
         raise TargetError(f"{named(given)}: only for hf: targets; {text!r} decides that itself.")
     # A file first: ``train.py:make`` would match as a module, too.

@@ -104,6 +104,12 @@ def _product_in_place(a: Arguments) -> int:
     return int(2 * left.numel() * right.shape[-1])
 
 
+@flops("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit")
+def _product_4bit(a: Arguments) -> int:
+    """Count 2 M N K FLOPs for [..., K] times a packed weight whose shape was [N, K]."""
+    return int(2 * a["A"].numel() * a["shapeB"][0])
+
+
 @flops("aten::_cudnn_rnn")
 def _rnn(a: Arguments) -> int:
     """Count 2 FLOPs per row of the input and weight element; input [T, N, C], [N, T, C], or packed [rows, C]."""

@@ -20,7 +20,9 @@ KIB, MIB = 2**10, 2**20
 SMALL_BYTES = (4096 * 2 + 16 * 8) * KIB  # cuBLAS's own configuration ":4096:2:16:8"
 LARGE_BYTES = 32 * MIB
 
-PRODUCTS = aten_names("mm addmm _addmm_activation bmm baddbmm addbmm mv addmv dot vdot _scaled_mm")
+PRODUCTS = aten_names("mm addmm _addmm_activation bmm baddbmm addbmm mv addmv dot vdot _scaled_mm") | {
+    "bitsandbytes::gemm_4bit"
+}
 """Ops that call cuBLAS."""
 
 _CONFIG = ("CUBLAS_WORKSPACE_CONFIG",)

@@ -13,6 +13,8 @@ The play begins as a process does, since the order in which things come decides 
    and then the gradients go (``zero_grad``). The loss, and whatever else the step before has left, is in a variable of
    the loop until the forward pass has returned.
 
+A step that adds to gradients of earlier micro-batches is played as two micro-steps, of which the first makes them.
+
 The workspaces that cuBLAS keeps stay from step to step. Buffers that ``fully_shard`` allocates on streams of their own
 have pools of their own, as in torch.
 
@@ -22,9 +24,11 @@ allocator (``outside_allocator.py``); what happens when memory runs out; ``recor
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -167,6 +171,8 @@ class _Changes:
         gradients, leftover: gradients, and other blocks, that nothing has freed when the step is over.
         renewed: by block that is there when the step is over, the one that it is at the beginning of the next.
         staying: blocks that come in a step and stay.
+        added: with accumulation, by block of a gradient that is added to an earlier one, that one. In the first
+            micro-step there is none yet, and the block itself becomes the gradient.
     """
 
     sizes: list[int]
@@ -181,6 +187,7 @@ class _Changes:
     leftover: list[int]
     renewed: dict[int, int]
     staying: frozenset[int]
+    added: dict[int, int]
 
 
 @derived
@@ -211,20 +218,48 @@ def _changes_of(program: Program) -> _Changes:
             given.append(old)
         else:
             renewed[left.pop(new)] = old
+    added = _added(program, changed)
+    accumulated = frozenset(added.values())
     return _Changes(
         sizes=reader.sizes,
         streams=reader.streams,
-        model=[s for s in initial if s not in given and kinds[s] != StorageKind.OPTIMIZER_STATE],
+        model=[
+            s
+            for s in initial
+            if s not in given and s not in accumulated and kinds[s] != StorageKind.OPTIMIZER_STATE
+        ],
         given=given,
         state=[s for s in initial if s not in given and kinds[s] == StorageKind.OPTIMIZER_STATE],
         forward=reader.changes[:backward_at],
         backward=reader.changes[backward_at:optimizer_at],
         optimizer=reader.changes[optimizer_at:],
-        gradients=[block for s, block in left.items() if kinds[s] == StorageKind.GRADIENT],
+        gradients=[
+            *(block for s, block in left.items() if kinds[s] == StorageKind.GRADIENT),
+            *accumulated,
+        ],
         leftover=[block for s, block in left.items() if kinds[s] != StorageKind.GRADIENT],
         renewed=renewed,
         staying=frozenset(reader.workspaces),
+        added=added,
     )
+
+
+def _added(program: Program, freed: Collection[int]) -> dict[int, int]:
+    """Return, by storage of a gradient that the backward pass adds to one that was there, the latter.
+
+    Gradients of a rank of FSDP2 are not among them: shards stay as they are from step to step.
+    """
+    kinds, sizes, there = program.storage_kinds, program.storage_bytes, frozenset(program.initial)
+    found: dict[int, int] = {}
+    for op in program.ops:
+        if op.phase != Phase.BACKWARD or len(op.mutates) != 1:
+            continue
+        (total,) = op.mutates
+        if total not in there or kinds[total] != StorageKind.GRADIENT or total in found.values():
+            continue
+        new = (s for s in op.reads if s not in there and s in freed and sizes[s] == sizes[total])
+        found.update((s, total) for s in itertools.islice(new, 1))
+    return found
 
 
 class _Reader:
@@ -323,7 +358,7 @@ class _Run:
             self.blocks[index] = allocate(sizes[index], streams.get(index, 0))
 
     def step(self, *, is_first: bool = False) -> AllocatorPeaks:
-        """Run one step, and return its peaks."""
+        """Run one step, and return its peaks; with accumulation two micro-steps and the optimizer's."""
         changes, allocator = self.changes, self.allocator
         # Out of the way of the blocks of the same names that this step makes. A step may free its own batch.
         given, gradients, leftover = (
@@ -337,6 +372,8 @@ class _Run:
         if self.zero_grad == "step":
             self._free(gradients)
         allocator.peak_allocated_bytes = allocator.allocated_bytes
+        if changes.added:
+            self._first_micro_step()
         self._change(changes.forward)
         self._free(leftover)
         if self.zero_grad == "backward":
@@ -347,16 +384,27 @@ class _Run:
         self._change(changes.optimizer)
         return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.reserved_bytes)
 
+    def _first_micro_step(self) -> None:
+        """Run a micro-step that finds no gradients, and leaves those that it makes."""
+        changes, blocks = self.changes, self.blocks
+        self._change(changes.forward)
+        self._change(changes.backward, changes.added)
+        self._free([blocks.pop(index) for index in (*changes.leftover, *changes.given) if index in blocks])
+        self.allocate(changes.given)
+
     def _free(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             self.allocator.free(block)
 
-    def _change(self, indices: Iterable[int]) -> None:
+    def _change(self, indices: Iterable[int], becomes: Mapping[int, int] = MappingProxyType({})) -> None:
+        """Allocate and free blocks. One that ``becomes`` another is not freed, but goes on as that."""
         changes, blocks = self.changes, self.blocks
         sizes, streams, staying = changes.sizes, changes.streams, changes.staying
         allocate, free = self.allocator.allocate, self.allocator.free
         for index in indices:
-            if index < 0:
+            if ~index in becomes:
+                blocks[becomes[~index]] = blocks.pop(~index)
+            elif index < 0:
                 free(blocks.pop(~index))
             elif index not in staying or index not in blocks:
                 blocks[index] = allocate(sizes[index], streams.get(index, 0))

@@ -8,8 +8,8 @@ To add one, decorate a function with the names of its ops. It gets the arguments
         return (4 * a["indices"].numel() * a["indices"].element_size(),)
 
 Sources: PyTorch's ``flash_attn/flash_api.cpp``, ``mem_eff_attention/kernel_forward.h``, ``attention_backward.cu``,
-``Embedding.cu``, ``Indexing.cu``, ``layer_norm_kernel.cu``. What cuDNN allocates (convolutions, RNN, batch norm) is
-not known without the device, and counts as 0 unless stated otherwise.
+``Embedding.cu``, ``Indexing.cu``, ``layer_norm_kernel.cu``; ``backends/cuda/ops.py`` of bitsandbytes. What cuDNN
+allocates (convolutions, RNN, batch norm) is not known without the device, and counts as 0 unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -179,6 +179,30 @@ def _index_put(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     if not a["accumulate"] or not indices:
         return ()
     return (4 * 8 * max(i.numel() for i in indices),)
+
+
+_FUSED_ROWS = 4
+"""Rows of activations up to which bitsandbytes never dequantizes a weight of its own accord."""
+
+
+@workspace("bitsandbytes::gemm_4bit")
+def _gemm_4bit(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Count the dequantized weight, of the type of the activations, and with double quantization its scales twice.
+
+    That is ``_dequant_linear_fallback`` in bitsandbytes' ``backends/cuda/ops.py`` (0.50): the scales are dequantized to
+    float32, the offset is added out of place, and both stay until the product has run. Up to 4 rows a fused kernel
+    runs, which needs nothing. From 5 to 512 rows (1,536 for small weights) measured thresholds of each architecture
+    choose between the two; here the fallback is taken, which is an upper bound.
+    """
+    activations, scales = a["A"], a["absmax_8bit"]
+    columns = activations.shape[-1]
+    if columns % a["blocksize"] == 0 and activations.numel() // columns <= _FUSED_ROWS:
+        return ()
+    weight = a["shapeB"][0] * a["shapeB"][1] * activations.element_size()
+    library = 0 if workspaces_stay() else library_workspace_bytes(spec)
+    if scales is None:
+        return (weight, library)
+    return (4 * scales.numel(), 4 * scales.numel(), weight, library)
 
 
 @workspace("aten::convolution", "aten::convolution_backward")

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from sacplan._torch.ops import RuleTable, aten_names, op_traits, tensors_in
+from sacplan._torch.ops import RuleTable, arguments_by_name, aten_names, op_traits, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +273,27 @@ def _matrix_product(call: Call) -> tuple[Kernel, ...]:
     padded = _up(rows, _LEAST_TILE) * _up(columns, _LEAST_TILE) / (rows * columns)
     per_tile = 2 * _TILE * _TILE * min(inner, _SPLIT)
     return (Kernel("matmul", call.nbytes, flops=call.flops * padded, block_flops=per_tile),)
+
+
+@kernels("bitsandbytes::gemm_4bit")
+def _product_4bit(call: Call) -> tuple[Kernel, ...]:
+    """Return the kernels of ``_dequant_linear_fallback``: scales and weight are dequantized, then multiplied.
+
+    See ``kernel_workspaces.py`` for when that runs. bitsandbytes 0.50, ``backends/cuda/ops.py``.
+    """
+    activations, packed = call.args[0], call.args[1]
+    given = arguments_by_name(call.func, call.args, call.kwargs)
+    weight = given["shapeB"][0] * given["shapeB"][1]
+    dequantized = weight * activations.element_size()
+    kernels_found = [Kernel("pointwise", tensor_bytes(packed) + dequantized, weight)]
+    scales = given["absmax_8bit"]
+    if scales is not None:  # one kernel dequantizes them to float32, and one adds the offset
+        kernels_found += [Kernel("pointwise", n_bytes * scales.numel()) for n_bytes in (1 + 4, 4 + 4)]
+    moved = tensor_bytes(activations) + dequantized + call.written_bytes
+    rows, columns = activations.numel() // activations.shape[-1], given["shapeB"][0]
+    padded = _up(rows, _LEAST_TILE) * _up(columns, _LEAST_TILE) / (rows * columns)
+    per_tile = 2 * _TILE * _TILE * min(activations.shape[-1], _SPLIT)
+    return (*kernels_found, Kernel("matmul", moved, flops=call.flops * padded, block_flops=per_tile))
 
 
 def _up(size: int, step: int) -> int:

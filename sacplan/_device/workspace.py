@@ -50,6 +50,8 @@ _NOTHING_INSIDE = aten_names("""
 """)
 # Elementwise ops with temporaries of their own: copies of expanded operands, several kernels in one op.
 _ELEMENTWISE_WITH_MORE = aten_names("gelu gelu_backward ldexp mvlgamma")
+_RUN_HERE = ("aten", "prims", "bitsandbytes")
+"""Libraries whose ops may be run on made-up operands: they only compute."""
 _PRODUCTS = aten_names("mm addmm bmm baddbmm addbmm mv addmv")
 _MADE_FOR_BLAS = frozenset((torch.float32, torch.float64))
 
@@ -157,7 +159,7 @@ def _worth_a_run(
 ) -> bool:
     """Whether the kernel of this call may allocate more than it returns."""
     name = func._schema.name
-    if func.namespace not in ("aten", "prims"):
+    if func.namespace not in _RUN_HERE:
         return False  # collectives and custom ops are not run here
     tensors = [t for t in tensors_in((args, kwargs)) if t.dim()]
     if any(t.layout is not torch.strided for t in tensors):

@@ -16,7 +16,8 @@ from sacplan._device.outside_allocator import outside_allocator, outside_text
 from sacplan._plan.limits import EXPANDABLE_SEGMENTS
 from sacplan._plan.planner import ROTOR_STAGES, Planner, smallest_bytes
 from sacplan._plan.search import Candidate, PlanSearch
-from sacplan._profile.optimizers import BY_NAME, recorded_step, with_optimizer, without_optimizer
+from sacplan._profile.optimizer_table import BY_NAME
+from sacplan._profile.optimizers import recorded_step, with_optimizer, without_optimizer
 from sacplan._program.budget import exact_bytes, format_bytes
 from sacplan._program.liveness import Footprint
 from sacplan._program.pins import NO_PINS

@@ -15,6 +15,7 @@ from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Decision, Discarded, Recompute, discarded_by
 from sacplan._program.liveness import Footprint
 from sacplan._program.notebook import Section
+from sacplan._program.optimizer_ops import recomputed_from_updated, steps_in_backward
 from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
@@ -59,6 +60,7 @@ def made_plan(
             f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
             "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
         )
+    _check_updates(profile, decisions)
     if all(isinstance(one, Recompute) for one in decisions):
         added_ms = 0.0  # the caller computes it as a difference of sums, which leaves a rounding error
     lower_bound_ms = _lower_bound(profile, decisions, pins, found.peak_bytes)
@@ -89,6 +91,21 @@ def made_plan(
         fingerprint=profile.fingerprint,
         device_memory=profile.device_memory(decisions),
     )
+
+
+def _check_updates(profile: Profile, decisions: tuple[Decision, ...]) -> None:
+    """Raise ``PlanError`` if an op would run again from a parameter that an optimizer has changed by then."""
+    # Optimizers that step after the backward pass change nothing that is still read.
+    if not steps_in_backward(profile.recorded):
+        return
+    index = recomputed_from_updated(profile.with_plan(decisions))
+    if index is not None:
+        op = profile.program.ops[index]
+        where = profile.program.scopes[op.scope].fqn if op.scope >= 0 else ""
+        raise PlanError(
+            f"{op.name} in {where or 'the model'!r} would run again after an optimizer in the backward pass has "
+            f"changed a parameter that it reads. Keep what the module makes: keep=[{where!r}]."
+        )
 
 
 def _lower_bound(profile: Profile, decisions: Sequence[Decision], pins: Pins, peak_bytes: int) -> float:

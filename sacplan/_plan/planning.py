@@ -39,6 +39,7 @@ def plan(
     fsdp_units: Sequence[str] | None = None,
     mp_policy: Any = None,
     reshard_after_forward: bool | int | None = None,
+    offload_policy: Any = None,
     accumulate: Accumulate = "float32",
     mesh: Any = None,
 ) -> Plan:
@@ -75,9 +76,10 @@ def plan(
         techniques: What the plan may do. ``"recompute"`` is the default in training. ``"chunk"`` is the default for a
             profile with ``mode="inference"``, where only this helps; a search of its own finds the stretches to run in
             slices, whatever the solver.
-        world_size, fsdp_units, mp_policy, reshard_after_forward: Number of ranks, FSDP2 units and further arguments of
-            ``fully_shard``, as for ``sacplan.profile``. By default, those of the profile. Of a policy only
-            ``reduce_dtype`` can be another than that of the profile: the step was recorded with the rest.
+        world_size, fsdp_units, mp_policy, reshard_after_forward, offload_policy: Number of ranks, FSDP2 units and
+            further arguments of ``fully_shard``, as for ``sacplan.profile``. By default, those of the profile. Of a
+            mixed-precision policy only ``reduce_dtype`` can be another than that of the profile: the step was recorded
+            with the rest.
         accumulate: The type in which chunks add up the gradients of parameters, for modules that compute in half
             precision. ``"float32"`` rounds once, at the end. ``"parameter"`` is the type of the parameters: it takes
             less memory while a loop runs, and rounds once for each slice.
@@ -116,7 +118,9 @@ def plan(
         quick = "greedy" if wanted == "best" else None
         found = plan_on_meshes(profile, mesh, limit, techniques, planned, quick)
     else:
-        profile = _of_one_rank(profile, world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward)
+        profile = _of_one_rank(
+            profile, world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy
+        )
         found = planned(profile)
     return handed_out(found, profile.spec)
 
@@ -134,6 +138,7 @@ def plan_smallest(
     fsdp_units: Sequence[str] | None = None,
     mp_policy: Any = None,
     reshard_after_forward: bool | int | None = None,
+    offload_policy: Any = None,
     accumulate: Accumulate = "float32",
     mesh: Any = None,
 ) -> Plan:
@@ -143,7 +148,9 @@ def plan_smallest(
     one for a budget. Arguments and errors are those of ``plan``.
     """
     profile = opened(profile, Profile)
-    profile = _of_one_rank(profile, world_size, fsdp_units, mesh, mp_policy, reshard_after_forward)
+    profile = _of_one_rank(
+        profile, world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy
+    )
     asked = Planner.of(profile, solver, objective, keep, never, techniques, accumulate)
     return handed_out(asked.smallest_plan(), profile.spec)
 
@@ -155,12 +162,14 @@ def _of_one_rank(
     mesh: Any,
     mp_policy: Any,
     reshard_after_forward: Any,
+    offload_policy: Any,
 ) -> Profile:
     """Return the profile of a rank as asked for. What is not asked for is as in the profile."""
-    if all(value is None for value in (world_size, fsdp_units, mesh, mp_policy, reshard_after_forward)):
+    of_units = (mp_policy, reshard_after_forward, offload_policy)
+    if all(value is None for value in (world_size, fsdp_units, mesh, *of_units)):
         return profile
     now = profile.ranks
-    if fsdp_units is None and (mp_policy is not None or reshard_after_forward is not None):
+    if fsdp_units is None and any(value is not None for value in of_units):
         fsdp_units = now.fsdp_units
     if mesh is None and world_size is None:
         replicas, world_size = now.options.replicas, now.world_size
@@ -172,6 +181,7 @@ def _of_one_rank(
             mesh,
             now.options.mp_policy if mp_policy is None else mp_policy,
             reshard_after_forward,
+            now.options.offload_policy if offload_policy is None else offload_policy,
         )
     )
 

@@ -9,116 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
+from sacplan._profile.optimizer_table import Factory
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import profile
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
 from sacplan._program.rewriting import Indices, PatchBuilder
-
-BLOCK = 256
-"""Elements that share a scale in the 8-bit state of bitsandbytes."""
-SMALLEST = 4096
-"""Elements of a parameter from which on bitsandbytes keeps its state in 8 bits."""
+from sacplan.errors import TraceError
 
 _ALLOC, _FREE, _OP = int(Event.ALLOC), int(Event.FREE), int(Event.OP)
-
-Factory = Callable[[Any], torch.optim.Optimizer]
-
-
-_LIBRARY = torch.library.Library("sacplan", "FRAGMENT")
-_LIBRARY.define("adamw_8bit_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states) -> ()")
-
-
-@torch.library.impl(_LIBRARY, "adamw_8bit_", "Meta")
-def _no_update(parameters: Any, gradients: Any, states: Any) -> None:
-    """Compute nothing and allocate nothing: the real kernel is fused."""
-
-
-class AdamW8bitSizes(torch.optim.Optimizer):
-    """The memory of ``bitsandbytes.optim.AdamW8bit``, for fake steps; it computes nothing.
-
-    Two states of one byte an element with a float32 scale per block of 256, of parameters with at least 4096 elements;
-    two of float32 of smaller ones. Two tables of 256 float32 values serve all parameters. Fused kernels, without
-    temporaries.
-    """
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make the state at the first call; touch it."""
-        with_gradient = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p in with_gradient:
-            if not self.state[p]:
-                self._make(self.state[p], p)
-        states = [t for p in with_gradient for t in self.state[p].values()]
-        torch.ops.sacplan.adamw_8bit_(with_gradient, [p.grad for p in with_gradient], states)
-
-    def _make(self, state: dict[str, Any], p: torch.Tensor) -> None:
-        new = functools.partial(torch.empty, device=p.device)
-        if p.numel() < SMALLEST:
-            state |= {name: new(p.shape, dtype=torch.float32) for name in ("state1", "state2")}
-            return
-        tables = next((s for s in self.state.values() if "qmap1" in s), None)
-        blocks = -(-p.numel() // BLOCK)
-        for i in "12":
-            # A float of one byte in the place of an integer: ``data_rules`` follows the values of integers, and would
-            # compute them.
-            state[f"state{i}"] = new(p.shape, dtype=torch.float8_e4m3fn)
-            state[f"absmax{i}"] = new((blocks,), dtype=torch.float32)
-            table = f"qmap{i}"
-            state[table] = new((256,), dtype=torch.float32) if tables is None else tables[table]
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerCandidate:
-    """An optimizer that a step may use.
-
-    Attributes:
-        name: of the option of ``sacplan``, and in tables.
-        says: in a sentence.
-        make: ``params -> optimizer``.
-        code: what makes it.
-        option: the same for ``hf:`` targets of the command line; ``""`` where it has none.
-        modelled: its memory is modelled after a library that is not needed here.
-    """
-
-    name: str
-    says: str
-    make: Factory
-    code: str
-    option: str = ""
-    modelled: bool = False
-
-
-CANDIDATES = (
-    OptimizerCandidate("adamw", "AdamW", torch.optim.AdamW, "torch.optim.AdamW(params)", "--optimizer adamw"),
-    OptimizerCandidate(
-        "adamw-fused",
-        "AdamW with fused=True",
-        functools.partial(torch.optim.AdamW, fused=True),
-        "torch.optim.AdamW(params, fused=True)",
-        "--optimizer adamw-fused",
-    ),
-    OptimizerCandidate(
-        "adamw-8bit",
-        "AdamW with 8-bit state (bitsandbytes)",
-        AdamW8bitSizes,
-        "bitsandbytes.optim.AdamW8bit(params)",
-        modelled=True,
-    ),
-    OptimizerCandidate(
-        "sgd", "SGD without momentum", torch.optim.SGD, "torch.optim.SGD(params)", "--optimizer sgd"
-    ),
-)
-BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 
 
 # --- recording an optimizer's step alone
@@ -131,10 +36,12 @@ class OptimizerStep:
     Attributes:
         program: of the recording.
         parameters: their storages in it, in the order of the model's.
+        host_bytes: of the host's memory that the optimizer takes.
     """
 
     program: Program
     parameters: tuple[int, ...]
+    host_bytes: int = 0
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -191,8 +98,16 @@ def trained(program: Program) -> tuple[int, ...]:
 def recorded_step(of: Profile, make: Factory) -> OptimizerStep:
     """Record an optimizer's step on the parameters of a profile that get a gradient."""
     like = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
-    found = profile(_Parameters(like), torch.empty(1, device="meta"), None, make, of.spec).recorded
-    return OptimizerStep(found, trained(found))
+    found = profile(_Parameters(like), torch.empty(1, device="meta"), None, make, of.spec)
+    step = OptimizerStep(
+        found.recorded, trained(found.recorded), found.fingerprint.setup.optimizer_host_bytes
+    )
+    if len(step.parameters) < len(like):
+        raise TraceError(
+            "the optimizer lets gradients go in the backward pass, so its step cannot be put behind that of another. "
+            "Record the whole step with it: sacplan.profile(..., optimizer=...)."
+        )
+    return step
 
 
 # --- taking one out of a step, and putting one in

@@ -16,7 +16,13 @@ from sacplan._classical.units import UnitTradeoff, unit_tradeoffs
 from sacplan._device.device_memory import DeviceMemory, device_memory
 from sacplan._device.devices import DeviceSpec
 from sacplan._profile import files
-from sacplan._profile.remarks import no_optimizer, summed_outputs, without_bfloat16
+from sacplan._profile.remarks import (
+    no_optimizer,
+    on_the_host,
+    summed_outputs,
+    types_of_shards,
+    without_bfloat16,
+)
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_decisions
@@ -126,16 +132,29 @@ class Profile:
         found = [
             *self.rules,
             *self.ranks.assumptions,
-            *filter(None, [summed_outputs(self.fingerprint.setup)]),
+            *filter(None, [summed_outputs(self.fingerprint.setup), on_the_host(self.fingerprint.setup)]),
+            *self._types_of_shards(),
         ]
         if self.has_no_optimizer:
             found.append(no_optimizer(self.program, self.spec))
         return (*found, *filter(None, [without_bfloat16(self.recorded, self.spec)]))
 
+    def _types_of_shards(self) -> tuple[str, ...]:
+        if self.ranks.fsdp_units is None:
+            return ()
+        shards = self.ranks.world_size // self.ranks.options.replicas
+        return types_of_shards(self.fingerprint.parameters, shards)
+
     @property
     def has_no_optimizer(self) -> bool:
         """Whether this is a training step in which no optimizer ran: the peak lacks its state."""
         return self.mode == "train" and self.fingerprint.setup.optimizer is None
+
+    @property
+    def optimizer_host_bytes(self) -> int:
+        """Bytes of the host's memory that the optimizer takes: paged state, or what is offloaded to the CPU."""
+        found: int = self.fingerprint.setup.optimizer_host_bytes
+        return found
 
     @property
     def baseline(self) -> Footprint:
@@ -146,6 +165,15 @@ class Profile:
     def peak_bytes(self) -> int:
         """Peak of the whole step: everything alive on the device, parameters, batch and optimizer state included."""
         return self.baseline.peak_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that a rank takes with ``offload_policy``; 0 without.
+
+        These are the shards of parameters and gradients, in pinned memory rounded up to powers of two, and the
+        optimizer's state. They are not in ``peak_bytes``, unless the device is a CPU, whose memory is the host's.
+        """
+        return self.ranks.host_bytes(self.recorded, self.fingerprint.local_parameters)
 
     @property
     def step_ms(self) -> float:
@@ -269,6 +297,7 @@ class Profile:
             ("batch", fingerprint.batch_in_words),
             ("set up as", str(fingerprint.setup)),
             ("peak", f"{format_bytes(self.peak_bytes)}, in the {where}"),
+            *([("host", format_bytes(self.host_bytes))] if self.host_bytes else []),
             ("step", f"{self.step_ms:.2f} ms ({self.runtime}), forward {self.forward_ms:.2f} ms"),
             ("recorded", f"{len(self.program.ops)} ops ({self.mode}, {self.trace})"),
         )

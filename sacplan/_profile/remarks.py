@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+
+import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.budget import format_bytes
+from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import Program
 from sacplan._program.setup import SUM_OF_OUTPUTS, Setup
 
@@ -36,6 +40,16 @@ def adamw_state_bytes(trained: Iterable[int], spec: DeviceSpec) -> int:
     return sum(2 * spec.round_up(n_bytes) + counter for n_bytes in trained)
 
 
+def on_the_host(setup: Setup) -> str:
+    """Say how much of the optimizer is in the host's memory; empty if nothing is."""
+    if not setup.optimizer_host_bytes:
+        return ""
+    return (
+        f"{format_bytes(setup.optimizer_host_bytes)} of {setup.optimizer} are in the host's memory, pinned or paged, "
+        "and in no peak of the device"
+    )
+
+
 def summed_outputs(setup: Setup) -> str:
     """Say that the step trains the sum of its outputs, and what to give instead; empty if it has a loss."""
     if setup.loss != SUM_OF_OUTPUTS:
@@ -45,6 +59,52 @@ def summed_outputs(setup: Setup) -> str:
         "step trains the sum of its float outputs, and its peak is not that of the loss that you train. Give "
         "loss_fn=lambda model, batch: ... that returns the loss"
     )
+
+
+_LOW = ("torch.bfloat16", "torch.float16")
+
+
+def types_of_shards(parameters: Iterable[FingerprintEntry], world_size: int) -> tuple[str, ...]:
+    """Say what becomes of the types of a model with adapters that ``fully_shard`` shards, a sentence each.
+
+    ``fully_shard`` asks for one type among the trained parameters of a unit (``_init_mp_dtypes`` in PyTorch's
+    ``_fsdp_param_group.py``). Frozen ones keep theirs. Those that upcast are the trainers: Accelerate called
+    ``model.to(torch.float32)`` in mixed precision up to 1.12, and from 1.13 on converts trained parameters alone
+    (``fsdp2_prepare_model``). It leaves frozen weights of integers, such as those of ``Linear4bit``, out of the shards.
+
+    Args:
+        parameters: of the whole model, name, shape and type (``Fingerprint.parameters``).
+        world_size: ranks that the shards are on.
+    """
+    found = list(parameters)
+    frozen = [(shape, dtype.split()[-1]) for _, shape, dtype in found if dtype.startswith("frozen ")]
+    trained = {dtype for _, _, dtype in found if not dtype.startswith("frozen ")}
+    low, packed = (
+        [(shape, dtype) for shape, dtype in frozen if test(dtype)]
+        for test in (_LOW.__contains__, lambda dtype: not _is_float(dtype))
+    )
+    said = []
+    if low and trained == {"torch.float32"}:
+        more = 2 * sum(math.prod(shape) for shape, _ in low)
+        said.append(
+            f"frozen parameters in {low[0][1].removeprefix('torch.')} stay so beside trained ones in float32: "
+            "fully_shard asks for one type of the trained ones of a unit alone. Accelerate up to 1.12 makes the whole "
+            f"model float32 in mixed precision, which takes {format_bytes(more)} more, "
+            f"{format_bytes(more // world_size)} on each of {world_size} ranks"
+        )
+    if packed:
+        whole = sum(math.prod(shape) * getattr(torch, dtype[6:]).itemsize for shape, dtype in packed)
+        said.append(
+            f"frozen weights in {packed[0][1].removeprefix('torch.')} count as shards, which bitsandbytes cannot use: "
+            f"Accelerate leaves them out, and each rank then holds all {format_bytes(whole)}. With "
+            "bnb_4bit_quant_storage=torch.bfloat16 they are sharded"
+        )
+    return tuple(said)
+
+
+def _is_float(dtype: str) -> bool:
+    kind: torch.dtype = getattr(torch, dtype[6:])
+    return kind.is_floating_point
 
 
 def without_bfloat16(program: Program, spec: DeviceSpec) -> str:

@@ -19,6 +19,7 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves
+from sacplan._profile.optimizer_table import factory_of
 from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
@@ -26,11 +27,12 @@ from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Setup, compiled_inside, current_autocast, scripted_inside
-from sacplan._ranks.options import check_offload
 from sacplan._ranks.ranks import Ranks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
+from sacplan._record.gradient_hooks import optimizers_in_backward
+from sacplan._record.host_state import host_bytes
 from sacplan._record.limits import explained_limits
 from sacplan._record.mixed_precision import LoweredParameters, lowered
 from sacplan._record.module_calls import other_thread
@@ -42,6 +44,7 @@ from sacplan._record.step import (
     Mode,
     Step,
     cached_tensors,
+    check_accumulation,
     check_model,
     check_optimizer,
     inner_optimizer,
@@ -87,6 +90,7 @@ def profile(
     trace: Trace = "fake",
     *,
     mode: Mode = "train",
+    accumulation_steps: int = 1,
     world_size: int = 1,
     fsdp_units: Sequence[str] | None = None,
     mesh: Any = None,
@@ -107,7 +111,8 @@ def profile(
         loss_fn: ``loss_fn(model, batch) -> scalar``. By default the output's ``.loss`` or ``["loss"]``, else its only
             scalar with a gradient, else the sum of its float tensors, with a warning. It gets a copy of the model, and
             must use that one. In inference what it returns is the output, of any kind; by default that of the model.
-        optimizer: an optimizer over the model, or a callable ``params -> optimizer``. With one, its state
+        optimizer: an optimizer over the model, a callable ``params -> optimizer``, or a name of one, as those of the
+            command line (``"paged-adamw-8bit"``). With one, its state
             and the temporaries of its step count. Without one they are missing from the peak, and
             ``Profile.assumptions`` says by how much for AdamW.
         device: what the step will run on, see ``sacplan.devices()``.
@@ -117,16 +122,20 @@ def profile(
             generators; needed where shapes depend on data.
         mode: ``"train"``: forward, backward, optimizer. ``"inference"``: the forward pass under ``torch.no_grad``;
             its output is alive at the end. ``model.training`` stays as it is.
+        accumulation_steps: micro-batches whose gradients an optimizer step adds up; the batch is one of them. With
+            more than one, the last micro-step is recorded, with the optimizer's step: gradients are alive from its
+            beginning, and no earlier micro-step has a higher peak. Times are those of this one. A loop with
+            ``zero_grad(set_to_none=False)`` keeps gradients as well: say 2.
         world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
             one, before ``fully_shard`` or DistributedDataParallel; the batch is that of one rank. May be said to
             ``sacplan.plan`` instead.
         fsdp_units: patterns for the modules on which ``fully_shard`` is called (``["layers.*", ""]``; ``*`` also
             matches dots, ``""`` is the model itself). None with several ranks: DistributedDataParallel.
-        mesh, mp_policy, reshard_after_forward: as for ``fully_shard``, with ``fsdp_units``. ``mesh`` is a
-            ``DeviceMesh`` of one or two axes, or its sizes by name, ``{"replicate": 2, "shard": 4}``, and stands in for
-            ``world_size``. ``mp_policy`` is a ``MixedPrecisionPolicy``. The model keeps its own type: parameters in
-            float32 are recorded with units that compute in ``param_dtype``.
-        offload_policy: None or an ``OffloadPolicy`` that does nothing. ``CPUOffloadPolicy`` is an error.
+        mesh, mp_policy, reshard_after_forward, offload_policy: as for ``fully_shard``, with ``fsdp_units``. ``mesh`` is
+            a ``DeviceMesh`` of one or two axes, or its sizes by name, ``{"replicate": 2, "shard": 4}``, and stands in
+            for ``world_size``. ``mp_policy`` is a ``MixedPrecisionPolicy``. The model keeps its own type: parameters in
+            float32 are recorded with units that compute in ``param_dtype``. With a ``CPUOffloadPolicy``,
+            ``Profile.host_bytes`` is what a rank takes of the host's memory.
 
     Raises:
         TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
@@ -138,12 +147,19 @@ def profile(
         SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
     """
     ranks = Ranks.asked(
-        None if world_size == 1 else world_size, fsdp_units, mesh, mp_policy, reshard_after_forward
+        None if world_size == 1 else world_size,
+        fsdp_units,
+        mesh,
+        mp_policy,
+        reshard_after_forward,
+        offload_policy,
     )
-    check_offload(offload_policy)
     if fsdp_units is not None and isinstance(model, torch.nn.Module):
         _check_no_gradient_hooks(model)
-    found = trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, mode=mode, mixed=ranks.mixed)
+    found = trace_step(
+        model, batch, loss_fn, optimizer, device, runtime, trace,
+        mode=mode, mixed=ranks.mixed, accumulation_steps=accumulation_steps,
+    )  # fmt: skip
     warn_of_step(found, stacklevel=3)
     return found.on_ranks(ranks)
 
@@ -182,11 +198,12 @@ def trace_step(
     prepare: Callable[[torch.nn.Module], Any] | None = None,
     saved: Literal["record", "observe"] = "record",
     mixed: MixedUnits | None = None,
+    accumulation_steps: int = 1,
 ) -> Profile:
     """Trace one step and return its profile, for ``profile`` and ``verify``.
 
     Args:
-        model, batch, loss_fn, optimizer, device, runtime, trace, mode: as for ``profile``.
+        model, batch, loss_fn, optimizer, device, runtime, trace, mode, accumulation_steps: as for ``profile``.
         prepare: gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
         saved: how saved tensors are followed, see ``saved_tensors.py``.
         mixed: the modules that ``fully_shard`` has compute in another type than that of their parameters.
@@ -202,6 +219,11 @@ def trace_step(
             raise TraceError(f"unknown {what} {value!r}; known are {', '.join(map(repr, known))}.")
     if mode == "inference" and optimizer is not None:
         raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
+    check_accumulation(accumulation_steps)
+    if mode == "inference" and accumulation_steps > 1:
+        raise TraceError(
+            f'accumulation_steps={accumulation_steps}: mode="inference" makes no gradients that could be added up.'
+        )
     # Contexts from the outside in: generators are put back last; the collector is off before the first fake tensor is
     # made; errors are explained where torch's own messages come through.
     times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
@@ -215,8 +237,9 @@ def trace_step(
         loss = loss_or_default(loss_fn, mode)
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
-            model, batch, loss, inner_optimizer(optimizer), spec, cost, mode, prepare, saved, autocast, mixed
-        )
+            model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
+            autocast, mixed, accumulation_steps,
+        )  # fmt: skip
         recorded, rules, setup = run(asked)
     _check_recorded(recorded, mode)
     compiled = () if model._compiled_call_impl is not None else compiled_inside(model)  # no copy has it
@@ -245,6 +268,7 @@ class _RecordRequest:
     saved: str
     autocast: str | None
     mixed: MixedUnits | None
+    accumulation_steps: int
 
 
 _Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup]
@@ -281,13 +305,14 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 loss_fn=asked.loss_fn,
                 optimizer=copier.optimizer(asked.optimizer, model, fake),
                 mode=asked.mode,
+                accumulation_steps=asked.accumulation_steps,
             )
             with lowered(fake, asked.mixed) as parameters:
                 program = _record_settled_step(
                     step, lambda: device_recorder(spec, asked.cost, how, rules), parameters, handle, rules
                 )
                 _check_units_called(parameters, program)
-            setup = step.setup(asked.autocast)
+            setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
         except AssertionError as error:
             if REAL_TENSOR not in str(error):
                 raise  # an ``assert`` of the model's own
@@ -299,6 +324,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         finally:
             if handle is not None:
                 handle.remove()
+            copier.forget_hooks()
     return program, tuple(map(str, rules.applied)), setup
 
 
@@ -312,8 +338,10 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
         made = make_optimizer(optimizer, model)
     elif optimizer is not None:
         check_optimizer(optimizer, model)
-    with preserved_state(model, made, asked.batch, *held_by_function(asked.loss_fn)):
-        step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made, mode=asked.mode)
+    with preserved_state(
+        model, made, asked.batch, *held_by_function(asked.loss_fn), *optimizers_in_backward(model)
+    ):
+        step = Step(model, asked.batch, asked.loss_fn, made, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
             with lowered(model, asked.mixed) as parameters:
@@ -321,10 +349,16 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
                     step, lambda: device_recorder(spec, asked.cost, how), parameters, handle
                 )
                 _check_units_called(parameters, program)
-            return program, (), step.setup(asked.autocast)
+            return program, (), _with_host_bytes(step.setup(asked.autocast), step, spec)
         finally:
             if handle is not None:
                 handle.remove()
+
+
+def _with_host_bytes(setup: Setup, step: Step, spec: DeviceSpec) -> Setup:
+    # On a CPU the two memories are one, and all of it is in the program.
+    taken = host_bytes(step.optimizer) if spec.kind == "cuda" else 0
+    return structs.replace(setup, optimizer_host_bytes=taken)
 
 
 def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
@@ -355,16 +389,18 @@ def _record_settled_step(
 
     A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
     attributes as they were. Otherwise steps are recorded until two in a row run the same ops of the forward pass,
-    at most four times.
+    at most four times. With accumulation, or an optimizer that steps in the backward pass, one more is recorded: the
+    first one makes the gradients, or the state, that later ones find.
     """
     # Each round records one step. What it leaves behind (a cache that was filled) is alive from the start of the next.
     # The first exit is the usual one: nothing was left, so the next step would be the same.
     left: list[Any] = []
     program: Program | None = None
-    for _ in range(_MOST_STEPS):
+    is_usual = not step.accumulates  # it begins with what later steps begin with
+    for _ in range(_MOST_STEPS + step.accumulates + bool(step.optimizers_in_backward)):
         if handle is not None:
             handle.forget_differences()
-        before, plain = program, plain_attributes(step.model)
+        before, plain, kept = program, plain_attributes(step.model), step.state_in_backward
         recording = recorder()
         recording.storages.track_alive(left)
         if rules is not None:
@@ -377,13 +413,18 @@ def _record_settled_step(
                 0
             )  # frees tensors that only reference cycles hold; the collector is off, so all are young
             left = [ref for ref in left if ref() is not None]
-        if not left and plain_attributes(step.model) == plain:
+        # Optimizers that step in the backward pass have made their state: the next step finds it.
+        is_usual = is_usual and step.state_in_backward == kept
+        if is_usual and not left and plain_attributes(step.model) == plain:
             return program
         # Tensors are left at every step (a running average, say), but the ops have settled.
-        if before is not None and _ops_run(before) == _ops_run(program):
+        if is_usual and before is not None and _ops_run(before) == _ops_run(program):
             return program
-        # As it was before the first step: gradients of this one must not be alive when the next begins.
-        step.model.zero_grad(set_to_none=True)
+        # As it was before the first step: gradients of this one must not be alive when the next begins, unless the next
+        # is to add to them.
+        is_usual = True
+        if not step.accumulates:
+            step.model.zero_grad(set_to_none=True)
     assert program is not None
     warnings.warn(
         f"each of {_MOST_STEPS} steps ran other ops than the one before; the profile is of the last. A plan is "
@@ -409,7 +450,10 @@ def _ops_run(program: Program) -> list[tuple[str, int]]:
 
 
 def _record(
-    step: Step, recorder: Recorder, parameters: LoweredParameters, rules: DataRules | None = None
+    step: Step,
+    recorder: Recorder,
+    parameters: LoweredParameters,
+    rules: DataRules | None = None,
 ) -> Program:
     optimizer = step.optimizer
 
@@ -424,6 +468,8 @@ def _record(
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     recorder.track_tensors(cached_tensors(step.model))
+    for stepping in step.optimizers_in_backward:
+        recorder.track_optimizer(stepping, initial=True)
     parameters.begin(recorder)
     try:
         with recorder:

@@ -152,6 +152,20 @@ class Footprint:
     again: tuple[int, ...]
 
 
+def _phase_at(program: Recording, index: int) -> Phase:
+    """Return the phase of the op at the peak: backward for an optimizer that steps before that pass is over."""
+    if index < 0:
+        return Phase.FORWARD
+    phase = program.ops[index].phase
+    if phase is Phase.OPTIMIZER:
+        for code, arg in reversed(program.events):
+            if code == _OP and arg == index:
+                break
+            if code == _OP and program.ops[arg].phase is Phase.BACKWARD:
+                return Phase.BACKWARD
+    return phase
+
+
 def footprint_of(program: Recording) -> Footprint:
     """Fold the events of a program. Of several ops with the same peak, the first one counts."""
     # Bytes are compared before the step and at ops only: what ``ALLOC`` and ``UNPACK`` add is still alive at the op
@@ -171,7 +185,7 @@ def footprint_of(program: Recording) -> Footprint:
     return Footprint(
         peak_bytes=peak,
         peak_op=peak_op,
-        peak_phase=ops[peak_op].phase if peak_op >= 0 else Phase.FORWARD,
+        peak_phase=_phase_at(program, peak_op),
         peak_fqn=program.scopes[scope].fqn if scope != ROOT_SCOPE else "",
         peak_scope=scope,
         end_bytes=fold.live,

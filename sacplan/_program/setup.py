@@ -17,7 +17,7 @@ import torch
 from msgspec import Struct
 
 from sacplan._program.elements import pattern_of
-from sacplan._program.files import Name, Share
+from sacplan._program.files import Count, Name, Positive, Share
 from sacplan._program.mixed_precision import MixedUnits
 from sacplan.errors import SacplanWarning
 
@@ -34,7 +34,7 @@ class SetupDifference:
     """One setting that differs from the recorded step.
 
     Attributes:
-        what: "key-value cache", "attention", "dropout", "modules", "loss", "optimizer" or "autocast".
+        what: "key-value cache", "attention", "dropout", "modules", "loss", "optimizer", "autocast" or "accumulation".
         planned, here: both values, in words.
         advice: a sentence on what to do about it; empty where the peak can only be lower.
     """
@@ -73,6 +73,9 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             after a few calls TorchScript runs other ops than at first, and some of those fail under a dispatch mode.
         autocast: the type of a ``torch.autocast`` around the call of ``profile``; one inside ``loss_fn`` does not show.
         mixed: the modules that computed in the type of a mixed-precision policy of ``fully_shard``; None if none did.
+        accumulation_steps: micro-batches whose gradients one optimizer step adds up. With more than one, gradients are
+            alive before the recorded step begins.
+        optimizer_host_bytes: of the host's memory that the optimizer takes; they are in no peak of the device.
     """
 
     use_cache: bool | None = None
@@ -86,6 +89,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     compiled: tuple[Name, ...] = ()
     scripted: tuple[Name, ...] = ()
     mixed: MixedUnits | None = None
+    accumulation_steps: Positive = 1
+    optimizer_host_bytes: Count = 0
 
     @classmethod
     def of(
@@ -94,6 +99,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         optimizer: torch.optim.Optimizer | None = None,
         loss: str = "",
         autocast: str | None = None,
+        *,
+        accumulation_steps: int = 1,
     ) -> Setup:
         """Read the setup from a model and an optimizer as they are now."""
         modes = {module.training for module in model.modules()}
@@ -106,6 +113,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             loss=loss,
             optimizer=None if optimizer is None else optimizer_name(optimizer),
             autocast=autocast,
+            accumulation_steps=accumulation_steps,
         )
 
     def differences(self, here: Setup) -> tuple[SetupDifference, ...]:
@@ -167,7 +175,18 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         if self.autocast != here.autocast:
             advice = "Enter the same torch.autocast as around sacplan.profile."
             found.append(SetupDifference("autocast", self.autocast or "off", here.autocast or "off", advice))
+        found.extend(self.accumulation_difference(here.accumulation_steps))
         return tuple(found)
+
+    def accumulation_difference(self, here: int) -> tuple[SetupDifference, ...]:
+        """Return the difference in the number of micro-batches, if there is one."""
+        if self.accumulation_steps == here:
+            return ()
+        # How many there are beyond the second changes no peak.
+        advice = f"Gradients of earlier micro-batches are alive in each later one: plan with accumulation_steps={here}."
+        planned, now = (_micro_batches(n) for n in (self.accumulation_steps, here))
+        more = self.accumulation_steps == 1
+        return (SetupDifference("accumulation", planned, now, advice if more else ""),)
 
     def optimizer_difference(self, here: str | None) -> tuple[SetupDifference, ...]:
         """Return the difference in the optimizer, if there is one (see ``optimizer_name``)."""
@@ -187,6 +206,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             self.loss if " " in self.loss or not self.loss else f"loss {self.loss}",
             self.optimizer or "no optimizer",
             f"autocast {self.autocast}" if self.autocast else "",
+            f"gradients of {self.accumulation_steps} micro-batches" if self.accumulation_steps > 1 else "",
             "" if self.mixed is None else str(self.mixed),
             f"recorded uncompiled: {_patterns(self.compiled)}" if self.compiled else "",
             f"left alone as TorchScript: {_patterns(self.scripted)}" if self.scripted else "",
@@ -198,6 +218,10 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             return f"{self.modules} mode"
         names = [fqn or "the model itself" for fqn in self.in_eval]
         return f"{', '.join(names[:3])}{', ...' if names[3:] else ''} in eval mode"
+
+
+def _micro_batches(n: int) -> str:
+    return "one batch" if n == 1 else f"{n} micro-batches"
 
 
 def warn_of(differences: Iterable[SetupDifference], stacklevel: int) -> None:
@@ -218,7 +242,8 @@ def optimizer_name(optimizer: Any) -> str:
             if value or (name == "foreach" and value is not None):
                 options[name] = value
     shown = ", ".join(f"{name}={value}" for name, value in options.items())
-    return type(optimizer).__name__ + (f"({shown})" if shown else "")
+    # A class of ours with the sizes of another says for which it stands.
+    return getattr(optimizer, "stands_for", type(optimizer).__name__) + (f"({shown})" if shown else "")
 
 
 def function_name(function: Callable[..., Any]) -> str:

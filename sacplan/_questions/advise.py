@@ -15,10 +15,8 @@ from typing import Any, Literal
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._plan.planner import Planner
+from sacplan._profile.optimizer_table import BY_NAME, CANDIDATES, OptimizerCandidate
 from sacplan._profile.optimizers import (
-    BY_NAME,
-    CANDIDATES,
-    OptimizerCandidate,
     OptimizerStep,
     recorded_step,
     with_optimizer,

@@ -29,6 +29,7 @@ from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile
 from sacplan._program.budget import format_bytes
 from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.program import Phase
 from sacplan._questions.largest import largest
 from sacplan._questions.sweep import PlanWithin, Row
 from sacplan._record.step import LossFn, resolve_batch
@@ -46,6 +47,8 @@ class CapacityPoint(Row):
     Attributes:
         batch_size: Samples in the batch.
         floor_bytes: No plan has a lower peak, except one that runs more than the loss in slices.
+        step_ms: With accumulation, of the last micro-step, with the optimizer's.
+        spared_ms: Part of it that the other micro-steps do not have, on average: most of the optimizer's step.
     """
 
     shown: ClassVar = (
@@ -55,6 +58,7 @@ class CapacityPoint(Row):
 
     batch_size: int
     floor_bytes: int
+    spared_ms: float = 0.0
 
     @property
     def feasible(self) -> bool:
@@ -64,7 +68,7 @@ class CapacityPoint(Row):
     @property
     def samples_per_s(self) -> float | None:
         """Samples per second; None if no plan holds the budget."""
-        return self.batch_size / self.step_ms * 1e3 if self.step_ms else None
+        return self.batch_size / (self.step_ms - self.spared_ms) * 1e3 if self.step_ms else None
 
 
 @dataclass(slots=True)
@@ -86,6 +90,7 @@ class BatchSizes:
     at_most: int | None = None
     trace: Trace = "fake"
     techniques: Sequence[str] | None = None
+    accumulation_steps: int = 1
     progress: Callable[[CapacityPoint, str], None] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     above_floor: float = 1.0
@@ -128,7 +133,9 @@ class BatchSizes:
             taken = Row.taken(outcome)
         else:  # no plan can hold the budget, so the smallest peak is not searched for
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
-        point = CapacityPoint(batch_size=n, floor_bytes=floor, **taken)
+        updates = sum(op.time_ms for op in traced.program.ops if op.phase == Phase.OPTIMIZER)
+        spared_ms = updates * (1 - 1 / self.accumulation_steps)
+        point = CapacityPoint(batch_size=n, floor_bytes=floor, spared_ms=spared_ms, **taken)
         self.points[n] = point
         self._excess[n] = traced.peak_bytes - self.limit.bytes_for(traced, traced.program)
         if self.progress is not None:
@@ -142,8 +149,9 @@ class BatchSizes:
 
         try:
             return profile(
-                self.model, batch, self.loss_fn, self.optimizer, self.spec, "cost-model", self.trace
-            )
+                self.model, batch, self.loss_fn, self.optimizer, self.spec, "cost-model", self.trace,
+                accumulation_steps=self.accumulation_steps,
+            )  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise TraceError(
                 f"a real step with a batch of {n} ran out of memory here. A real trace runs without a plan, so it "

@@ -140,6 +140,7 @@ class SearchOptions(TypedDict, total=False):
     headroom: float | str | None
     solver: str | Solver
     techniques: Sequence[str] | None
+    accumulation_steps: int
     at_most: int | None
     progress: Progress
 
@@ -175,6 +176,7 @@ def max_batch(
             - ``headroom``: Instead of a budget, memory of the device that the peak has to leave free: a share of it
               (``0.05``, ``"5%"``) or bytes (``"2GiB"``).
             - ``solver``, ``techniques``: As for ``sacplan.plan``.
+            - ``accumulation_steps``: As for ``profile``; the batch that is looked for is one micro-batch.
             - ``at_most``: The largest size to try.
             - ``progress``: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is
               called with each ``CapacityPoint`` as soon as it is known.

@@ -98,6 +98,7 @@ def recorded(
             like.trace,
             mode=like.mode,
             mixed=like.ranks.mixed,
+            accumulation_steps=like.fingerprint.setup.accumulation_steps,
         )
     return again.on_ranks(like.ranks)
 

@@ -39,9 +39,8 @@ from sacplan._plan.in_room import ROUNDS, InRoom, lowered, plan_in_room
 from sacplan._plan.limits import Limit, limit_of_device, looking_for_plans
 from sacplan._plan.planner import Planner
 from sacplan._plan.search import Candidate
+from sacplan._profile.optimizer_table import BY_NAME, OptimizerCandidate, candidate_named
 from sacplan._profile.optimizers import (
-    BY_NAME,
-    OptimizerCandidate,
     OptimizerStep,
     program_with_optimizer,
     recorded_step,
@@ -78,6 +77,7 @@ def fit(
     *,
     batch: int = 1,
     seq: int | None = None,
+    accumulation_steps: int = 1,
     longest: int | None = None,
     name: str | None = None,
     sizes: bool = True,
@@ -95,11 +95,12 @@ def fit(
             ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each.
         device: The target device, see ``sacplan.devices()``.
         loss_fn: As for ``profile``.
-        optimizer: A name (``"adamw"``, ``"adamw-fused"``, ``"adamw-8bit"``, ``"sgd"``), a function
+        optimizer: A name as on the command line (``"adamw"``, ``"paged-adamw-8bit"``, ``"muon"``), a function
             ``params -> optimizer``, or None.
         budget, headroom: Limit for the peak of the step, as for ``max_batch``. Without either, the step has to fit the
             device, as for ``plan``.
-        batch, seq: The size of the step: samples, and tokens in each.
+        batch, seq: The size of the step: samples, and tokens in each. If batches differ, of the largest.
+        accumulation_steps: As for ``profile``; ``batch`` is one micro-batch. Times are those of all of them.
         longest: The longest sequence to try, for models that have a limit.
         name: Name of the model in the answer.
         sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
@@ -124,10 +125,11 @@ def fit(
     for what, value in (("batch", batch), ("seq", seq)):
         if value is not None and (isinstance(value, bool) or value < 1):
             raise PlanError(f"{what}={value!r} must be 1 or more.")
-    if isinstance(optimizer, str) and optimizer not in BY_NAME:
-        raise PlanError(
-            f"unknown optimizer {optimizer!r}; known are {', '.join(map(repr, BY_NAME))}, or a callable."
-        )
+    if isinstance(optimizer, str):
+        try:
+            optimizer = candidate_named(optimizer).name
+        except ValueError as error:
+            raise PlanError(f"{error} Or give a callable `params -> optimizer`.") from error
     spec = resolve_device(device)
     sweep = _Sweep(
         model,
@@ -140,6 +142,7 @@ def fit(
         budget is None,
         batch,
         seq,
+        accumulation_steps,
         longest,
     )
     with looking_for_plans():
@@ -163,6 +166,7 @@ class _Sweep:
     is_of_device: bool
     batch: int
     seq: int | None
+    accumulation_steps: int
     longest: int | None
     notes: list[str] = field(default_factory=list)
     _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # by way and budget
@@ -189,7 +193,9 @@ class _Sweep:
         def made() -> Any:
             return resolve_batch(self.make_batch(*given))
 
-        return profile(self.model, made, self.loss_fn, optimizer, self.spec)
+        return profile(
+            self.model, made, self.loss_fn, optimizer, self.spec, accumulation_steps=self.accumulation_steps
+        )
 
     @cached_property
     def base(self) -> Profile:
@@ -256,7 +262,8 @@ class _Sweep:
         """Return the row of one way with one optimizer, at the asked size."""
         found = self._found(name, way)
         best, peak = found.made, self._peak(name, found.made)
-        recompute_ms, added_ms = best.footprint.recompute_ms, best.added_ms
+        steps = self.accumulation_steps
+        recompute_ms, added_ms = steps * best.footprint.recompute_ms, steps * best.added_ms
         # The smallest peak is found without regard to time, so its time would mislead.
         is_timed = found.fits or not TECHNIQUES[way]
         self._decided[name, way] = frozenset(best.decisions)
@@ -269,7 +276,9 @@ class _Sweep:
             fits=found.fits,
             peak_bytes=peak,
             unplanned_peak_bytes=self._peak(name, self.smallest["as it is"]),
-            step_ms=self.base.step_ms + recompute_ms + added_ms + self.own[name][2] if is_timed else None,
+            step_ms=steps * self.base.step_ms + recompute_ms + added_ms + self.own[name][2]
+            if is_timed
+            else None,
             recompute_ms=recompute_ms if is_timed else None,
             added_ms=added_ms if is_timed else None,
             reserved_bytes=reserved,
@@ -504,6 +513,7 @@ class _Sweep:
             recommended=best,
             larger_devices=() if best is not None else self._larger_devices(rows),
             computed=(*self.notes, _COMPUTED),
+            accumulation_steps=self.accumulation_steps,
         )
 
     def _larger_devices(self, rows: list[FitRow]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ the bytes alive at each op as a polynomial in the size.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ import torch
 from sacplan._device.devices import DeviceSpec
 from sacplan._profile.profile import Decided, Profile
 from sacplan._program.liveness import bytes_at_ops
-from sacplan._program.program import Op, Program, Tensor
+from sacplan._program.program import Event, Op, Program, Tensor
 from sacplan.errors import PlanError
 
 _INTEGER = re.compile(r"(?<![\w.\"])-?\d+(?![\w.\"])")
@@ -134,7 +135,7 @@ def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | 
 def _shape(program: Program) -> Sequence[object]:
     """Return everything about a program that must be equal at both sizes."""
     return (
-        program.events,
+        _in_any_order(program.events),
         program.initial,
         program.storage_kinds,
         program.handle_storages,
@@ -147,6 +148,18 @@ def _shape(program: Program) -> Sequence[object]:
         [_INTEGER.sub("0", op.arguments) for op in program.ops],
         [scope.fqn for scope in program.scopes],
     )
+
+
+def _in_any_order(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the events with each run of ``FREE`` sorted.
+
+    Autocast frees all its copies of weights at once, in the order of a hash table of their addresses.
+    """
+    found: list[tuple[int, int]] = []
+    for is_free, run in itertools.groupby(events, lambda event: event[0] == Event.FREE):
+        same_kind = list(run)
+        found += sorted(same_kind) if is_free else same_kind
+    return found
 
 
 def _tensor(x: Tensor, y: Tensor, line: Callable[[float, float], float]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sacplan._device.outside_allocator import Outside
 from sacplan._plan.limits import EXPANDABLE_SEGMENTS
-from sacplan._profile.optimizers import BY_NAME
+from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes
 from sacplan._questions.sweep import Row, frame
 
@@ -94,6 +94,7 @@ class Verdict:
         larger_devices: Known GPUs on which the smallest row would fit, the smallest first. Empty if something fits
             here.
         computed: Sentences on which figures were computed from recordings, and which were not.
+        accumulation_steps: Micro-batches of ``batch`` samples in a step. Largest batches are micro-batches, too.
     """
 
     model: str
@@ -111,6 +112,7 @@ class Verdict:
     larger_devices: tuple[str, ...]
     computed: tuple[str, ...]
     outside: tuple[Outside, ...] = ()
+    accumulation_steps: int = 1
 
     @property
     def fits(self) -> bool:
@@ -121,7 +123,8 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict in one sentence."""
         tokens = "" if self.seq is None else f", {self.seq} tokens"
-        step = f"{self.model}, batch {self.batch}{tokens}, {self.optimizer}"
+        times = f" x {self.accumulation_steps} accumulated" if self.accumulation_steps > 1 else ""
+        step = f"{self.model}, batch {self.batch}{times}{tokens}, {self.optimizer}"
         device = f"{self.device} ({format_bytes(self.memory_bytes)})"
         asked, left = self.rows[0], f"the budget of {format_bytes(self.budget_bytes)}"
         if self.outside:
@@ -201,8 +204,9 @@ class Verdict:
             techniques = TECHNIQUES[best.way]
             more = "" if self.budget is None else f', "{self.budget}"'
             more += "" if techniques == ("recompute",) else f", techniques={techniques!r}"
+            steps = f", accumulation_steps={self.accumulation_steps}" if self.accumulation_steps > 1 else ""
             lines += [
-                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}")',
+                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}"{steps})',
                 f"handle = sacplan.apply(model, sacplan.plan(profile{more}))",
             ]
         return "\n".join(lines)

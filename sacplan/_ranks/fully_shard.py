@@ -32,6 +32,8 @@ types: an all-gather ``param_dtype``, and before it a flat tensor in which the s
 ``reduce_dtype``; the gradients after it the type of the shards. With replicas the output of the reduce-scatter is
 all-reduced in place, and if it is cast afterwards, each unit holds it until the backward pass is over.
 
+With ``CPUOffloadPolicy`` shards, reduced gradients and the optimizer are on the host, see ``offload.py``.
+
 The time of a collective is its exposed part (``overlap.py``):
 
 - On GPUs the host runs ahead. A unit's gather may start when the unit before it has copied out its own, in forward
@@ -44,7 +46,7 @@ Recomputation by a plan hides more than is counted here: exposed times are those
 optimizer's ops is proportional to the bytes of the shards.
 
 Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled: that
-collectives take multiprocessors and bandwidth from computation; offloading, optimizers that step in the backward pass,
+collectives take multiprocessors and bandwidth from computation; optimizers that step in the backward pass,
 different arguments for different units, explicit prefetching, gradients left unreduced over several backward passes,
 and links of their own for all-reduces among replicas. Optimizer state of another shape than its parameter's
 (Adafactor's factors) is counted whole.
@@ -61,6 +63,7 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
+from sacplan._ranks.offload import HostMemory, HostShards, gather_inputs_bytes, host_bytes_of, host_memory
 from sacplan._ranks.options import DEFAULTS, FullyShardOptions
 from sacplan._ranks.param_groups import CommContext, ParamGroup, Reduction
 from sacplan._ranks.rank_ops import RankOps
@@ -74,6 +77,7 @@ _COPY_IN = "fsdp.chunk_cat.default"
 _REDUCE = "c10d._reduce_scatter_base_.default"
 _ALL_REDUCE = "c10d.allreduce_.default"
 _NORM = "aten.linalg_vector_norm.default"
+_CAST = "aten._to_copy.default"
 
 
 def sharded(
@@ -122,6 +126,25 @@ def sharded(
     return msgspec.structs.replace(patch, changed_ops={**kept, **patch.changed_ops})
 
 
+def on_host(
+    program: Program,
+    parameters: Sequence[FingerprintEntry],
+    world_size: int,
+    units: Sequence[str],
+    options: FullyShardOptions,
+) -> HostMemory:
+    """Return what a rank takes of the host's memory; nothing without an ``offload_policy``. Arguments: ``sharded``."""
+    policy = options.offload_policy
+    if policy is None:
+        return HostMemory(0, 0, 0)
+    names = resolve_units(units, program)
+    owned = owners(parameters_of(program, parameters), names, program, options.mp_policy)
+    shards = world_size // options.replicas
+    return host_memory(
+        program, [p for unit in owned.values() for p in unit], shards, pinned=policy.pin_memory
+    )
+
+
 class _FullyShardRewriter:
     """Goes through the events once, and does at each what the hooks of ``fully_shard`` do there."""
 
@@ -160,9 +183,43 @@ class _FullyShardRewriter:
         self.gradients = self._gradients()
         self.reduced: dict[int, int] = {}  # gradients that were freed, to the storages of their shards
         self.awaited: set[int] = set()  # gradients that live until they are reduced
+        self.host = self._on_host()
         for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), self.shards, spec)):
+            n_bytes = 0 if self.host is not None and s in self.host.n_bytes else n_bytes
             if n_bytes != program.storage_bytes[s]:
                 self.ops.draft.storage_bytes[s] = n_bytes
+        for group in self.groups.values():
+            self._begin_with_gradients(group)
+
+    def _begin_with_gradients(self, group: ParamGroup) -> None:
+        """Let the gradients that were there before the step be what earlier micro-steps reduced: views of one shard."""
+        started = set(self.r.initial)
+        having = {
+            p.storage: self._gradient_of(p)
+            for p in group.parameters
+            if p.storage in self.r.gradients and self._gradient_of(p) in started
+        }
+        if not having:
+            return
+        trained = [p for p in group.parameters if p.storage in having]
+        sizes = Reduction.of(trained, self.shards, self.options.mp_policy)
+        first = next(iter(having.values()))
+        # The shard takes the place of one of the gradients, and the others get no bytes.
+        for s in having.values():
+            self.ops.draft.storage_bytes[s] = 0
+        self.ops.draft.storage_bytes[first] = self.spec.round_up(sizes.shard_bytes)
+        group.reduced_grads = first
+        group.with_grad |= having.keys()
+        self.reduced.update(dict.fromkeys(having.values(), first))
+        self.gradients.update(dict.fromkeys(having.values(), group))
+
+    def _on_host(self) -> HostShards | None:
+        """Return what lies on the host; None: nothing does, or the device is the host."""
+        policy = self.options.offload_policy
+        if policy is None or self.spec.kind == "cpu":
+            return None
+        owned = tuple(self._owned())
+        return HostShards.of(self.r, owned, self.shards, self.spec, pinned=policy.pin_memory)
 
     def _calls_around(self) -> dict[int, tuple[int, ...]]:
         """Return, by scope, the calls of units with parameters around it (itself included), the innermost first."""
@@ -283,7 +340,7 @@ class _FullyShardRewriter:
             return code in (Event.PACK, Event.FREE)
         op = self.r.ops[arg]
         dtypes = {self.r.tensors[t].dtype for t in op.outputs if t >= 0}
-        return op.name == "aten._to_copy.default" and dtypes == {policy.output_dtype}
+        return op.name == _CAST and dtypes == {policy.output_dtype}
 
     def _owned(self) -> Iterator[Parameter]:
         for group in self.groups.values():
@@ -316,9 +373,9 @@ class _FullyShardRewriter:
                 Phase.OPTIMIZER,
                 ROOT_SCOPE,
                 (stacked,),
-                [n_bytes],
+                [n_bytes if self.host is None else 0],
                 StorageKind.TEMPORARY,
-                workspace_bytes=2 * self.spec.round_up(n_bytes),
+                workspace_bytes=2 * self.spec.round_up(n_bytes) if self.host is None else 0,
             )
             self.ops.wait(self.ops.start("all_reduce", n_bytes, self.shards))
         return found
@@ -332,9 +389,13 @@ class _FullyShardRewriter:
         if op.phase == Phase.OPTIMIZER and self.reduced:
             reads = tuple(dict.fromkeys(instead.get(s, self.reduced.get(s, s)) for s in op.reads))
             mutates = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.mutates))
-            time_ms = op.time_ms * self._share(op, (*reads, *op.writes))
+            touched = (*reads, *op.writes)
+            time_ms, workspace_bytes = op.time_ms * self._share(op, touched), op.workspace_bytes
+            on_host_ms = None if self.host is None else self.host.steps(op, touched)
+            if on_host_ms is not None:
+                time_ms, workspace_bytes = on_host_ms, 0
             self.ops.draft.ops[index] = msgspec.structs.replace(
-                op, reads=reads, mutates=mutates, time_ms=time_ms
+                op, reads=reads, mutates=mutates, time_ms=time_ms, workspace_bytes=workspace_bytes
             )
         elif op.phase == Phase.BACKWARD:
             for s in op.mutates:
@@ -457,6 +518,7 @@ class _FullyShardRewriter:
             # The host reaches this point long before the device. So the gather counts as started when the
             # unit before it had copied out its own, not now.
             n_bytes, ranks = group.gathered_bytes, group.gathering_ranks
+            waits_ms, behind_ms = self._from_host_ms(group)
             group.gathering = self._collective(
                 GATHER,
                 phase,
@@ -464,10 +526,30 @@ class _FullyShardRewriter:
                 group.sources,
                 n_bytes,
                 StorageKind.OTHER,
-                workspace_bytes=self.spec.round_up(group.cast_bytes),
-                time_ms=self.ops.copy_ms(group.cast_bytes),
+                workspace_bytes=self._gather_workspace_bytes(group),
+                time_ms=self.ops.clock.compute(waits_ms) + self.ops.copy_ms(group.cast_bytes),
             )
-            group.gather = self.ops.start("all_gather", n_bytes, ranks, group.context.copied_ms)
+            group.gather = self.ops.start(
+                "all_gather", n_bytes, ranks, group.context.copied_ms, before_ms=behind_ms
+            )
+
+    def _gather_workspace_bytes(self, group: ParamGroup) -> int:
+        """Return what an all-gather takes beside its buffer: its inputs, if they are not the shards themselves."""
+        if self.options.offload_policy is None:
+            return self.spec.round_up(group.cast_bytes)
+        # Kept shards are on the device and have the right type, and only the path without offloading copies them.
+        if group.kept:
+            return 0
+        buffer_bytes = self.spec.round_up(group.gathered_bytes)
+        return gather_inputs_bytes(group.parameters, self.shards, buffer_bytes, self.spec)
+
+    def _from_host_ms(self, group: ParamGroup) -> tuple[float, float]:
+        """Return the time for copying the shards of a unit to the device: that waits, and that runs behind."""
+        if self.host is None or group.kept:
+            return 0.0, 0.0
+        ms = self.host.copy_ms(host_bytes_of(group.parameters, self.shards))
+        # Of memory that is not pinned, the host waits for the copy, and issues nothing meanwhile.
+        return (0.0, ms) if self.host.pinned else (ms, 0.0)
 
     def _wait(self, group: ParamGroup, phase: Phase) -> None:
         # Unsharded already: it was not resharded after forward.
@@ -572,9 +654,11 @@ class _FullyShardRewriter:
                 _ALL_REDUCE, Phase.BACKWARD, scope, (shard,), (), StorageKind.GRADIENT, mutates=(shard,)
             )
             running = self.ops.start("all_reduce", sizes.output_bytes, self.replicas, among_replicas=True)
-            context.all_reducing.append(running)
+            context.to_finish.append(running)
         if sizes.is_cast:
             shard = self._cast_shard(group, shard, sizes.shard_bytes)
+        if self.host is not None:
+            shard = self._copy_to_host(group, shard, sizes, self.host)
         # The first pass of an accumulation leaves its shard as the gradients; later ones add theirs to it. A later
         # one with the first gradient of some parameter stays, since that gradient is a view of it.
         having = {p.storage for p in trained}
@@ -590,7 +674,7 @@ class _FullyShardRewriter:
     def _cast_shard(self, group: ParamGroup, reduced: int, n_bytes: int) -> int:
         """Cast reduced gradients to the type of the shards, and return the storage of the result."""
         shard = self._collective(
-            "aten._to_copy.default",
+            _CAST,
             Phase.BACKWARD,
             group,
             (reduced,),
@@ -605,6 +689,29 @@ class _FullyShardRewriter:
         else:
             self.ops.free(reduced)
         return shard
+
+    def _copy_to_host(self, group: ParamGroup, shard: int, sizes: Reduction, host: HostShards) -> int:
+        """Copy reduced gradients to the host, and return the storage that they have there."""
+        # Gradients that are added to earlier ones are waited for, and so are those in memory that is not pinned.
+        ms, waits = host.copy_ms(sizes.shard_bytes), not host.pinned or group.reduced_grads is not None
+        there = self._collective(
+            _CAST,
+            Phase.BACKWARD,
+            group,
+            (shard,),
+            0,
+            StorageKind.GRADIENT,
+            time_ms=self.ops.clock.compute(ms) if waits else 0.0,
+        )
+        host.add(there, sizes.shard_bytes)
+        if not waits:
+            group.context.to_finish.append(self.ops.send(ms))
+        # What was all-reduced without a cast is held as a cast one is, see ``_cast_shard``.
+        if self.replicas > 1 and not sizes.is_cast:
+            group.all_reduced = shard
+        else:
+            self.ops.free(shard)
+        return there
 
     def _with_gradient(self, group: ParamGroup) -> list[Parameter]:
         """Return the parameters whose gradients the unit reduces now: those that have one."""
@@ -633,9 +740,9 @@ class _FullyShardRewriter:
                 group.all_reduced = None
         for context in self.contexts.values():
             self._waited_for_reduces(context)
-            for running in context.all_reducing:
+            for running in context.to_finish:
                 self.ops.wait(running)
-            context.all_reducing.clear()
+            context.to_finish.clear()
             context.copied_ms = None
             context.order.clear()
             for buffer in context.reduced:

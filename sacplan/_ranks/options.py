@@ -14,6 +14,37 @@ from sacplan._program.mixed_precision import MixedPrecision
 from sacplan.errors import TraceError
 
 
+class CPUOffload(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A ``torch.distributed.fsdp.CPUOffloadPolicy``: shards, their gradients and the optimizer are on the host.
+
+    Attributes:
+        pin_memory: whether the host's copies of parameters and gradients are pinned, so that copies overlap.
+    """
+
+    pin_memory: bool = True
+
+    @classmethod
+    def of(cls, policy: Any) -> CPUOffload | None:
+        """Return the value of torch's policy; None for one that moves nothing.
+
+        Raises:
+            TraceError: it is no ``OffloadPolicy``.
+        """
+        if policy is None or isinstance(policy, cls):
+            return policy
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        if not isinstance(policy, OffloadPolicy):
+            raise TraceError(
+                f"offload_policy is {policy!r:.100}; give torch.distributed.fsdp.CPUOffloadPolicy(), as to fully_shard."
+            )
+        return cls(policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else None
+
+    def __str__(self) -> str:
+        """Return it as it is written in a call."""
+        return f"CPUOffloadPolicy({'' if self.pin_memory else 'pin_memory=False'})"
+
+
 class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Arguments of ``fully_shard``, the same for all units. The defaults are torch's.
 
@@ -22,15 +53,21 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
         reshard_after_forward: whether a unit frees its parameters after its forward. An int: it keeps the shards of
             that many ranks. None: all units but the outermost ones free them.
         replicas: how many groups of ranks hold the same shards (HSDP); 1: parameters are sharded over all ranks.
+        offload_policy: whether shards lie in the memory of the host; None: on the device.
     """
 
     mp_policy: MixedPrecision | None = None
     reshard_after_forward: bool | int | None = None
     replicas: Positive = 1
+    offload_policy: CPUOffload | None = None
 
     @classmethod
     def of(
-        cls, mp_policy: Any = None, reshard_after_forward: Any = None, replicas: int = 1
+        cls,
+        mp_policy: Any = None,
+        reshard_after_forward: Any = None,
+        replicas: int = 1,
+        offload_policy: Any = None,
     ) -> FullyShardOptions:
         """Return checked options from torch's own objects.
 
@@ -45,7 +82,9 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
         # An int of 1 is False to fully_shard, and 1 == True in Python, so that it must not be stored as it is.
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             reshard_after_forward = False if reshard_after_forward == 1 else reshard_after_forward
-        return cls(MixedPrecision.of(mp_policy), reshard_after_forward, replicas)
+        return cls(
+            MixedPrecision.of(mp_policy), reshard_after_forward, replicas, CPUOffload.of(offload_policy)
+        )
 
     @property
     def communicators(self) -> int:
@@ -91,22 +130,9 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
             parts.append(f"reshard_after_forward={self.reshard_after_forward}")
         if self.replicas > 1:
             parts.append(f"{self.replicas} replicas")
+        if self.offload_policy is not None:
+            parts.append(f"offload_policy={self.offload_policy}")
         return ", ".join(parts)
-
-
-def check_offload(policy: Any) -> None:
-    """Raise ``TraceError`` for an ``offload_policy`` that moves anything."""
-    if policy is None:
-        return
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-
-    if not isinstance(policy, OffloadPolicy):
-        raise TraceError(f"offload_policy is {policy!r:.100}; fully_shard takes an OffloadPolicy.")
-    if isinstance(policy, CPUOffloadPolicy):
-        raise TraceError(
-            "offload_policy is a CPUOffloadPolicy, and shards that lie in the memory of the host are not modelled. "
-            "Leave it out: the peak is then that with shards, gradients and optimizer state on the device."
-        )
 
 
 DEFAULTS = FullyShardOptions()

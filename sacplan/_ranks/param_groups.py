@@ -23,7 +23,7 @@ class CommContext:
         copied_ms: when the last all-gather was copied out.
         reduced: inputs of reduce-scatters.
         reducing: reduce-scatters that the next one waits for.
-        all_reducing: all-reduces among replicas, which only the end of the backward pass waits for.
+        to_finish: what only the end of the backward pass waits for: all-reduces among replicas, and copies to the host.
         order: units in the order in which their forwards ended.
     """
 
@@ -32,7 +32,7 @@ class CommContext:
     copied_ms: float | None = None
     reduced: list[int] = field(default_factory=list)
     reducing: list[Running] = field(default_factory=list)
-    all_reducing: list[Running] = field(default_factory=list)
+    to_finish: list[Running] = field(default_factory=list)
     order: list[ParamGroup] = field(default_factory=list)
 
 

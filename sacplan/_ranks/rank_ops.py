@@ -101,6 +101,7 @@ class RankOps:
         ranks: int,
         since: float | None = None,
         *,
+        before_ms: float = 0.0,
         among_replicas: bool = False,
     ) -> Running:
         """Start the collective of the op that was added last.
@@ -110,6 +111,7 @@ class RankOps:
             n_bytes: of all ranks together.
             ranks: that take part.
             since: when it may start; None: now.
+            before_ms: time of a copy from the host before it, which uses the links, too.
             among_replicas: whether those are the ranks with the same shards, and not neighbours.
         """
         at_once = self._spec.kind == "cpu"
@@ -118,13 +120,17 @@ class RankOps:
             axes, axis = Mesh.of({"ranks": ranks, "others": others}), 0
         else:
             axes, axis = Mesh.of({"others": others, "ranks": ranks}), 1
-        time_ms = Costs.of(axes, self._spec).collective_ms(kind, n_bytes, axis)
+        time_ms = before_ms + Costs.of(axes, self._spec).collective_ms(kind, n_bytes, axis)
         running = Running(len(self.draft.ops) - 1, self.clock.send(time_ms, None if at_once else since))
         # Without streams (``_fsdp_param_group.py`` on a CPU) nothing overlaps: the collective is waited for where it
         # starts.
         if at_once:
             self.wait(running)
         return running
+
+    def send(self, ms: float) -> Running:
+        """Start a copy to the host of the op that was added last, behind what uses the links now."""
+        return Running(len(self.draft.ops) - 1, self.clock.send(ms))
 
     def wait(self, running: Running) -> None:
         """Have computation wait for a collective, and add the wait to the time of its op."""

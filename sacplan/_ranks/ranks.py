@@ -15,14 +15,15 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.files import Positive
 from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.mixed_precision import MixedUnits
-from sacplan._program.program import Program
+from sacplan._program.optimizer_ops import steps_in_backward
+from sacplan._program.program import Program, StorageKind
 from sacplan._ranks.ddp import replicated
-from sacplan._ranks.fully_shard import sharded
+from sacplan._ranks.fully_shard import on_host, sharded
 from sacplan._ranks.options import DEFAULTS, FullyShardOptions
 from sacplan._ranks.shards import parameter_bytes, parameters_of
 from sacplan._shard.program import on_one_rank
 from sacplan._shard.sharding import Sharding
-from sacplan.errors import TraceError
+from sacplan.errors import PlanError, TraceError
 
 RunBy: TypeAlias = Literal["sacplan", "FSDP2", "DDP"]
 """What runs a step on several ranks: ``sacplan.apply``, or PyTorch's ``fully_shard`` or ``DistributedDataParallel``."""
@@ -90,6 +91,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         mesh: Any = None,
         mp_policy: Any = None,
         reshard_after_forward: Any = None,
+        offload_policy: Any = None,
     ) -> Ranks:
         """Return checked ranks from arguments as a user gives them, torch's own objects among them.
 
@@ -108,7 +110,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             if world_size is not None and world_size != math.prod(shape):
                 raise TraceError(f"world_size is {world_size}, and the mesh has {math.prod(shape)} ranks.")
             world_size, replicas = math.prod(shape), math.prod(shape[:-1])
-        options = FullyShardOptions.of(mp_policy, reshard_after_forward, replicas)
+        options = FullyShardOptions.of(mp_policy, reshard_after_forward, replicas, offload_policy)
         return cls.of(1 if world_size is None else world_size, fsdp_units, options)
 
     @classmethod
@@ -161,6 +163,12 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             TraceError: unknown units, or a model that cannot be spread so.
         """
+        if self.world_size > 1 and steps_in_backward(whole):
+            raise TraceError(
+                "an optimizer steps in hooks during the backward pass, before gradients are reduced over ranks: on "
+                "several ranks that is not modelled. Remove the hooks, and give an optimizer that steps after the "
+                "backward pass: the peak is then an upper bound, since it keeps all gradients."
+            )
         if self.sharding is not None:
             return self._spread(self.sharding, whole, parameters, spec)
         if self.world_size == 1:
@@ -170,11 +178,23 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         patch = sharded(whole, parameters, spec, self.world_size, self.fsdp_units, self.options)
         return whole.with_(patch).renumbered()
 
+    def host_bytes(self, whole: Program, parameters: Sequence[FingerprintEntry]) -> int:
+        """Return the bytes of the host's memory that a rank takes with ``CPUOffloadPolicy``, see ``program``."""
+        if self.fsdp_units is None:
+            return 0
+        return on_host(whole, parameters, self.world_size, self.fsdp_units, self.options).total_bytes
+
     @staticmethod
     def _spread(
         sharding: Sharding, whole: Program, parameters: Sequence[FingerprintEntry], spec: DeviceSpec
     ) -> Program:
         found = parameters_of(whole, parameters)
+        if any(whole.storage_kinds[s] == StorageKind.GRADIENT for s in whole.initial):
+            raise PlanError(
+                "this step adds to gradients of earlier micro-batches (accumulation_steps), and sacplan does not know "
+                "how these lie on a mesh that it shards itself. Plan for FSDP2 or DDP, with world_size= and "
+                "fsdp_units=, or record the step without accumulation."
+            )
         # From names to storages: ``_shard`` knows parameters by their storage only.
         layouts = sharding.layouts([(p.name, p.shape) for p in found])
         homes = {p.storage: layouts[p.name] for p in found if p.name in layouts}

@@ -13,7 +13,7 @@ from sacplan._shard.optimizer import like_parameters
 def sizes_of_a_rank(
     program: Program, sharded: Iterable[Parameter], shards: int, spec: DeviceSpec
 ) -> list[int]:
-    """Return, by storage, its size on the rank with the largest shards.
+    """Return, by storage, its size on the rank with the largest shards, as the device's allocator rounds it.
 
     Gradients keep their size: they are unsharded until they are reduced.
 
@@ -24,16 +24,26 @@ def sizes_of_a_rank(
         spec: the device.
     """
     sizes = list(program.storage_bytes)
+    for s, n_bytes in shards_of_a_rank(program, sharded, shards).items():
+        sizes[s] = spec.round_up(n_bytes)
+    return sizes
+
+
+def shards_of_a_rank(program: Program, sharded: Iterable[Parameter], shards: int) -> dict[int, int]:
+    """Return the bytes of the largest shard of each storage that a rank holds in shards, not rounded.
+
+    These are the parameters, the optimizer's state of their shape, and temporaries of its step.
+    """
     parameters = {p.storage: p for p in sharded}
     dtypes = {t.storage: t.dtype for t in program.tensors}
+    found = {}
     for s, parameter in like_parameters(program, parameters).items():
         if _is_held_in_shards(program, s):
             p = parameters[parameter]
             # By elements and not by bytes: state may have another dtype than its parameter. A parameter itself may
             # have been seen in the type that its unit computes in, so its own dtype counts.
-            size = p.itemsize if s == parameter else itemsize(dtypes[s])
-            sizes[s] = spec.round_up(p.shard_elements(shards) * size)
-    return sizes
+            found[s] = p.shard_elements(shards) * (p.itemsize if s == parameter else itemsize(dtypes[s]))
+    return found
 
 
 def _is_held_in_shards(program: Program, storage: int) -> bool:

@@ -298,11 +298,14 @@ class _RecomputeRewriter:
         return loose
 
     def _op_before(self, position: int) -> Op:
-        """Return the op that ran last before an event. Ops that run again take its phase and scope."""
-        events = self.program.events
-        while events[position][0] != _OP:
+        """Return the op that ran last before an event. Ops that run again take its phase and scope.
+
+        Ops of an optimizer that steps in the backward pass do not count.
+        """
+        events, ops = self.program.events, self.program.ops
+        while events[position][0] != _OP or ops[events[position][1]].phase is Phase.OPTIMIZER:
             position -= 1
-        return self.program.ops[events[position][1]]
+        return ops[events[position][1]]
 
     def _needed(self, node: _DiscardedOp) -> list[_DiscardedOp]:
         order: dict[_DiscardedOp, None] = {}

@@ -25,6 +25,6 @@ def device_recorder(
         saved=saved,
         state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,
         number_bytes=NUMBER_BYTES if spec.kind == "cpu" else 0,
-        counters_on_host=spec.kind == "cuda",
+        on_gpu=spec.kind == "cuda",
         rules=rules,
     )

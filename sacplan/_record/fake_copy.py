@@ -19,8 +19,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from sacplan._record.fake_data import DataRules
+from sacplan._record.gradient_hooks import copy_gradient_hooks, optimizers_in_backward
+from sacplan._record.host_state import explain_offload, for_fake_steps, stand_in_factory
 from sacplan._record.state import reachable
 from sacplan._record.step import check_optimizer, make_optimizer
 from sacplan._torch.fake_tensors import active_fake_mode, fake_empty_strided, meta_storage
@@ -41,6 +44,7 @@ class FakeCopier:
         self._mode = mode
         self._storages: dict[int, Any] = {}
         self._keep: list[Any] = []  # alive, so that no other object gets an id that is in the memo
+        self._gradient_hooks: list[RemovableHandle] = []
         self.memo: dict[int, Any] = {}
 
     def tensor(self, t: torch.Tensor) -> torch.Tensor:
@@ -128,6 +132,8 @@ class FakeCopier:
                 self._share(value, _copy_of_generator(value))
             elif isinstance(value, _SHARED) or _is_constant(value):
                 self._share(value, value)
+        for stepping in optimizers_in_backward(model):
+            self._share(stepping, self.optimizer(stepping, model, model))
         # The copy begins its step without gradients: deepcopy finds None in the memo for each.
         grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         self.memo.update((id(g), None) for _, g in grads)
@@ -136,6 +142,9 @@ class FakeCopier:
             with _CopiesAreFake(self):
                 twin = copy.deepcopy(model, self.memo)
                 self._copy_attributes()
+                self._gradient_hooks = copy_gradient_hooks(
+                    model, self.memo, lambda value: copy.deepcopy(value, self.memo)
+                )
         except TraceError:
             raise
         except Exception as error:
@@ -146,6 +155,11 @@ class FakeCopier:
         for module in twin.modules():
             module.__dict__["_apply"] = functools.partial(_convert_fake, module)
         return twin
+
+    def forget_hooks(self) -> None:
+        """Remove the hooks of the copy's parameters, which refer to these: a cycle that is never collected."""
+        for handle in self._gradient_hooks:
+            handle.remove()
 
     def _share(self, value: Any, twin: Any) -> None:
         self.memo[id(value)] = twin
@@ -183,8 +197,14 @@ class FakeCopier:
                     f"{error}. Pass a callable instead: optimizer=lambda params: ..."
                 ) from error
         else:
-            made = make_optimizer(optimizer, fake_model)
-        return made
+            try:
+                made = make_optimizer(stand_in_factory(optimizer), fake_model)
+            except AssertionError as error:
+                explained = explain_offload(error)
+                if explained is None:
+                    raise
+                raise explained from error
+        return for_fake_steps(made)
 
 
 _SHARED = (types.ModuleType, type(threading.Lock()), type(threading.RLock()), threading.Thread, io.IOBase)

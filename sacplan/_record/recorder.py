@@ -79,7 +79,7 @@ class Recorder(Watching):
         saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
         state_bytes: size of a random generator's state where it lies in the device's memory (on a CPU).
         number_bytes: size of a tensor that autograd makes of a Python number, where it lies in that memory.
-        counters_on_host: whether the optimizers' counters of steps are not in that memory.
+        on_gpu: whether the device has memory of its own, beside which optimizers keep some state in the host's.
         rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
 
     Attributes:
@@ -99,7 +99,7 @@ class Recorder(Watching):
         saved: SavedMode,
         state_bytes: int = 0,
         number_bytes: int = 0,
-        counters_on_host: bool = False,
+        on_gpu: bool = False,
         rules: DataRules | None = None,
     ) -> None:
         super().__init__()
@@ -115,9 +115,7 @@ class Recorder(Watching):
         self._error: Exception | None = None
         self.storages = Storages(self._events, self._phase, round_bytes)
         self.tensors = TensorTable()
-        self._training = TrainingState(
-            self.storages, self.tensors, lambda: self._paused > 0, counters_on_host=counters_on_host
-        )
+        self._training = TrainingState(self.storages, self.tensors, lambda: self._paused > 0, on_gpu=on_gpu)
         self._calls = ModuleCalls(
             events=self._events,
             n_ops=self._ops.__len__,

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from sacplan._program.setup import ONLY_SCALAR, OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
+from sacplan._record.gradient_hooks import optimizers_in_backward
 from sacplan._record.user_code import tensors_in_caches
 from sacplan._torch.private import is_plain
 from sacplan.errors import TraceError
@@ -34,6 +35,27 @@ class Step:
     loss_fn: LossFn
     optimizer: torch.optim.Optimizer | None
     mode: Mode = "train"
+    accumulation_steps: int = 1
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are there when a step begins, and it adds to them."""
+        return self.accumulation_steps > 1 and self.mode == "train"
+
+    @property
+    def optimizers_in_backward(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that hooks of parameters step in the backward pass."""
+        return tuple(optimizers_in_backward(self.model)) if self.mode == "train" else ()
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers that step."""
+        return (*([] if self.optimizer is None else [self.optimizer]), *self.optimizers_in_backward)
+
+    @property
+    def state_in_backward(self) -> int:
+        """The number of parameters for which optimizers that step in the backward pass have state."""
+        return sum(len(optimizer.state) for optimizer in self.optimizers_in_backward)
 
     def run(
         self,
@@ -41,6 +63,11 @@ class Step:
         after_backward: Callable[[], None] | None = None,
     ) -> Any:
         """Run the step: zero the gradients, forward, loss, backward, optimizer step.
+
+        With accumulation it is the last of the micro-steps: the gradients that are there stay, and the backward pass
+        adds to them. That is the worst of them. What the first one has alive at any moment, a later one has too, and
+        all gradients besides; and the optimizer's step comes after the last. The caller sees to it that there are
+        gradients (``accumulate``).
 
         In inference only the forward pass runs. Its output is returned, so that the caller decides how long it lives.
 
@@ -52,11 +79,10 @@ class Step:
             with torch.no_grad():
                 return self.loss_fn(self.model, self.batch)
         # First, as most loops have it: the gradients of the step before do not overlap with this forward pass.
-        if self.optimizer is not None:
+        if self.optimizer is not None and not self.accumulates:
             self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss_fn(self.model, self.batch)
-        check_loss(loss)
-        loss.backward()
+        # A training loop holds its loss until the optimizer has stepped, and so does this one.
+        _loss = self.accumulate()
         if after_backward is not None:
             after_backward()
         if self.optimizer is not None:
@@ -65,18 +91,37 @@ class Step:
             self.optimizer.step()
         return None
 
+    def accumulate(self) -> torch.Tensor:
+        """Run a micro-step and return its loss: forward, loss, backward. It adds to the gradients that are there."""
+        loss: torch.Tensor = self.loss_fn(self.model, self.batch)
+        check_loss(loss)
+        loss.backward()
+        return loss
+
     def setup(self, autocast: str | None = None) -> Setup:
         """Return how the step was set up.
 
         To be read after it has run: a ``loss_fn`` may switch modes, and the default only then knows its form.
         """
         loss = self.loss_fn.took if isinstance(self.loss_fn, DefaultLoss) else function_name(self.loss_fn)
-        return Setup.of(self.model, self.optimizer, "" if self.loss_fn is call_model else loss, autocast)
+        loss = "" if self.loss_fn is call_model else loss
+        steps = self.accumulation_steps if self.accumulates else 1
+        optimizer = next(iter(self.optimizers), None)
+        return Setup.of(self.model, optimizer, loss, autocast, accumulation_steps=steps)
 
 
 def loss_or_default(loss_fn: LossFn | None, mode: Mode) -> LossFn:
     """Return ``loss_fn``, or the default: the loss in the model's output, in inference the output itself."""
     return loss_fn or (DefaultLoss() if mode == "train" else call_model)
+
+
+def check_accumulation(steps: Any) -> None:
+    """Raise ``TraceError`` unless it is a number of micro-batches."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise TraceError(
+            f"accumulation_steps={steps!r} must be the number of micro-batches whose gradients an optimizer step "
+            "adds up: 1 or more."
+        )
 
 
 def check_loss(loss: Any) -> None:

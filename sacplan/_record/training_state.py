@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sacplan._program.program import StorageKind
+from sacplan._record.host_state import counters_on_host, paged_state, plain_parts
 from sacplan._record.storages import Storages
 from sacplan._record.tensor_table import TensorTable
 from sacplan._torch.private import is_plain, without_torch_functions
@@ -20,7 +21,7 @@ class TrainingState:
     Args:
         storages, tensors: the recorder's.
         is_paused: tells whether an optimizer's step that runs now is not recorded.
-        counters_on_host: whether the optimizers' counters of steps are not in the device's memory.
+        on_gpu: whether the device has memory of its own, beside which optimizers keep some state in the host's.
 
     Attributes:
         gradients: storage of a parameter to the tensor that is its gradient.
@@ -33,12 +34,12 @@ class TrainingState:
         tensors: TensorTable,
         is_paused: Callable[[], bool],
         *,
-        counters_on_host: bool = False,
+        on_gpu: bool = False,
     ) -> None:
         self.gradients: dict[int, int] = {}
         self.in_optimizer_step = False
         self._is_paused = is_paused
-        self._counters_on_host = counters_on_host
+        self._on_gpu = on_gpu
         self._storages = storages
         self._tensors = tensors
         self._parameters: dict[int, torch.Tensor] = {}
@@ -88,18 +89,13 @@ class TrainingState:
 
     @without_torch_functions
     def _track_state(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
-        on_device = _counts_on_device(optimizer)
-        for p, state in optimizer.state.items():
-            for name, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    self._storages.track(value, StorageKind.OPTIMIZER_STATE, initial=initial)
-                    if (
-                        self._counters_on_host
-                        and name == "step"
-                        and not value.dim()
-                        and id(p) not in on_device
-                    ):
-                        self._storages.leave_on_host(value)
+        for state in optimizer.state.values():
+            for value in state.values() if isinstance(state, dict) else ():
+                for part in plain_parts(value):
+                    self._storages.track(part, StorageKind.OPTIMIZER_STATE, initial=initial)
+        if self._on_gpu:
+            for part in (*counters_on_host(optimizer), *paged_state(optimizer)):
+                self._storages.leave_on_host(part)
 
     def mark_late_kinds(self) -> None:
         """Say of storages that ops made which of them are gradients or the optimizer's state.
@@ -128,13 +124,3 @@ class TrainingState:
         """Let go of the model and the optimizers."""
         self._parameters.clear()
         self._optimizers.clear()
-
-
-def _counts_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the parameters (``id``) whose counter of steps is on their own device.
-
-    torch.optim makes ``state["step"]`` on the CPU unless the kernel reads it (``fused``) or a CUDA graph does
-    (``capturable``). On fake tensors the two devices look alike.
-    """
-    groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
-    return {id(p) for group in groups for p in group["params"]}

@@ -153,6 +153,12 @@ def _split_list(
 _GATHERS = frozenset(("_c10d_functional.all_gather_into_tensor.default",))
 """Collectives that may run again: all ranks have the same plan, and so gather in the same order."""
 
+_COMPUTES_ONLY = frozenset((
+    "bitsandbytes.gemm_4bit.default", "bitsandbytes.dequantize_4bit.default",
+    "bitsandbytes.dequantize_blockwise.default",
+))  # fmt: skip
+"""Ops of other libraries that only compute their results, with the same bits each time (read in bitsandbytes 0.50)."""
+
 
 @functools.cache
 def op_traits(func: Any) -> OpTraits:
@@ -184,7 +190,8 @@ def op_traits(func: Any) -> OpTraits:
         and torch.Tag.inplace_view not in func.tags
     )
     # Each condition rules out one way in which a second run could differ, or do harm:
-    # - an op of another library may do anything, and a collective would wait for ranks that do not run it again;
+    # - an op of another library may do anything, unless we have read it, and a collective would wait for ranks that do
+    #   not run it again;
     # - what it writes would be written twice, but for the two exceptions of the module's docstring;
     # - a view makes nothing: its storage is what has to be made again;
     # - a factory returns memory that something else fills (no tensor goes in, or by name);
@@ -192,7 +199,7 @@ def op_traits(func: Any) -> OpTraits:
     # - without a tensor that comes out there is nothing to make again.
     # Random ops may run again: the executor puts the generator's state back first (``random``).
     rerunnable = (
-        (func.namespace in ("aten", "prims") or str(func) in _GATHERS)
+        (func.namespace in ("aten", "prims") or str(func) in _GATHERS | _COMPUTES_ONLY)
         and (not names or batch_norm or in_place)
         and (not aliases or in_place)
         and reads_tensors

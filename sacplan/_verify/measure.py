@@ -58,7 +58,8 @@ def measured_step(
 ) -> Measured:
     """Run a step and measure it. With an optimizer, one step runs before, to create the optimizer's state.
 
-    The caller restores the model's state; gradients are gone after the call. FLOPs are counted under a dispatch mode,
+    With accumulation, a micro-step runs before it, whose gradients it adds to. The caller restores the model's state;
+    gradients are gone after the call. FLOPs are counted under a dispatch mode,
     which takes memory of its own, so the peak is not measured at the same time. ``read`` are further storages that are
     alive, see ``Measured.read``. A step that replaces tensors that are held elsewhere runs again, and the second run is
     measured.
@@ -67,9 +68,10 @@ def measured_step(
     _clear(step)
     # The first step with an optimizer allocates its state, which later steps find there. The measured one is
     # a later one.
-    if step.optimizer is not None:
+    if step.optimizers:
         step.run()
         _clear(step)
+    _begin(step)
     first = next(iter(step.model.parameters()), None)
 
     # Keys alone: whoever holds a storage keeps the step from freeing it, and the peak would be too high.
@@ -91,6 +93,7 @@ def measured_step(
         else:
             seen = _run_cpu(step, batch_tensors, read)
         _clear(step)
+        _begin(step)
         return seen
 
     # If the step replaced a storage which is nevertheless still there, somebody else holds it
@@ -102,6 +105,7 @@ def measured_step(
     replaced = before.keys() - alive()
     if any(before[key]() is not None for key in replaced):
         seen = measured()
+    _clear(step)
     return seen
 
 
@@ -145,6 +149,12 @@ class _Reads(Watching):
 def _clear(step: Step) -> None:
     for p in step.model.parameters():
         p.grad = None
+
+
+def _begin(step: Step) -> None:
+    """Make the gradients that are there when the step begins."""
+    if step.accumulates:
+        step.accumulate()
 
 
 def _run_cuda(
@@ -230,8 +240,8 @@ def _alive(
     parameters = list(step.model.parameters())
     tensors = [*parameters, *step.model.buffers(), *cached_tensors(step.model), *batch_tensors]
     tensors.extend(p.grad for p in parameters if p.grad is not None)
-    if step.optimizer is not None:
-        for state in step.optimizer.state.values():
+    for optimizer in step.optimizers:
+        for state in optimizer.state.values():
             tensors.extend(v for v in state.values() if isinstance(v, torch.Tensor))
     kind = parameters[0].device.type if parameters else "cpu"
     # A subclass has no storage of its own worth counting; its strided inner tensors do. Keys make shared

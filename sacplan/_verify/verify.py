@@ -28,6 +28,7 @@ from sacplan._record.state import held_by_function, preserved_rng, preserved_sta
 from sacplan._record.step import (
     LossFn,
     Step,
+    check_accumulation,
     check_model,
     check_optimizer,
     inner_optimizer,
@@ -114,6 +115,8 @@ def verify(
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
     run: Literal["fake", "real"] = "fake",
+    *,
+    accumulation_steps: int | None = None,
 ) -> Verification:
     """Run one step with the plan applied; afterwards the model is as it was.
 
@@ -123,6 +126,7 @@ def verify(
         run: ``"fake"`` runs a fake step with the kernels of the plan's device; no hardware is needed.
             ``"real"`` runs on the model's own tensors and measures: ``torch.cuda.max_memory_allocated`` on CUDA,
             the profiler's allocation events plus what was alive before on a CPU.
+        accumulation_steps: as for ``profile``; by default those that were planned for.
 
     Raises:
         PlanMismatch: the model or the batch is not the one planned for.
@@ -150,7 +154,9 @@ def verify(
             "Use run='fake', which runs the step of one rank."
         )
     run_step = _verify_fake if run == "fake" else _verify_real
-    seen = run_step(model, batch, plan, loss_fn, optimizer)
+    if accumulation_steps is None:
+        accumulation_steps = plan.fingerprint.setup.accumulation_steps
+    seen = run_step(model, batch, plan, loss_fn, optimizer, accumulation_steps)
     warn_of(seen.setup_differences, stacklevel=3)
     # With another loss than planned, the warning above has said so.
     if all(difference.what != "loss" for difference in seen.setup_differences):
@@ -160,7 +166,7 @@ def verify(
 
 
 def _verify_fake(
-    model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any
+    model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any, steps: int
 ) -> Verification:
     applied = _Applied(plan)
     sharding = plan.ranks.sharding
@@ -171,7 +177,7 @@ def _verify_fake(
         seen = trace_step(
             model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
             mode=plan.provenance.mode, prepare=applied,
-            saved="observe", mixed=plan.ranks.mixed,
+            saved="observe", mixed=plan.ranks.mixed, accumulation_steps=steps,
         )  # fmt: skip
     if sharding is None:
         seen = seen.on_ranks(plan.ranks)
@@ -190,7 +196,7 @@ def _verify_fake(
 
 
 def _verify_real(
-    model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any
+    model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any, steps: int
 ) -> Verification:
     first = next((t for t in (*model.parameters(), *model.buffers())), None)
     here = first.device.type if first is not None else "cpu"
@@ -203,8 +209,10 @@ def _verify_real(
     elif optimizer is not None:
         check_optimizer(optimizer, model)
     mode = plan.provenance.mode
-    step = Step(model, batch, loss_or_default(loss_fn, mode), optimizer, mode)
-    with explained_limits(), preserved_state(model, optimizer, batch, *held_by_function(loss_fn)):
+    check_accumulation(steps)
+    step = Step(model, batch, loss_or_default(loss_fn, mode), optimizer, mode, steps)
+    held = (*held_by_function(loss_fn), *step.optimizers_in_backward)
+    with explained_limits(), preserved_state(model, optimizer, batch, *held):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         # Three runs: FLOPs without the plan, the peak with it, FLOPs with it. The difference of FLOPs is the
         # recomputation. The first run also finds the tensors that the loss function holds; they must count in
@@ -229,7 +237,11 @@ def _verify_real(
         assumptions=(
             *plan.provenance.assumed,
             *filter(None, [summed_outputs(setup)]),
-            *([] if optimizer is not None or mode == "inference" else [_without_optimizer(model, spec)]),
+            *(
+                []
+                if setup.optimizer is not None or mode == "inference"
+                else [_without_optimizer(model, spec)]
+            ),
         ),
         setup_differences=plan.fingerprint.setup.differences(setup),
     )

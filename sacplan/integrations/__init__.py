@@ -1,4 +1,4 @@
-"""Plans in trainers: ``sacplan.integrations.transformers`` and ``sacplan.integrations.lightning``.
+"""sacplan with other libraries: plans in the trainers of ``transformers`` and ``lightning``, models of ``peft``.
 
 Each module needs its library. If that is missing, the error names the extra to install.
 """

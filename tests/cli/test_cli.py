@@ -728,15 +728,6 @@ def test_missing_file_as_a_process(saved: Path) -> None:
     assert result.stderr == "error: missing.json: there is no such file.\n"
 
 
-def test_without_typer(tmp_path: Path) -> None:
-    """A directory before all others whose typer is not there to be imported."""
-    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')\n")
-    result = process("devices", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    assert "pip install 'sacplan[cli]'" in result.stderr
-
-
 def test_names_that_differ_in_a_number() -> None:
     assert together(["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.7.mlp"]) == "h.{0-2,7}.mlp"
     assert together(["a.0.b.0", "a.1.b.1"]) == "a.0.b.0 ... a.1.b.1"

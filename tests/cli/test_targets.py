@@ -19,7 +19,7 @@ from sacplan._cli.app import app
 from sacplan._cli.command import EXAMPLES
 from sacplan._cli.exits import TargetError
 from sacplan._cli.hf import build
-from sacplan._cli.options import HfOptions, OptimizerName
+from sacplan._cli.options import HfOptions
 from sacplan._cli.origin import Origin, seen_in
 from sacplan._cli.sources import optimizer_hints
 from sacplan._cli.targets import load_target
@@ -190,7 +190,7 @@ def test_names_that_lead_nowhere(name: str, options: HfOptions, said: str) -> No
 
 def test_a_configuration_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(TargetError, match="ValueError"):
+    with pytest.raises(TargetError, match="model_type"):
         load_target(f"hf:{tmp_path}", HfOptions())
 
 
@@ -265,10 +265,10 @@ def test_plans_that_do_not_say_what_made_them(small: Path) -> None:
     result = _invoke("verify hf:config.json librarys.json --json")
     assert result.exit_code == 0
     assert "does not say which optimizer" in result.stderr
-    save("plan.json", target | {"optimizer": "lion"})
+    save("plan.json", target | {"optimizer": "lion-9bit"})
     result = _invoke("verify hf:config.json plan.json")
     assert result.exit_code == 2
-    assert "'lion'" in result.stderr
+    assert "'lion-9bit'" in result.stderr
 
 
 @pytest.mark.slow
@@ -293,7 +293,7 @@ def test_where_the_optimizer_is_what_does_not_fit(small: Path) -> None:
     ("optimizer", "hints"),
     [("adamw-fused", ("--optimizer sgd has no state",)), ("sgd", ()), ("none", ())],
 )
-def test_no_optimizer_is_proposed_that_is_there(optimizer: OptimizerName, hints: tuple[str, ...]) -> None:
+def test_no_optimizer_is_proposed_that_is_there(optimizer: str, hints: tuple[str, ...]) -> None:
     origin = Origin("hf:gpt2", HfOptions(optimizer=optimizer))
     with pytest.raises(sacplan.InfeasibleBudget) as caught, optimizer_hints(origin, Ranks(2)):
         raise sacplan.InfeasibleBudget(

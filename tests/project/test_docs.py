@@ -3,7 +3,8 @@
 How a page is run, from top to bottom, in a directory of its own:
 
 - ``python`` blocks run in one namespace. One with ``title="FILE.py"`` is written to that file instead, for the
-  commands that follow.
+  commands that follow. So are ``bash`` and ``yaml`` blocks with a title: files for another machine, whose commands
+  ``tests/project/test_ci.py`` runs.
 - In ``bash`` blocks each line that begins with ``sacplan``, ``python`` or ``torchrun`` runs as a command. A comment
   ``# exits with N`` names the exit code, where it is not 0.
 - A ``text`` block right after one of these is its output. Words are compared exactly, numbers to 2 %, and ``...``
@@ -48,6 +49,7 @@ SLOW = {
     "how.md",
     "index.md",
     "loop.md",
+    "lora.md",
     "no_gpu.md",
     "reports.md",
     "start.md",
@@ -66,9 +68,12 @@ NOT_RUN = {
     (README, "make demo", "installs packages"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
     ("huggingface.md", "arguments = transformers", "Accelerate shards on accelerators only"),
+    ("lora.md", "pip install", "installs packages"),
     ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
-    ("start.md", "pip install", "installs packages"),
+    ("start.md", "pip install 'sacplan", "installs packages"),
+    ("start.md", "pip install -e", "installs packages"),
     ("versions.md", "make test-torch", "installs packages"),
+    ("trainers.md", "python -m benchmarks.trainers", "takes minutes"),
     ("trainers.md", "import torch", "needs torchtune and an old torchao"),
     ("trainers.md", "from dataclasses", "needs torchtitan and Triton"),
     ("which-parallelism.md", "sacplan layouts", "takes minutes"),
@@ -81,6 +86,7 @@ NEEDS = {
     "accelerate.md": ("accelerate",),
     "huggingface.md": ("transformers", "accelerate"),
     "lightning.md": ("lightning",),
+    "lora.md": ("peft", "bitsandbytes"),
     "trl.md": ("trl", "datasets"),
 }
 """What a page needs besides ``transformers``, ``matplotlib`` and the command line."""
@@ -146,6 +152,8 @@ class Page:
                 check_output(block, self.output)
         elif block.language == "python" and "title" in block.options:
             compile(block.code, block.where, "exec")
+            Path(block.options["title"]).write_text(block.code, encoding="utf-8")
+        elif "title" in block.options:
             Path(block.options["title"]).write_text(block.code, encoding="utf-8")
         elif block.language == "python":
             with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -326,11 +334,13 @@ def test_what_is_not_run_is_listed() -> None:
 def test_every_block_is_of_a_language_that_is_run() -> None:
     for name in PAGES:
         blocks = blocks_of(name)
-        assert {block.language for block in blocks} <= {"python", "bash", "text"}, name
+        languages = {block.language for block in blocks if "title" not in block.options}
+        assert languages <= {"python", "bash", "text"}, name
         fences = re.findall(r"^ *```", (DOCS / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert len(fences) == 2 * len(blocks), f"{name}: a fence without a language"
         for block in blocks:
             assert set(block.options) <= {"title"}, block.where
+            assert block.language in ("python", "bash", "text", "yaml"), block.where
             if block.language == "python" and "title" in block.options:  # somebody has to use that file
                 used = Path(block.options["title"]).stem
                 assert any(used in b.code for b in blocks if b is not block), block.where

@@ -17,11 +17,11 @@ from torch import nn
 import sacplan
 from sacplan._ranks.shards import resolve_units
 from tests.support.ranks import (
-    OPTIMIZER,
     RankMemory,
     fully_sharded,
     levels,
     of_one_rank,
+    optimizer_of,
     patient_collectives,
 )
 from tests.support.steps import bit_equal, mean_square
@@ -35,14 +35,31 @@ pytestmark = pytest.mark.skipif(
 UNITS = ["layers.*", ""]
 BUDGET = "75%"
 
-LOSSES: dict[str, Callable[..., torch.Tensor]] = {"gpt": models.cross_entropy, "mlp": mean_square}
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "gpt": models.cross_entropy, "mlp": mean_square, "lora": mean_square
+}  # fmt: skip
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with a low-rank adapter, as LoRA has it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
 
 
 def how_of(name: str) -> dict[str, Any]:
     """What is said to ``fully_shard`` beside the modules; ``name`` begins with that of the model."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     how: dict[str, Any] = {}
+    if "offloaded" in name:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)  # without a GPU nothing can be pinned
     if "mixed" in name:
         how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if "shards of two" in name:
@@ -55,13 +72,18 @@ def model_and_batch(name: str, rank: int) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     gpt = name.startswith("gpt")
     model = models.LM(layers=3, dim=32, heads=4, vocab=64) if gpt else HeavyLayers(3, 66)
+    if name.startswith("lora"):
+        # Of each layer only the adapter is trained; the head is trained, too.
+        for layer in model.layers:
+            layer[0].requires_grad_(False)
+            layer[3] = Adapter(layer[3])
     torch.manual_seed(10 + rank)
     return model, models.tokens(4, 32, 64) if gpt else torch.randn(1024, 66)
 
 
 def gradients_of(model: nn.Module, called: nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
     """Losses of two steps and the gradients of the second, gathered from all ranks."""
-    optimizer = OPTIMIZER(model.parameters())
+    optimizer = optimizer_of(list(model.parameters()))
     torch.manual_seed(5 + dist.get_rank())  # each rank drops others
     values = []
     for _ in range(2):
@@ -69,12 +91,17 @@ def gradients_of(model: nn.Module, called: nn.Module, batch: Any, loss_fn: Any) 
         loss = loss_fn(called, batch)
         loss.backward()
         values.append(loss.detach())
-        grads = [p.grad for p in model.parameters()]
+        grads = [p.grad for p in model.parameters() if p.requires_grad]
         optimizer.step()
     for grad in grads:
         assert grad is not None
         values.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone())
     return values
+
+
+def kind_of(name: str) -> str:
+    """The model that the name begins with."""
+    return name.partition(",")[0]
 
 
 Made = tuple[int, Path, tuple[str, ...]]
@@ -84,7 +111,7 @@ Made = tuple[int, Path, tuple[str, ...]]
 def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> Made:
     """Plan for one rank, without any process group, and save the plan for the ranks."""
     model, batch = model_and_batch(name, rank=0)
-    step: dict[str, Any] = {"loss_fn": LOSSES[name[:3]], "optimizer": OPTIMIZER, "device": "cpu"}
+    step: dict[str, Any] = {"loss_fn": LOSSES[kind_of(name)], "optimizer": optimizer_of, "device": "cpu"}
     whole = sacplan.profile(model, batch, **step)
     if units is None or name in LOSSES:
         profile = of_one_rank(whole, ranks, units)
@@ -108,8 +135,8 @@ def check_fully_sharded(name: str, rank: int, made: Made, orders: Sequence[str])
         ranks = (2, ranks[0] // 2)
     mesh = dist.device_mesh.init_device_mesh("cpu", ranks, mesh_dim_names=names[-len(ranks) :])
     base, batch = model_and_batch(name, rank)
-    loss_fn, how = LOSSES[name[:3]], how_of(name)
-    arguments = how.get("reshard_after_forward"), how.get("mp_policy")
+    loss_fn, how = LOSSES[kind_of(name)], how_of(name)
+    arguments = how.get("reshard_after_forward"), how.get("mp_policy"), how.get("offload_policy")
     plain = fully_sharded(copy.deepcopy(base), mesh, units, *arguments)
     keys = list(plain.state_dict())
     expected = gradients_of(plain, plain, batch, loss_fn)
@@ -194,6 +221,14 @@ def test_plans_of_a_rank_on_two_ranks(tmp_path: Path) -> None:
 def test_plans_of_a_rank_in_mixed_precision(tmp_path: Path) -> None:
     """The same with float32 shards, units that compute in bfloat16, and reductions in float32."""
     made = {name: planned(name, 2, UNITS, tmp_path) for name in ("gpt, mixed", "mlp, mixed")}
+    mp.spawn(on_rank, (2, str(tmp_path), made), nprocs=2)
+
+
+@pytest.mark.slow
+def test_plans_of_a_rank_with_adapters_or_offloaded(tmp_path: Path) -> None:
+    """The same with frozen layers and low-rank adapters, and with shards that are offloaded to the CPU."""
+    names = ("lora", "lora, mixed", "lora, mixed, offloaded", "mlp, mixed, offloaded")
+    made = {name: planned(name, 2, UNITS, tmp_path) for name in names}
     mp.spawn(on_rank, (2, str(tmp_path), made), nprocs=2)
 
 

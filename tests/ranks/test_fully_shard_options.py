@@ -54,6 +54,13 @@ def usual() -> Any:
     return policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+def offloading() -> Any:
+    """Without a GPU nothing can be pinned."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return CPUOffloadPolicy(pin_memory=False)
+
+
 def lm() -> nn.Module:
     return models.LM(layers=3, dim=32, heads=4, vocab=64)
 
@@ -129,6 +136,7 @@ class Case:
     policy: Callable[[], Any] | None = usual
     reshard: bool | int | None = None
     mesh: tuple[int, int] | None = None
+    offload: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Those of ``sacplan.profile``."""
@@ -141,6 +149,7 @@ class Case:
             "fsdp_units": self.units,
             "mp_policy": self.policy and self.policy(),
             "reshard_after_forward": self.reshard,
+            "offload_policy": offloading() if self.offload else None,
             **ranks,
         }
 
@@ -148,7 +157,8 @@ class Case:
         """The model of the first rank."""
         if self.mesh is not None:
             mesh = dist.device_mesh.init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard"))
-        return fully_sharded(model, mesh, units, self.reshard, self.policy and self.policy())
+        offload = offloading() if self.offload else None
+        return fully_sharded(model, mesh, units, self.reshard, self.policy and self.policy(), offload)
 
 
 def adapted(base: torch.dtype) -> Callable[[], nn.Module]:
@@ -222,6 +232,12 @@ CASES = {
     "replicas, mixed, shards of two": Case(mesh=(2, 4), reshard=2, **HEAVY),
     "replicas, mixed, two backward passes": Case(mesh=(2, 4), loss=cross_entropy_in_two),
     "replicas, mixed, padded": Case(mesh=(2, 4), **ODD),
+    "offloaded": Case(offload=True, **{**HEAVY, "policy": None}),
+    "offloaded, mixed": Case(offload=True),
+    "offloaded, mixed, padded": Case(offload=True, **ODD),
+    "offloaded, mixed, shards of two": Case(offload=True, reshard=2, **HEAVY),
+    "offloaded, mixed, two backward passes": Case(offload=True, loss=cross_entropy_in_two),
+    "offloaded, mixed, replicas": Case(offload=True, mesh=(2, 4), **HEAVY),
 }
 
 
@@ -493,18 +509,6 @@ def test_options_without_units(arguments: dict[str, Any]) -> None:
         arguments = {"mp_policy": usual()}
     with pytest.raises(TraceError, match="without fsdp_units"):
         Ranks.asked(**{**({} if "mesh" in arguments else {"world_size": 8}), **arguments})
-
-
-def test_shards_on_the_host_are_not_modelled() -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-
-    step: Any = (HeavyLayers(), torch.randn(4, 64), mean_square, None, "cpu")
-    spread: dict[str, Any] = {"world_size": 8, "fsdp_units": UNITS}
-    sacplan.profile(*step, **spread, offload_policy=OffloadPolicy())
-    with pytest.raises(TraceError, match=r"CPUOffloadPolicy.*not modelled"):
-        sacplan.profile(*step, **spread, offload_policy=CPUOffloadPolicy())
-    with pytest.raises(TraceError, match=r"offload_policy is True"):
-        sacplan.profile(*step, **spread, offload_policy=True)
 
 
 def test_an_optimizer_in_the_backward_pass_is_not_modelled() -> None:

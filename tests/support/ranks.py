@@ -43,13 +43,17 @@ def fully_sharded(
     units: Sequence[str],
     reshard: bool | int | None = None,
     mp_policy: Any = None,
+    offload_policy: Any = None,
 ) -> nn.Module:
     """``fully_shard`` on modules, the inner ones first; ``units`` names the outer ones first."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    policy = mp_policy or MixedPrecisionPolicy()
+    policies = {
+        "mp_policy": mp_policy or MixedPrecisionPolicy(),
+        "offload_policy": offload_policy or OffloadPolicy(),
+    }
     for fqn in reversed(units):
-        fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard, **policies)
     return model
 
 

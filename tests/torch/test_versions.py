@@ -16,6 +16,7 @@ import torch
 
 import sacplan
 from benchmarks import torch_versions
+from benchmarks.harness.checks import Check, read
 from sacplan._torch import versions
 from sacplan._torch.versions import LATE, NEEDED, NEWEST, OLDEST, check_torch, torch_names
 
@@ -123,8 +124,8 @@ def test_a_test_that_failed_is_told_from_one_that_was_skipped() -> None:
         "</testcase><testcase classname='tests.b' name='ugly'><error/></testcase><testcase classname='tests.b' "
         "name='none'><skipped/></testcase></testsuite>"
     )
-    check = torch_versions.read("README", report)
-    assert check == torch_versions.Check("README", 1, ("tests.a::bad", "tests.b::ugly"), 1)
+    check = read("README", report)
+    assert check == Check("README", 1, ("tests.a::bad", "tests.b::ugly"), 1)
     assert check.cell == "**2 of 3 fail**"
-    assert torch_versions.Check("README", 0, (), 3).cell == "refused"
-    assert torch_versions.Check("README", 0, (), 0).cell == "**not run**"
+    assert Check("README", 0, (), 3).cell == "refused"
+    assert Check("README", 0, (), 0).cell == "**not run**"

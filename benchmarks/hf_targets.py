@@ -1,0 +1,257 @@
+"""Which model types of transformers can be named as an ``hf:`` target, and profiled?
+
+    python -m benchmarks.hf_targets                  # all; into benchmarks/results, and the page of the docs
+    python -m benchmarks.hf_targets llama vit        # these alone, printed
+    python -m benchmarks.hf_targets --resume         # what an interrupted run has not done yet
+    python -m benchmarks.hf_targets --failed         # those that had no step, again
+    python -m benchmarks.hf_targets --table          # the page again, from the figures that are there
+
+For each model type the default configuration of its class is saved as a folder, and given to the command line's own
+loader as ``hf:FOLDER``, with no other option. Nothing is computed and nothing is downloaded: a batch is made, and one
+training step is profiled for an H100 without weights. Where the library's defaults do not run, because the parts of a
+model do not agree in size, the configuration that ``models/small_configs.py`` makes of them by rule is tried as well.
+
+A row is a model type. One without a step says why, in the words of the last error of its default configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+from transformers.models.auto import configuration_auto
+
+import sacplan
+from benchmarks.compatibility import escaped, sweep_parser
+from benchmarks.harness.processes import Limits, in_workers
+from benchmarks.harness.results import GIB, RESULTS, ROOT, describe, machine, read_results, write_results
+from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.models import small_configs
+from sacplan._cli import hf
+from sacplan._cli.options import HfOptions
+
+FIGURES = RESULTS / "hf_targets.json"
+PAGE = ROOT / "docs" / "hf_targets.md"
+DEVICE = "h100"
+_LIMITS = Limits(seconds=240.0, items=25)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one model type.
+
+    Attributes:
+        model_type: as in ``config.json``.
+        configuration: "default", or "small" where the defaults do not run; "" where neither does.
+        model_class, task, parameters, inputs: of the model that was made.
+        loss: "its own", or "the sum of its outputs" where it has none.
+        peak_bytes: of a step with one sample on an H100.
+        reason: why there is no step, or why the configuration is a small one.
+    """
+
+    model_type: str
+    configuration: str = ""
+    model_class: str = ""
+    task: str = ""
+    parameters: int = 0
+    inputs: str = ""
+    loss: str = ""
+    peak_bytes: int = 0
+    reason: str = ""
+
+    @property
+    def profiled(self) -> bool:
+        return bool(self.configuration)
+
+
+def model_types() -> tuple[str, ...]:
+    """Return the model types that an auto class of transformers builds, towers included."""
+    return tuple(sorted({name for head in hf.HEADS for name in hf.class_names(head)}))
+
+
+def parts() -> tuple[str, ...]:
+    """Return the model types that no auto class builds: they exist as parts of other models."""
+    return tuple(sorted(set(configuration_auto.CONFIG_MAPPING_NAMES) - set(model_types())))
+
+
+def outcome_of(model_type: str) -> Outcome:
+    """Make the target from the defaults, else from a small configuration, and profile its step."""
+    transformers.logging.set_verbosity_error()
+    config_class = configuration_auto.CONFIG_MAPPING[model_type]
+    try:
+        return _profiled(model_type, "default", config_class())
+    except Exception as error:  # whatever it is, it is what the row is about
+        reason = _line(error)
+    try:
+        return _profiled(model_type, "small", small_configs.small_config(config_class), reason)
+    except Exception:  # the row says what the library's own configuration does
+        return Outcome(model_type, reason=reason)
+
+
+def _profiled(model_type: str, configuration: str, config: PretrainedConfig, reason: str = "") -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        target = hf.build(f"hf:{folder}", HfOptions(), "meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", sacplan.SacplanWarning
+        )  # what a fake step assumes, which fit says too
+        profile = sacplan.profile(target.model, target.batch, None, target.optimizer, device=DEVICE)
+    facts = target.facts
+    return Outcome(
+        model_type,
+        configuration,
+        model_class=facts["model"],
+        task=facts["task"],
+        parameters=facts["parameters"],
+        inputs=", ".join(name for name in target.batch if name not in ("labels", "return_loss")),
+        loss=facts.get("loss", "its own"),
+        peak_bytes=profile.peak_bytes,
+        reason=reason,
+    )
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    # ``build`` names the folder, and says last what to do instead.
+    told = text.partition("no batch could be made (")[2].rpartition("). ")[0]
+    return (told or f"{type(error).__name__}: {text}")[:300]
+
+
+def lost(model_type: str, reason: str, seconds: float) -> Outcome:
+    """Return the outcome where a process died or took too long."""
+    return Outcome(model_type, reason=reason)
+
+
+def summary(found: Iterable[Outcome]) -> str:
+    """Sum up all outcomes in one sentence."""
+    found = list(found)
+    done = [o for o in found if o.profiled]
+    small = sum(o.configuration == "small" for o in done)
+    own = sum(o.loss == "its own" for o in done)
+    return (
+        f"{len(done)} of {len(found)} model types have a batch and a profiled step, {len(done) - small} from their "
+        f"default configuration and {small} from a small one; {own} have a loss of their own"
+    )
+
+
+def read(path: Path = FIGURES) -> tuple[dict[str, Any], list[Outcome]]:
+    """Read a file of figures: what it says of the run, and its outcomes."""
+    about, rows = read_results(path)
+    return about, [Outcome(**row) for row in rows]
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+_HEAD = """\
+# Models of transformers by name
+
+<!-- Written by `python -m benchmarks.hf_targets --table` from benchmarks/results/hf_targets.json. -->
+
+`hf:` takes any configuration of `transformers`: a name, a `config.json`, or a folder
+([Hugging Face](huggingface.md#hf-targets)). This page has every model type that an auto class of the library builds,
+with the default configuration of its class, and says whether a batch was made and a training step profiled. Whether
+plans of these architectures hold in real steps is on [another page](compatibility.md). One command makes the figures
+and this page:
+
+<!-- not run by the tests: takes half an hour -->
+```bash
+python -m benchmarks.hf_targets
+```
+"""
+
+_COLUMNS = """\
+- **class**: the class that was taken: the first one of the model type with a loss of its own that a batch runs with.
+- **configuration**: `default`, as the class has it, or `small`: the defaults do not run, since sizes of their parts do
+  not agree, and a configuration that is made of them by rule does. A published `config.json` states these sizes.
+- **reads**: the arguments of its forward that the batch has, besides labels.
+- **loss**: of the model, or the sum of its outputs.
+- **peak**: of one step with one sample, AdamW and bfloat16 on an H100, predicted, in GiB.
+"""
+
+
+def page(about: dict[str, Any], found: list[Outcome]) -> str:
+    """Write the page of the docs."""
+    done = [o for o in found if o.profiled]
+    rest = [o for o in found if not o.profiled]
+    lines = [_HEAD, f"{summary(found)}.", ""]
+    lines += [f"{describe(about['machine'])}; {about['date']}.", "", _COLUMNS]
+    heads = ("model type", "class", "configuration", "parameters", "reads", "loss", "peak")
+    lines += [*markdown_head(heads), *(markdown_line(_cells(o)) for o in done)]
+    lines += ["", "## No step", "", "With the error of the default configuration.", ""]
+    lines += [*markdown_head(("model type", "why"))]
+    lines += [markdown_line((f"`{o.model_type}`", escaped(o.reason))) for o in rest]
+    lines += [
+        "",
+        "## Parts of others",
+        "",
+        "No auto class builds these. They run as parts of the models above.",
+    ]
+    lines += ["", ", ".join(f"`{name}`" for name in about["parts"]) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(o: Outcome) -> list[str]:
+    reads = ", ".join(f"`{name}`" for name in o.inputs.split(", "))
+    peak = f"{o.peak_bytes / GIB:.2f}"
+    loss = "own" if o.loss == "its own" else "sum"
+    return [f"`{o.model_type}`", o.model_class, o.configuration, f"{o.parameters:,}", reads, loss, peak]
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def show(o: Outcome) -> None:
+    """Print an outcome as a line."""
+    told = (
+        f"{o.configuration} {o.model_class} {o.inputs} {o.peak_bytes / GIB:.2f} GiB"
+        if o.profiled
+        else o.reason
+    )
+    print(f"{o.model_type:>28} {told}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the sweep, and write the file after each model type."""
+    parser = sweep_parser(__doc__, "model types")
+    parser.add_argument("--failed", action="store_true", help="again those of the file that had no step")
+    parser.add_argument("--table", action="store_true", help="write the page from the file, run nothing")
+    arguments = parser.parse_args(argv)
+    if arguments.table:
+        PAGE.write_text(page(*read(arguments.json or FIGURES)), encoding="utf-8")
+        return 0
+    known = model_types()
+    unknown = sorted(set(arguments.names) - set(known))
+    if unknown:
+        parser.error(f"no model type of transformers {transformers.__version__}: {', '.join(unknown)}")
+    path = arguments.json or (None if arguments.names else FIGURES)
+    before = (
+        read(path)[1] if path is not None and path.exists() and (arguments.resume or arguments.failed) else []
+    )
+    found = {o.model_type: o for o in before if o.configuration == "default" or not arguments.failed}
+    torch.set_num_threads(1)
+    print(describe(machine()))
+    waiting = [name for name in arguments.names or known if name not in found]
+    for outcome in in_workers(waiting, outcome_of, lost, jobs=arguments.jobs, limits=_LIMITS):
+        found[outcome.model_type] = outcome
+        show(outcome)
+        ordered = [found[name] for name in sorted(found)]
+        write_results(
+            path, [asdict(o) for o in ordered], row_a_line=True, summary=summary(ordered), parts=parts()
+        )
+    print(summary(found.values()))
+    if path == FIGURES:
+        PAGE.write_text(page(*read(path)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

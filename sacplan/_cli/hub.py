@@ -1,0 +1,93 @@
+"""Find ``config.json`` of a model in the local cache of the hub, or fetch that one file if the user says so.
+
+    cached("Qwen/Qwen3-8B")         # the path of the file, or None
+    fetched("Qwen/Qwen3-8B")        # the same, from the hub: no weights, no tokenizer, no code
+
+Nothing is fetched that was not asked for: with ``--fetch``, or with a yes to the question on a terminal. The file stays
+in the cache, so the question comes once for each model.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import typer
+
+from sacplan._cli.exits import TargetError
+from sacplan._cli.output import note
+
+_FILE = "config.json"
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def is_name(name: str) -> bool:
+    """Return whether a text can be the name of a model on the hub: ``org/name``, or ``name`` alone."""
+    return _NAME.fullmatch(name) is not None
+
+
+def cached(name: str) -> Path | None:
+    """Return the configuration of a model in the hub's cache (``HF_HUB_CACHE``, ``HF_HOME``), or None.
+
+    That of the branch main counts. A cache that was copied without its branches has snapshots only: of these the
+    newest.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if not is_name(name):
+        return None
+    found = huggingface_hub.try_to_load_from_cache(name, _FILE, cache_dir=constants.HF_HUB_CACHE)
+    if isinstance(found, str):
+        return Path(found)
+    folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    return max(folder.glob(f"*/{_FILE}"), key=lambda path: (path.stat().st_mtime, path), default=None)
+
+
+def agreed(name: str, fetch: bool | None) -> bool:
+    """Return whether the file may be fetched: yes with ``--fetch``, else as the user answers on a terminal."""
+    if fetch is not None:
+        return fetch
+    # Nobody answers in a pipe, in a job or in CI: nothing is fetched there without the option.
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    from huggingface_hub import constants
+
+    return typer.confirm(f"Fetch {_FILE} of {name}, and no other file, from {constants.ENDPOINT}?", err=True)
+
+
+def fetched(name: str) -> Path:
+    """Fetch the configuration of a model from the hub into its cache.
+
+    Raises:
+        TargetError: There is no such model, it is closed to the user, or the hub cannot be reached.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    note(f"fetching {_FILE} of {name}, and no other file, from {constants.ENDPOINT}")
+    instead = f"Or give the file itself: hf:{_FILE}."
+    telemetry = constants.HF_HUB_DISABLE_TELEMETRY
+    # Otherwise the library also asks the hub which tools there are, to name the one that calls it.
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, _FILE, cache_dir=constants.HF_HUB_CACHE))
+    except errors.GatedRepoError as error:  # before the next: it is one of these
+        raise TargetError(
+            f"{name} is closed to those who have not accepted its terms. Accept them on the hub and log in with "
+            f"`hf auth login`. {instead}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise TargetError(f"the hub has no model {name}, or it is private. {instead}") from error
+    except errors.EntryNotFoundError as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):  # offline, or the hub did not answer
+            raise TargetError(
+                f"{constants.ENDPOINT} could not be reached for {_FILE} of {name}. {instead}"
+            ) from error
+        raise TargetError(f"{name} has no {_FILE} on the hub, so it is no model of transformers.") from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TargetError(f"{_FILE} of {name} could not be fetched: {reason}. {instead}") from error
+    finally:
+        constants.HF_HUB_DISABLE_TELEMETRY = telemetry

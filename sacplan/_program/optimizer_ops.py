@@ -1,0 +1,39 @@
+"""Optimizers that step while the backward pass still runs: what that means for a program and for plans."""
+
+from __future__ import annotations
+
+from sacplan._program.derived import derived
+from sacplan._program.elements import Event, Phase
+from sacplan._program.program import Program
+
+
+@derived
+def steps_in_backward(program: Program) -> bool:
+    """Whether an op of an optimizer runs before one of the backward pass, as with optimizers in hooks of parameters."""
+    stepped = False
+    for code, arg in program.events:
+        if code == Event.OP:
+            phase = program.ops[arg].phase
+            if phase is Phase.BACKWARD and stepped:
+                return True
+            stepped = stepped or phase is Phase.OPTIMIZER
+    return False
+
+
+def recomputed_from_updated(program: Program) -> int | None:
+    """Return an op that runs again from a parameter that has been updated in the meantime; None if none does.
+
+    In one backward pass none does: autograd runs the nodes of later ops first, so that whatever reads the output of an
+    op is done before the op's own node, and the parameter is updated after that. Several backward passes in a step may
+    come in another order, and so may checkpoints of the model's own.
+    """
+    updated: set[int] = set()
+    for code, arg in program.events:
+        if code != Event.OP:
+            continue
+        op = program.ops[arg]
+        if op.phase is Phase.OPTIMIZER:
+            updated.update(op.mutates)
+        elif op.recomputes >= 0 and not updated.isdisjoint(op.reads):
+            return op.recomputes
+    return None

@@ -1,0 +1,160 @@
+"""LoRA and QLoRA without weights: the models of ``peft`` and ``bitsandbytes`` on the meta device.
+
+    import torch
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(), dtype=torch.bfloat16)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = sacplan.with_lora(model, LoraConfig(r=16, target_modules="all-linear"), quantization)
+    print(sacplan.fit(model, ...))
+
+``from_pretrained`` quantizes weights while it loads them, so that there is nothing to quantize without weights. Here
+the same steps run on a model that is there, in the order in which people take them: transformers puts
+``bitsandbytes.nn.Linear4bit`` in the place of ``nn.Linear``, bitsandbytes quantizes each weight, ``peft`` prepares the
+model for training and adds the adapters. On the meta device none of this computes anything.
+
+A model that was loaded with ``from_pretrained(quantization_config=)`` needs none of this: profile it as it is.
+
+Tried with transformers 5.23, peft 0.21 and bitsandbytes 0.50.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sacplan.errors import TraceError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import BitsAndBytesConfig
+
+
+def with_lora(
+    model: torch.nn.Module,
+    lora: PeftConfig | None,
+    quantization: BitsAndBytesConfig | None = None,
+    *,
+    prepare: bool = True,
+) -> torch.nn.Module:
+    """Return a model of transformers with adapters, and with its linear layers in 4 bits.
+
+    Args:
+        model: On the meta device, or with weights. It is changed in place, as both libraries do.
+        lora: A ``peft.LoraConfig``, or the configuration of another method of PEFT. None: no adapters.
+        quantization: A ``transformers.BitsAndBytesConfig`` with ``load_in_4bit=True``. None: the layers stay as they
+            are.
+        prepare: Whether a quantized model passes through ``peft.prepare_model_for_kbit_training``, which makes
+            everything that is not quantized float32: norms, the embedding and the head. Checkpointing stays off, since
+            plans take its place.
+
+    Returns:
+        The model in training mode; with ``lora`` the ``PeftModel`` around it.
+
+    Raises:
+        TraceError: a library is not installed; the model is not one of transformers; or the configuration asks for
+            another quantization than 4 bits.
+    """
+    if quantization is not None:
+        model = _quantized(model, quantization)
+        if prepare:
+            model = _prepared(model)
+    if lora is not None:
+        peft = library("peft")
+        # A copy: PEFT writes the names of this model's layers into it.
+        model = peft.get_peft_model(model, copy.deepcopy(lora))
+    trained: torch.nn.Module = model.train()
+    return trained
+
+
+def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torch.nn.Module:
+    """Put ``Linear4bit`` in the place of the linear layers, and quantize their weights."""
+    transformers, bitsandbytes = library("transformers"), library("bitsandbytes")
+    kind: type = transformers.PreTrainedModel
+    if not isinstance(model, kind):
+        raise TraceError(
+            f"only models of transformers can be quantized here, not {type(model).__name__}. Put "
+            "bitsandbytes.nn.Linear4bit into the model yourself, and profile that."
+        )
+    if not getattr(quantization, "load_in_4bit", False):
+        raise TraceError(
+            "only BitsAndBytesConfig(load_in_4bit=True) is modelled; LLM.int8 (load_in_8bit=True) picks columns by "
+            "their values, which a step without data does not have."
+        )
+    auto = importlib.import_module("transformers.quantizers.auto")
+    before, maps = dict(model.named_modules()), bitsandbytes.functional.name2qmap
+    known = dict(maps)
+    auto.AutoHfQuantizer.from_config(quantization).preprocess_model(model=model, device_map=None)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, bitsandbytes.nn.Linear4bit):
+            continue
+        replaced: Any = before[name]
+        weight: torch.Tensor = replaced.weight.data
+        # ``transformers.integrations.bitsandbytes.Bnb4bitQuantize`` does the same while it loads a checkpoint: the
+        # layers of GPT-2 hold their weights transposed.
+        if issubclass(layer.source_cls, transformers.pytorch_utils.Conv1D):
+            weight = weight.T
+        packed = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **vars(layer.weight))
+        # Not ``packed.to(device)``, which leaves a weight on the meta device as it is.
+        packed._quantize(weight.device)
+        layer.weight, layer.bias = packed, replaced.bias
+    # bitsandbytes keeps the map of the first quantization for all others: one without data is of no use to them.
+    maps.clear()
+    maps.update(known)
+    quantized: Any = model
+    quantized.is_loaded_in_4bit = (
+        True  # ``Bnb4BitHfQuantizer`` says so after loading; PEFT and the Trainer read it
+    )
+    return model
+
+
+def _prepared(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model as PEFT prepares it for training, without checkpointing."""
+    peft = library("peft")
+    with warnings.catch_warnings():
+        # PEFT asks the model by an older name of transformers whether it checkpoints.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        prepared: torch.nn.Module = peft.prepare_model_for_kbit_training(
+            model, use_gradient_checkpointing=False
+        )
+    return prepared
+
+
+_BITSANDBYTES = "bitsandbytes.backends.cpu.ops"
+"""Logs, on CPUs with bfloat16, that a kernel for inference could not be fetched. PEFT imports it too."""
+
+
+@contextlib.contextmanager
+def _without_a_log(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def library(name: str) -> Any:
+    """Import a library that adapters or 4-bit layers need.
+
+    Raises:
+        TraceError: it is not installed.
+    """
+    try:
+        with _without_a_log(_BITSANDBYTES):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # it is here, and something that it needs is not
+            raise
+        raise TraceError(
+            f"LoRA and 4-bit layers need {name}, which is not installed; run: pip install 'sacplan[lora]'"
+        ) from error
