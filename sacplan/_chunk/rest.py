@@ -78,13 +78,15 @@ def _check_whole(run: DeferredRun, own: Collection[int]) -> None:
     nothing else runs in between.
     """
     program, entry = run.program, run.span.entry
-    if own:
-        raise CannotChunk(f"{entry.unit!r} computes something from its parameters alone", min(own))
     for i in run.ran:
         if program.ops[i].scope != entry.scope:
             raise CannotChunk(f"{entry.unit!r} calls other modules, so its forward cannot run whole", i)
         if program.ops[i].name in OUT_OF_PLACE or any(is_computation(op.name) for op in run.ran[i].ops):
             raise CannotChunk(f"{program.ops[i].name} runs otherwise on what is deferred", i)
+    for i in own:
+        # A cast of a weight would be there before the ops of the module, and not between two of them.
+        if is_computation(program.ops[i].name):
+            raise CannotChunk(f"{entry.unit!r} computes something from its parameters alone", i)
 
 
 @derived
