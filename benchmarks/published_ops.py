@@ -39,6 +39,10 @@ SHORTEST_MS = 0.1
 """Rows that took less are left out of the summary."""
 
 
+_RECORDING_BYTES = 2 * 512
+"""The batch and the parameter that a recorded step has to have, and that the script has not: a block for each."""
+
+
 class _Clock(TorchDispatchMode):
     """Adds up the predicted times of the ops that run, by what is being timed."""
 
@@ -121,8 +125,8 @@ def predicted_peak_bytes(row: PublishedRow) -> int:
     profile = sacplan.profile(model, (torch.empty(1, device="meta"),), _rounds, device=row.gpu)
     if case.left_bytes:
         # The allocator is not empty before the step, and where it has free blocks is not known.
-        return profile.peak_bytes + case.left_bytes
-    peak = device_memory(profile.program).first_step.max_memory_allocated
+        return profile.peak_bytes + case.left_bytes - _RECORDING_BYTES
+    peak = device_memory(profile.program).first_step.max_memory_allocated - _RECORDING_BYTES
     if row.mode == "forward" and case.peak_by_mode:
         # The workspace of autograd's thread, from the rows before.
         peak += library_workspace_bytes(profile.spec)

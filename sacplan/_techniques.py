@@ -20,8 +20,8 @@ TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (
 
 _KEPT = 4  # rewritten programs that a program remembers for each technique
 
-DEFAULT_TECHNIQUES = ("recompute",)
-"""The techniques of a plan for training by default: gradients stay bit-equal."""
+DEFAULT_TECHNIQUES = tuple(name for name, technique in TECHNIQUES.items() if technique.keeps_bits)
+"""The techniques of a plan for training by default: all that keep every bit of the gradients."""
 
 INFERENCE_TECHNIQUES = ("chunk",)
 """The techniques of a plan for inference by default: without a backward pass, there is nothing to recompute."""

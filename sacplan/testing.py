@@ -20,7 +20,7 @@ from sacplan._profile.tracing import Trace, trace_step, warn_of_step
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Program
-from sacplan._program.setup import warn_of
+from sacplan._program.setup import Routing, warn_of
 from sacplan._questions.advise import advise
 from sacplan._questions.alive import AliveGroup, peak_groups
 from sacplan._questions.parts import moment_of
@@ -95,11 +95,12 @@ def assert_step_fits(
     if device is None:
         raise PlanError('name the device that the step is to fit on, for example device="rtx-4090".')
     mixed = None if plan is None else plan.ranks.mixed
+    routing: Routing = "balanced" if plan is None else plan.fingerprint.setup.routing
     if accumulation_steps is None:
         accumulation_steps = 1 if plan is None else plan.fingerprint.setup.accumulation_steps
     found = trace_step(
         model, batch, loss_fn, optimizer, device, "cost-model", trace,
-        mode=mode, mixed=mixed, accumulation_steps=accumulation_steps,
+        mode=mode, mixed=mixed, accumulation_steps=accumulation_steps, routing=routing,
     )  # fmt: skip
     warn_of_step(found, stacklevel=3)
     if plan is not None:

@@ -25,8 +25,9 @@ from benchmarks.models.published_step import (
     full_policy,
     fused_adamw,
     op_policy,
+    step_in_backward,
 )
-from sacplan._device.devices import resolve_device
+from sacplan._profile.optimizer_table import AdamW8bitSizes
 from sacplan._program.program import Op, Phase, Program
 
 # --- minGPT -----------------------------------------------------------------------------------------------
@@ -81,12 +82,10 @@ _MINGPT = functools.partial(
 # --- torchtitan -------------------------------------------------------------------------------------------
 
 
-H100_96GB = dataclasses.replace(
-    resolve_device("h100"), memory_bytes=int(95.04 * GIB), bandwidth_bytes_per_s=2.4e12
-)
+H100_96GB = "h100-96gb-500w"
 """torchtitan's card: HBM2e, and a limit of 500 W (its ``benchmarks/llama3_h100_202412_torchtitan.md``)."""
 
-_LESS_POWER = "the card was limited to 500 W; predicted times are those of 700 W and 2.4 TB/s"
+_FITTED = "the rate of matrix products at 500 W is fitted to `titan822-default`"
 
 
 def _titan_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -147,7 +146,7 @@ def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int 
             Point(part=("step10+",), unit=GIB, figure="reserved_expandable"),
         ),
         "device": H100_96GB,
-        "other_card": _LESS_POWER,
+        "other_card": _FITTED,
         "plan": op_policy,
         "loop": Loop(until=_kept_by_checkpointing),
         "fsdp": Fsdp(ranks=8, units=("layers.*", ""), reshard=reshard),
@@ -200,6 +199,13 @@ def _tune(chunks: int = 1) -> Built:
         loss_fn=_tune_loss,
         optimizer=fused_adamw,
     )
+
+
+def _tune_in_backward(make: Any) -> Built:
+    """Return the step with an optimizer for each parameter, which steps when its gradient is there."""
+    built = _tune(8)
+    step_in_backward(built.model, make)
+    return dataclasses.replace(built, optimizer=None)
 
 
 def _tune_step(chunks: int = 1, **changes: Any) -> Step:
@@ -313,6 +319,12 @@ LANGUAGE: dict[str, Step] = {
     "tune-3b-+_compile": _tune_step(missing=COMPILE),
     "tune-3b-+_chunked_CE": _tune_step(8, missing=COMPILE),
     "tune-3b-+_activation_checkpointing": _tune_step(8, plan=full_policy, missing=COMPILE),
+    "tune-3b-+_optimizer_in_backward": _tune_step(
+        build=lambda: _tune_in_backward(fused_adamw), plan=full_policy, missing=COMPILE
+    ),
+    "tune-3b-+_8-bit_AdamW": _tune_step(
+        build=lambda: _tune_in_backward(AdamW8bitSizes), plan=full_policy, missing=COMPILE
+    ),
     "nanochat-d20": Step(
         build=_nanochat,
         points=(Point(unit=MIB),),

@@ -36,6 +36,7 @@ class Point:
         figure: what was measured. Active blocks are allocated ones, and those that another stream may still read.
         first: after the first step; by default after as many as it takes until nothing changes.
         loop: the loop of this figure, if it differs from that of the step.
+        build: makes the model of this figure, if it differs from that of the step.
     """
 
     part: tuple[str | int, ...] = ()
@@ -44,6 +45,7 @@ class Point:
     figure: Figure = "allocated"
     first: bool = False
     loop: Loop | None = None
+    build: Callable[[], Built] | None = None
 
     def published_bytes(self, measured: Any) -> float:
         """Return the published figure in bytes."""
@@ -170,6 +172,18 @@ def foreach_adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, fused=True)
+
+
+def step_in_backward(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Register hooks that step an optimizer for each parameter, as PyTorch's tutorial and torchtune do."""
+    optimizers = {p: make([p]) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
 
 
 COMPILE = "torch.compile"

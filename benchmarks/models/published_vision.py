@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks.models.published_step import (
     empty,
     foreach_adamw,
     fused_adamw,
+    step_in_backward,
 )
 from sacplan._profile.optimizer_table import AdamW8bitSizes
 
@@ -49,6 +51,13 @@ def _vit_l() -> Built:
     return _images(model, 1, 1000, adam, autocast=False)
 
 
+def _vit_l_in_backward() -> Built:
+    """Return the tutorial's second half: Adam for each parameter, in a hook."""
+    built = _vit_l()
+    step_in_backward(built.model, functools.partial(torch.optim.Adam, foreach=False))
+    return dataclasses.replace(built, optimizer=None)
+
+
 def _resnet101() -> Built:
     with torch.device("meta"):
         model = networks.resnet101()
@@ -67,10 +76,13 @@ VISION: dict[str, Step] = {
     "ao-vith-ao_8-bit": _VIT_H(build=lambda: _vit_h(AdamW8bitSizes)),
     "pt-vitl-tutorial": Step(
         build=_vit_l,
-        points=(Point(part=("Adam foreach",), unit=GB),),
+        points=(
+            Point(part=("Adam foreach",), unit=GB),
+            Point(part=("optimizer in backward",), unit=GB, build=_vit_l_in_backward),
+        ),
         device="a100-80gb",
         assumed=True,
-        unknown="the card; the figure has one digit",
+        unknown="the card; the figures have one digit",
     ),
     "flashoptim-resnet101": Step(
         build=_resnet101,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from sacplan._apply.watch import Watched
 from sacplan._executor.stand_ins import StandIn
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._program.arguments import checked, opened
@@ -154,10 +155,12 @@ def apply(
 
     Warns:
         SacplanWarning: the model is set up so that a step takes more than planned: a key-value cache, another attention
-            implementation, dropout that the recorded step did not have.
+            implementation, dropout that the recorded step did not have. Later, before the model runs: it is called
+            with larger tensors than planned for, or with gradients there that the recorded step did not have. Each
+            different shape is compared once. A compiled model is not watched.
     """
     plan = opened(plan, Plan)
-    handle = put_on(model, plan, check=check, mesh=mesh)
+    handle = put_on(model, plan, check=check, mesh=mesh, watched=True)
     planned, here = plan.fingerprint.setup, Setup.of(model)
     modes = planned.mode_differences(here) if plan.provenance.mode == "train" and model.training else ()
     warn_of((*planned.model_differences(here), *modes), stacklevel=3)
@@ -165,11 +168,17 @@ def apply(
 
 
 def put_on(
-    model: torch.nn.Module, plan: Plan, *, check: bool = True, mesh: DeviceMesh | None = None
+    model: torch.nn.Module,
+    plan: Plan,
+    *,
+    check: bool = True,
+    mesh: DeviceMesh | None = None,
+    watched: bool = False,
 ) -> Handle:
     """Apply a plan without comparing the setup of the model with the one that was planned for.
 
-    If a technique fails, what the ones before it installed is removed again.
+    If a technique fails, what the ones before it installed is removed again. If ``watched``, calls of the model are
+    compared with the planned ones.
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
@@ -186,6 +195,8 @@ def put_on(
             installed.append(SpreadModel(model, plan.ranks.sharding, mesh, check))
         for technique, own in by_technique(plan.decisions):
             installed.append(technique.install(model, own, plan.recorded, check=check))
+        if watched:
+            installed.append(Watched(model, plan))
     # Also after an interrupt: a model that is half changed would be refused by the next ``apply``.
     except BaseException:
         Handle(installed).remove()

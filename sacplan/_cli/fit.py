@@ -19,8 +19,6 @@ from sacplan._cli.targets import load_target, users_code
 if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
 
-_DEVICE = "rtx-4090"
-
 
 @command(
     "fit",
@@ -33,11 +31,12 @@ _DEVICE = "rtx-4090"
 def fit(
     target: o.Target,
     *,
-    device: Annotated[str | None, o.option(metavar="NAME", help=f"{o.DEVICE}{_DEVICE}.")] = None,
+    device: Annotated[str | None, o.option(metavar="NAME", help=f"{o.DEVICE}{o.DEFAULT_DEVICE}.")] = None,
     budget: Annotated[
         str | None,
         o.option(
             metavar="SIZE",
+            parser=o.size_in_gib,
             help="Peak of the step: 22GiB. Default: the step fits the device, with what torch reserves there.",
         ),
     ] = None,
@@ -53,6 +52,7 @@ def fit(
         o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
     ] = True,
     grad_accum: o.GradAccum = None,
+    routing: o.Routed = None,
     hf: o.HfOptions,
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
@@ -62,7 +62,7 @@ def fit(
     import sacplan
     from sacplan._cli.answers import fit_answer
 
-    spec = sources.device_of(device or _DEVICE)
+    spec = sources.device_of(device)
     with stage("loading"):
         loaded = load_target(target, hf)
     if loaded.make_batch is None:
@@ -86,12 +86,13 @@ def fit(
             batch=int(hf.batch or 1),
             seq=seq,
             accumulation_steps=grad_accum or 1,
+            routing=routing or "balanced",
             longest=None if seq is None else _positions(loaded.model),
             name=target.removeprefix("hf:"),
             sizes=sizes,
             on_verdict=lambda verdict: say(f"{verdict.sentence} Largest sizes ..."),
         )
-    line = _command(target, found, hf)
+    line = _command(target, found, hf, [] if routing is None else ["--routing", routing])
     shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice]
     if line:
         shown += ["", f"$ {line}"]
@@ -117,7 +118,7 @@ def _positions(model: Any) -> int | None:
     return found
 
 
-def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
+def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> str:
     """Return the command line that makes the recommended plan; ``""`` if there is none."""
     best = found.recommended
     # Nothing fits, or no plan is needed.
@@ -131,7 +132,7 @@ def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
     words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
     if best.way != "plan":
         words += [word for name in found.techniques for word in ("--technique", name)]
-    return " ".join([*map(shlex.quote, words), "-o", "plan.json"])
+    return " ".join([*map(shlex.quote, [*words, *more]), "-o", "plan.json"])
 
 
 def _table(found: Verdict, sizes: bool) -> Table:

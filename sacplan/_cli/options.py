@@ -12,19 +12,44 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from sacplan._device.devices import DEFAULT_DEVICE as DEFAULT_DEVICE
 from sacplan._profile.optimizer_names import NONE, named_optimizer
 
 Runtime = Literal["cost-model", "benchmark"]
 Run = Literal["fake", "real"]
-Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPES = ("bfloat16", "float16", "float32")
 Attn = Literal["sdpa", "eager"]
-
-DEFAULT_DEVICE = "h100"
 
 
 def option(*names: str, help: str, **settings: Any) -> Any:
     """Declare an option whose help text states the default itself."""
     return typer.Option(*names, help=help, show_default=False, **settings)
+
+
+def size_in_gib(text: str) -> str:
+    """Return a budget as the library reads it: on the command line, a number is GiB, as in Python."""
+    try:
+        float(text)
+    except ValueError:
+        return text
+    return f"{text}GiB"
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+def dtype_name(text: str) -> str:
+    """Return the name of a dtype as torch has it.
+
+    Raises:
+        typer.BadParameter: There is none of that name for a model.
+    """
+    name = text.lower().removeprefix("torch.")
+    name = _DTYPES.get(name, name)
+    if name not in DTYPES:
+        short = ", ".join(f"{alias} for {full}" for alias, full in _DTYPES.items())
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(DTYPES)} ({short}).")
+    return name
 
 
 def output(what: str) -> Any:
@@ -46,10 +71,10 @@ Json = Annotated[bool, option("--json", help="One JSON object on stdout, and not
 Debug = Annotated[bool, option("--debug", help="Show the traceback of an error.")]
 Objective = Annotated[Literal["time", "flops"], typer.Option(help="What to recompute the least of.")]
 BUDGET = (
-    "Peak of the whole step: 22GiB, 24GB, or a share of the unplanned peak, 70%. "
+    "Peak of the whole step: 22GiB (or 22), 24GB, or a share of the unplanned peak, 70%. "
     "Default: the step fits the device, with what torch reserves there."
 )
-Budget = Annotated[str | None, option(metavar="SIZE", help=BUDGET)]
+Budget = Annotated[str | None, option(metavar="SIZE", parser=size_in_gib, help=BUDGET)]
 Headroom = Annotated[
     str | None,
     option(
@@ -65,7 +90,7 @@ Techniques = Annotated[
         "--technique",
         metavar="NAME",
         help="What a plan may do: recompute, or chunk (run ops in slices; gradients are then close, not bit-equal). "
-        "May be repeated. Default: recompute.",
+        "May be repeated. Default: all that keep gradients bit-equal.",
     ),
 ]
 Keep = Annotated[
@@ -82,12 +107,17 @@ Never = Annotated[
     ),
 ]
 Points = Annotated[int, typer.Option(min=2, metavar="N", help="How many budgets the frontier has.")]
-DEVICE = "What the step will run on: a name (see sacplan devices), cuda, cpu, or the file of a DeviceSpec. Default: "
+DEVICE = (
+    "What the step will run on: a name (see sacplan devices), a memory size (24GB), cuda, cpu, or the file of a "
+    "DeviceSpec. Default: "
+)
 Device = Annotated[
     str | None, option(metavar="NAME", help=f"{DEVICE}{DEFAULT_DEVICE}; a saved profile has its own.")
 ]
 ACCUM = "Micro-batches whose gradients an optimizer step adds up; --batch is one of them. Default: 1"
 GradAccum = Annotated[int | None, option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}.")]
+ROUTING = "Of a mixture of experts: as many tokens to each, or all to the same ones. Default: balanced"
+Routed = Annotated[Literal["balanced", "worst"] | None, option("--routing", help=f"{ROUTING}.")]
 MESH = (
     "dp=2,tp=4: ranks of each axis, the slowest links first. 8, or 8xh100: the best mesh of so many devices"
 )
@@ -142,6 +172,7 @@ class StepOptions:
         int | None,
         option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}; with a plan or a saved profile, its own."),
     ] = None
+    routing: Routed = None
     world_size: Annotated[
         int | None,
         _ranks(
@@ -162,9 +193,10 @@ class StepOptions:
     ] = None
 
 
+BATCH_NAMES, SEQ_NAMES = ("--batch", "--batch-size"), ("--seq", "--seq-len")
 BATCH = "Samples; also of a target with make_batch. Default: 1, for layouts one for each rank"
 SEQ = "Tokens in a sample. Default: 1024, or fewer if the model has fewer positions"
-DTYPE = "Of parameters and activations. Default: bfloat16, or float16 for a device that has none"
+DTYPE = "Of parameters and activations: bf16, fp16 or fp32. Default: bfloat16, or float16 for a device that has none"
 OPTIMIZER = (
     "adamw, adamw-fused (no temporaries), adamw-8bit, paged-adamw-8bit, adafactor, muon, lion, sgd, none or another; "
     "its state and its step count. Default: adamw"
@@ -187,9 +219,9 @@ _PLANNED = "; with a plan, the plan's."
 class HfOptions:
     """How to make an ``hf:`` target. A field is None if its option is not given."""
 
-    batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}.")] = None
-    seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}.")] = None
-    dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}.")] = None
+    batch: Annotated[int | None, _hf(*BATCH_NAMES, min=1, metavar="N", help=f"{BATCH}.")] = None
+    seq: Annotated[int | None, _hf(*SEQ_NAMES, min=1, metavar="N", help=f"{SEQ}.")] = None
+    dtype: Annotated[str | None, _hf(metavar="NAME", parser=dtype_name, help=f"{DTYPE}.")] = None
     optimizer: Annotated[str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}.")] = None
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
     lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}.")] = None
@@ -208,9 +240,9 @@ class HfOptions:
 class PlannedHfOptions(HfOptions):
     """``HfOptions`` with other help texts, for commands on a plan: its file supplies the options that are not given."""
 
-    batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}{_PLANNED}")] = None
-    seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}{_PLANNED}")] = None
-    dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}{_PLANNED}")] = None
+    batch: Annotated[int | None, _hf(*BATCH_NAMES, min=1, metavar="N", help=f"{BATCH}{_PLANNED}")] = None
+    seq: Annotated[int | None, _hf(*SEQ_NAMES, min=1, metavar="N", help=f"{SEQ}{_PLANNED}")] = None
+    dtype: Annotated[str | None, _hf(metavar="NAME", parser=dtype_name, help=f"{DTYPE}{_PLANNED}")] = None
     optimizer: Annotated[
         str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}{_PLANNED}")
     ] = None
@@ -231,6 +263,7 @@ class BudgetOptions:
         str | None,
         option(
             metavar="SIZE",
+            parser=size_in_gib,
             help="Peak of the whole step: 22GiB or 24GB (no share: there are several steps). "
             "Default: the step fits the device, with what torch reserves there.",
         ),

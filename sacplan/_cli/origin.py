@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -63,7 +63,7 @@ class Origin:
             ValueError: a value that the command line does not offer.
         """
         # The file may be edited, or of another version.
-        if "dtype" in data and data["dtype"] not in get_args(o.Dtype):
+        if "dtype" in data and data["dtype"] not in o.DTYPES:
             raise ValueError(f"{data['dtype']!r} is not a dtype that the command line knows")
         if data.get("optimizer", NONE) != NONE:
             named_optimizer(str(data["optimizer"]))

@@ -163,6 +163,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "chunks": msgspec.to_builtins(plan.chunks),
         "gradients": plan.gradients,
         "why_gradients": plan.why_gradients,
+        "beyond": list(plan.beyond),
     }
 
 
@@ -187,6 +188,7 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
             ("step", f"{_planned_ms(plan)}, {plan.step_ms:.2f} ms without a plan"),
             ("lower bound", f"{plan.lower_bound_ms:.2f} ms, for any schedule with that peak"),
             *chunk_pairs(plan),
+            *([("cheaper", ". ".join(plan.beyond))] if plan.beyond else []),
             ("solver", f"{plan.solver}, {plan.status}"),
             *_sharding_pairs(plan),
         ]

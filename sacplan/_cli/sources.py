@@ -46,10 +46,15 @@ class Source:
 
 def device_of(name: str | None) -> DeviceSpec:
     """Return the device of ``--device``: a name, or a file that ``DeviceSpec.save`` wrote."""
-    from sacplan._device.devices import DeviceSpec, resolve_device
+    from sacplan._device.devices import DeviceSpec, meant_by, resolve_device
 
     name = name or o.DEFAULT_DEVICE
-    return DeviceSpec.load(_existing(name)) if is_json_file(name) else resolve_device(name)
+    if is_json_file(name):
+        return DeviceSpec.load(_existing(name))
+    found = resolve_device(name)
+    if said := meant_by(name):
+        note(f"--device {said}")
+    return found
 
 
 def _asked_ranks(step: o.StepOptions) -> Ranks | None:
@@ -127,6 +132,7 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
             trace=step.trace or "fake",
             mode=step.mode or "train",
             accumulation_steps=step.grad_accum or 1,
+            routing=step.routing or "balanced",
             world_size=1 if ranks is None else ranks.world_size,
             fsdp_units=None if ranks is None else ranks.fsdp_units,
         )
@@ -141,6 +147,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
         "trace": step.trace,
         "mode": step.mode,
         "grad-accum": step.grad_accum,
+        "routing": step.routing,
     }
     given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
     if given:
@@ -236,7 +243,7 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
                 f"{plan_file} is for {device!r}, which is no device of the table; give the file of its DeviceSpec: "
                 "--device FILE."
             ) from error
-    steps = plan.fingerprint.setup.accumulation_steps
+    setup = plan.fingerprint.setup
     made: Any = plan.provenance  # its strings are the literals of StepOptions
     return replace(
         asked,
@@ -244,7 +251,8 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
         runtime=asked.runtime or made.runtime,
         trace=asked.trace or made.trace,
         mode=asked.mode or made.mode,
-        grad_accum=asked.grad_accum or steps,
+        grad_accum=asked.grad_accum or setup.accumulation_steps,
+        routing=asked.routing or setup.routing,
     )
 
 

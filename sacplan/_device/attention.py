@@ -29,6 +29,8 @@ aten = torch.ops.aten
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 ALL_BACKENDS: tuple[Backend, ...] = ("flash", "efficient", "math", "cudnn")
 """PyTorch's order of preference where cuDNN is not promoted."""
+_PROMOTED: tuple[Backend, ...] = ("cudnn", "flash", "efficient", "math")
+"""The order that it sets itself where it is (``priority_order`` in ``sdp_utils.cpp``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def attention_backend(
     """
     if priority is None:
         promoted = cudnn_promoted(spec, call.version)
-        priority = ("cudnn", "flash", "efficient", "math") if promoted else ALL_BACKENDS
+        priority = _PROMOTED if promoted else ALL_BACKENDS
     # From 2.14 torch adds a batch dimension itself. Before, 3-D operands fail ``_fusable`` and go to math.
     if len(call.query) == len(call.key) == len(call.value) == 3 and call.version >= (2, 14):
         call = replace(call, query=(1, *call.query), key=(1, *call.key), value=(1, *call.value))
@@ -254,6 +256,10 @@ def _user_priority() -> list[Backend] | None:
     if names == list(ALL_BACKENDS):
         deprioritized = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
         return names if deprioritized else None
+    # On a machine with a GPU this is torch's own order after that call, and says nothing of the device that is
+    # emulated. A user who has set the very same order there is taken not to have.
+    if names == list(_PROMOTED) and torch.cuda.is_available():
+        return None
     return names
 
 

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from sacplan._device import files
 from sacplan._device.kernel_rates import KernelRates, default_rates
 from sacplan._device.links import LINKS, Link
-from sacplan.errors import DeviceError
+from sacplan._program.budget import parse_budget
+from sacplan.errors import BudgetError, DeviceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -358,11 +359,70 @@ def _compact(name: str) -> str:
     return re.sub(r"^(nvidia|amd|instinct|geforce|tesla)+", "", key)
 
 
-def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
-    """Return the spec for ``"cpu"``, ``"cuda"`` (the local GPU), ``"cuda:1"``, or a name of the table.
+DEFAULT_DEVICE = "h100"
+"""The device that a step is planned for where none is named, in Python and on the command line."""
 
-    Case, spaces, hyphens and underscores do not matter: ``"A100 80GB"`` is ``"a100-80gb"``. Any of them may end in
-    ``" without workspaces"``, see :meth:`DeviceSpec.without_workspaces`.
+_SHORT = {
+    "a100": ("a100-80gb", "the A100 with 80 GB; the other one is a100-40gb"),
+    "a10g": (
+        "a10",
+        "the A10 stands in for it; the tensor cores of an A10G are slower, so its times are longer",
+    ),
+    "v100": ("v100-32gb", "the V100 with 32 GB"),
+    "h100nvl": ("h100-pcie", "the H100 PCIe stands in for it; an H100 NVL has more memory"),
+    "3090": ("rtx-3090", ""),
+    "4090": ("rtx-4090", ""),
+    "5090": ("rtx-5090", ""),
+    "a6000": ("rtx-a6000", ""),
+    "mi250": ("mi250x", "the MI250X"),
+    "mi300": ("mi300x", "the MI300X"),
+    "mi350": ("mi350x", "the MI350X"),
+}
+"""Names that people type for a device of the table, and what they should know about it."""
+
+_SIZED = ((50, "rtx-4090"), (math.inf, DEFAULT_DEVICE))
+"""For a device that is only a memory size: up to so many GiB, the device whose kernels and times it gets."""
+
+_SIZE = re.compile(r"\d+(\.\d+)?\s*(g|gb|gib|m|mb|mib)", re.IGNORECASE)
+
+
+def meant_by(name: str) -> str:
+    """Return in words what a name stands for that is not one of the table; empty for all other names."""
+    if _SIZE.fullmatch(name.strip()):
+        spec = _of_size(name)
+        return f"{spec.name} of memory ({spec.memory_bytes / GIB:.2f} GiB), with {spec.source}"
+    short, why = _SHORT.get(_compact(name), ("", ""))
+    return f"{name} is {short}: {why}" if why else ""
+
+
+def _of_size(name: str) -> DeviceSpec:
+    """Return a device with so much memory, ``"24GB"``, and kernels and times of one of the table.
+
+    Raises:
+        DeviceError: The size cannot be read.
+    """
+    text = re.sub(r"\s", "", name)
+    text = f"{text}B" if text[-1] in "gGmM" else text
+    try:
+        n_bytes = parse_budget(text, 0)
+    except BudgetError as error:
+        raise DeviceError(f"device {name!r}: {error}") from error
+    like = next(like for most, like in _SIZED if n_bytes <= most * GIB)
+    return replace(
+        _table()[like].spec,
+        name=text.upper().replace("IB", "iB"),
+        memory_bytes=n_bytes,
+        source=f"the kernels and times of {like}",
+    )
+
+
+def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
+    """Return the spec for ``"cpu"``, ``"cuda"`` (the local GPU), ``"cuda:1"``, a name of the table, or a memory size.
+
+    Case, spaces, hyphens and underscores do not matter: ``"A100 80GB"`` is ``"a100-80gb"``. Short names stand for the
+    common variant: ``"a100"``, ``"4090"``. A size, such as ``"24GB"``, has the kernels and times of a device of the
+    table (``meant_by`` says which). Any of them may end in ``" without workspaces"``, see
+    :meth:`DeviceSpec.without_workspaces`.
 
     Raises:
         DeviceError: an unknown name (the message lists the known ones and the near ones), or ``"cuda"``
@@ -386,7 +446,11 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
         return _cpu()
     if match := re.fullmatch(r"cuda(?::(\d+))?", name.lower()):
         return _here(None if match[1] is None else int(match[1]))
+    if _SIZE.fullmatch(name):
+        return _of_size(name)
     key = _compact(name)
+    if key in _SHORT:
+        return _table()[_SHORT[key][0]].spec
     names = {compact: row.spec.name for row in _table().values() for compact in row.aliases}
     names |= {_compact(name): name for name in _table()}
     if key in names:

@@ -43,7 +43,7 @@ import torch._refs  # registers torch's own fake layer norm, which must be there
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from sacplan._device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
-from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.foreach import foreach_by_default
 from sacplan._device.layouts import cpu_kernels, elementwise_kernels, shared_kernels
 from sacplan._device.overrides import fake_kernel, override
@@ -172,7 +172,7 @@ _cuda_kernels = _Registration(_register_cuda_kernels)
 
 
 @contextmanager
-def device_kernels(device: str | DeviceSpec | torch.device = "h100") -> Iterator[DeviceSpec]:
+def device_kernels(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> Iterator[DeviceSpec]:
     """Run fake CPU tensors through the kernels of ``device``, under a FakeTensorMode that is already on.
 
     On a device of kind ``"cpu"`` only ``layouts.py`` applies. Contexts nest: the inner device wins, and the outer one
@@ -216,7 +216,7 @@ def _active(spec: DeviceSpec) -> Iterator[None]:
 
 
 @contextmanager
-def fake_device(device: str | DeviceSpec | torch.device = "h100") -> Iterator[FakeTensorMode]:
+def fake_device(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> Iterator[FakeTensorMode]:
     """FakeTensorMode on CPU tensors, with the kernels and the allocator's rounding of ``device``.
 
     .. code-block:: python

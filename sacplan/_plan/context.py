@@ -6,12 +6,13 @@ from collections.abc import Hashable
 from functools import cached_property
 
 from sacplan._plan.bound import Bound
-from sacplan._plan.effects import LocalEffects, RegionProblem, effects_of
+from sacplan._plan.effects import RegionProblem, effects_of
+from sacplan._program.decisions import Decision
 from sacplan._program.derived import derived
 from sacplan._program.program import Phase, Program
 from sacplan._technique.offers import Offer
-from sacplan._technique.step import PlanStep
-from sacplan._techniques import DEFAULT_TECHNIQUES, longest_run, regions, rewritten
+from sacplan._technique.step import PlanStep, op_costs
+from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES, longest_run, regions, rewritten
 
 _WIDE = 2e-3
 """Cost that a unit around several regions is charged, as a share of the forward pass.
@@ -28,7 +29,8 @@ class PlanningContext:
 
     Args:
         step: The step that is planned for. Its pins keep the ops that the offers take.
-        techniques: Names of the techniques whose options the regions have.
+        techniques: Names of the techniques whose options the regions have. If there are none, only the offers are
+            left to choose from.
         offers: Choices beside the regions.
     """
 
@@ -39,34 +41,55 @@ class PlanningContext:
         self.program = step.program
         self.techniques = techniques
         self.offers = offers
-        self._local_effects: LocalEffects = {}
         self._effects: dict[int, RegionProblem] = {}
+        self._bounds: dict[tuple[Decision, ...], Bound] = {}
 
-    @cached_property
-    def bound(self) -> Bound:
-        """Lower bounds for schedules that keep what is pinned, in the unit of the costs.
+    def bound_at(self, peak_bytes: int) -> float:
+        """Return the least that any plan with this peak costs, in the unit of the costs.
 
-        With offers, they are those of the step in which each offer lowers the peak as far as it can.
+        With one offer, each of its options is a step of its own: the bound is the smallest cost of an option together
+        with the recomputation that is left. With several, the offers count as free, each at its lowest peak.
         """
-        return Bound(self._floor_program.liveness, self.step.costs, self.step.pins.kept_ops)
+        if len(self.offers) != 1:
+            return self.bound.at(peak_bytes)
+        (offer,) = self.offers
+        least = self._bound_with(()).at(peak_bytes)
+        for option in offer.region.options[1:]:
+            if option.cost < least and option.decision is not None:
+                least = min(least, option.cost + self._bound_with((option.decision,)).at(peak_bytes))
+        return least
+
+    def _bound_with(self, decisions: tuple[Decision, ...]) -> Bound:
+        """Return lower bounds on the recomputation of the step in which these offers are taken."""
+        if decisions not in self._bounds:
+            program, costs = rewritten(self.program, decisions, self.step.device), self.step.costs
+            if decisions:
+                costs = costs + op_costs(program, self.step.objective)[len(costs) :]
+            self._bounds[decisions] = Bound(program.liveness, costs, self.step.pins.kept_ops)
+        return self._bounds[decisions]
+
+    @property
+    def bound(self) -> Bound:
+        """Lower bounds on recomputation for schedules that keep what is pinned, with every offer at its lowest peak."""
+        return self._bound_with(self._furthest)
 
     @property
     def floor_bytes(self) -> int:
         """A peak that no choice of regions and offers goes below."""
-        return self._floor_program.liveness.floor_bytes
+        return rewritten(self.program, self._furthest, self.step.device).liveness.floor_bytes
 
     @cached_property
-    def _floor_program(self) -> Program:
-        furthest = [offer.furthest for offer in self.offers]
-        return rewritten(self.program, furthest, self.step.device)
+    def _furthest(self) -> tuple[Decision, ...]:
+        return tuple(offer.furthest for offer in self.offers)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many neighbouring regions to join: none, two, all of a kind, and then sizes in between.
 
-        This is the order in which they are tried, so that the extremes are known early.
+        This is the order in which they are tried, so that the extremes are known early. Without options for regions,
+        joining them changes nothing.
         """
-        run = longest_run(self.step)
+        run = longest_run(self.step) if self.techniques else 1
         sizes = (1, 2, run, *_SIZES)
         return tuple(dict.fromkeys(size for size in sizes if size <= run))
 
@@ -77,15 +100,19 @@ class PlanningContext:
             forward = sum(cost for cost, op in ops if op.phase == Phase.FORWARD)
             found = regions(self.step, size, self.techniques)
             found += [offer.region for offer in self.offers]
-            self._effects[size] = effects_of(self.program, found, _WIDE * forward, self._local_effects)
+            self._effects[size] = effects_of(self.program, found, _WIDE * forward)
         return self._effects[size]
 
 
 def planning_context(
     step: PlanStep, techniques: tuple[str, ...] = DEFAULT_TECHNIQUES, offers: tuple[Offer, ...] = ()
 ) -> PlanningContext:
-    """Return the context of a step. It is kept with the program, so that several budgets share it."""
+    """Return the context of a step. It is kept with the program, so that several budgets share it.
+
+    Techniques without options for regions do not count: what they add are the offers.
+    """
     known = _contexts(step.program)
+    techniques = tuple(name for name in techniques if TECHNIQUES[name].is_about_regions)
     key = (techniques, tuple(offer.first for offer in offers), *step.key)
     if key not in known:
         known[key] = PlanningContext(step, techniques, offers)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sacplan._program.derived import derived
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Patch, Program
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, ResourceRow
@@ -38,6 +39,10 @@ Bytes = npt.NDArray[np.int64]
 
 _ALIKE = 2e-3  # share of the peak, and of the cost, that dropping near duplicates may lose over all regions together
 _OP, _FREE, _CALLS = int(Event.OP), int(Event.FREE), (int(Event.ENTER), int(Event.EXIT))
+_HANDLES, _INSTANCES = (
+    (int(Event.PACK), int(Event.RELEASE)),
+    (int(Event.UNPACK), int(Event.DROP)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,22 @@ class _LocalEffect:
     again: tuple[tuple[int, int], ...]
 
 
-LocalEffects = dict[tuple[object, ...], _LocalEffect]
-"""The effects known so far for one program, by kind of region and option."""
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The effects known so far for one program, whatever the techniques and offers that they are asked for with.
+
+    Attributes:
+        patterns: Pattern of a region's events to a number. A pattern is long, so effects are kept by its number.
+        effects: Effects by the number of the pattern and what the option does to its events.
+    """
+
+    patterns: dict[tuple[object, ...], int]
+    effects: dict[tuple[object, ...], _LocalEffect]
+
+
+@derived
+def _known(program: Program) -> _Known:
+    return _Known({}, {})
 
 
 class _Events:
@@ -110,18 +129,15 @@ class RegionProblem:
         return [(self.regions[i], self.regions[i].options[o]) for i, o in picks.items() if o]
 
 
-def effects_of(
-    program: Program, regions: Sequence[Region], wide_cost: float = 0.0, known: LocalEffects | None = None
-) -> RegionProblem:
+def effects_of(program: Program, regions: Sequence[Region], wide_cost: float = 0.0) -> RegionProblem:
     """Return the problem that the regions pose: the effects of their options, without the dominated ones.
 
     Args:
         program: The step without a plan.
         regions: The regions with their options.
         wide_cost: Cost that is paid once if any option is taken that makes a module around several regions a unit.
-        known: Effects that are known already. New ones are added.
     """
-    found = _Effects(program, regions, {} if known is None else known)
+    found = _Effects(program, regions)
     kept, changes = found.without_dominated()
     kinds: dict[object, int] = {}
     choices = tuple(
@@ -159,10 +175,10 @@ class _Effects:
         base: By interval, the peak without a plan.
     """
 
-    def __init__(self, program: Program, regions: Sequence[Region], known: LocalEffects) -> None:
+    def __init__(self, program: Program, regions: Sequence[Region]) -> None:
         self.program = program
         self.liveness = program.liveness
-        self.known = known
+        self.known = _known(program)
         self.regions = tuple(regions)
         self.first_op = self._intervals()
         self._starts = np.array([int(op) for op in self.first_op if op >= 0])
@@ -211,11 +227,12 @@ class _Effects:
             changes = np.zeros((len(region.options), len(self.base)), dtype=np.int64)
             if len(region.options) > 1:
                 events = self._events_for(region)
-                key = (region.kind, self._pattern(events))
+                pattern = self._pattern(events)
+                key = (region.kind, self.known.patterns.setdefault(pattern, len(self.known.patterns)))
                 if key not in patterns:
                     own = _Events(self.program, region, events)
                     patterns[key] = [
-                        self._local_effect_of(key, region, option, own) for option in region.options[1:]
+                        self._local_effect_of(key[1], region, option, own) for option in region.options[1:]
                     ]
                 self._spread(patterns[key], np.array([event[0] for event in events]), changes[1:])
             found.append(changes)
@@ -251,9 +268,14 @@ class _Effects:
         return [max(option.cost for option in region.options) for region in self.regions]
 
     def _pattern(self, events: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
-        """Return the events of a region with storages numbered as they appear: equal for regions that look alike."""
+        """Return the events of a region with storages and handles numbered as they appear, and what these are.
+
+        It is equal for regions that look alike.
+        """
         program = self.program
         local: dict[int, int] = {}
+        handles: dict[int, int] = {}
+        instances: dict[int, int] = {}
         pattern: list[object] = []
         for _, code, arg in events:
             pattern.append(code)
@@ -264,16 +286,28 @@ class _Effects:
             elif code not in _CALLS:
                 storage = program.storage_of(code, arg)
                 pattern.append(local.setdefault(storage, len(local)))
-        return tuple(pattern)
+                if code in _INSTANCES:
+                    pattern.append(instances.setdefault(arg, len(instances)))
+                    arg = program.instance_handles[arg]
+                if code in _INSTANCES or code in _HANDLES:
+                    pattern.append(handles.setdefault(arg, len(handles)))
+        held = ((program.handle_ops[h] < 0, program.handle_tensors[h] < 0) for h in handles)
+        return (*pattern, *(program.storage_bytes[s] for s in local), *held)
 
-    def _local_effect_of(
-        self, key: tuple[object, ...], region: Region, option: Option, events: _Events
-    ) -> _LocalEffect:
-        number = -1 if option.decision is None else region.options.index(option)  # members say nothing of it
-        of_option = (key, option.technique, option.members, number)
-        if of_option not in self.known:
-            self.known[of_option] = self._local_effect(region, option, events)
-        return self.known[of_option]
+    def _local_effect_of(self, pattern: int, region: Region, option: Option, events: _Events) -> _LocalEffect:
+        # An option that brings its decision is told apart by this and its kind of region; the ops that it is about say
+        # nothing of it. Any other is known by the places of its ops among the events.
+        where: Hashable
+        if option.decision is None:
+            position = self.liveness.op_events
+            where = tuple(sorted(events.at[int(position[op])] for op in region.ops(option)))
+        else:
+            where = region.kind, region.options.index(option)
+        of_option = (pattern, option.technique, where)
+        known = self.known.effects
+        if of_option not in known:
+            known[of_option] = self._local_effect(region, option, events)
+        return known[of_option]
 
     def _events_for(self, region: Region) -> list[tuple[int, int, int]]:
         """Return position, code and argument of the events that decide how long a region's storages are alive.

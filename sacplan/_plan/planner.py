@@ -17,13 +17,13 @@ may be from the optimum.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast, get_args
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._plan.context import planning_context
+from sacplan._plan.context import PlanningContext, planning_context
 from sacplan._plan.limits import Limit
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
@@ -80,6 +80,7 @@ class Planner:
         crowded: Solvers for searches with several offers, such as those of all layers.
         settled: Decisions with which the step is planned as if it had been recorded with them.
         limits_reached: Names of the solvers that have stopped at their limit of work so far.
+        begun: The search without offers if another planner of this step has made it, for the same budget.
     """
 
     profile: Profile
@@ -92,6 +93,7 @@ class Planner:
     crowded: tuple[Solver | StepSolver, ...] = ()
     settled: tuple[Decision, ...] = ()
     limits_reached: dict[str, None] = field(default_factory=dict)
+    begun: PlanSearch | None = None
 
     @classmethod
     def of(
@@ -132,7 +134,7 @@ class Planner:
         """Return the planner of the step with these decisions."""
         if settled == self.settled:
             return self
-        asked = replace(self, settled=settled)
+        asked = replace(self, settled=settled, begun=None)
         # Pins name ops by number, and the ops of that step are numbered anew.
         pins = resolve_pins(asked.program, self.profile.fingerprint, self.pins.keep, self.pins.never)
         return replace(asked, pins=pins)
@@ -148,7 +150,7 @@ class Planner:
 
         ``smallest`` appends further ones.
         """
-        found = [self.search(self.pins)]
+        found = [self.begun or self.search(self.pins)]
         offers = self._offers(None)
         if offers:
             found.append(self._with_offers(offers))
@@ -158,15 +160,18 @@ class Planner:
         self, pins: Pins, offers: tuple[Offer, ...] = (), peaks: tuple[Footprint, ...] = ()
     ) -> PlanSearch:
         """Return a new search with these pins and offers."""
-        context = planning_context(self.step(pins), self.techniques, offers)
-        recorded = replace(self, settled=()).step(NO_PINS) if self.settled else None
+        recorded = replace(self, settled=(), begun=None).step(NO_PINS) if self.settled else None
         return PlanSearch(
-            context,
+            self.context(pins, offers),
             limits_reached=self.limits_reached,
             recorded=recorded,
             settled=self.settled,
             peaks=peaks,
         )
+
+    def context(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanningContext:
+        """Return what is derived from the step with these pins and offers. Planners of one program share it."""
+        return planning_context(self.step(pins), self.techniques, offers)
 
     def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
         """Return the known offers, and those of the techniques that are compatible with them.
@@ -174,11 +179,31 @@ class Planner:
         ``peak`` is the footprint whose peak the offers should lower; None asks for those that may pay at any budget.
         """
         step = self.step(self.pins)
+        goes: dict[
+            Hashable, bool
+        ] = {}  # by kind, since layers that are alike go with what is settled, or none does
         for name in self.techniques:
             for offer in TECHNIQUES[name].offers(step, peak):
-                if self.pins.named_ops.isdisjoint(offer.ops) and all(map(offer.goes_with, known)):
+                if not self.pins.named_ops.isdisjoint(offer.ops) or not all(map(offer.goes_with, known)):
+                    continue
+                kind = offer.region.kind
+                if kind not in goes:
+                    goes[kind] = self._goes_with_settled(name, offer)
+                if goes[kind]:
                     known = (*known, offer)
         return known
+
+    def _goes_with_settled(self, name: str, offer: Offer) -> bool:
+        """Whether a technique can carry out an offer in the recorded step together with what is settled."""
+        technique, profile = TECHNIQUES[name], self.profile
+        own = [one for one in self.settled if isinstance(one, technique.decision)]
+        if not own:
+            return True
+        try:
+            technique.patch(profile.program, (*own, offer.furthest), profile.spec)
+        except PlanError:
+            return False
+        return True
 
     def _with_offers(self, offers: tuple[Offer, ...], peaks: tuple[Footprint, ...] = ()) -> PlanSearch:
         """Return a search in which pins keep the other techniques away from the ops and modules of these offers."""
@@ -265,6 +290,22 @@ class Planner:
 
     def _solvers(self, search: PlanSearch) -> tuple[Solver | StepSolver, ...]:
         return (*self.own_solvers(), *(self.crowded if len(search.context.offers) > 1 else self.solvers))
+
+    def cheapest_beyond(self, other: Planner, budget_bytes: int, limit_ms: float) -> Candidate | None:
+        """Return the cheapest candidate below a cost that only this planner finds, and not one with fewer techniques.
+
+        Searches that both make are left out, and so are those whose lower bound is at the limit.
+        """
+        known = other.context(other.pins)
+        searches = [
+            search
+            for search in self.searches
+            if search.context is not known and search.context.bound_at(budget_bytes) < limit_ms
+        ]
+        for search in searches:
+            self._solve(search, budget_bytes)
+        found = _cheapest(searches, budget_bytes)
+        return None if found is None or searches[0].cost(found) > limit_ms else found
 
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         # A step that fits as it is needs no solver. Its search begins with the empty plan.

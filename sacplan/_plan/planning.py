@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from sacplan._device.device_memory import reserved_bytes
+from sacplan._plan.beyond import beyond
 from sacplan._plan.in_room import plan_in_room
 from sacplan._plan.infeasible import infeasible, segments_do_not_fit
 from sacplan._plan.limits import Limit, handed_out
@@ -73,7 +74,8 @@ def plan(
         never: Patterns of modules to leave alone. Nothing in such a module is discarded or runs in slices. Neither it
             nor a module around it or inside it becomes a unit, so it runs as without a plan. In a module around it,
             only the outputs of other inner modules can then be discarded.
-        techniques: What the plan may do. ``"recompute"`` is the default in training. ``"chunk"`` is the default for a
+        techniques: What the plan may do. By default in training, everything that keeps gradients bit-equal
+            (``"recompute"``); ``Plan.beyond`` then says what the others would save. ``"chunk"`` is the default for a
             profile with ``mode="inference"``, where only this helps; a search of its own finds the stretches to run in
             slices, whatever the solver.
         world_size, fsdp_units, mp_policy, reshard_after_forward, offload_policy: Number of ranks, FSDP2 units and
@@ -106,11 +108,15 @@ def plan(
     profile = opened(profile, Profile)
     limit, wanted = Limit(budget, headroom), solver
 
+    def planner_of(
+        profile: Profile, techniques: Sequence[str] | None = techniques, solver: str | None = None
+    ) -> Planner:
+        return Planner.of(profile, solver or wanted, objective, keep, never, techniques, accumulate)
+
     def planned(
         profile: Profile, *, techniques: Sequence[str] | None = techniques, solver: str | None = None
     ) -> Plan:
-        asked = Planner.of(profile, solver or wanted, objective, keep, never, techniques, accumulate)
-        return plan_within(asked, limit)
+        return plan_within(planner_of(profile, techniques, solver), limit)
 
     # The mesh of ``fully_shard`` is another thing than one over which sacplan spreads the step.
     of_fsdp = mesh if fsdp_units is not None and SHARD not in (techniques or ()) else None
@@ -121,7 +127,11 @@ def plan(
         profile = _of_one_rank(
             profile, world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy
         )
-        found = planned(profile)
+        asked = planner_of(profile)
+        found = plan_within(asked, limit)
+        # Whoever names the techniques has chosen. In inference, nothing else helps.
+        if techniques is None and profile.mode == "train":
+            found = found.saying(beyond(asked, found))
     return handed_out(found, profile.spec)
 
 

@@ -311,6 +311,7 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
             else "",
         ),
         ("gradients", f"{plan.gradients}: {plan.why_gradients}" if plan.provenance.mode == "train" else ""),
+        ("cheaper", ". ".join(plan.beyond)),
         ("technique", ", ".join(plan.provenance.techniques)),
         ("made by", f"{plan.solver} ({plan.status})"),
         ("limit", plan.provenance.limit_in_words),

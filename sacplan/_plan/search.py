@@ -76,6 +76,7 @@ class PlanSearch:
         recorded: The step without any plan, if ``settled`` are decisions with which the context has been made.
         settled: Decisions that all candidates share.
         peaks: Footprints whose peaks further offers of the context lower.
+        asked: The solvers that were asked for a plan so far, each with its budget. Nobody is asked the same twice.
     """
 
     context: PlanningContext
@@ -84,6 +85,7 @@ class PlanSearch:
     recorded: PlanStep | None = None
     settled: tuple[Decision, ...] = ()
     peaks: tuple[Footprint, ...] = ()
+    asked: list[tuple[Solver | StepSolver, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._measure((), "unplanned", None, "none")
@@ -100,6 +102,9 @@ class PlanSearch:
 
     def solve(self, solver: Solver | StepSolver, budget_bytes: int) -> None:
         """Look for the cheapest plan: with single regions, then with joined ones for as long as that helps."""
+        if (solver, budget_bytes) in self.asked:  # its proposals are known
+            return
+        self.asked.append((solver, budget_bytes))
         if isinstance(solver, StepSolver):  # it works on the step and knows nothing of regions
             self._add_proposals(solver, budget_bytes)
             return
@@ -158,7 +163,7 @@ class PlanSearch:
         if found is None:
             return math.inf, math.inf
         cost = self.cost(found)
-        above = max(0.0, cost - self.context.bound.at(budget_bytes))
+        above = max(0.0, cost - self.context.bound_at(budget_bytes))
         return above / cost if cost else 0.0, above / sum(self.context.step.costs)
 
     def has_found(self, solver: Solver | StepSolver) -> bool:

@@ -8,14 +8,14 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from msgspec import structs
 from torch.utils._pytree import tree_leaves
 
 from sacplan._device.cost import CostModel
-from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves
@@ -25,16 +25,19 @@ from sacplan._profile.remarks import summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.mixed_precision import MixedUnits
+from sacplan._program.model_calls import ModelCall
 from sacplan._program.program import Phase, Program
-from sacplan._program.setup import Setup, compiled_inside, current_autocast, scripted_inside
+from sacplan._program.setup import Routing, Setup, compiled_inside, current_autocast, scripted_inside
 from sacplan._ranks.ranks import Ranks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
+from sacplan._record.fake_values import is_worst
 from sacplan._record.gradient_hooks import optimizers_in_backward
 from sacplan._record.host_state import host_bytes
 from sacplan._record.limits import explained_limits
 from sacplan._record.mixed_precision import LoweredParameters, lowered
+from sacplan._record.model_inputs import recorded_inputs
 from sacplan._record.module_calls import other_thread
 from sacplan._record.recorder import Recorder
 from sacplan._record.saved_tensors import SavedMode
@@ -43,6 +46,7 @@ from sacplan._record.step import (
     LossFn,
     Mode,
     Step,
+    accumulation_of,
     cached_tensors,
     check_accumulation,
     check_model,
@@ -85,12 +89,13 @@ def profile(
     batch: Any,
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
     *,
     mode: Mode = "train",
-    accumulation_steps: int = 1,
+    accumulation_steps: int | None = None,
+    routing: Routing = "balanced",
     world_size: int = 1,
     fsdp_units: Sequence[str] | None = None,
     mesh: Any = None,
@@ -107,7 +112,9 @@ def profile(
         model: with real, meta or fake parameters. It is not touched. ``functools`` caches of functions that stand
             beside the model's classes are emptied before and afterwards. Fake tensors that a fake step leaves in
             globals and class attributes are taken out, and what was there before is put back.
-        batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one.
+        batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one. Of batches
+            that differ, give the largest: a plan holds for it and for smaller ones. Of a ``DataLoader`` it is made from
+            the longest samples of its data set, by its ``collate_fn``; the loader itself is not iterated.
         loss_fn: ``loss_fn(model, batch) -> scalar``. By default the output's ``.loss`` or ``["loss"]``, else its only
             scalar with a gradient, else the sum of its float tensors, with a warning. It gets a copy of the model, and
             must use that one. In inference what it returns is the output, of any kind; by default that of the model.
@@ -125,7 +132,10 @@ def profile(
         accumulation_steps: micro-batches whose gradients an optimizer step adds up; the batch is one of them. With
             more than one, the last micro-step is recorded, with the optimizer's step: gradients are alive from its
             beginning, and no earlier micro-step has a higher peak. Times are those of this one. A loop with
-            ``zero_grad(set_to_none=False)`` keeps gradients as well: say 2.
+            ``zero_grad(set_to_none=False)`` keeps gradients as well: say 2. By default what an optimizer that
+            Accelerate has prepared says, else 1.
+        routing: of a mixture of experts in a fake trace: ``"balanced"`` gives each expert as many tokens. ``"worst"``
+            also tries all tokens on the same experts, and takes the step with the higher peak.
         world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
             one, before ``fully_shard`` or DistributedDataParallel; the batch is that of one rank. May be said to
             ``sacplan.plan`` instead.
@@ -156,10 +166,19 @@ def profile(
     )
     if fsdp_units is not None and isinstance(model, torch.nn.Module):
         _check_no_gradient_hooks(model)
+    if accumulation_steps is None:
+        accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
     found = trace_step(
         model, batch, loss_fn, optimizer, device, runtime, trace,
-        mode=mode, mixed=ranks.mixed, accumulation_steps=accumulation_steps,
+        mode=mode, mixed=ranks.mixed, accumulation_steps=accumulation_steps, routing=routing,
     )  # fmt: skip
+    # Experts that get no tokens may do nothing at all, not even make gradients: then balanced routing takes more.
+    if found.fingerprint.setup.routing == "worst" and any(map(is_worst, found.rules)):
+        balanced = trace_step(
+            model, batch, loss_fn, optimizer, device, runtime, trace,
+            mode=mode, mixed=ranks.mixed, accumulation_steps=accumulation_steps,
+        )  # fmt: skip
+        found = max(found, balanced, key=lambda one: one.peak_bytes)
     warn_of_step(found, stacklevel=3)
     return found.on_ranks(ranks)
 
@@ -199,11 +218,13 @@ def trace_step(
     saved: Literal["record", "observe"] = "record",
     mixed: MixedUnits | None = None,
     accumulation_steps: int = 1,
+    routing: Routing = "balanced",
 ) -> Profile:
     """Trace one step and return its profile, for ``profile`` and ``verify``.
 
     Args:
-        model, batch, loss_fn, optimizer, device, runtime, trace, mode, accumulation_steps: as for ``profile``.
+        model, batch, loss_fn, optimizer, device, runtime, trace, mode, accumulation_steps, routing: as for
+            ``profile``.
         prepare: gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
         saved: how saved tensors are followed, see ``saved_tensors.py``.
         mixed: the modules that ``fully_shard`` has compute in another type than that of their parameters.
@@ -214,11 +235,14 @@ def trace_step(
         ("runtime", runtime, _RUNTIMES),
         ("trace", trace, ("fake", "real")),
         ("mode", mode, ("train", "inference")),
+        ("routing", routing, get_args(Routing)),
     ):
         if value not in known:
             raise TraceError(f"unknown {what} {value!r}; known are {', '.join(map(repr, known))}.")
     if mode == "inference" and optimizer is not None:
         raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
+    if trace == "real" and routing != "balanced":
+        raise TraceError(f'routing={routing!r} is for trace="fake": in a real trace, the data decides.')
     check_accumulation(accumulation_steps)
     if mode == "inference" and accumulation_steps > 1:
         raise TraceError(
@@ -238,13 +262,15 @@ def trace_step(
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
             model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
-            autocast, mixed, accumulation_steps,
+            autocast, mixed, accumulation_steps, routing,
         )  # fmt: skip
-        recorded, rules, setup = run(asked)
+        recorded, rules, setup, calls = run(asked)
     _check_recorded(recorded, mode)
     compiled = () if model._compiled_call_impl is not None else compiled_inside(model)  # no copy has it
     fingerprint = structs.replace(
-        fingerprint, setup=structs.replace(setup, compiled=compiled, scripted=scripted, mixed=mixed)
+        fingerprint,
+        setup=structs.replace(setup, compiled=compiled, scripted=scripted, mixed=mixed, routing=routing),
+        calls=calls,
     )
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
 
@@ -269,10 +295,11 @@ class _RecordRequest:
     autocast: str | None
     mixed: MixedUnits | None
     accumulation_steps: int
+    routing: Routing
 
 
-_Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup]
-"""The step, the assumptions of the trace, and how the step was set up."""
+_Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup, tuple[ModelCall, ...]]
+"""The step, the assumptions of the trace, how the step was set up, and the calls of the model in it."""
 
 
 def _trace_fake(asked: _RecordRequest) -> _Recorded:
@@ -290,7 +317,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         branches_of_a_real_step(),
         fake_device(spec) as fake_mode,
         _reserves(spec),
-        data_rules() as rules,
+        data_rules(asked.routing) as rules,
     ):
         # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
         note(fake_mode)
@@ -308,7 +335,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 accumulation_steps=asked.accumulation_steps,
             )
             with lowered(fake, asked.mixed) as parameters:
-                program = _record_settled_step(
+                program, calls = _record_settled_step(
                     step, lambda: device_recorder(spec, asked.cost, how, rules), parameters, handle, rules
                 )
                 _check_units_called(parameters, program)
@@ -325,7 +352,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
             if handle is not None:
                 handle.remove()
             copier.forget_hooks()
-    return program, tuple(map(str, rules.applied)), setup
+    return program, tuple(map(str, rules.applied)), setup, calls
 
 
 def _trace_real(asked: _RecordRequest) -> _Recorded:
@@ -345,11 +372,11 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
             with lowered(model, asked.mixed) as parameters:
-                program = _record_settled_step(
+                program, calls = _record_settled_step(
                     step, lambda: device_recorder(spec, asked.cost, how), parameters, handle
                 )
                 _check_units_called(parameters, program)
-            return program, (), _with_host_bytes(step.setup(asked.autocast), step, spec)
+            return program, (), _with_host_bytes(step.setup(asked.autocast), step, spec), calls
         finally:
             if handle is not None:
                 handle.remove()
@@ -384,7 +411,7 @@ def _record_settled_step(
     parameters: LoweredParameters,
     handle: Any = None,
     rules: DataRules | None = None,
-) -> Program:
+) -> tuple[Program, tuple[ModelCall, ...]]:
     """Record a step that is like all later ones, in which caches are filled.
 
     A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
@@ -405,7 +432,8 @@ def _record_settled_step(
         recording.storages.track_alive(left)
         if rules is not None:
             rules.assume_statistics(step.model)
-        with preserved_rng():  # a layer that is dropped at random is dropped again
+        # A layer that is dropped at random is dropped again.
+        with preserved_rng(), recorded_inputs(step.model) as calls:
             program = _record(step, recording, parameters, rules)
         left = recording.storages.left_behind()
         if left:
@@ -416,10 +444,10 @@ def _record_settled_step(
         # Optimizers that step in the backward pass have made their state: the next step finds it.
         is_usual = is_usual and step.state_in_backward == kept
         if is_usual and not left and plain_attributes(step.model) == plain:
-            return program
+            return program, tuple(calls)
         # Tensors are left at every step (a running average, say), but the ops have settled.
         if is_usual and before is not None and _ops_run(before) == _ops_run(program):
-            return program
+            return program, tuple(calls)
         # As it was before the first step: gradients of this one must not be alive when the next begins, unless the next
         # is to add to them.
         is_usual = True
@@ -432,7 +460,7 @@ def _record_settled_step(
         SacplanWarning,
         stacklevel=4,
     )
-    return program
+    return program, tuple(calls)
 
 
 def _check_units_called(parameters: LoweredParameters, program: Program) -> None:

@@ -11,6 +11,7 @@ import torch
 from msgspec import Struct, structs
 
 from sacplan._program.files import Count, Name
+from sacplan._program.model_calls import ModelCall
 from sacplan._program.setup import Setup
 from sacplan._torch.local_tensors import local_part, stands_for_another
 from sacplan.errors import PlanMismatch
@@ -30,6 +31,8 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         local_shapes: of parameters that are DTensors, on the rank that made this. Not compared: on the last ranks they
             may be smaller.
         setup: how the recorded step was set up. A difference here is a ``SacplanWarning``, and no other model.
+        calls: the different calls of the model in the step. Not compared either: a watched model says where a later
+            call takes more.
         target: the arguments from which the command line made the model and the batch, if it can make them again.
     """
 
@@ -39,6 +42,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     setup: Setup = Setup()
     target: Mapping[Name, Count | str] | None = None
     local_shapes: Mapping[Name, tuple[Count, ...]] | None = None
+    calls: tuple[ModelCall, ...] = ()
 
     @classmethod
     def of(cls, model: torch.nn.Module, batch: Any) -> Fingerprint:
@@ -81,9 +85,9 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         return f"{dtype.removeprefix('torch.')} {list(shape)}"
 
     def is_of_same(self, other: Fingerprint) -> bool:
-        """Whether another is of the same model and batch; ``target`` and ``setup`` are not compared."""
-        # Neither changes the shapes that a plan depends on: one says how to make the model, the other only warns.
-        ours, theirs = (structs.replace(one, target=None, setup=Setup()) for one in (self, other))
+        """Whether another is of the same model and batch; ``target``, ``setup`` and ``calls`` are not compared."""
+        # None changes the shapes that a plan depends on: one says how to make the model, the others only warn.
+        ours, theirs = (structs.replace(one, target=None, setup=Setup(), calls=()) for one in (self, other))
         return ours == theirs
 
     def check_model(self, model: torch.nn.Module) -> None:

@@ -21,6 +21,7 @@ from sacplan._program.files import Count, Name, Positive, Share
 from sacplan._program.mixed_precision import MixedUnits
 from sacplan.errors import SacplanWarning
 
+Routing = Literal["balanced", "worst"]
 ModuleMode = Literal["train", "eval", "mixed"]
 
 _MEMORY_OPTIONS = (
@@ -75,6 +76,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         mixed: the modules that computed in the type of a mixed-precision policy of ``fully_shard``; None if none did.
         accumulation_steps: micro-batches whose gradients one optimizer step adds up. With more than one, gradients are
             alive before the recorded step begins.
+        routing: how a fake trace spread tokens over experts, where a router decides by values that it does not have.
         optimizer_host_bytes: of the host's memory that the optimizer takes; they are in no peak of the device.
     """
 
@@ -90,6 +92,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     scripted: tuple[Name, ...] = ()
     mixed: MixedUnits | None = None
     accumulation_steps: Positive = 1
+    routing: Routing = "balanced"
     optimizer_host_bytes: Count = 0
 
     @classmethod
@@ -207,6 +210,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             self.optimizer or "no optimizer",
             f"autocast {self.autocast}" if self.autocast else "",
             f"gradients of {self.accumulation_steps} micro-batches" if self.accumulation_steps > 1 else "",
+            "" if self.routing == "balanced" else f"{self.routing} routing",
             "" if self.mixed is None else str(self.mixed),
             f"recorded uncompiled: {_patterns(self.compiled)}" if self.compiled else "",
             f"left alone as TorchScript: {_patterns(self.scripted)}" if self.scripted else "",

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
+from torch.utils.data import DataLoader
 
-from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import Outside, outside_allocator, outside_text
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.plan import Plan
@@ -32,6 +33,7 @@ from sacplan._program.notebook import Section, as_html, frame_html
 from sacplan._program.progress import Progress, reported
 from sacplan._questions.batch_sizes import BatchSizes, CapacityPoint
 from sacplan._questions.sweep import frame
+from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
 from sacplan._techniques import resolve_techniques
@@ -148,9 +150,9 @@ class SearchOptions(TypedDict, total=False):
 @checked(PlanError, "model", "make_batch", "budget")
 def max_batch(
     model: torch.nn.Module,
-    make_batch: Callable[[int], Any],
+    make_batch: Callable[[int], Any] | DataLoader[Any],
     budget: float | str | None = None,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     **options: Unpack[SearchOptions],
 ) -> Capacity:
     """Return the largest batch size for which a plan holds the budget, with that plan.
@@ -164,7 +166,8 @@ def max_batch(
     Args:
         model: As for ``sacplan.profile``.
         make_batch: A function: ``make_batch(n)`` returns a batch of n samples, in any form that ``profile`` takes. It
-            is also called with sizes that do not fit; tensors on the meta device take no memory here.
+            is also called with sizes that do not fit; tensors on the meta device take no memory here. Or a
+            ``DataLoader``, whose longest samples are taken.
         budget: Limit for the peak of the step. A number is in GiB, a string has a unit (``"22GiB"``). None: the step
             has to fit the device, see below. A share (``"90%"``) is refused: elsewhere it is a share of the peak
             without a plan, and here each size has another one.
@@ -208,9 +211,9 @@ def max_batch(
 @checked(PlanError, "model", "make_batch", "budget")
 def throughput(
     model: torch.nn.Module,
-    make_batch: Callable[[int], Any],
+    make_batch: Callable[[int], Any] | DataLoader[Any],
     budget: float | str | None = None,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     **options: Unpack[SearchOptions],
 ) -> Capacity:
     """Return the batch size with the most samples per second under the budget, with the plan for it.
@@ -249,7 +252,7 @@ def _spread(unplanned: int, largest: int) -> list[int]:
 
 def _sizes(
     model: torch.nn.Module,
-    make_batch: Callable[[int], Any],
+    make_batch: Callable[[int], Any] | DataLoader[Any],
     budget: float | str | None,
     device: str | DeviceSpec | torch.device,
     step: Callable[[CapacityPoint, str], None],
@@ -261,6 +264,8 @@ def _sizes(
     **options: Any,
 ) -> BatchSizes:
     """Check the arguments before anything is traced, and try the first sizes."""
+    if is_loader(make_batch):
+        make_batch = LongestBatch(make_batch)
     if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
         raise PlanError(
             f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "

@@ -99,6 +99,7 @@ def recorded(
             mode=like.mode,
             mixed=like.ranks.mixed,
             accumulation_steps=like.fingerprint.setup.accumulation_steps,
+            routing=like.fingerprint.setup.routing,
         )
     return again.on_ranks(like.ranks)
 

@@ -25,15 +25,17 @@ the smallest peak at the asked size, and planning anew at each size might find l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import DataLoader
 
 from sacplan._device.device_memory import reserved_bytes
-from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import outside_allocator
 from sacplan._plan.in_room import ROUNDS, InRoom, lowered, plan_in_room
 from sacplan._plan.limits import Limit, limit_of_device, looking_for_plans
@@ -49,15 +51,19 @@ from sacplan._profile.optimizers import (
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
+from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
+from sacplan._program.setup import Routing
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import Peaks, Sized, sized
 from sacplan._questions.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
+from sacplan._record.fake_values import is_balanced
+from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn, resolve_batch
-from sacplan.errors import PlanError
+from sacplan.errors import PlanError, SacplanWarning
 
 _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
 _LARGEST = 2**24  # the largest size to try
@@ -68,16 +74,17 @@ _TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 @checked(PlanError, "model", "make_batch", "optimizer", "budget")
 def fit(
     model: torch.nn.Module,
-    make_batch: Callable[..., Any],
-    device: str | DeviceSpec | torch.device = "rtx-4090",
+    make_batch: Callable[..., Any] | DataLoader[Any],
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     loss_fn: LossFn | None = None,
     optimizer: Any = "adamw",
     budget: float | str | None = None,
     headroom: float | str | None = None,
     *,
-    batch: int = 1,
+    batch: int | None = None,
     seq: int | None = None,
     accumulation_steps: int = 1,
+    routing: Routing = "balanced",
     longest: int | None = None,
     name: str | None = None,
     sizes: bool = True,
@@ -92,15 +99,18 @@ def fit(
     Args:
         model: As for ``sacplan.profile``. On the meta device it takes no memory here.
         make_batch: A function: ``make_batch(n)`` returns a batch of n samples. If ``seq`` is given, it is called as
-            ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each.
+            ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each. Or a ``DataLoader``, whose longest
+            samples are taken.
         device: The target device, see ``sacplan.devices()``.
         loss_fn: As for ``profile``.
         optimizer: A name as on the command line (``"adamw"``, ``"paged-adamw-8bit"``, ``"muon"``), a function
             ``params -> optimizer``, or None.
         budget, headroom: Limit for the peak of the step, as for ``max_batch``. Without either, the step has to fit the
             device, as for ``plan``.
-        batch, seq: The size of the step: samples, and tokens in each. If batches differ, of the largest.
+        batch, seq: The size of the step: samples (by default 1, or those of the loader), and tokens in each. If batches
+            differ, of the largest.
         accumulation_steps: As for ``profile``; ``batch`` is one micro-batch. Times are those of all of them.
+        routing: As for ``profile``. With balanced routing, a sentence says what the worst would need.
         longest: The longest sequence to try, for models that have a limit.
         name: Name of the model in the answer.
         sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
@@ -117,6 +127,10 @@ def fit(
         BudgetError: The budget or headroom cannot be read, or leaves nothing.
         TraceError, DeviceError: As for ``profile``.
     """
+    if is_loader(make_batch):
+        longest_of = LongestBatch(make_batch)
+        make_batch, batch = longest_of, batch or longest_of.rows
+    batch = 1 if batch is None else batch
     if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
         raise PlanError(
             f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
@@ -143,6 +157,7 @@ def fit(
         batch,
         seq,
         accumulation_steps,
+        routing,
         longest,
     )
     with looking_for_plans():
@@ -167,9 +182,12 @@ class _Sweep:
     batch: int
     seq: int | None
     accumulation_steps: int
+    routing: Routing
     longest: int | None
     notes: list[str] = field(default_factory=list)
-    _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # by way and budget
+    _planners: dict[tuple[Way, int], Planner] = field(default_factory=dict)  # by way and budget
+    _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # likewise
+    _smallest: dict[Way, Candidate] = field(default_factory=dict)
     _decided: dict[tuple[str, Way], frozenset[Decision]] = field(default_factory=dict)  # by optimizer and way
     _reserved: dict[tuple[str, int, int | None, frozenset[Decision]], int] = field(default_factory=dict)
     _expandables: dict[tuple[str, frozenset[Decision]], int] = field(default_factory=dict)
@@ -186,7 +204,9 @@ class _Sweep:
         """Whether what the allocator reserves decides, and not the peak."""
         return self.limit.is_gpu(self.spec)
 
-    def recorded(self, batch: int, seq: int | None, optimizer: Any = None) -> Profile:
+    def recorded(
+        self, batch: int, seq: int | None, optimizer: Any = None, routing: Routing | None = None
+    ) -> Profile:
         """Record the step at a size."""
         given = (batch,) if seq is None else (batch, seq)
 
@@ -194,8 +214,9 @@ class _Sweep:
             return resolve_batch(self.make_batch(*given))
 
         return profile(
-            self.model, made, self.loss_fn, optimizer, self.spec, accumulation_steps=self.accumulation_steps
-        )
+            self.model, made, self.loss_fn, optimizer, self.spec,
+            accumulation_steps=self.accumulation_steps, routing=routing or self.routing,
+        )  # fmt: skip
 
     @cached_property
     def base(self) -> Profile:
@@ -246,17 +267,22 @@ class _Sweep:
     # --- ways
 
     @cached_property
-    def smallest(self) -> dict[Way, Candidate]:
-        """By way, the candidate with the smallest peak at the asked size. Its decisions are used at other sizes too."""
-        found = {way: self._smallest(way) for way in _WAYS}
-        found = {"as it is": Planner.of(self.base).search(NO_PINS).smallest, **found}
-        if not found["chunked loss"].decisions:  # the loss cannot run in slices, or slices save nothing
-            del found["chunked loss"], found["plan + chunked loss"]
-        return found
+    def ways(self) -> list[Way]:
+        """The ways that are tried; ``found`` adds one that takes long."""
+        # Where slices save nothing, or the loss cannot run in slices, ways with a chunked loss are none.
+        chunked = bool(self.smallest("chunked loss").decisions)
+        return ["as it is", *(way for way in _WAYS if chunked or "chunk" not in TECHNIQUES[way])]
 
-    def _smallest(self, way: Way) -> Candidate:
-        # The quick solver: a peak that is a little smaller changes no row that fits.
-        return Planner.of(self.base, "greedy", techniques=TECHNIQUES[way]).smallest(0, quick=way in _WAYS)
+    def smallest(self, way: Way) -> Candidate:
+        """Return the candidate with the smallest peak at the asked size. Other sizes use its decisions, too."""
+        if way not in self._smallest:
+            if TECHNIQUES[way]:
+                # The quick solver: a peak that is a little smaller changes no row that fits.
+                planner = Planner.of(self.base, "greedy", techniques=TECHNIQUES[way])
+                self._smallest[way] = planner.smallest(0, quick=way in _WAYS)
+            else:
+                self._smallest[way] = Planner.of(self.base).search(NO_PINS).smallest
+        return self._smallest[way]
 
     def row(self, name: str, way: Way) -> FitRow:
         """Return the row of one way with one optimizer, at the asked size."""
@@ -267,7 +293,7 @@ class _Sweep:
         # The smallest peak is found without regard to time, so its time would mislead.
         is_timed = found.fits or not TECHNIQUES[way]
         self._decided[name, way] = frozenset(best.decisions)
-        same = next(w for w in self.smallest if self._decided.get((name, w)) == self._decided[name, way])
+        same = next(w for w in self.ways if self._decided.get((name, w)) == self._decided[name, way])
         reserved = found.reserved_bytes
         needs = reserved if self.counts_segments and reserved is not None else peak
         return FitRow(
@@ -275,7 +301,7 @@ class _Sweep:
             way=way,
             fits=found.fits,
             peak_bytes=peak,
-            unplanned_peak_bytes=self._peak(name, self.smallest["as it is"]),
+            unplanned_peak_bytes=self._peak(name, self.smallest("as it is")),
             step_ms=steps * self.base.step_ms + recompute_ms + added_ms + self.own[name][2]
             if is_timed
             else None,
@@ -294,7 +320,7 @@ class _Sweep:
         def plan_at(budget_bytes: int) -> Candidate:
             # No plan helps if the optimizer's own step is over the budget.
             found = self._cheapest(way, budget_bytes - state) if own_peak <= budget_bytes else None
-            return found or self.smallest[way]
+            return found or self.smallest(way)
 
         def peak_of(candidate: Candidate) -> int:
             return self._peak(name, candidate)
@@ -341,6 +367,11 @@ class _Sweep:
             return None
         if (way, left) not in self._planned:
             planner = Planner.of(self.base, techniques=TECHNIQUES[way])
+            # A planner searches without offers first. Where that is what "plan" has searched, it goes on from there.
+            begun = self._planners.get(("plan", left))
+            if begun is not None and begun.searches[0].context is planner.context(NO_PINS):
+                planner = replace(planner, begun=begun.searches[0])
+            self._planners[way, left] = planner
             self._planned[way, left] = planner.cheapest(left, quick=way in _WAYS)
         return self._planned[way, left]
 
@@ -428,7 +459,7 @@ class _Sweep:
                 break
             peak, way = min((self._peak_at(steps, axis, one, n, left), one) for one in (row.way, "as it is"))
             at = (n, self.seq) if axis == "batch" else (self.batch, n)
-            reserved = self._reserved_at(steps.at(n), *at, row.optimizer, self.smallest[way])
+            reserved = self._reserved_at(steps.at(n), *at, row.optimizer, self.smallest(way))
             if reserved <= self.budget_bytes:
                 return n
             left = lowered(min(left, peak), reserved - self.budget_bytes, self.budget_bytes, tried)
@@ -468,7 +499,7 @@ class _Sweep:
         peak = self._peaks(steps, axis, way).at(n)
         margin = len(self.base.recorded.storage_bytes) * self.spec.round_up(1)
         if abs(peak - left) <= margin:
-            return steps.at(n).footprint(self.smallest[way].decisions).peak_bytes
+            return steps.at(n).footprint(self.smallest(way).decisions).peak_bytes
         return peak
 
     def _peaks(self, steps: Sized, axis: str, way: Way) -> Peaks:
@@ -477,22 +508,38 @@ class _Sweep:
         Memory is linear in the batch, and in a sequence at most quadratic, because of attention scores.
         """
         if (axis, way) not in self._known:
-            self._known[axis, way] = steps.peaks(self.smallest[way].decisions, 1 if axis == "batch" else 2)
+            self._known[axis, way] = steps.peaks(self.smallest(way).decisions, 1 if axis == "batch" else 2)
         return self._known[axis, way]
 
     # --- the answer
 
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
         """Return the verdict with all rows. ``on_verdict`` gets it earlier, without the largest sizes."""
-        rows = [self.row(each, way) for each in self.steps for way in self.smallest]
+        rows = [self.row(each, way) for each in self.steps for way in self.ways]
+        self._say_worst_routing()
         # Chunks of any module take long to search for, so they are tried last, and only if they could help.
         if not any(row.fits for row in rows) and self._could_fit:
-            self.smallest["plan + chunks"] = self._smallest("plan + chunks")
+            self.ways.append("plan + chunks")
             rows += [self.row(each, "plan + chunks") for each in self.steps]
         verdict = self._verdict(name, rows)
         if on_verdict is not None:
             on_verdict(verdict)
         return self._verdict(name, list(map(self.with_sizes, rows))) if sizes else verdict
+
+    def _say_worst_routing(self) -> None:
+        """Note what the step as it is would need if a router sent all tokens to the same experts."""
+        if not any(is_balanced(rule) for rule in self.base.rules):
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed
+            worst = self.recorded(self.batch, self.seq, routing="worst")
+        state, own_peak, _ = next(iter(self.own.values()))
+        peak, balanced = (max(one.peak_bytes + state, own_peak) for one in (worst, self.base))
+        more = f"{format_bytes(peak - balanced)} more" if peak > balanced else "no more"
+        self.notes.append(
+            "Routing is taken to be balanced. If all tokens go to the same experts, the step as it is needs "
+            f'{format_bytes(peak)}, {more}: routing="worst" (--routing worst) counts that.'
+        )
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
         best = recommended(rows)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from sacplan._device.devices import DeviceSpec
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, rows_of, spreads, tried
 from sacplan._plan.outcome import Outcome
@@ -168,7 +168,7 @@ def layouts(
     batch: Any = None,
     devices: int | str = 8,
     budget: float | str | None = None,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
     *,

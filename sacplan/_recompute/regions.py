@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sacplan._program.pins import NO_PINS, Pins
@@ -61,6 +61,7 @@ class Regions:
         self._early = early
         self._kinds: dict[tuple[closure.ClosureProblem, closure.ClosureProblem | None], int] = {}
         self._solved: dict[tuple[int, _Effort], tuple[Option, ...]] = {}
+        self._unit_of_group: dict[tuple[int, ...], str] = {}
         self._savers: dict[int, set[int]] = defaultdict(set)  # storage to the ops that autograd keeps it for
         for storage, op in zip(program.handle_storages, program.handle_ops, strict=True):
             self._savers[storage].add(op)
@@ -110,16 +111,30 @@ class Regions:
         # whose calls share their decisions.
         if not part.once or (part.unit not in self._split and len(self.program.calls[part.unit]) == 1):
             return (part.unit,)
-        program = self.program
         gone = sorted(op for member in option.members for op in part.members[member])
-        found: dict[str, None] = {}
-        for group in _connected_by_reads(program, gone):
+        return tuple(dict.fromkeys(map(self._unit_of, self._connected_by_reads(gone))))
+
+    def _unit_of(self, group: tuple[int, ...]) -> str:
+        """Return the unit for ops that run again together. Many options of a region have the same groups."""
+        if group not in self._unit_of_group:
+            program = self.program
             ops = [program.ops[op] for op in group]
             scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
             # What may be discarded is read and saved in its own region alone, so the group does not leave it.
             widest_unit = self._pins.widest_unit(next(iter(scopes)))
-            found[unit_around(program, scopes, widest_unit)] = None
-        return tuple(found)
+            self._unit_of_group[group] = unit_around(program, scopes, widest_unit)
+        return self._unit_of_group[group]
+
+    def _connected_by_reads(self, gone: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the connected components of ops, where one op reads what another made."""
+        program, inside = self.program, set(gone)
+        pairs = (
+            (op, maker)
+            for op in gone
+            for s in program.ops[op].reads
+            if (maker := program.writer.get(s)) in inside and maker is not None
+        )
+        return map(tuple, connected(gone, pairs))
 
     def _across_widest_units(self) -> set[int]:
         """Return the ops whose outputs are saved, or read by ops that may run again, outside of any possible unit.
@@ -272,9 +287,3 @@ def _options(
     return tuple(
         Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded)), "recompute") for p in points
     )
-
-
-def _connected_by_reads(program: Program, ops: Sequence[int]) -> list[list[int]]:
-    """Return the connected components of the ops, where one op reads what another made."""
-    maker = {s: op for op in ops for s in program.ops[op].writes}
-    return connected(ops, ((op, maker[s]) for op in ops for s in program.ops[op].reads if s in maker))

@@ -25,6 +25,7 @@ class Recomputation(Technique):
 
     name = "recompute"
     decision = Recompute
+    keeps_bits = True
 
     def longest_run(self, step: PlanStep) -> int:
         """Return the length of the longest run of parts that can be joined."""

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
+from sacplan._program.setup import Routing
 from sacplan._record.fake_rules import (
     CHANGES_STORAGE,
     CONTENTS_UNDEFINED,
@@ -53,7 +54,7 @@ from sacplan.errors import SacplanWarning
 
 
 @contextmanager
-def data_rules() -> Iterator[DataRules]:
+def data_rules(routing: Routing = "balanced") -> Iterator[DataRules]:
     """Inside a FakeTensorMode, follow values that are known; all others obey the rules below.
 
     **Known** are the integers, booleans and small floats of a batch of real tensors and of real buffers,
@@ -69,6 +70,9 @@ def data_rules() -> Iterator[DataRules]:
         ``multinomial`` are spread evenly: slot j of row r chooses candidate (r * k + j) mod n. Each of n
         experts so gets tokens * k / n rows, up to one: the expected memory with balanced routing.
         Lopsided routing takes more.
+    ``worst``
+        With ``routing="worst"`` in the place of ``balanced``: slot j of every row chooses candidate j, so that k of the
+        experts get all tokens, and the others none. Experts are taken to be of one size.
     ``in order``
         ``sort`` and ``argsort`` of values that are not known return the order that is there. Sizes that
         follow are exact, since a permutation has no other.
@@ -103,7 +107,7 @@ def data_rules() -> Iterator[DataRules]:
     Raises:
         DataDependentError: names the op, the place in the code, and what to try.
     """
-    rules = DataRules()
+    rules = DataRules(routing)
     handle = register_module_buffer_registration_hook(
         lambda module, name, buffer: rules.assume_statistic(buffer, module._buffers.get(name))
     )
@@ -127,8 +131,8 @@ class DataRules(KnownValues, Watching):
         copier: makes the fake twin of a real tensor that the code holds outside of the model and that is only read.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, routing: Routing = "balanced") -> None:
+        super().__init__(routing)
         self.copier: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:

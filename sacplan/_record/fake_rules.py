@@ -229,6 +229,26 @@ def balanced_indices(shape: tuple[int, ...], dim: int, candidates: int) -> torch
     return flat.reshape(*rest, k).movedim(-1, dim).contiguous()
 
 
+def same_indices(shape: tuple[int, ...], dim: int, candidates: int) -> torch.Tensor:
+    """Return int64 of ``shape``: slot j along ``dim`` of every row chooses j mod ``candidates``."""
+    if not shape:
+        return torch.zeros((), dtype=torch.int64)
+    dim %= len(shape)
+    slots = torch.arange(shape[dim]) % max(1, candidates)
+    view = [-1 if d == dim else 1 for d in range(len(shape))]
+    return slots.reshape(view).expand(shape).contiguous()
+
+
+def _chosen(
+    values: KnownValues, shape: tuple[int, ...], dim: int, candidates: int
+) -> tuple[torch.Tensor, str]:
+    """Return which candidates each row chooses, and the rule."""
+    worst = values.routing == "worst"
+    with no_dispatch():
+        found = (same_indices if worst else balanced_indices)(shape, dim, candidates)
+    return found, "worst" if worst else "balanced"
+
+
 def _size(tensor: torch.Tensor, dim: int) -> int:
     return tensor.shape[dim] if tensor.dim() else 1
 
@@ -236,33 +256,36 @@ def _size(tensor: torch.Tensor, dim: int) -> int:
 @assume(aten.topk.default)
 def _decide_topk(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     dim = _argument(args, kwargs, 2, "dim", -1)
-    with no_dispatch():
-        return (UNKNOWN, balanced_indices(tuple(out[1].shape), dim, _size(args[0], dim))), "balanced"
+    chosen, rule = _chosen(values, tuple(out[1].shape), dim, _size(args[0], dim))
+    return (UNKNOWN, chosen), rule
 
 
 @assume(aten.multinomial.default)
 def _decide_multinomial(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
-    with no_dispatch():
-        return (balanced_indices(tuple(out.shape), -1, args[0].shape[-1]),), "balanced"
+    chosen, rule = _chosen(values, tuple(out.shape), -1, args[0].shape[-1])
+    return (chosen,), rule
 
 
-def _one_of(candidates: int, shape: tuple[int, ...]) -> torch.Tensor:
+def _one_of(values: KnownValues, candidates: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, str]:
+    """Return one candidate for each place: as ``_chosen`` with one slot in each row."""
+    flat, rule = _chosen(values, (math.prod(shape), 1), -1, candidates)
     with no_dispatch():
-        return (torch.arange(math.prod(shape)) % max(1, candidates)).reshape(shape)
+        return flat.reshape(shape), rule
 
 
 @assume(aten.argmax.default, aten.argmin.default)
 def _decide_argmax(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     dim = _argument(args, kwargs, 1, "dim", None)
-    return (_one_of(args[0].numel() if dim is None else _size(args[0], dim), tuple(out.shape)),), "balanced"
+    candidates = args[0].numel() if dim is None else _size(args[0], dim)
+    chosen, rule = _one_of(values, candidates, tuple(out.shape))
+    return (chosen,), rule
 
 
 @assume(aten.max.dim, aten.min.dim)
 def _decide_max(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
-    return (
-        UNKNOWN,
-        _one_of(_size(args[0], _argument(args, kwargs, 1, "dim", -1)), tuple(out[1].shape)),
-    ), "balanced"
+    candidates = _size(args[0], _argument(args, kwargs, 1, "dim", -1))
+    chosen, rule = _one_of(values, candidates, tuple(out[1].shape))
+    return (UNKNOWN, chosen), rule
 
 
 @assume(aten.sort.default, aten.sort.stable)

@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
+from sacplan._program.setup import Routing
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import is_plain, storage_key
 from sacplan.errors import DataDependentError
@@ -32,6 +33,7 @@ MAX_FLOATS = 2**20
 DESCRIPTIONS = {
     "zeros": "an array of floats that are not known is all zeros",
     "balanced": "what is chosen by score (topk, argmax, multinomial) is spread evenly over the candidates",
+    "worst": "what is chosen by score (topk, argmax, multinomial) is the same candidates everywhere",
     "in order": "what is sorted by a value that is not known is taken to be in order already",
     "even spread": "random numbers are spread evenly over their range",
     "finite": "floats are taken to be finite",
@@ -41,12 +43,22 @@ DESCRIPTIONS = {
 }
 
 
-_OF_SIZES = ("balanced", "even spread", "all elements")
+_OF_SIZES = ("balanced", "worst", "even spread", "all elements")
 
 
 def decides_sizes(sentence: str) -> bool:
     """Whether an applied rule, as text, is one by which tensors may have other sizes than in a real step."""
     return any(f"assumed ({rule})" in sentence for rule in _OF_SIZES)
+
+
+def is_balanced(sentence: str) -> bool:
+    """Whether an applied rule, as text, is that of balanced routing."""
+    return "assumed (balanced)" in sentence
+
+
+def is_worst(sentence: str) -> bool:
+    """Whether an applied rule, as text, is that of all tokens on the same experts."""
+    return "assumed (worst)" in sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +99,15 @@ class _StorageValues:
 
 
 class KnownValues:
-    """Values by fake storage: the interface between the rules of ``fake_rules.py`` and the mode that follows values."""
+    """Values by fake storage: the interface between the rules of ``fake_rules.py`` and the mode that follows values.
 
-    def __init__(self) -> None:
+    Attributes:
+        routing: how scores that are not known choose among candidates, see ``data_rules``.
+    """
+
+    def __init__(self, routing: Routing = "balanced") -> None:
         super().__init__()
+        self.routing = routing
         self._known: dict[int, _StorageValues] = {}
         self._applied: dict[tuple[str, str], AppliedRule] = {}
         self._paused = 0

@@ -29,13 +29,11 @@ _HELD = (torch.optim.Optimizer, torch.nn.Module, torch.Tensor)
 def optimizers_in_backward(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the hooks of a model's parameters refer to, each once."""
     found: dict[int, torch.optim.Optimizer] = {}
+    seen: dict[int, Any] = {}  # hooks of many parameters share what they refer to
     for p in model.parameters():
-        for optimizer in applied_in_backward(p):
-            found[id(optimizer)] = optimizer
+        found.update((id(optimizer), optimizer) for optimizer in applied_in_backward(p))
         for hook in gradient_hooks(p):
-            for value in _behind(hook):
-                if isinstance(value, torch.optim.Optimizer):
-                    found[id(value)] = value
+            found.update((id(v), v) for v in _behind(hook, seen) if isinstance(v, torch.optim.Optimizer))
     return list(found.values())
 
 
@@ -127,15 +125,11 @@ def _globals_of(function: types.FunctionType) -> Iterator[str]:
                 yield name
 
 
-def _behind(hook: Hook) -> Iterator[Any]:
-    """Yield what can be reached from a hook through closures, arguments and global variables."""
+def _behind(hook: Hook, seen: dict[int, Any]) -> Iterator[Any]:
+    """Yield what can be reached from a hook through closures, arguments and global variables, and is not ``seen``."""
     pending: list[Any] = [hook]
-    seen: set[int] = set()
     while pending:
-        for value in reachable(pending.pop()):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
+        for value in reachable(pending.pop(), seen=seen):
             yield value
             if isinstance(value, types.FunctionType):
                 pending.extend(value.__globals__[name] for name in _globals_of(value))

@@ -384,9 +384,12 @@ def _is_followed(cls: type) -> bool:
     return first not in sys.stdlib_module_names or first in ("__main__", "collections")
 
 
-def reachable(*roots: Any) -> Iterator[Any]:
-    """Yield the objects that a snapshot would follow, from attribute to attribute, but not inside of tensors."""
-    seen: dict[int, Any] = {}
+def reachable(*roots: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """Yield the objects that a snapshot would follow, from attribute to attribute, but not inside of tensors.
+
+    ``seen`` are objects that were yielded before, by ``id``; new ones are added.
+    """
+    seen = {} if seen is None else seen
     pending = list(roots)
     while pending:
         value = pending.pop()

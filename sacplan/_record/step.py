@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._program.setup import ONLY_SCALAR, OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
 from sacplan._record.gradient_hooks import optimizers_in_backward
+from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.user_code import tensors_in_caches
 from sacplan._torch.private import is_plain
 from sacplan.errors import TraceError
@@ -124,6 +125,12 @@ def check_accumulation(steps: Any) -> None:
         )
 
 
+def accumulation_of(optimizer: Any) -> int:
+    """Return over how many micro-batches an optimizer that Accelerate has prepared adds up gradients; else 1."""
+    state = getattr(optimizer, "gradient_state", None)  # ``accelerate.state.GradientState``
+    return int(getattr(state, "num_steps", 1))
+
+
 def check_loss(loss: Any) -> None:
     """Raise ``TraceError`` unless the loss is a scalar that gradients flow from."""
     if not isinstance(loss, torch.Tensor):
@@ -209,13 +216,15 @@ def call_model(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def resolve_batch(batch: Any) -> Any:
-    """Return the batch; one that is given as a callable is made by calling it."""
+    """Return the batch; one that is given as a callable is made by calling it, of a data loader it is the largest."""
+    if is_loader(batch):
+        batch = LongestBatch(batch)()
     if callable(batch) and not isinstance(batch, (torch.Tensor, Mapping)):
         batch = batch()
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(_as_tree(batch))):
         raise TraceError(
             f"the batch holds no tensor, it is {type(batch).__name__}. Give a tensor, a tuple (positional), "
-            "a mapping (keyword arguments), or a callable of no arguments that makes one."
+            "a mapping (keyword arguments), a callable of no arguments that makes one, or a data loader."
         )
     return batch
 

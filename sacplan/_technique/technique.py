@@ -87,6 +87,9 @@ class Technique(ABC):
     decision: ClassVar[type[Any]]
     """The class of its decisions."""
 
+    keeps_bits: ClassVar[bool] = False
+    """Whether gradients with it equal those without it bit by bit. Then plans use it by default."""
+
     one_device: ClassVar[str] = ""
     """Why it does not go together with a mesh; empty if it does."""
 
@@ -94,6 +97,12 @@ class Technique(ABC):
     """How its own solver looked for plans, for the message that none fits a budget; empty if it has no solver."""
 
     # --- what a plan chooses from ---
+
+    @property
+    def is_about_regions(self) -> bool:
+        """Whether it can have options for regions of the forward pass, its own or those of others."""
+        own = type(self)
+        return own.regions is not Technique.regions or own.options is not Technique.options
 
     def longest_run(self, step: PlanStep) -> int:
         """Return how many neighbouring regions can be joined into one; 0 if it names no regions."""

@@ -178,6 +178,7 @@ def _verify_fake(
             model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
             mode=plan.provenance.mode, prepare=applied,
             saved="observe", mixed=plan.ranks.mixed, accumulation_steps=steps,
+            routing=plan.fingerprint.setup.routing,
         )  # fmt: skip
     if sharding is None:
         seen = seen.on_ranks(plan.ranks)

@@ -1,5 +1,8 @@
 """Apply a plan while a trainer runs, and check the peaks of its first steps; shared by the callbacks of both trainers.
 
+The sizes of batches are compared in all steps, before each runs (``_apply/watch.py``). Peaks are measured in the first
+ones:
+
     watch = PeakWatch(plan, steps=2, tolerance=0.05, hint="Plan for what is trained.")
     watch.begin(model, [optimizer])
     ...one training step...
@@ -67,7 +70,7 @@ class PlannedTraining:
     def _put_on(self, model: torch.nn.Module, *, batches: int = 1) -> None:
         """Apply the plan, and watch the first steps. Each of the ``batches`` of a step is measured on its own."""
         check_model(model)
-        self._handle = put_on(model, self.plan, check=self._check)
+        self._handle = put_on(model, self.plan, check=self._check, watched=True)
         warn_of(self.plan.fingerprint.setup.model_differences(Setup.of(model)), stacklevel=4)
         self._to_compare = model
         # A new watch for each run: one that has stopped does not start again.

@@ -19,16 +19,19 @@ import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
-from sacplan._device.devices import DeviceSpec
+from sacplan._apply.watch import ShapeWatch
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Runtime, Trace, profile
+from sacplan._program.model_calls import Shapes, shapes_of
+from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.state import preserved_rng
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining
@@ -79,6 +82,7 @@ class PlanCallback(PlannedTraining, pl.Callback):
     ) -> None:
         super().__init__(plan, check=check, watch_steps=watch_steps, tolerance=tolerance)
         self.submodule = submodule
+        self._sizes = ShapeWatch(plan, ())
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Apply the plan."""
@@ -87,9 +91,11 @@ class PlanCallback(PlannedTraining, pl.Callback):
         # Lightning calls back for each batch and not for each optimizer step, so a step is several
         # measurements.
         self._put_on(self._planned(pl_module), batches=trainer.accumulate_grad_batches)
+        self._sizes = ShapeWatch(self.plan, _planned_batches(self.plan))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start to measure."""
+        self._sizes.look(shapes_of((batch,), {}), stacklevel=2)
         # Here the batch is on its device already, so its own size counts and not the planned one.
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         self._watch.begin(pl_module, trainer.optimizers, tensors)
@@ -128,7 +134,7 @@ def profile_trainer(
     module: pl.LightningModule,
     batches: Any = None,
     *,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
 ) -> Profile:
@@ -154,20 +160,21 @@ def step_arguments(
         sacplan.verify(**arguments, plan=sacplan.plan(profile, "22GiB"))
 
     The step is ``module.training_step`` under the trainer's precision, with the optimizer that
-    ``module.configure_optimizers()`` makes. During the forward pass Lightning still holds the gradients of the
-    previous step, and they count. With ``accumulate_grad_batches`` two batches are run; more would take no more
-    memory. Neither the trainer nor the module is changed, and the trainer is not attached: ``self.trainer`` cannot
-    be used.
+    ``module.configure_optimizers()`` makes. During the forward pass Lightning still holds the gradients of the previous
+    step, and they count. With ``accumulate_grad_batches`` the last micro-step is recorded, which finds the gradients of
+    the others, with the optimizer's step. Neither the trainer nor the module is changed, and the trainer is not
+    attached: ``self.trainer`` cannot be used.
 
     Args:
         trainer: its precision and ``accumulate_grad_batches`` are used.
         module: with automatic optimization. With a manual one the loop is the module's own: describe its step
             to ``sacplan.profile`` with a ``loss_fn``, and fit with ``PlanCallback``.
-        batches: an iterable of batches, such as the data loader, as ``training_step`` gets them; or a
-            ``LightningDataModule``. By default ``module.train_dataloader()``.
+        batches: the data loader, of which the largest batch is made from its longest samples; or any other iterable of
+            batches as ``training_step`` gets them, of which the first is taken; or a ``LightningDataModule``. By
+            default ``module.train_dataloader()``.
 
     Returns:
-        ``model``, ``batch``, ``loss_fn`` and ``optimizer``.
+        ``model``, ``batch``, ``loss_fn``, ``optimizer`` and ``accumulation_steps``.
 
     Raises:
         TraceError: manual optimization, several optimizers, no batch, or a module in another precision.
@@ -181,48 +188,52 @@ def step_arguments(
         )
     _check_precision(trainer, module)
     with preserved_rng():
-        # One micro-batch without gradients and one with them are all cases there are.
-        count = min(2, trainer.accumulate_grad_batches)
-        found = tuple(islice(iter(_loader(module, batches)), count))
-        if not found:
-            raise TraceError("there is no batch to plan for: the data loader yields none.")
+        batch = _largest(_loader(module, batches))
         optimizer = _optimizer(module)
     return {
         "model": module,
-        "batch": {"batches": found},
+        "batch": {"batch": batch},
         "loss_fn": _FitLoss(trainer),
         "optimizer": optimizer,
+        "accumulation_steps": trainer.accumulate_grad_batches,
     }
+
+
+def _largest(loader: Any) -> Any:
+    """Return the largest batch of a data loader, or the first of any other iterable."""
+    # The samples of a stream cannot be looked at without using them up: its batches are watched in training.
+    if is_loader(loader) and not isinstance(loader.dataset, IterableDataset):
+        return LongestBatch(loader)()
+    found = next(iter(loader), None)
+    if found is None:
+        raise TraceError("there is no batch to plan for: the data loader yields none.")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _FitLoss:
-    """The forward passes of one optimizer step in Lightning's order, and the backward passes of all but the last."""
+    """The forward pass of the last micro-batch of an optimizer step, in Lightning's order."""
 
     trainer: pl.Trainer
 
     def __call__(self, module: Any, batch: Any) -> torch.Tensor:
-        batches = batch["batches"]
         module.train()
+        if self.trainer.accumulate_grad_batches > 1:
+            return self._loss(module, batch["batch"])
         trained = [p for p in module.parameters() if p.requires_grad]
         # The closure of an optimizer step runs training_step, zero_grad and backward in this order
         # (``lightning/pytorch/loops/optimization/automatic.py``). So the gradients of the step before are alive during
-        # the first forward pass. Their values do not matter.
+        # the forward pass. Their values do not matter.
         for p in trained:
             p.grad = torch.empty_like(p)
-        loss = self._loss(module, batches[0], 0)
+        loss = self._loss(module, batch["batch"])
         for p in trained:
             p.grad = None
-        if len(batches) > 1:
-            torch.autograd.backward(loss)
-            loss = self._loss(module, batches[1], 1)
         return loss
 
-    def _loss(self, module: Any, batch: Any, index: int) -> torch.Tensor:
+    def _loss(self, module: Any, batch: Any) -> torch.Tensor:
         # ``batch_idx`` is optional in ``training_step``.
-        arguments = (
-            (batch, index) if len(inspect.signature(module.training_step).parameters) > 1 else (batch,)
-        )
+        arguments = (batch, 0) if len(inspect.signature(module.training_step).parameters) > 1 else (batch,)
         # The trainer is not attached to the module while the step is recorded. ``self.log`` then does nothing
         # but warn.
         with self.trainer.precision_plugin.forward_context(), warnings.catch_warnings():
@@ -237,6 +248,20 @@ class _FitLoss:
             )
         # As ``ClosureResult.from_training_step_output`` normalizes it.
         return loss / self.trainer.accumulate_grad_batches
+
+
+def _planned_batches(plan: Plan) -> list[Shapes]:
+    """Return the batch of a plan from ``profile_trainer``, as ``shapes_of`` does; none for a plan of another step."""
+    # ``training_step`` is called, and ``forward`` need not be: so batches are compared, and not the model's inputs.
+    own = [
+        (f"[0]{path.removeprefix(_PLANNED)}", shape)
+        for path, shape, _ in plan.fingerprint.batch
+        if path.startswith(_PLANNED) and shape
+    ]
+    return [tuple(own)] if own else []
+
+
+_PLANNED = "batch['batch']"
 
 
 def _loader(module: pl.LightningModule, batches: Any) -> Any:

@@ -24,12 +24,15 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
-from sacplan._device.devices import DeviceSpec
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Runtime, Trace, profile
 from sacplan._program.program import is_inside
+from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.state import preserved_rng
 from sacplan._record.step import check_model, inner_optimizer
 from sacplan.errors import PlanError, TraceError
@@ -117,7 +120,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
 def profile_trainer(
     trainer: transformers.Trainer,
     *,
-    device: str | DeviceSpec | torch.device = "h100",
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
 ) -> Profile:
@@ -137,25 +140,24 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
         profile = sacplan.profile(**arguments, device="h100")
         sacplan.verify(**arguments, plan=sacplan.plan(profile, "22GiB"))
 
-    The batches are the first ones of ``trainer.get_train_dataloader()``: make sure that no later ones are larger.
-    The loss is ``trainer.compute_loss``, under the mixed precision that Accelerate will switch on; the optimizer
-    is the one that ``trainer.create_optimizer`` makes. The trainer is not changed, but an iterable dataset
-    that cannot be restarted loses a batch.
+    The batch is made of the longest samples of the training data, by the trainer's own collator: no later one is
+    larger. Of a data set without a length it is the largest of the first batches. The loss is ``trainer.compute_loss``,
+    under the mixed precision that Accelerate will switch on; the optimizer is the one that ``trainer.create_optimizer``
+    makes. The trainer is not changed, but an iterable dataset that cannot be restarted loses a batch.
 
-    With gradient accumulation two micro-batches are run, one without and one with existing gradients; more
-    of them would take no more memory. All batches of the step are held, as in the Trainer. Times and FLOPs are
-    those of these two micro-batches. Not counted are the scalars of gradient clipping and of the gradient scaler, and
-    the buffers of DDP.
+    With gradient accumulation the last micro-step is recorded, which finds the gradients of the others, with the
+    optimizer's step. All batches of the step are held, as in the Trainer. Times and FLOPs are those of this micro-step.
+    Not counted are the scalars of gradient clipping and of the gradient scaler, and the buffers of DDP.
 
     Returns:
-        ``model``, ``batch``, ``loss_fn`` and ``optimizer``.
+        ``model``, ``batch``, ``loss_fn``, ``optimizer`` and ``accumulation_steps``.
 
     Raises:
         TraceError: the trainer checkpoints on its own, or trains in a way that is not supported.
     """
     _check_plannable(trainer)
     shadow = copy.copy(trainer)  # keeps what is created below away from the trainer
-    batches, items = _first_step(shadow)
+    batches, items = _largest_step(shadow)
     # ``create_optimizer`` pops entries from these options, so the copy gets its own dict.
     if trainer.optimizer_cls_and_kwargs is not None:
         cls, options = trainer.optimizer_cls_and_kwargs
@@ -167,12 +169,13 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
         "batch": {"micro_batches": batches, "num_items_in_batch": items},
         "loss_fn": _TrainerLoss(shadow),
         "optimizer": inner_optimizer(optimizer),
+        "accumulation_steps": trainer.args.gradient_accumulation_steps,
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _TrainerLoss:
-    """The forward passes of one optimizer step, and the backward passes of all but the last."""
+    """The forward pass of the last micro-batch of an optimizer step."""
 
     trainer: transformers.Trainer
 
@@ -186,9 +189,6 @@ class _TrainerLoss:
         # As ``Trainer.training_step`` does.
         model.train()
         with _prepared(trainer, model):
-            # The recorder runs the backward pass of what is returned, which is that of the last micro-batch.
-            if len(micro_batches) > 1:
-                torch.autograd.backward(self._loss(trainer, model, micro_batches[0], items))
             return self._loss(trainer, model, micro_batches[-1], items)
 
     @staticmethod
@@ -253,18 +253,17 @@ def _prepared(trainer: transformers.Trainer, model: torch.nn.Module) -> Iterator
                 model.__dict__["forward"] = own
 
 
-def _first_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
-    """Return the batches of an optimizer step, and the number of items that the Trainer divides the loss by."""
+def _largest_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
+    """Return the batches of an optimizer step, the largest last, and the number of items to divide the loss by."""
     # ``get_train_dataloader`` has Accelerate register the loader. It is taken out again, so that training
     # does not find two.
     known = list(trainer.accelerator._dataloaders)
     with preserved_rng():
         loader = trainer.get_train_dataloader()
-        iterator = iter(loader)
+        count = trainer.args.gradient_accumulation_steps
+        iterator = _largest_batches(loader, count)
         try:
-            samples, items = trainer.get_batch_samples(
-                iterator, trainer.args.gradient_accumulation_steps, trainer.args.device
-            )
+            samples, items = trainer.get_batch_samples(iterator, count, trainer.args.device)
         finally:
             if hasattr(iterator, "close"):
                 iterator.close()
@@ -275,7 +274,21 @@ def _first_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
         raise TraceError(
             "the trainer's data loader yields no batch. Give it a train_dataset that is not empty."
         )
-    return tuple(_plain(trainer._prepare_inputs(sample)) for sample in samples), items
+    plain = [_plain(trainer._prepare_inputs(sample)) for sample in samples]
+    return tuple(sorted(plain, key=_elements)), items
+
+
+def _largest_batches(loader: Any, count: int) -> Any:
+    """Return an iterator over so many batches of a trainer: of the largest, or of the first where they are one-shot."""
+    # The samples of a stream cannot be looked at without using them up: its batches are watched in training.
+    if not is_loader(loader) or isinstance(loader.dataset, IterableDataset):
+        return iter(loader)
+    make = LongestBatch(loader)
+    return (make() for _ in range(count))
+
+
+def _elements(batch: Any) -> int:
+    return sum(t.numel() for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -23,7 +24,9 @@ import sacplan
 from sacplan._cli import interrupts
 from sacplan._cli.app import app
 from sacplan._cli.command import EXAMPLES
+from sacplan._cli.options import dtype_name, size_in_gib
 from sacplan._cli.show import together
+from sacplan._device.devices import DEFAULT_DEVICE
 from tests.support.slow import slow_after
 
 ROOT = Path(sacplan.__file__).parent.parent
@@ -237,9 +240,9 @@ def test_help_is_about_the_command(saved: Path) -> None:
     said = {
         name: " ".join(run(f"{name} --help").stdout.split()) for name in ("fit", "layouts", "plan", "verify")
     }
-    assert "Default: rtx-4090. " in said["fit"]
-    assert "Default: h100. " in said["layouts"]
-    assert "Default: h100; a saved profile has its own." in said["plan"]
+    assert f"Default: {DEFAULT_DEVICE}. " in said["fit"]
+    assert f"Default: {DEFAULT_DEVICE}. " in said["layouts"]
+    assert f"Default: {DEFAULT_DEVICE}; a saved profile has its own." in said["plan"]
     assert {name for name, text in said.items() if "the plan's" in text} == {"verify"}
 
 
@@ -259,6 +262,24 @@ def test_another_model_or_batch_is_not_verified(saved: Path) -> None:
     assert facts["verified"] is False
     assert facts["error"]["type"] == "VerificationFailed"
     assert run("verify train.py:make plan.json --batch 255").exit_code == 4
+
+
+def test_the_library_has_the_defaults_of_the_command_line() -> None:
+    for function in (sacplan.profile, sacplan.fit, sacplan.max_batch, sacplan.throughput, sacplan.layouts):
+        assert inspect.signature(function).parameters["device"].default == DEFAULT_DEVICE
+
+
+def test_words_that_people_type(saved: Path) -> None:
+    assert [dtype_name(word) for word in ("bf16", "FP16", "torch.float32")] == [
+        "bfloat16",
+        "float16",
+        "float32",
+    ]
+    assert (size_in_gib("22"), size_in_gib("1.5"), size_in_gib("70%")) == ("22GiB", "1.5GiB", "70%")
+    made = run("plan train.py:make --device 24GB --budget 1 --batch-size 4 --json")
+    assert json.loads(made.stdout)["budget_bytes"] == 2**30
+    assert "note: --device 24GB of memory (22.35 GiB), with the kernels and times of rtx-4090" in made.stderr
+    assert "none of bfloat16, float16, float32" in run("plan hf:gpt2 --dtype int8").stderr
 
 
 def test_over_the_budget_is_not_verified(saved: Path) -> None:

@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sacplan._device.devices import DeviceSpec, devices, known_devices, resolve_device, torch_version
+from sacplan._device.devices import (
+    DEFAULT_DEVICE,
+    DeviceSpec,
+    devices,
+    known_devices,
+    meant_by,
+    resolve_device,
+    torch_version,
+)
 from sacplan.errors import DeviceError
 
 
@@ -64,7 +72,7 @@ def test_rounding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("a100", "a100-80gb"), ("h1000", "h100"), ("rtx 4080", "rtx-4090")]
+    ("wrong", "near"), [("a100 90gb", "a100-80gb"), ("h1000", "h100"), ("rtx 4080", "rtx-4090")]
 )
 def test_unknown_name_lists_known_and_near(wrong: str, near: str) -> None:
     with pytest.raises(DeviceError) as caught:
@@ -157,6 +165,7 @@ FIGURES = {
     "a100-80gb": (79.25, 2039, 19.5, 312, 108, (8, 0)),
     "h100-pcie": (79.1, 2000, 51.2, 756, 114, (9, 0)),
     "h100": (79.11, 3350, 67, 989.5, 132, (9, 0)),
+    "h100-96gb-500w": (95.04, 2400, 67, 989.5, 132, (9, 0)),
     "h200": (139, 4800, 67, 989.5, 132, (9, 0)),
     "b200": (178, 7700, 75, 2250, 148, (10, 0)),
     "mi250x": (64, 1600, 47.9, 191.5, 110, None),
@@ -233,3 +242,30 @@ def test_devices_frame() -> None:
     assert list(frame.index) == known_devices()
     assert frame.loc["h200", "bandwidth_gb_per_s"] == 4800
     assert frame.loc["h100", "capability"] == "9.0"
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"), [("a100", "a100-80gb"), ("A10G", "a10"), ("4090", "rtx-4090"), ("3090", "rtx-3090")]
+)
+def test_short_names_stand_for_the_common_variant(typed: str, name: str) -> None:
+    assert resolve_device(typed) == resolve_device(name)
+
+
+@pytest.mark.parametrize(
+    ("typed", "n_bytes", "like"),
+    [
+        ("24GB", 24 * 10**9, "rtx-4090"),
+        ("24 gib", 24 * 2**30, "rtx-4090"),
+        ("80g", 80 * 10**9, DEFAULT_DEVICE),
+    ],
+)
+def test_a_size_is_a_device(typed: str, n_bytes: int, like: str) -> None:
+    found = resolve_device(typed)
+    assert found.memory_bytes == n_bytes
+    assert found == replace(
+        resolve_device(like), name=found.name, memory_bytes=n_bytes, source=f"the kernels and times of {like}"
+    )
+    assert resolve_device(found.name) == found  # commands and code name it so
+    assert like in meant_by(typed)
+    assert "a100-40gb" in meant_by("a100")
+    assert not meant_by("rtx-4090")

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.transformer import Transformer
+from sacplan._device import attention
 from sacplan._device.attention import AttentionCall, attention_backend, cudnn_promoted
 from sacplan._device.cublas import library_workspace_bytes, workspaces_stay
 from sacplan._device.devices import resolve_device
@@ -581,3 +582,24 @@ def test_other_workspaces() -> None:
     products = 0 if workspaces_stay() else library_workspace_bytes(spec)  # else a storage of the whole step
     assert kernel_workspace_bytes(aten.mm.default, (x, x), {}, x, spec) == products
     assert kernel_workspace_bytes(aten.add.Tensor, (x, x), {}, x, spec) == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "has_gpu", "expected"),
+    [
+        ((1, 2, 0, 3), False, None),
+        ((1, 2, 0, 3), True, None),
+        ((3, 1, 2, 0), True, None),  # torch's own, after the first call on a GPU that prefers cuDNN
+        ((3, 1, 2, 0), False, ["cudnn", "flash", "efficient", "math"]),
+        ((3, 1, 0, 2), True, ["cudnn", "flash", "math", "efficient"]),
+        ((0, 1, 2, 3), True, ["math", "flash", "efficient", "cudnn"]),
+    ],
+)
+def test_whose_order_of_backends_it_is(
+    order: tuple[int, ...], has_gpu: bool, expected: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers are those of ``SDPBackend``."""
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: list(order))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert attention._user_priority() == expected

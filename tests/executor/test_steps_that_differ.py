@@ -304,6 +304,7 @@ def test_a_step_that_differs_is_said_once_and_by_name() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(3):
+            model.zero_grad()
             loss_of(model, x).backward()
     assert ["ran aten.cos.default(2) where the recorded step" in str(one.message) for one in said] == [True]
     assert handle.differences == (difference,)

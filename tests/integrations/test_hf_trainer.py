@@ -200,7 +200,12 @@ def test_a_step_that_takes_more_than_the_plan_says_is_a_warning(make: Callable[.
 def test_larger_batches_than_planned_for_are_a_warning(make: Callable[..., Any]) -> None:
     trainer = make(per_device_train_batch_size=8)
     trainer.add_callback(PlanCallback(plan_for(make())))
-    with pytest.warns(sacplan.SacplanWarning, match="step 1 took"):
+    with (
+        pytest.warns(
+            sacplan.SacplanWarning, match=r"input_ids is \[8, 32\], and the plan holds up to \[4, 32\]"
+        ),
+        pytest.warns(sacplan.SacplanWarning, match="step 1 took"),
+    ):
         train(trainer)
 
 

@@ -162,10 +162,11 @@ def test_a_plan_for_a_part_of_the_module(module: Module) -> None:
         loss_fn=lambda model, tokens: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()),
         optimizer=torch.optim.AdamW,
         device="cpu",
+        accumulation_steps=2,  # Lightning has the gradients of the step before until the forward pass is over
     )
-    plan = sacplan.plan(profile, "70%", solver="greedy")
-    callback = PlanCallback(plan, submodule="model", tolerance=0.2)  # Lightning frees gradients later
-    callback.plan = structs.replace(plan, budget_bytes=None)
+    plan = sacplan.plan(profile, "75%", solver="greedy")
+    assert plan.units
+    callback = PlanCallback(plan, submodule="model")
     assert bit_equal(fit(module, callback), fit(plain))
     with pytest.raises(sacplan.PlanMismatch):
         fit(module, PlanCallback(plan))

@@ -80,7 +80,7 @@ def test_a_plan_without_accumulation_would_be_over_its_budget() -> None:
     model = MODEL()
     one, several = (record(model, BATCH, device="cpu", accumulation_steps=n) for n in (1, 4))
     plan = sacplan.plan(one, "80%", "greedy")
-    with sacplan.apply(model, plan):
+    with sacplan.apply(model, plan), pytest.warns(sacplan.SacplanWarning, match="accumulation_steps"):
         assert max(peaks_of_a_loop(model, BATCH, 4)) > plan.budget_bytes
     plan = sacplan.plan(several, plan.budget_bytes / 2**30, "greedy")
     with sacplan.apply(model, plan):

@@ -74,8 +74,14 @@ NOT_RUN = {
     ("start.md", "pip install -e", "installs packages"),
     ("versions.md", "make test-torch", "installs packages"),
     ("trainers.md", "python -m benchmarks.trainers", "takes minutes"),
-    ("trainers.md", "import torch", "needs torchtune and an old torchao"),
-    ("trainers.md", "from dataclasses", "needs torchtitan and Triton"),
+    ("torchtune.md", "import torch", "needs torchtune and an old torchao"),
+    (
+        "torchtune.md",
+        "from torchtune.models.llama3_2 import llama3_2_1b",
+        "needs torchtune and an old torchao",
+    ),
+    ("torchtitan.md", "from dataclasses", "needs torchtitan and Triton"),
+    ("torchtitan.md", "import torch", "needs torchtitan and Triton"),
     ("which-parallelism.md", "sacplan layouts", "takes minutes"),
 }
 """Page, beginning of the block, reason."""

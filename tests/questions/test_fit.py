@@ -16,8 +16,12 @@ import sacplan
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT
 from sacplan._plan.limits import Limit
+from sacplan._plan.planner import Planner
+from sacplan._plan.search import PlanSearch
+from sacplan._profile import tracing
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._program.pins import NO_PINS
 from sacplan._questions.fit import _Sweep
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import sized
@@ -124,6 +128,40 @@ def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
         elif row.way == "plan":
             assert row.peak_bytes == sacplan.plan_smallest(profile, "greedy").peak_bytes
         assert row.fits == (row.peak_bytes <= parse_budget(budget, 0))
+
+
+def test_nothing_is_recorded_or_searched_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of the verdict share one recording of the step, and rows of one program share their searches."""
+    recorded: list[str] = []
+    asked: list[tuple[int, str, int, int]] = []
+    traced, closed = tracing.trace_step, PlanSearch._close_loop
+
+    def trace_step(model: nn.Module, *args: Any, **options: Any) -> sacplan.Profile:
+        recorded.append(type(model).__name__)
+        return traced(model, *args, **options)
+
+    def close_loop(self: PlanSearch, solver: Any, effects: Any, budget_bytes: int) -> None:
+        asked.append((id(effects), solver.name, budget_bytes, len(effects.regions)))
+        closed(self, solver, effects, budget_bytes)
+
+    monkeypatch.setattr(tracing, "trace_step", trace_step)
+    monkeypatch.setattr(PlanSearch, "_close_loop", close_loop)
+    found = fitted("8MiB", batch=8, sizes=False)
+    assert {row.way for row in found.rows} >= {"plan", "chunked loss", "plan + chunked loss"}
+    assert sorted(recorded) == ["LM", *["_Parameters"] * 3]  # the step, and that of each optimizer
+    assert asked
+    assert len(set(asked)) == len(asked)
+
+
+def test_a_loss_in_slices_alone_needs_no_larger_regions() -> None:
+    """Nothing is recomputed there, so joining layers changes nothing."""
+    profile = profiled("adamw")
+    assert Planner.of(profile, techniques=("chunk",)).context(NO_PINS).sizes == (1,)
+    assert len(Planner.of(profile).context(NO_PINS).sizes) > 1
+    both = Planner.of(profile, techniques=("recompute", "chunk"))
+    assert both.context(NO_PINS) is Planner.of(profile).context(
+        NO_PINS
+    )  # without offers, chunks add no choice
 
 
 def test_rows_on_a_gpu_without_a_budget_are_what_plan_says() -> None:
@@ -303,7 +341,7 @@ def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
     model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")
     made, budget = lambda n: tokens(n, 64, 1024), 2**30
     search = _Sweep(
-        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), False, False, 8, None, None
+        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), False, False, 8, None, 1, None
     )
     for name, (state, own, ms) in search.own.items():
         whole = search.recorded(8, None, BY_NAME[name].make)

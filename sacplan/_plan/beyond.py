@@ -1,0 +1,45 @@
+"""Techniques beyond those of a plan, and the time that they would save.
+
+The default techniques keep every bit of the gradients. Others may be cheaper, and their users decide whether rounding
+matters to them. So a plan with the default techniques says in one line what each of the others would have saved.
+
+A lower bound on what a plan with them costs comes first: where it leaves too little to gain, nothing is searched for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sacplan._plan.plan import Plan
+from sacplan._plan.planner import Planner
+from sacplan._techniques import TECHNIQUES
+
+_WORTH = 5e-3
+"""Share of the step's time that another technique has to save to be worth a line."""
+
+
+def beyond(asked: Planner, made: Plan) -> tuple[str, ...]:
+    """Return a sentence for each technique that was not asked for and with which the step would be faster.
+
+    Args:
+        asked: The planner of the plan.
+        made: The plan, made for a limit.
+    """
+    step_ms = made.step_ms + made.recompute_ms + made.added_ms
+    again_ms, worth_ms = made.recompute_ms + made.added_ms, _WORTH * step_ms
+    # Too little to save; FLOPs were minimised, and not time; or nothing limits the plan.
+    if again_ms < worth_ms or asked.objective != "time" or made.budget_bytes is None:
+        return ()
+    said = []
+    for name, technique in TECHNIQUES.items():
+        if name in asked.techniques:
+            continue
+        more = replace(asked, techniques=(*asked.techniques, name), limits_reached={}, last=None, begun=None)
+        found = more.cheapest_beyond(asked, made.budget_bytes, again_ms - worth_ms)
+        if found is None:
+            continue
+        saved_ms = again_ms - found.footprint.recompute_ms - found.added_ms
+        less = f"{saved_ms:.4g} ms less ({saved_ms / step_ms:.1%})"
+        bits = "" if technique.keeps_bits else ", and its gradients are close, not bit-equal"
+        said.append(f"With techniques={more.techniques!r} the step takes {less}{bits}")
+    return tuple(said)
