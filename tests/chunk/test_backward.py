@@ -18,6 +18,7 @@ from sacplan._chunk.entries import backward_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._chunk.rest import training_chunk
 from sacplan._plan.make import made_plan
+from sacplan._plan.planner import Planner
 from sacplan._plan.policies import _discarded_by
 from sacplan._plan.search import PlanSearch
 from sacplan._program.decisions import Chunk, Decision, as_decisions
@@ -191,7 +192,8 @@ def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, sacpla
         patched.setattr(PlanSearch, "_measure", measured)
         patched.setattr(rest, "_rehearsed", rehearsed)
         profile = sacplan.profile(*make_case(layers, (1, 512)), loss_fn, device="cpu")
-        plan = sacplan.plan_smallest(profile, techniques=("recompute", "chunk"))
+        # Rotor looks for schedules of its own, in which nothing runs in slices.
+        plan = Planner.of(profile, techniques=("recompute", "chunk")).smallest_plan(without_rotor=True)
     return counts["measured"], counts["rehearsed"], plan
 
 
@@ -202,5 +204,4 @@ def test_the_work_grows_weakly_with_the_depth(monkeypatch: pytest.MonkeyPatch) -
     assert many <= 2.5 * few
     assert rehearsed_in_many <= rehearsed + 8
     for each in (plan, deep):
-        norms = {chunk.unit for chunk in each.chunks if chunk.span == "backward"}
-        assert norms
+        assert "backward" in {chunk.span for chunk in each.chunks}
