@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
 ROOMS = (
     "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_shard", "_ranks", "_solve",
-    "_technique", "_executor", "_recompute", "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_placing",
-    "_plan", "_apply", "_verify", "_questions", "_report", "testing", "integrations", "_cli",
+    "_technique", "_executor", "_recompute", "_chunk", "_offload", "_techniques", "_rotor", "_classical", "_profile",
+    "_placing", "_plan", "_apply", "_verify", "_questions", "_report", "testing", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
@@ -32,6 +32,7 @@ _FLOORS = (
     {"_ranks": 1},
     {"_technique": 1, "_executor": 2},
     {"_recompute": 1, "_chunk": 0},
+    {"_offload": 1},
     {"_techniques": 0, "_rotor": 1, "_classical": 2},
     {"_profile": 1},
     {"_placing": 0},
@@ -59,6 +60,7 @@ _SAYS = {
     "_executor": "what executors share",
     "_recompute": "the technique",
     "_chunk": "ops in slices",
+    "_offload": "copies on the host",
     "_techniques": "all of them",
     "_rotor": "chains",
     "_classical": "PyTorch's prototype",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sacplan._chunk.technique import Chunking
 from sacplan._device.devices import DeviceSpec
+from sacplan._offload.technique import Offloading
 from sacplan._program.decisions import Decision
 from sacplan._program.derived import derived
 from sacplan._program.program import Program
@@ -15,12 +16,17 @@ from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Technique
 from sacplan.errors import PlanError
 
-# Programs are rewritten in this order. Chunks come first: recomputation names call sites of what they leave.
-TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Chunking(), Recomputation())}
+# Programs are rewritten in this order. Chunks come first: recomputation names call sites of what they leave. Offloading
+# comes last: recipes read what is away.
+TECHNIQUES: dict[str, Technique] = {
+    technique.name: technique for technique in (Chunking(), Recomputation(), Offloading())
+}
 
 _KEPT = 4  # rewritten programs that a program remembers for each technique
 
-DEFAULT_TECHNIQUES = tuple(name for name, technique in TECHNIQUES.items() if technique.keeps_bits)
+DEFAULT_TECHNIQUES = tuple(
+    name for name, technique in TECHNIQUES.items() if technique.keeps_bits and not technique.takes_host
+)
 """The techniques of a plan for training by default: all that keep every bit of the gradients."""
 
 INFERENCE_TECHNIQUES = ("chunk",)
@@ -60,7 +66,7 @@ def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
             more = [option for name in names for option in TECHNIQUES[name].options(step, own)]
             if more:
                 # Regions of one kind have the same options, so the kind has to tell these options apart as well.
-                kind = own.kind, tuple((o.technique, o.members, o.cost, o.kept_bytes) for o in more)
+                kind = own.kind, tuple((o.key, o.cost, o.kept_bytes) for o in more)
                 own = own.extended(more, kind)
             found.append(own)
     return found

@@ -101,5 +101,9 @@ class InfeasibleBudget(SacplanError):
         return make, (str(self),)
 
 
+class OffloadError(SacplanError):
+    """A tensor that was copied to the host cannot be given back as it was."""
+
+
 class SolverError(SacplanError):
     """The mixed-integer program has no solution, or its solver failed or is not installed."""

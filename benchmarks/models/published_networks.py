@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -224,6 +224,44 @@ class Llama(nn.Module):
         if self.shape.chunks == 1:
             return F.linear(x, weight).float()
         return [F.linear(chunk, weight) for chunk in x.chunk(self.shape.chunks, dim=1)]
+
+
+# --- QLoRA ------------------------------------------------------------------------------------------------
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear layer in NF4 with double quantization, with an adapter (torchtune's ``LoRALinear``) or without.
+
+    bitsandbytes' layer takes the place of torchao's ``linear_nf4``: both keep the packed weight for the backward pass,
+    and dequantize it to bfloat16 in each pass. Both have blocks of 64 and 256.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        import bitsandbytes
+
+        width, out = linear.in_features, linear.out_features
+        kind: Any = bitsandbytes.nn.Linear4bit
+        self.frozen = kind(width, out, False, torch.bfloat16, True, "nf4", device=linear.weight.device)
+        weight = bitsandbytes.nn.Params4bit(linear.weight.data, **vars(self.frozen.weight))
+        weight._quantize(linear.weight.device)
+        self.frozen.weight = weight
+        self.rank, like = rank, {"bias": False, "device": linear.weight.device, "dtype": torch.bfloat16}
+        if rank:
+            self.lora_a, self.lora_b = nn.Linear(width, rank, **like), nn.Linear(rank, out, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.frozen(x)
+        return out + 2.0 * self.lora_b(self.lora_a(x)) if self.rank else out
+
+
+def with_qlora(model: Llama, rank: int) -> Llama:
+    """Freeze a model, and quantize the linear layers of its blocks. All but the keys' get adapters of this rank."""
+    model.requires_grad_(False)
+    for name, layer in list(model.layers.named_modules()):
+        if isinstance(layer, nn.Linear):
+            model.layers.set_submodule(name, QuantizedLinear(layer, 0 if name.endswith("wk") else rank))
+    return model
 
 
 # --- a vision transformer ---------------------------------------------------------------------------------

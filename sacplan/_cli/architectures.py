@@ -191,6 +191,73 @@ _VIT = _Family(
     {"image_size": 224, "patch_size": 16, "num_channels": 3, "num_labels": 1000},
 )
 
+_MIXTRAL = _Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    (*_DECODER, "num_local_experts", "num_experts_per_tok"),
+    {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": None},
+)
+_QWEN_2_MOE = _Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    (
+        *_DECODER,
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "num_experts",
+        "num_experts_per_tok",
+    ),
+    {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+)
+_OLMOE = _Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    (*_DECODER, "num_experts", "num_experts_per_tok"),
+    {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+)
+_GEMMA_2 = _Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "query_pre_attn_scalar",
+    ),
+    {"vocab_size": 256000, "max_position_embeddings": 8192, "sliding_window": 4096},
+)
+_WHISPER = _Family(
+    "whisper",
+    "WhisperForConditionalGeneration",
+    (
+        "d_model",
+        "encoder_layers",
+        "decoder_layers",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+        "num_mel_bins",
+        "vocab_size",
+    ),
+    {"decoder_start_token_id": 50258},
+)
+_ROBERTA = _Family(
+    "roberta",
+    "RobertaForMaskedLM",
+    _ENCODER,
+    {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1},
+)
+_MODERNBERT = _Family(
+    "modernbert",
+    "ModernBertForMaskedLM",
+    _ENCODER,
+    {"vocab_size": 50368, "max_position_embeddings": 8192},
+)
+
 # fmt: off
 TABLE = (
     _GPT2.row("openai-community/gpt2", 124_439_808, 768, 12, 12),
@@ -241,8 +308,34 @@ TABLE = (
     _QWEN.row(
         "Qwen/Qwen2.5-0.5B", 494_032_768, 896, 4864, 24, 14, 2, 151936, 32768, tie_word_embeddings=True
     ),
+    _MIXTRAL.row(
+        "mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, 4096, 14336, 32, 32, 8, 32000, 32768, 8, 2,
+        short="Mixtral-8x7B",
+    ),
+    _MIXTRAL.row(
+        "mistralai/Mixtral-8x22B-v0.1", 140_620_634_112, 6144, 16384, 56, 48, 8, 32000, 65536, 8, 2,
+        short="Mixtral-8x22B",
+    ),
+    _QWEN.row(
+        "Qwen/Qwen2.5-1.5B", 1_543_714_304, 1536, 8960, 28, 12, 2, 151936, 131072, tie_word_embeddings=True
+    ),
+    _QWEN.row(
+        "Qwen/Qwen2.5-3B", 3_085_938_688, 2048, 11008, 36, 16, 2, 151936, 32768, tie_word_embeddings=True
+    ),
     _QWEN.row(
         "Qwen/Qwen2.5-7B", 7_615_616_512, 3584, 18944, 28, 28, 4, 152064, 131072, tie_word_embeddings=False
+    ),
+    _QWEN.row(
+        "Qwen/Qwen2.5-14B", 14_770_033_664, 5120, 13824, 48, 40, 8, 152064, 131072, tie_word_embeddings=False
+    ),
+    _QWEN.row(
+        "Qwen/Qwen2.5-32B", 32_763_876_352, 5120, 27648, 64, 40, 8, 152064, 131072, tie_word_embeddings=False
+    ),
+    _QWEN.row(
+        "Qwen/Qwen2.5-72B", 72_706_203_648, 8192, 29568, 80, 64, 8, 152064, 131072, tie_word_embeddings=False
+    ),
+    _QWEN_2_MOE.row(
+        "Qwen/Qwen1.5-MoE-A2.7B", 14_315_784_192, 2048, 5632, 24, 16, 16, 151936, 8192, 1408, 5632, 60, 4
     ),
     _QWEN_3.row(
         "Qwen/Qwen3-0.6B", 596_049_920, 1024, 3072, 28, 16, 8, 151936, 40960, tie_word_embeddings=True
@@ -259,6 +352,11 @@ TABLE = (
     _QWEN_3_MOE.row(
         "Qwen/Qwen3-30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, 151936, 40960, 768, 128, 8
     ),
+    _QWEN_3_MOE.row(
+        "Qwen/Qwen3-235B-A22B", 235_093_634_560, 4096, 12288, 94, 64, 4, 151936, 40960, 1536, 128, 8
+    ),
+    _GEMMA_2.row("google/gemma-2-2b", 2_614_341_888, 2304, 9216, 26, 8, 4, 256, 256),
+    _GEMMA_2.row("google/gemma-2-9b", 9_241_705_984, 3584, 14336, 42, 16, 8, 256, 256),
     _GEMMA_3_TEXT.row("google/gemma-3-1b-pt", 999_885_952, 1152, 6912, 26, 4, 1, 256, 512, short="gemma-3-1b"),
     _gemma_3_images("google/gemma-3-4b-pt", 4_300_079_472, 2560, 10240, 34, 8, 4, 256, 1024),
     _gemma_3_images("google/gemma-3-12b-pt", 12_187_325_040, 3840, 15360, 48, 16, 8, 256, 1024),
@@ -268,14 +366,38 @@ TABLE = (
     _DEEPSEEK_3.row(
         "deepseek-ai/DeepSeek-V3", 671_026_404_352, 7168, 18432, 61, 128, 128, 129280, 163840, 2048, 256, 8
     ),
+    _OLMOE.row(
+        "allenai/OLMoE-1B-7B-0924", 6_919_161_856, 2048, 1024, 16, 16, 16, 50304, 4096, 64, 8, short="OLMoE-1B-7B"
+    ),
+    _LLAMA.row(
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0", 1_100_048_384, 2048, 5632, 22, 32, 4, 32000, 2048,
+        short="TinyLlama-1.1B",
+    ),
+    _LLAMA.row(
+        "HuggingFaceTB/SmolLM2-135M", 134_515_008, 576, 1536, 30, 9, 3, 49152, 8192, tie_word_embeddings=True
+    ),
+    _LLAMA.row(
+        "HuggingFaceTB/SmolLM2-360M", 361_821_120, 960, 2560, 32, 15, 5, 49152, 8192, tie_word_embeddings=True
+    ),
+    _LLAMA.row(
+        "HuggingFaceTB/SmolLM2-1.7B", 1_711_376_384, 2048, 8192, 24, 32, 32, 49152, 8192, tie_word_embeddings=True
+    ),
     _SMOLLM_3.row(
         "HuggingFaceTB/SmolLM3-3B", 3_075_098_624, 2048, 11008, 36, 16, 4, 128256, 65536
     ),
     _PHI_3.row("microsoft/phi-4", 14_659_507_200, 5120, 17920, 40, 40, 10, 100352, 16384),
+    _PHI_3.row(
+        "microsoft/Phi-3-mini-4k-instruct", 3_821_079_552, 3072, 8192, 32, 32, 32, 32064, 4096,
+        short="Phi-3-mini", pad_token_id=32000,
+    ),
     _BERT.row("google-bert/bert-base-uncased", 109_514_298, 768, 12, 12, 3072, short="bert-base"),
     _BERT.row("google-bert/bert-large-uncased", 335_174_458, 1024, 24, 16, 4096, short="bert-large"),
+    _ROBERTA.row("FacebookAI/roberta-base", 124_697_433, 768, 12, 12, 3072, short="roberta-base"),
+    _MODERNBERT.row("answerdotai/ModernBERT-base", 149_655_232, 768, 22, 12, 1152, short="ModernBERT-base"),
     _T5.row("google-t5/t5-base", 222_903_552, 768, 3072, 12, 12, 12),
     _T5.row("google-t5/t5-large", 737_668_096, 1024, 4096, 24, 24, 16),
+    _WHISPER.row("openai/whisper-small", 241_734_912, 768, 12, 12, 12, 12, 3072, 3072, 80, 51865),
+    _WHISPER.row("openai/whisper-large-v3", 1_543_490_560, 1280, 32, 32, 20, 20, 5120, 5120, 128, 51866),
     _VIT.row("google/vit-base-patch16-224", 86_567_656, 768, 12, 12, 3072, short=("ViT-B/16", "vit-b-16")),
 )
 # fmt: on

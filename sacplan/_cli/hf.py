@@ -262,7 +262,7 @@ def _config(name: str, fetch: bool | None) -> Any:
     )
     known = ("sacplan plan hf: lists the names that are known",) if near else _KNOWN
     fetching = ("--fetch fetches this one file from the hub",) if hub.is_name(name) else ()
-    raise hinted(failed, *fetching, *known)
+    raise hinted(failed, *known, *fetching)
 
 
 def _file_in(path: Path) -> Path:

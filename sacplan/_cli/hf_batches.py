@@ -122,12 +122,26 @@ class BatchInputs:
         self.features = dict(features or {})
         self.run = run or without_data
 
+    def requires(self, name: str) -> bool:
+        """Return whether forward takes an argument of this name and has no default for it."""
+        return name in self.parameters and self.parameters[name].default is inspect.Parameter.empty
+
     def layout_of(self, name: str) -> int:
         return self.layout.get(name, 0)
 
     def part(self, *names: str) -> Any:
         """Return the nested configuration of a tower, or the whole configuration."""
-        return next((c for n in names if (c := getattr(self.config, n, None)) is not None), self.config)
+        # Models around a model, such as ColQwen2, have the towers one level deeper.
+        inner = [c for c in vars(self.config).values() if hasattr(c, "model_type")]
+        return next(
+            (
+                c
+                for owner in (self.config, *inner)
+                for n in names
+                if (c := getattr(owner, n, None)) is not None
+            ),
+            self.config,
+        )
 
     def floats(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.place)
@@ -159,6 +173,9 @@ class BatchInputs:
         vision = self.part("vision_config", "vision", "backbone_config", "encoder")
         channels = first_of(vision, "num_channels", "in_channels", "in_chans", "input_channels")
         size = first_of(vision, "image_size", "img_size") or first_of(self.config, "image_size")
+        # SAM 2 and 3: the tower is a neck on a backbone, which has the size.
+        backbone = getattr(vision, "backbone_config", None)
+        size = size or first_of(backbone, "image_size", "img_size")
         size = size or self.sizes.pixels
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         return channels if isinstance(channels, int) else 3, height, width
@@ -264,10 +281,13 @@ def _audio_mask(i: BatchInputs) -> torch.Tensor:
 
 def _videos(i: BatchInputs) -> torch.Tensor | None:
     """Return videos if they are the only input."""
-    # Videos beside images or text are optional.
-    if "pixel_values" in i.parameters or "input_ids" in i.parameters:
+    # Videos beside images or text are optional, unless the signature says otherwise.
+    if not i.requires("pixel_values_videos") and (
+        "pixel_values" in i.parameters or "input_ids" in i.parameters
+    ):
         return None
-    frames = first_of(i.config, "num_frames", "frames_per_clip") or 2
+    frames = first_of(i.config, "num_frames", "frames_per_clip")
+    frames = frames or first_of(i.part("vision_config"), "num_frames", "frames_per_clip") or 2
     return i.floats(i.rows, frames, *i.image_shape())
 
 
@@ -290,6 +310,19 @@ def _waves(i: BatchInputs) -> torch.Tensor:
         (i.rows, mels, i.sizes.frames),
     )
     return i.floats(*shapes[i.layout_of("input_values")])
+
+
+def _high_resolution(i: BatchInputs) -> torch.Tensor:
+    """Return the same images for the second tower, which reads them at a size of its own."""
+    size = first_of(i.part("high_res_vision_config"), "image_size") or i.sizes.pixels
+    return i.floats(i.rows, i.image_shape()[0], size, size)
+
+
+def _embeddings(i: BatchInputs) -> torch.Tensor | None:
+    """Return embedded tokens for a tower that is given nothing else."""
+    if "input_ids" in i.parameters or not i.requires("inputs_embeds"):
+        return None
+    return i.floats(i.rows, i.length, first_of(i.text, "hidden_size", "d_model", "n_embd"))
 
 
 def _boxes_of_tokens(i: BatchInputs) -> torch.Tensor:
@@ -319,7 +352,11 @@ INPUTS: dict[str, Callable[[BatchInputs], Any]] = {
     "bbox": _boxes_of_tokens,
     "image": lambda i: i.images(),
     "flattened_patches": lambda i: i.shares(i.rows, 16, i.config.vision_config.patch_embed_hidden_size + 2),
-    "input_features": lambda i: i.floats(*_spectrogram_shape(i)),
+    "inputs_embeds": _embeddings,
+    "high_res_pixel_values": _high_resolution,
+    "task_inputs": lambda i: i.integers(1, i.vocab, i.rows, i.config.task_seq_len),
+    # Speech encoder-decoders take either, and not both.
+    "input_features": lambda i: None if "input_values" in i.parameters else i.floats(*_spectrogram_shape(i)),
     "input_values": _waves,
     "image_grid_thw": lambda i: i.rows_of(1, i.patches(), i.patches()),
     "grid_thw": lambda i: i.rows_of(1, i.patches(), i.patches()),
@@ -409,15 +446,20 @@ def _place(inputs: BatchInputs, batch: dict[str, Any], kind: str) -> None:
 
     ``kind`` is ``"image"`` or ``"audio"``. A model without such a token or such features is left alone.
     """
-    token = first_of(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
-    features_of = getattr(type(inputs.model), f"get_{kind}_features", None)
-    if token is None or features_of is None:
+    owner = _maker_of_features(inputs.model, kind)
+    if owner is None:
         return
+    token = first_of(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
+    if token is None:
+        token = first_of(getattr(owner, "config", None), f"{kind}_token_id", f"{kind}_token_index")
+    if token is None:
+        return
+    features_of = getattr(type(owner), f"get_{kind}_features")
     accepted = inspect.signature(features_of).parameters
     given = {k: v for k, v in batch.items() if k in accepted}
     # Counted once: batches of other sizes have as many in each row.
     if kind not in inputs.features:
-        made = inputs.run(inputs.model, given, lambda model, given: _number_of(features_of(model, **given)))
+        made = inputs.run(owner, given, lambda model, given: _number_of(features_of(model, **given)))
         inputs.features[kind] = made // inputs.rows
     # The row is made longer if it has no room for the placeholders and some text.
     count = inputs.features[kind]
@@ -430,6 +472,11 @@ def _place(inputs: BatchInputs, batch: dict[str, Any], kind: str) -> None:
         batch["mm_token_type_ids"] = (ids == token).long()
     if "token_type_ids" in inputs.parameters and kind == "image":
         batch["token_type_ids"] = (ids == token).long()
+
+
+def _maker_of_features(model: torch.nn.Module, kind: str) -> torch.nn.Module | None:
+    """Return the module that makes features of images or sounds: the model, or a model inside of it (ColPali)."""
+    return next((part for part in model.modules() if hasattr(type(part), f"get_{kind}_features")), None)
 
 
 def _number_of(features: Any) -> int:

@@ -19,12 +19,11 @@ from sacplan._cli.exits import TargetError
 from sacplan._cli.output import note
 
 _FILE = "config.json"
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def is_name(name: str) -> bool:
-    """Return whether a text can be the name of a model on the hub: ``org/name``, or ``name`` alone."""
-    return _NAME.fullmatch(name) is not None
+    """Return whether a text can be the name of a model on the hub: ``org/name``."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
 
 
 def cached(name: str) -> Path | None:
@@ -36,7 +35,8 @@ def cached(name: str) -> Path | None:
     import huggingface_hub
     from huggingface_hub import constants
 
-    if not is_name(name):
+    # Models from the first years of the hub have no owner in the cache.
+    if not is_name(name) and re.fullmatch(r"[\w.-]+", name) is None:
         return None
     found = huggingface_hub.try_to_load_from_cache(name, _FILE, cache_dir=constants.HF_HUB_CACHE)
     if isinstance(found, str):

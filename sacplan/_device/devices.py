@@ -95,12 +95,18 @@ class DeviceSpec:
     """The link between nodes, as one rank's share of it. If it is left out: as above, else Ethernet with 10 Gbit/s."""
     ranks_per_node: int = None  # type: ignore[assignment]
     """How many ranks share a node. If it is left out: as above, else 8."""
+    host_link: Link = None  # type: ignore[assignment]
+    """The link between the device and the memory of its host, in one direction. If it is left out: as above, else PCIe
+    4.0."""
+    host_memory_bytes: int = None  # type: ignore[assignment]
+    """The memory of the host, as one device's share of it. If it is left out: as above, else 64 GiB."""
     source: str = ""
 
     def __post_init__(self) -> None:
         # A copy, so that the caller's dictionary can change. Frozen instances are written through ``object``.
         object.__setattr__(self, "flops", dict(self.flops))
-        if None in (self.inner_link, self.outer_link, self.ranks_per_node):
+        links = (self.inner_link, self.outer_link, self.host_link)
+        if None in (*links, self.ranks_per_node, self.host_memory_bytes):
             for what, value in _links_of(self.name, self.kind).items():
                 if getattr(self, what) is None:
                     object.__setattr__(self, what, value)
@@ -115,6 +121,7 @@ class DeviceSpec:
             "sm_count": self.sm_count,
             "allocation_round_bytes": self.allocation_round_bytes,
             "ranks_per_node": self.ranks_per_node,
+            "host_memory_bytes": self.host_memory_bytes,
             **{f"flops[{k!r}]": v for k, v in self.flops.items()},
         }
         if self.clock_ghz is not None:
@@ -189,6 +196,15 @@ class DeviceSpec:
         step = self.allocation_round_bytes
         return -(-nbytes // step) * step
 
+    def host_bytes(self, nbytes: int) -> int:
+        """Return ``nbytes`` as torch's allocator of the host's memory counts them.
+
+        Pinned memory is handed out in powers of two (``c10/core/CachingDeviceAllocator.h`` and
+        ``aten/src/ATen/core/CachingHostAllocator.h``), unless ``pinned_max_round_threshold_mb`` is set. A CPU needs
+        none: its copies lie in memory like any other.
+        """
+        return self.round_up(nbytes) if self.kind == "cpu" else 1 << max(0, nbytes - 1).bit_length()
+
     def without_workspaces(self) -> DeviceSpec:
         """Return the same device without cuBLAS workspaces, which PyTorch's MemTracker does not count either.
 
@@ -250,6 +266,8 @@ def _read_row(fields: Mapping[str, str]) -> _DeviceRow:
         inner_link=LINKS[fields["inner_link"]],
         outer_link=LINKS[fields["outer_link"]],
         ranks_per_node=int(fields["ranks_per_node"]),
+        host_link=LINKS[fields["host_link"]],
+        host_memory_bytes=int(float(fields["host_memory_gib"]) * GIB),
         source=fields["source"],
     )
     return _DeviceRow(spec, tuple(fields["aliases"].split()), fields["board"])
@@ -264,9 +282,17 @@ def _links_of(name: str, kind: str) -> dict[str, Any]:
             "inner_link": spec.inner_link,
             "outer_link": spec.outer_link,
             "ranks_per_node": spec.ranks_per_node,
+            "host_link": spec.host_link,
+            "host_memory_bytes": spec.host_memory_bytes,
         }
     inner = LINKS["shared memory" if kind == "cpu" else "PCIe 4.0"]
-    return {"inner_link": inner, "outer_link": LINKS["Ethernet 10 Gbit"], "ranks_per_node": 8}
+    return {
+        "inner_link": inner,
+        "outer_link": LINKS["Ethernet 10 Gbit"],
+        "ranks_per_node": 8,
+        "host_link": LINKS["shared memory" if kind == "cpu" else "PCIe 4.0"],
+        "host_memory_bytes": 64 * GIB,
+    }
 
 
 @functools.cache
@@ -492,6 +518,9 @@ def devices() -> pd.DataFrame:
             "inner_gb_per_s": spec.inner_link.bandwidth_bytes_per_s / 1e9,
             "outer_link": spec.outer_link.name,
             "outer_gb_per_s": spec.outer_link.bandwidth_bytes_per_s / 1e9,
+            "host_link": spec.host_link.name,
+            "host_gb_per_s": spec.host_link.bandwidth_bytes_per_s / 1e9,
+            "host_memory_gib": spec.host_memory_bytes / GIB,
             "source": spec.source,
         }
         for spec in (_cpu(), *(row.spec for row in _table().values()))

@@ -50,6 +50,8 @@ class DeviceFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     inner_link: LinkFields | UnsetType = UNSET
     outer_link: LinkFields | UnsetType = UNSET
     ranks_per_node: Positive | UnsetType = UNSET
+    host_link: LinkFields | UnsetType = UNSET
+    host_memory_bytes: Positive | UnsetType = UNSET
     source: str | UnsetType = UNSET
 
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from sacplan._executor.saved import Mark
 from sacplan._program.elements import CallSite
 from sacplan._program.places import OpSequence, StepDifference, op_of, ops_of
 from sacplan.errors import SacplanWarning
@@ -72,6 +74,7 @@ class RecordedOp:
         caller, place: where it runs, see ``Places``.
         description, site: which it is.
         times: how often its values are discarded; 0: they are kept.
+        marks: what is done when it has run.
     """
 
     caller: str
@@ -79,6 +82,7 @@ class RecordedOp:
     description: str
     site: CallSite
     times: int
+    marks: tuple[Mark, ...] = ()
 
 
 class RecordedUnit:
@@ -88,18 +92,31 @@ class RecordedUnit:
         fqn: the unit.
         sequences: the ops of its calls; calls that ran the same are one.
         times: the call sites that are discarded, and how often.
+        marks: by call site, what is done when an op has run.
     """
 
-    def __init__(self, fqn: str, sequences: Sequence[OpSequence], times: Mapping[CallSite, int]) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        sequences: Sequence[OpSequence],
+        times: Mapping[CallSite, int],
+        marks: Mapping[CallSite, tuple[Mark, ...]] = MappingProxyType({}),
+    ) -> None:
         self.fqn = fqn
+        self._sequences = sequences
+        self.has_marks = bool(marks)
         self.calls = tuple(
             tuple(
-                RecordedOp(caller, site.place, description, site, times.get(site, 0))
+                RecordedOp(caller, site.place, description, site, times.get(site, 0), marks.get(site, ()))
                 for caller, description, site in ops_of(sequence)
             )
             for sequence in sequences
         )
         self._times = times
+
+    def with_marks(self, marks: Mapping[CallSite, tuple[Mark, ...]]) -> RecordedUnit:
+        """Return the same unit with other marks."""
+        return RecordedUnit(self.fqn, self._sequences, self._times, marks)
 
     def discarded_by_name(self) -> dict[tuple[str, int], int]:
         """Return how often ops are discarded, by name and occurrence in the whole call."""

@@ -32,7 +32,7 @@ def beyond(asked: Planner, made: Plan) -> tuple[str, ...]:
         return ()
     said = []
     for name, technique in TECHNIQUES.items():
-        if name in asked.techniques:
+        if name in asked.techniques or technique.takes_host:
             continue
         more = replace(asked, techniques=(*asked.techniques, name), limits_reached={}, last=None, begun=None)
         found = more.cheapest_beyond(asked, made.budget_bytes, again_ms - worth_ms)

@@ -74,6 +74,11 @@ class PlanningContext:
         return self._bound_with(self._furthest)
 
     @property
+    def frees_otherwise(self) -> bool:
+        """Whether a technique frees what autograd keeps without running ops again."""
+        return any(TECHNIQUES[name].frees_otherwise for name in self.techniques)
+
+    @property
     def floor_bytes(self) -> int:
         """A peak that no choice of regions and offers goes below."""
         return rewritten(self.program, self._furthest, self.step.device).liveness.floor_bytes
@@ -100,7 +105,7 @@ class PlanningContext:
             forward = sum(cost for cost, op in ops if op.phase == Phase.FORWARD)
             found = regions(self.step, size, self.techniques)
             found += [offer.region for offer in self.offers]
-            self._effects[size] = effects_of(self.program, found, _WIDE * forward)
+            self._effects[size] = effects_of(self.program, found, _WIDE * forward, self.step.host_bytes)
         return self._effects[size]
 
 

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from sacplan._program.derived import derived
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Patch, Program
-from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, ResourceRow
+from sacplan._solve.problem import DEVICE_MEMORY, HOST_MEMORY, Choice, OnceCost, Picks, Problem, ResourceRow
 from sacplan._technique.regions import Option, Region
 from sacplan._techniques import TECHNIQUES
 
@@ -85,7 +85,7 @@ class _Events:
 
     Attributes:
         events: Position, code and argument of each event.
-        made: Storages that ops of the region write.
+        made: Storages that ops of the region write, or whose lives are its options' from the beginning.
         at: Position in the program to index in ``events``.
         about: Storage to the indices of its events.
     """
@@ -95,6 +95,7 @@ class _Events:
     def __init__(self, program: Program, region: Region, events: Sequence[tuple[int, int, int]]) -> None:
         self.events = events
         self.made = {s for group in region.members for op in group for s in program.ops[op].writes}
+        self.made.update(s for option in region.options for s in option.reach.storages)
         self.at = {position: k for k, (position, _, _) in enumerate(events)}
         self.about: dict[int, list[int]] = defaultdict(list)
         storage_of = program.storage_of
@@ -129,24 +130,27 @@ class RegionProblem:
         return [(self.regions[i], self.regions[i].options[o]) for i, o in picks.items() if o]
 
 
-def effects_of(program: Program, regions: Sequence[Region], wide_cost: float = 0.0) -> RegionProblem:
+def effects_of(
+    program: Program, regions: Sequence[Region], wide_cost: float = 0.0, host_bytes: int = 0
+) -> RegionProblem:
     """Return the problem that the regions pose: the effects of their options, without the dominated ones.
 
     Args:
         program: The step without a plan.
         regions: The regions with their options.
         wide_cost: Cost that is paid once if any option is taken that makes a module around several regions a unit.
+        host_bytes: The memory of the host that all options together may take.
     """
     found = _Effects(program, regions)
     kept, changes = found.without_dominated()
     kinds: dict[object, int] = {}
+    on_host = any(option.host_bytes for region in kept for option in region.options)
     choices = tuple(
         Choice(
-            kinds.setdefault(
-                (region.kind, tuple((o.technique, o.members) for o in region.options)), len(kinds)
-            ),
+            kinds.setdefault((region.kind, tuple(o.key for o in region.options)), len(kinds)),
             np.array([option.cost for option in region.options]),
-            change,
+            # What is away is all on the host when the forward pass ends, so one row is enough.
+            np.column_stack([change, [o.host_bytes for o in region.options]]) if on_host else change,
             np.array([option.kept_bytes for option in region.options], dtype=np.int64),
         )
         for region, change in zip(kept, changes, strict=True)
@@ -155,12 +159,17 @@ def effects_of(program: Program, regions: Sequence[Region], wide_cost: float = 0
         (i, o) for i, region in enumerate(kept) for o, is_wide in enumerate(region.wide) if is_wide
     )
     ends = [*found.first_op[1:], len(program.ops)]
+    rows = [ResourceRow(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)]
+    base, limits = found.base, np.full_like(found.base, found.base.max())
+    if on_host:
+        rows.append(ResourceRow(HOST_MEMORY, 0, len(program.ops)))
+        base, limits = np.append(base, 0), np.append(limits, host_bytes)
     return RegionProblem(
         kept,
         Problem(
-            rows=tuple(ResourceRow(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)),
-            base=found.base,
-            limits=np.full_like(found.base, found.base.max()),
+            rows=tuple(rows),
+            base=base,
+            limits=limits,
             choices=choices,
             once_costs=(OnceCost(wide_cost, wide),) if wide and wide_cost else (),
         ),
@@ -300,7 +309,8 @@ class _Effects:
         where: Hashable
         if option.decision is None:
             position = self.liveness.op_events
-            where = tuple(sorted(events.at[int(position[op])] for op in region.ops(option)))
+            places = tuple(sorted(events.at[int(position[op])] for op in region.ops(option)))
+            where = places, option.signature
         else:
             where = region.kind, region.options.index(option)
         of_option = (pattern, option.technique, where)
@@ -328,6 +338,9 @@ class _Effects:
         ops = [op for group in region.members for op in group]
         made = {s for op in ops for s in program.ops[op].writes}
         positions = {int(liveness.op_events[op]) for op in ops}
+        for option in region.options:
+            positions.update(option.reach.positions)
+            made.update(option.reach.storages)
         for s in made:
             positions.update(liveness.events_of[s])
         for scope in program.calls.get(region.unit, ()):

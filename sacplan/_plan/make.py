@@ -12,7 +12,7 @@ from sacplan._plan.provenance import Provenance
 from sacplan._plan.reading import LayerReading, kept_layers, kept_sections
 from sacplan._plan.value import Status, UnitPlan
 from sacplan._profile.profile import Profile
-from sacplan._program.decisions import Decision, Discarded, Recompute, discarded_by
+from sacplan._program.decisions import Decision, Discarded, Offload, Recompute, discarded_by
 from sacplan._program.liveness import Footprint
 from sacplan._program.notebook import Section
 from sacplan._program.optimizer_ops import recomputed_from_updated, steps_in_backward
@@ -21,7 +21,7 @@ from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
 from sacplan._ranks.unit_limits import too_wide
 from sacplan._technique.step import PlanStep, op_costs
-from sacplan._techniques import rewritten
+from sacplan._techniques import by_technique, rewritten
 from sacplan.errors import PlanError
 
 
@@ -63,13 +63,17 @@ def made_plan(
     _check_updates(profile, decisions)
     if all(isinstance(one, Recompute) for one in decisions):
         added_ms = 0.0  # the caller computes it as a difference of sums, which leaves a rounding error
-    lower_bound_ms = _lower_bound(profile, decisions, pins, found.peak_bytes)
+    # Where memory is freed in other ways too, nothing has to run again.
+    otherwise = any(technique.frees_otherwise for technique, _ in by_technique(decisions))
+    lower_bound_ms = 0.0 if otherwise else _lower_bound(profile, decisions, pins, found.peak_bytes)
     program = profile.program
     # Recomputation is described for the program that the other techniques leave: they may have moved ops away.
     if discarded:
-        others = [one for one in decisions if not isinstance(one, Recompute)]
-        program = rewritten(program, others, profile.spec)
-    units, sequences = unit_plans(program, discarded, dict.fromkeys(one.unit for one in decisions))
+        before = [one for one in decisions if not isinstance(one, (Recompute, Offload))]
+        program = rewritten(program, before, profile.spec)
+    units, sequences = unit_plans(
+        program, discarded, dict.fromkeys(unit for one in decisions for unit in one.units)
+    )
     return Plan(
         status=status,
         gap=None if gap is None else float(gap),
@@ -90,6 +94,7 @@ def made_plan(
         sequences=sequences,
         fingerprint=profile.fingerprint,
         device_memory=profile.device_memory(decisions),
+        host_bytes=found.host_peak_bytes,
     )
 
 

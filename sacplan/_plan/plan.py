@@ -48,8 +48,10 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
         device_memory: The peaks that torch's allocator on a GPU would report: of the blocks that it hands out, and of
             the segments that it reserves. The latter decide whether the plan fits a GPU. None for a CPU, and in files
             from before there was this.
-        added_ms: How much longer the step takes because of its chunks: more launches, and each slice reads the weights
-            again. Negative if the slices together are quicker.
+        added_ms: How much longer the step takes because of its chunks (more launches, and each slice reads the weights
+            again; negative if the slices together are quicker), and because it waits for copies to and from the host.
+        host_bytes: The most that the plan has in the memory of the host, as torch's allocator of pinned memory rounds
+            it.
         step_ms, step_flops: Predicted time and FLOPs of the step without the plan.
         device: Name of the device that the plan is for.
         ranks: How many ranks the step is spread over, and how. Peaks are those of one rank.
@@ -175,6 +177,8 @@ def _plain(plan: Plan) -> dict[str, Any]:
     # Left out, so that the checksums of files from before there was this field still hold.
     if found["device_memory"] is None:
         del found["device_memory"]
+    if not found["host_bytes"]:
+        del found["host_bytes"]
     return found
 
 

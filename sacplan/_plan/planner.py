@@ -31,6 +31,7 @@ from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, PlanSearch
 from sacplan._plan.value import Status
 from sacplan._profile.profile import Profile
+from sacplan._program.budget import parse_budget
 from sacplan._program.decisions import Accumulate, Decision
 from sacplan._program.derived import derived
 from sacplan._program.liveness import Footprint
@@ -76,6 +77,7 @@ class Planner:
         pins: Ops and modules that no plan touches.
         techniques: Names of the techniques that plans may use.
         accumulate: See ``plan``.
+        host_budget_bytes: Memory of the host that the plan may take; None: what the device's row says.
         last: The solver to ask if none of the others holds the budget; None for none.
         crowded: Solvers for searches with several offers, such as those of all layers.
         settled: Decisions with which the step is planned as if it had been recorded with them.
@@ -89,6 +91,7 @@ class Planner:
     pins: Pins
     techniques: tuple[str, ...]
     accumulate: Accumulate
+    host_budget_bytes: int | None = None
     last: Rotor | None = None
     crowded: tuple[Solver | StepSolver, ...] = ()
     settled: tuple[Decision, ...] = ()
@@ -105,6 +108,7 @@ class Planner:
         never: Sequence[str] = (),
         techniques: Sequence[str] | None = None,
         accumulate: Accumulate = "float32",
+        host_budget: float | str | None = None,
     ) -> Planner:
         """Check the arguments, which are those of ``plan``, as are the errors."""
         solvers = tuple(resolve_solver(solver))
@@ -117,7 +121,20 @@ class Planner:
         last = Rotor(stages=ROTOR_STAGES)
         usable = solver == "best" and set(last.techniques) <= set(names)
         crowded = (Alike(), Greedy()) if solver == "best" else solvers
-        return cls(profile, solvers, objective, pins, names, accumulate, last if usable else None, crowded)
+        host_bytes = (
+            None if host_budget is None else parse_budget(host_budget, profile.spec.host_memory_bytes)
+        )
+        return cls(
+            profile,
+            solvers,
+            objective,
+            pins,
+            names,
+            accumulate,
+            host_bytes,
+            last if usable else None,
+            crowded,
+        )
 
     @property
     def program(self) -> Program:
@@ -128,7 +145,15 @@ class Planner:
     def step(self, pins: Pins) -> PlanStep:
         """Return the step to plan, with these pins."""
         gradients = self.profile.mode != "inference"
-        return PlanStep(self.program, self.objective, pins, self.profile.spec, gradients, self.accumulate)
+        return PlanStep(
+            self.program,
+            self.objective,
+            pins,
+            self.profile.spec,
+            gradients,
+            self.accumulate,
+            self.host_budget_bytes,
+        )
 
     def with_settled(self, settled: tuple[Decision, ...]) -> Planner:
         """Return the planner of the step with these decisions."""
@@ -148,9 +173,13 @@ class Planner:
     def searches(self) -> list[PlanSearch]:
         """A search without offers, and if there are offers that may pay at any budget, one with them.
 
-        ``smallest`` appends further ones.
+        Options that free memory otherwise stand beside others, of which a search may then try fewer. So there is a
+        search without them, too, and no technique makes a plan dearer. ``smallest`` appends further searches.
         """
         found = [self.begun or self.search(self.pins)]
+        fewer = tuple(name for name in self.techniques if not TECHNIQUES[name].frees_otherwise)
+        if fewer and fewer != self.techniques:
+            found.append(replace(self, techniques=fewer, begun=None).search(self.pins))
         offers = self._offers(None)
         if offers:
             found.append(self._with_offers(offers))

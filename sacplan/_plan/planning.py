@@ -25,7 +25,7 @@ from sacplan._technique.technique import StepSolver
 from sacplan.errors import PlanError
 
 
-@checked(PlanError, "budget", "headroom")
+@checked(PlanError, "budget", "headroom", "host_budget")
 def plan(
     profile: ProfileOrPath,
     budget: float | str | None = None,
@@ -43,6 +43,7 @@ def plan(
     offload_policy: Any = None,
     accumulate: Accumulate = "float32",
     mesh: Any = None,
+    host_budget: float | str | None = None,
 ) -> Plan:
     """Return the cheapest plan that keeps the peak of the whole step under a budget.
 
@@ -74,10 +75,11 @@ def plan(
         never: Patterns of modules to leave alone. Nothing in such a module is discarded or runs in slices. Neither it
             nor a module around it or inside it becomes a unit, so it runs as without a plan. In a module around it,
             only the outputs of other inner modules can then be discarded.
-        techniques: What the plan may do. By default in training, everything that keeps gradients bit-equal
-            (``"recompute"``); ``Plan.beyond`` then says what the others would save. ``"chunk"`` is the default for a
-            profile with ``mode="inference"``, where only this helps; a search of its own finds the stretches to run in
-            slices, whatever the solver.
+        techniques: What the plan may do. By default in training, everything that keeps gradients bit-equal and takes no
+            memory but the device's (``"recompute"``); ``Plan.beyond`` then says what the others would save. With
+            ``"offload"`` what is kept may wait on the host until the backward pass needs it. ``"chunk"`` is the default
+            for a profile with ``mode="inference"``, where only this helps; a search of its own finds the stretches to
+            run in slices, whatever the solver.
         world_size, fsdp_units, mp_policy, reshard_after_forward, offload_policy: Number of ranks, FSDP2 units and
             further arguments of ``fully_shard``, as for ``sacplan.profile``. By default, those of the profile. Of a
             mixed-precision policy only ``reduce_dtype`` can be another than that of the profile: the step was recorded
@@ -91,6 +93,8 @@ def plan(
             rank has without a plan, with the sharding in question. ``Plan.ranks.sharding`` has the placements of the
             parameters. ``"shard"`` among the techniques may be given as well, and means the same. With ``fsdp_units``,
             this is the mesh of ``fully_shard``, as for ``sacplan.profile``.
+        host_budget: Limit for the memory of the host that ``"offload"`` takes: GiB, or a string with a unit, or a share
+            of what the device's row says. None: all of that, ``DeviceSpec.host_memory_bytes``.
 
     Returns:
         The plan: peaks in bytes, times in ms. With ``keep`` or ``never``, ``Plan.lower_bound_ms`` holds for schedules
@@ -111,7 +115,9 @@ def plan(
     def planner_of(
         profile: Profile, techniques: Sequence[str] | None = techniques, solver: str | None = None
     ) -> Planner:
-        return Planner.of(profile, solver or wanted, objective, keep, never, techniques, accumulate)
+        return Planner.of(
+            profile, solver or wanted, objective, keep, never, techniques, accumulate, host_budget
+        )
 
     def planned(
         profile: Profile, *, techniques: Sequence[str] | None = techniques, solver: str | None = None
@@ -135,7 +141,7 @@ def plan(
     return handed_out(found, profile.spec)
 
 
-@checked(PlanError)
+@checked(PlanError, "host_budget")
 def plan_smallest(
     profile: ProfileOrPath,
     solver: str | Solver | StepSolver = "best",
@@ -151,6 +157,7 @@ def plan_smallest(
     offload_policy: Any = None,
     accumulate: Accumulate = "float32",
     mesh: Any = None,
+    host_budget: float | str | None = None,
 ) -> Plan:
     """Return the plan with the smallest peak that the search finds, however much it recomputes.
 
@@ -161,7 +168,7 @@ def plan_smallest(
     profile = _of_one_rank(
         profile, world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy
     )
-    asked = Planner.of(profile, solver, objective, keep, never, techniques, accumulate)
+    asked = Planner.of(profile, solver, objective, keep, never, techniques, accumulate, host_budget)
     return handed_out(asked.smallest_plan(), profile.spec)
 
 

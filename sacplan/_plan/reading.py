@@ -21,6 +21,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sacplan._device.device_memory import DeviceMemory
@@ -98,12 +99,14 @@ class LayerReading:
         layers: Names of the layers. A layer is a numbered module, or outside of those a module with ops of its own.
         kept, recomputed: Parts of one of the layers, the largest first.
         sliced: Descriptions of what runs in slices.
+        away: The ops whose outputs or inputs wait on the host.
     """
 
     layers: tuple[str, ...]
     kept: tuple[LayerOps, ...]
     recomputed: tuple[LayerOps, ...]
     sliced: tuple[str, ...]
+    away: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -125,7 +128,15 @@ def read_layers(plan: PlanValue) -> list[LayerReading]:
     for chunk in plan.chunks:
         layer, inner = _layer_of(chunk.unit)
         sliced[layer].append(f"{f'{inner}: ' if inner else ''}{what_runs(chunk)}, in {chunk.slices} slices")
-    return _folded(kept, recomputed, sliced)
+    away: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in plan.offloaded:
+        layer, inner = _layer_of(one.unit)
+        away[layer][f"{short_op(one.op)}{f' of {inner}' if inner else ''}"] += 1
+    words = {
+        layer: (", ".join(f"{op} x{n}" if n > 1 else op for op, n in ops.items()),)
+        for layer, ops in away.items()
+    }
+    return _folded(kept, recomputed, sliced, words)
 
 
 def kept_layers(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> list[LayerReading]:
@@ -197,7 +208,10 @@ def _layer_of(module: str) -> tuple[str, str]:
 
 
 def _folded(
-    kept: Sequence[_SiteValue], recomputed: Sequence[_SiteValue], sliced: Mapping[str, Sequence[str]]
+    kept: Sequence[_SiteValue],
+    recomputed: Sequence[_SiteValue],
+    sliced: Mapping[str, Sequence[str]],
+    away: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[LayerReading]:
     """Group values by layer, and fold layers that read the same into one.
 
@@ -208,7 +222,7 @@ def _folded(
     for which, values in enumerate((recomputed, kept)):
         for value in values:
             by_layer.setdefault(_layer_of(value.at.module)[0], ([], []))[which].append(value)
-    for layer in sliced:
+    for layer in (*sliced, *away):
         by_layer.setdefault(layer, ([], []))
 
     def order(layer: str) -> tuple[int, ...]:
@@ -218,9 +232,16 @@ def _folded(
     for layer in sorted(by_layer, key=order):
         again, held = map(_parts, by_layer[layer])
         words = tuple((str(part), part.n_bytes) for part in (*again, *held))
-        alike[pattern_of(layer), len(again), words, tuple(sliced.get(layer, ()))].append((layer, held, again))
+        others = (tuple(sliced.get(layer, ())), away.get(layer, ()))
+        alike[pattern_of(layer), len(again), words, others].append((layer, held, again))
     return [
-        LayerReading(tuple(one[0] for one in same), same[0][1], same[0][2], tuple(sliced.get(same[0][0], ())))
+        LayerReading(
+            tuple(one[0] for one in same),
+            same[0][1],
+            same[0][2],
+            tuple(sliced.get(same[0][0], ())),
+            away.get(same[0][0], ()),
+        )
         for same in alike.values()
     ]
 
@@ -270,6 +291,7 @@ def plan_sections(plan: PlanValue) -> list[Section]:
             ("keeps", _amount(layer.kept, len(layer.layers))),
             ("recomputes", _amount(layer.recomputed, len(layer.layers), with_time=True)),
             *(("in slices", text) for text in layer.sliced),
+            *(("on the host", text) for text in layer.away),
         ]
         sections.append(Section(layer.name, tuple((label, text) for label, text in rows if text)))
     if "" not in plan.units:
@@ -308,6 +330,13 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
             "slices",
             f"{plan.added_ms:+.2f} ms, {format_share(plan.added_ms, plan.step_ms)} of the step"
             if plan.chunks
+            else "",
+        ),
+        (
+            "on the host",
+            f"{format_bytes(plan.host_bytes)}, {len(plan.offloaded)} tensors; with waits and slices the step takes "
+            f"{plan.added_ms:+.2f} ms"
+            if plan.offloaded
             else "",
         ),
         ("gradients", f"{plan.gradients}: {plan.why_gradients}" if plan.provenance.mode == "train" else ""),
@@ -398,6 +427,7 @@ def layer_facts(layers: Sequence[LayerReading]) -> list[dict[str, object]]:
             "kept": [_part_facts(part) for part in layer.kept],
             "recomputed": [_part_facts(part) for part in layer.recomputed],
             "in_slices": list(layer.sliced),
+            "on_the_host": list(layer.away),
         }
         for layer in layers
     ]

@@ -32,7 +32,7 @@ from sacplan._program.program import Program
 from sacplan._solve.local import give_back
 from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
-from sacplan._technique.regions import Option, Region
+from sacplan._technique.regions import Option, Region, units_of
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import StepSolver
 from sacplan._techniques import TECHNIQUES, rewritten
@@ -151,7 +151,12 @@ class PlanSearch:
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """Return the cheapest candidate that holds the budget, or None. On a tie, the lower peak wins."""
-        holding = [t for t in self.tried.values() if t.footprint.peak_bytes <= budget_bytes]
+        room = self.context.step.host_bytes
+        holding = [
+            t
+            for t in self.tried.values()
+            if t.footprint.peak_bytes <= budget_bytes and t.footprint.host_peak_bytes <= room
+        ]
         return min(holding, key=lambda t: (self.cost(t), t.footprint.peak_bytes), default=None)
 
     def above_bound(self, budget_bytes: int) -> tuple[float, float]:
@@ -163,7 +168,9 @@ class PlanSearch:
         if found is None:
             return math.inf, math.inf
         cost = self.cost(found)
-        above = max(0.0, cost - self.context.bound_at(budget_bytes))
+        # A bound on what has to run again says nothing where memory can be had otherwise.
+        bound = 0.0 if self.context.frees_otherwise else self.context.bound_at(budget_bytes)
+        above = max(0.0, cost - bound)
         return above / cost if cost else 0.0, above / sum(self.context.step.costs)
 
     def has_found(self, solver: Solver | StepSolver) -> bool:
@@ -173,7 +180,9 @@ class PlanSearch:
     @property
     def smallest(self) -> Candidate:
         """The candidate with the lowest peak."""
-        return min(self.tried.values(), key=lambda t: (t.footprint.peak_bytes, self.cost(t)))
+        room = self.context.step.host_bytes
+        within = (t for t in self.tried.values() if t.footprint.host_peak_bytes <= room)
+        return min(within, key=lambda t: (t.footprint.peak_bytes, self.cost(t)))
 
     def _close_loop(self, solver: Solver, effects: RegionProblem, budget_bytes: int) -> None:
         """Ask at the budget, then at budgets corrected by how far the model was off."""
@@ -242,7 +251,9 @@ def decisions_of(
     The techniques go in their listed order. Each names call sites of the program that those before it have rewritten.
     """
     found: list[Decision] = []
+    sharing = [(region, option) for region, option in taken if TECHNIQUES[option.technique].shares_units]
+    units = units_of(sharing)
     for technique in TECHNIQUES.values():
-        own = [(region, option) for region, option in taken if option.technique == technique.name]
-        found += technique.decisions(rewritten(program, found, device), own)
+        own = [(region, option) for region, option in taken if technique.name in option.techniques]
+        found += technique.decisions(rewritten(program, found, device), own, units)
     return tuple(found)

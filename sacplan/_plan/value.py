@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct
 
 from sacplan._device.device_memory import DeviceMemory
 from sacplan._plan.provenance import Provenance
-from sacplan._program.decisions import Chunk, Decision, Recompute, Site, discarded_by
+from sacplan._program.decisions import Chunk, Decision, Offload, Recompute, Site, discarded_by
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.names import folded_names
@@ -76,13 +76,15 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     sequences: tuple[OpSequence, ...] = ()
     added_ms: float = 0.0
     device_memory: DeviceMemory | None = None
+    host_bytes: Count = 0
 
     def __post_init__(self) -> None:
         # The struct is frozen, and a caller's dict is not.
         msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
-        others = {d.unit for d in self.decisions if not isinstance(d, Recompute)}
-        recompute = {d.unit for d in self.decisions if isinstance(d, Recompute)}
-        _check_nesting([fqn for fqn in self.units if fqn in recompute or fqn not in others])
+        # A unit that leaves recipes or sends copies is around no other such. Those of other techniques may be.
+        recorded = {unit for d in self.decisions if isinstance(d, Recompute | Offload) for unit in d.units}
+        others = {d.unit for d in self.decisions if not isinstance(d, Recompute | Offload)}
+        _check_nesting([fqn for fqn in self.units if fqn in recorded or fqn not in others])
         for fqn, unit in self.units.items():
             if unit.calls and max(unit.calls) >= len(self.sequences):
                 raise PlanError(f"unit {fqn!r} refers to a sequence of ops that the plan does not have.")
@@ -145,6 +147,11 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     def chunks(self) -> tuple[Chunk, ...]:
         """The decisions to run ops in slices."""
         return tuple(one for one in self.decisions if isinstance(one, Chunk))
+
+    @property
+    def offloaded(self) -> tuple[Offload, ...]:
+        """The decisions to copy tensors to the host."""
+        return tuple(one for one in self.decisions if isinstance(one, Offload))
 
     @property
     def solver(self) -> str:

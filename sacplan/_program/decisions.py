@@ -42,6 +42,11 @@ class SiteDecision(AnyDecision, frozen=True):
     place: str = ""
 
     @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward it replaces."""
+        return (self.unit,)
+
+    @property
     def site(self) -> Site:
         """The call site with its unit."""
         return Site(self.unit, self.op, self.occurrence, self.place)
@@ -100,8 +105,56 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     exits: tuple[tuple[Count, Count], ...] = ()
     accumulate: Accumulate = "float32"
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward it replaces."""
+        return (self.unit,)
 
-Decision: TypeAlias = Recompute | Chunk  # a further technique is a class above, and a member here
+
+class SeenTensor(NamedTuple):
+    """A tensor, as an argument or an output of an op: equal to the tuple (unit, op, occurrence, place, tensor).
+
+    Attributes:
+        unit, op, occurrence, place: the call site, as in ``Site``.
+        tensor: its place among the tensors of the op's arguments and, behind these, of its outputs.
+    """
+
+    unit: str
+    op: Name
+    occurrence: Count
+    place: str
+    tensor: Count
+
+    @property
+    def site(self) -> Site:
+        """The call site."""
+        return Site(*self[:4])
+
+
+class Offload(SiteDecision, frozen=True, kw_only=True, tag="offload", omit_defaults=True):
+    """Copy a tensor that is kept for the backward pass to the host, and back in time.
+
+    The copy out begins after the op. Whoever reads the tensor before it is back waits for it.
+
+    Attributes:
+        tensor: which tensor of the op, as in ``SeenTensor``.
+        let_go: the op after which computation waits for the copy, and the tensor's memory on the device is freed.
+        fetch: the copy back begins, and its memory is allocated, when autograd first asks for this tensor. None: when
+            the value itself is needed.
+    """
+
+    tensor: Count = 0
+    let_go: Site
+    fetch: SeenTensor | None = None
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward it replaces: what it waits for may be seen in another one."""
+        others = [self.let_go.unit, *([] if self.fetch is None else [self.fetch.unit])]
+        return tuple(dict.fromkeys((self.unit, *others)))
+
+
+Decision: TypeAlias = Recompute | Chunk | Offload  # a further technique is a class above, and a member here
 
 Discarded = Mapping[str, Mapping[CallSite, int]]
 """By unit, the call sites that it discards, each with the number of times that its values are dropped."""

@@ -62,6 +62,7 @@ class StorageKind(IntEnum):
     TEMPORARY = 4
     OPTIMIZER_STATE = 5
     OTHER = 6
+    HOST = 7  # in the memory of the host, not of the device
 
 
 class Phase(IntEnum):

@@ -8,7 +8,7 @@ above zero. Each event changes at most one count by one, except that an op holds
     UNPACK      +1, until  DROP      a backward formula has the tensor of a handle
 
 The invariant is ``live == sum(size(s) for s if holders[s] > 0)``. Since sizes are those of the device's allocator, the
-peak of a program is that of the step, byte for byte.
+peak of a program is that of the step, byte for byte. Storages on the host follow the same rule, and are added up apart.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Fold:
     Attributes:
         live: bytes alive now.
         noted: bytes alive while the op ran that ran last: its outputs and its workspace included.
+        host: bytes alive now in the memory of the host; ``live`` is without them.
         holders: by storage, how many hold it.
     """
 
@@ -48,11 +49,13 @@ class Fold:
         "_handles",
         "_inside",
         "_n_ops",
+        "_on_host",
         "_ops",
         "_patch",
         "_program",
         "_sizes",
         "holders",
+        "host",
         "live",
         "noted",
     )
@@ -64,7 +67,8 @@ class Fold:
         self._patch = patch
         self._n_ops = len(program.ops)
         self.holders: dict[int, int] = defaultdict(int)
-        self.live = self.noted = 0
+        self.live = self.noted = self.host = 0
+        self._on_host = host_storages(program, patch)
         for s in program.initial if initial is None else initial:
             self.hold(s)
 
@@ -90,13 +94,19 @@ class Fold:
         """Count one more holder."""
         self.holders[storage] += 1
         if self.holders[storage] == 1:
-            self.live += self.size(storage)
+            if storage in self._on_host:
+                self.host += self.size(storage)
+            else:
+                self.live += self.size(storage)
 
     def release(self, storage: int) -> None:
         """Count one holder less."""
         self.holders[storage] -= 1
         if not self.holders[storage]:
-            self.live -= self.size(storage)
+            if storage in self._on_host:
+                self.host -= self.size(storage)
+            else:
+                self.live -= self.size(storage)
 
     def step(self, code: int, arg: int) -> None:
         """Go on by one event. Module calls hold nothing."""
@@ -127,6 +137,13 @@ class Fold:
             self.hold(arg)
 
 
+def host_storages(program: Recording, patch: Patch = _NO_PATCH) -> frozenset[int]:
+    """Return the storages of a program and a patch that are in the memory of the host."""
+    known = len(program.storage_kinds)
+    added = {known + i for i, kind in enumerate(patch.storage_kinds) if kind is StorageKind.HOST}
+    return program.on_host | added if added else program.on_host
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The peak of a program, and what runs a second time in it.
@@ -139,6 +156,7 @@ class Footprint:
         end_bytes: alive when the step is over.
         recompute_ms, recompute_flops: what ran a second time.
         again: the recorded ops that did, in their order.
+        host_peak_bytes: the most that is alive in the memory of the host.
     """
 
     peak_bytes: int
@@ -150,6 +168,7 @@ class Footprint:
     recompute_ms: float
     recompute_flops: int
     again: tuple[int, ...]
+    host_peak_bytes: int = 0
 
 
 def _phase_at(program: Recording, index: int) -> Phase:
@@ -174,9 +193,12 @@ def footprint_of(program: Recording) -> Footprint:
     step, ops = fold.step, program.ops
     peak, peak_op = fold.live, next((arg for code, arg in program.events if code == _OP), -1)
     again: list[int] = []
+    host = fold.host
     for code, arg in program.events:
         step(code, arg)
         if code == _OP:
+            if fold.host > host:
+                host = fold.host
             if fold.noted > peak:
                 peak, peak_op = fold.noted, arg
             if ops[arg].recomputes >= 0:
@@ -192,6 +214,7 @@ def footprint_of(program: Recording) -> Footprint:
         recompute_ms=sum(ops[i].time_ms for i in again),
         recompute_flops=sum(ops[i].flops for i in again),
         again=tuple(ops[i].recomputes for i in again),
+        host_peak_bytes=host,
     )
 
 

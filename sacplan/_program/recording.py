@@ -69,6 +69,12 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
             for op in self.ops
         )
 
+    @cached_property
+    def on_host(self) -> frozenset[int]:
+        """Storages in the memory of the host; none in a recorded step without a plan."""
+        kinds = self.storage_kinds
+        return frozenset(s for s, kind in enumerate(kinds) if kind == StorageKind.HOST)
+
     def storage_of(self, code: int, arg: int) -> int:
         """Return the storage of an event that is neither an op nor a module call."""
         if code in _PACKS:

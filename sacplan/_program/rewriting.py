@@ -86,6 +86,29 @@ class PatchBuilder:
         self.instance_handles = Table(program.instance_handles)
         self.initial: list[int] = []
 
+    @classmethod
+    def continuing(cls, program: Recording, patch: Patch) -> PatchBuilder:
+        """Return a builder that goes on with a patch of the program: what it adds comes behind what that adds."""
+        draft = cls(program)
+        draft.events.update(patch.events)
+        draft.initial += patch.initial
+        unknown = (-1,) * len(patch.handle_storages)
+        draft.ops.new += patch.ops
+        draft.storage_bytes.new += patch.storage_bytes
+        draft.storage_kinds.new += patch.storage_kinds
+        draft.tensors.new += patch.tensors
+        draft.handle_storages.new += patch.handle_storages
+        draft.handle_tensors.new += unknown
+        draft.handle_ops.new += patch.handle_ops or unknown
+        draft.instance_handles.new += patch.instance_handles
+        draft.ops.changed.update(patch.changed_ops)
+        draft.storage_bytes.changed.update(patch.resized)
+        draft.storage_kinds.changed.update(patch.changed_kinds)
+        draft.tensors.changed.update(patch.changed_tensors)
+        for handle, (storage, tensor) in patch.changed_handles.items():
+            draft.handle_storages[handle], draft.handle_tensors[handle] = storage, tensor
+        return draft
+
     def new_storage(self, n_bytes: int, kind: StorageKind = StorageKind.TEMPORARY) -> int:
         """Add a storage, and return its index."""
         self.storage_kinds.add(kind)

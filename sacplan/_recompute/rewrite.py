@@ -231,7 +231,7 @@ class _RecomputeRewriter:
         for s in op.reads:
             slot = self.table.get(s)
             if slot is None:
-                handle = self.draft.new_handle(s)
+                handle = self.draft.new_handle(s, index)  # not code's own: others may offer to hold it
                 self.out.append((_PACK, handle))
                 node.held.append(handle)
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from sacplan._program.program import CallSite, Patch, Program
 from sacplan._ranks.unit_limits import narrowed
 from sacplan._recompute.regions import Regions
 from sacplan._recompute.rewrite import recompute, recompute_ops
-from sacplan._technique.regions import Option, Region
+from sacplan._technique.regions import Option, Region, outermost, units_of
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Installed, Technique
 
@@ -26,6 +26,7 @@ class Recomputation(Technique):
     name = "recompute"
     decision = Recompute
     keeps_bits = True
+    shares_units = True
 
     def longest_run(self, step: PlanStep) -> int:
         """Return the length of the longest run of parts that can be joined."""
@@ -40,17 +41,13 @@ class Recomputation(Technique):
         discarded = dict.fromkeys(region.ops(option), 1)
         return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())))
 
-    def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
+    def decisions(
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
+    ) -> tuple[Decision, ...]:
         """Return call sites of units that do not nest; a unit takes over those of units inside it."""
         gone = frozenset(op for region, option in taken for op in region.ops(option))
-        wanted = {unit for region, option in taken for unit in region.units[region.options.index(option)]}
         # A unit inside a unit belongs to the outer one in the executor, so only the outermost are named.
-        scopes = {scope for unit in wanted for scope in program.calls[unit]}
-        outer = {
-            unit
-            for unit in wanted
-            if not any(a in scopes for scope in program.calls[unit] for a in program.ancestors(scope))
-        }
+        outer = set(outermost(program, units_of(taken) if units is None else units))
         found: dict[str, dict[CallSite, int]] = defaultdict(dict)
         for unit in program.calls:
             if unit in outer:

@@ -25,6 +25,7 @@ def device_recorder(
         saved=saved,
         state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,
         number_bytes=NUMBER_BYTES if spec.kind == "cpu" else 0,
+        host_bytes=spec.host_bytes,
         on_gpu=spec.kind == "cuda",
         rules=rules,
     )

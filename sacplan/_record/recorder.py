@@ -76,6 +76,7 @@ class Recorder(Watching):
             gradients in the plain step, for an incoming gradient that is contiguous and for one that is expanded; or
             None if the ops that are recorded are those of the plain step.
         round_bytes: the allocator's granularity.
+        host_bytes: rounds up as the allocator of the host's memory does.
         saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
         state_bytes: size of a random generator's state where it lies in the device's memory (on a CPU).
         number_bytes: size of a tensor that autograd makes of a Python number, where it lies in that memory.
@@ -99,6 +100,7 @@ class Recorder(Watching):
         saved: SavedMode,
         state_bytes: int = 0,
         number_bytes: int = 0,
+        host_bytes: Callable[[int], int] | None = None,
         on_gpu: bool = False,
         rules: DataRules | None = None,
     ) -> None:
@@ -113,7 +115,7 @@ class Recorder(Watching):
         self._seen: SeenOps | None = None
         self._paused = 0
         self._error: Exception | None = None
-        self.storages = Storages(self._events, self._phase, round_bytes)
+        self.storages = Storages(self._events, self._phase, round_bytes, host_bytes)
         self.tensors = TensorTable()
         self._training = TrainingState(self.storages, self.tensors, lambda: self._paused > 0, on_gpu=on_gpu)
         self._calls = ModuleCalls(

@@ -17,6 +17,7 @@ import torch
 from sacplan._program.program import Event, Phase, StorageKind
 from sacplan._record.calls import plain_tensors, tensor_list
 from sacplan._torch.fake_tensors import FakeTensor
+from sacplan._torch.host_memory import is_for_host
 from sacplan._torch.local_tensors import local_part
 from sacplan._torch.private import is_plain, storage_key, without_torch_functions
 
@@ -30,6 +31,7 @@ class Storages:
         events: the recorder's.
         phase: tells the phase that runs now.
         round_bytes: the allocator's granularity.
+        host_bytes: rounds up as the allocator of the host's memory does; by default as that of the device.
 
     Attributes:
         ids: storage key to storage, for those that are alive. Tensors that autograd unpacks are entered under the
@@ -41,7 +43,13 @@ class Storages:
         is_fake: whether the step runs under FakeTensorMode.
     """
 
-    def __init__(self, events: list[tuple[int, int]], phase: Callable[[], Phase], round_bytes: int) -> None:
+    def __init__(
+        self,
+        events: list[tuple[int, int]],
+        phase: Callable[[], Phase],
+        round_bytes: int,
+        host_bytes: Callable[[int], int] | None = None,
+    ) -> None:
         self.ids: dict[int, int] = {}
         self.nbytes: list[int] = []
         self.kinds: list[StorageKind | None] = []
@@ -52,6 +60,7 @@ class Storages:
         self._events = events
         self._phase = phase
         self._round = max(1, round_bytes)
+        self._host_bytes = host_bytes or self.rounded
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._makers_output: dict[int, weakref.ref[torch.Tensor]] = {}  # what the op that made it returned
         self._lent: set[int] = set()  # on memory that PyTorch did not allocate, such as an array's
@@ -206,6 +215,8 @@ class Storages:
         # In a real step autograd's zero tensors have their shapes inferred on the meta device.
         has_memory = self.is_fake or storage.device.type != "meta"
         nbytes = self.rounded(storage.nbytes()) if has_memory else 0
+        if is_for_host():
+            nbytes, kind = self._host_bytes(storage.nbytes()), StorageKind.HOST
         index = self.ids[key] = self.add_unseen(nbytes, kind)
 
         # Runs when the storage's Python object goes. The key must go with it, since the next C++ object may get the

@@ -13,34 +13,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sacplan._device.clocks import Clocks
 from sacplan._device.devices import DeviceSpec
 from sacplan._shard.costs import Collective, Costs
 from sacplan._shard.mesh import Mesh
 
 
-@dataclass(slots=True)
-class Overlap:
-    """The clocks of one rank, in ms.
+@dataclass(slots=True, kw_only=True)
+class Overlap(Clocks):
+    """The clocks of one rank, in ms. All collectives use one link.
 
     Attributes:
         costs: of collectives among all ranks.
-        now: the time of the computation so far.
-        free: when the links are free again.
     """
 
     costs: Costs
-    now: float = 0.0
-    free: float = 0.0
 
     @classmethod
     def of(cls, world_size: int, spec: DeviceSpec) -> Overlap:
         """Return the clocks at the start of a step on so many ranks."""
-        return cls(Costs.of(Mesh.of(world_size), spec))
-
-    def compute(self, ms: float) -> float:
-        """Compute for a time, which is returned."""
-        self.now += ms
-        return ms
+        return cls(costs=Costs.of(Mesh.of(world_size), spec))
 
     def copy(self, n_bytes: float) -> float:
         """Copy on the device, and return the time that it takes."""
@@ -49,15 +41,3 @@ class Overlap:
     def start(self, kind: Collective, n_bytes: float, since: float | None = None) -> float:
         """Start a collective over all ranks, at ``since`` (None: now) or when the links are free; returns its end."""
         return self.send(self.costs.collective_ms(kind, n_bytes, 0), since)
-
-    def send(self, ms: float, since: float | None = None) -> float:
-        """Start a collective that takes so long; returns its end."""
-        # One link: a collective starts when it may and the one before is over.
-        self.free = max(self.free, self.now if since is None else since) + ms
-        return self.free
-
-    def wait(self, end: float) -> float:
-        """Have computation wait until a time, and return the exposed part: 0.0 if that time is past."""
-        exposed = max(0.0, end - self.now)
-        self.now += exposed
-        return exposed

@@ -29,6 +29,9 @@ Picks = Mapping[int, int]
 DEVICE_MEMORY = "device memory"
 """The resource, in bytes, that a plan's budget limits."""
 
+HOST_MEMORY = "host memory"
+"""The memory of the host, in bytes, as one device's share."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResourceRow:

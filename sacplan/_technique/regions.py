@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sacplan._program.decisions import Decision
-from sacplan._program.elements import Patch
+from sacplan._program.program import Patch, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The reach of an option beyond the ops of its region and what they make.
+
+    Attributes:
+        positions: events of the program in whose place its patch puts others.
+        storages: made elsewhere or not, storages whose lives it changes; nobody outside of the region holds them.
+    """
+
+    positions: tuple[int, ...] = ()
+    storages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One choice for a region: a technique, applied to some of its members.
+    """One choice for a region: one technique or several, applied to some of its members.
 
     Attributes:
         cost: in the unit of the objective (ms for time).
@@ -19,6 +33,12 @@ class Option:
         members: indices into ``Region.members``; none: everything stays as it is.
         technique: the name of the technique.
         decision, patch: what it becomes in a plan and in a program; None if the technique works them out later.
+        also: other techniques that have decisions in it. Its patch, from ``technique``, does what all of them do.
+        units: the modules that have to be units for it; none: the region's.
+        remembered: what the technique needs to know of it.
+        signature: equal for options that do the same in regions that look alike, where ``members`` do not tell.
+        reach: what it touches beside the region.
+        host_bytes: the most that it has in the memory of the host.
     """
 
     cost: float
@@ -27,6 +47,22 @@ class Option:
     technique: str
     decision: Decision | None = None
     patch: Patch | None = None
+    also: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    remembered: Any = None
+    signature: Hashable = ()
+    reach: Reach = Reach()
+    host_bytes: int = 0
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """The techniques that have decisions in it."""
+        return (self.technique, *self.also)
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """A key that is equal for options that do the same in regions that look alike."""
+        return (self.technique, self.members, self.signature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +100,34 @@ class Region:
         )
 
     def extended(self, options: Sequence[Option], kind: Hashable) -> Region:
-        """Return the region with further options, for which its module has to be a unit."""
+        """Return the region with further options, for which its module has to be a unit unless they say otherwise."""
         n = len(options)
         return replace(
             self,
             kind=kind,
             options=self.options + tuple(options),
-            units=self.units + ((self.unit,),) * n,
+            units=self.units + tuple(option.units or (self.unit,) for option in options),
             wide=self.wide + (False,) * n,
         )
+
+
+def units_of(taken: Sequence[tuple[Region, Option]]) -> tuple[str, ...]:
+    """Return the modules that have to be units for options of regions. An offer brings its decision, and needs none."""
+    return tuple(
+        dict.fromkeys(
+            unit
+            for region, option in taken
+            if option.decision is None
+            for unit in region.units[region.options.index(option)]
+        )
+    )
+
+
+def outermost(program: Program, units: Collection[str]) -> tuple[str, ...]:
+    """Return the units that are in no call of another one."""
+    scopes = {scope for unit in units for scope in program.calls[unit]}
+    return tuple(
+        unit
+        for unit in units
+        if not any(a in scopes for scope in program.calls[unit] for a in program.ancestors(scope))
+    )

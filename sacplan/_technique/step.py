@@ -31,6 +31,7 @@ class PlanStep:
         device: what the step runs on; None where no technique asks for it.
         gradients: whether the step has a backward pass; False for inference.
         accumulate: the precision in which gradients are added up over slices.
+        host_budget_bytes: memory of the host that a plan may take; None: what the device's row says.
 
     Raises:
         PlanError: an unknown objective.
@@ -42,6 +43,7 @@ class PlanStep:
     device: DeviceSpec | None = None
     gradients: bool = True
     accumulate: Accumulate = "float32"
+    host_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.objective not in ("time", "flops"):
@@ -50,7 +52,21 @@ class PlanStep:
     @property
     def key(self) -> tuple[Hashable, ...]:
         """A key that is equal for steps of one program with the same requirements."""
-        return (self.objective, self.device, self.gradients, self.accumulate, *self.pins.key)
+        return (
+            self.objective,
+            self.device,
+            self.gradients,
+            self.accumulate,
+            self.host_budget_bytes,
+            *self.pins.key,
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """The memory of the host that a plan may take. Without a device there is none."""
+        if self.host_budget_bytes is not None:
+            return self.host_budget_bytes
+        return 0 if self.device is None else self.device.host_memory_bytes
 
     @cached_property
     def costs(self) -> tuple[float, ...]:

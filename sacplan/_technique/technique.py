@@ -8,7 +8,7 @@ planner knows no technique by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -88,7 +88,11 @@ class Technique(ABC):
     """The class of its decisions."""
 
     keeps_bits: ClassVar[bool] = False
-    """Whether gradients with it equal those without it bit by bit. Then plans use it by default."""
+    """Whether gradients with it equal those without it bit by bit. Then plans use it by default, unless it takes what
+    nobody has granted."""
+
+    takes_host: ClassVar[bool] = False
+    """Whether it takes memory of the host. A plan does so only if it is asked to."""
 
     one_device: ClassVar[str] = ""
     """Why it does not go together with a mesh; empty if it does."""
@@ -153,8 +157,23 @@ class Technique(ABC):
         assert option.patch is not None, f"{self.name}: an option without a patch needs its own option_patch"
         return option.patch
 
-    def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        """Turn the chosen options into the decisions of a plan."""
+    shares_units: ClassVar[bool] = False
+    """Whether its units must not nest with those of other such techniques: one recorder runs in a unit for all."""
+
+    frees_otherwise: ClassVar[bool] = False
+    """Whether its options free what autograd keeps without running ops again: bounds on that then say nothing."""
+
+    def decisions(
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
+    ) -> tuple[Decision, ...]:
+        """Turn the chosen options into the decisions of a plan.
+
+        Args:
+            program: the step, with the decisions of the techniques before this one.
+            taken: the options with decisions of this technique.
+            units: modules that are units for options of techniques that share them; None: for those of ``taken``. One
+                inside another belongs to the outer one.
+        """
         return tuple(option.decision for _, option in taken if option.decision is not None)
 
     @abstractmethod

@@ -64,14 +64,17 @@ def with_lora(
         TraceError: a library is not installed; the model is not one of transformers; or the configuration asks for
             another quantization than 4 bits.
     """
-    if quantization is not None:
-        model = _quantized(model, quantization)
-        if prepare:
-            model = _prepared(model)
-    if lora is not None:
-        peft = library("peft")
-        # A copy: PEFT writes the names of this model's layers into it.
-        model = peft.get_peft_model(model, copy.deepcopy(lora))
+    with warnings.catch_warnings():
+        # PEFT asks the model by an older name of transformers whether it checkpoints.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        if quantization is not None:
+            model = _quantized(model, quantization)
+            if prepare:
+                prepared = library("peft").prepare_model_for_kbit_training
+                model = prepared(model, use_gradient_checkpointing=False)
+        if lora is not None:
+            # A copy: PEFT writes the names of this model's layers into it.
+            model = library("peft").get_peft_model(model, copy.deepcopy(lora))
     trained: torch.nn.Module = model.train()
     return trained
 
@@ -115,18 +118,6 @@ def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torc
         True  # ``Bnb4BitHfQuantizer`` says so after loading; PEFT and the Trainer read it
     )
     return model
-
-
-def _prepared(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model as PEFT prepares it for training, without checkpointing."""
-    peft = library("peft")
-    with warnings.catch_warnings():
-        # PEFT asks the model by an older name of transformers whether it checkpoints.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        prepared: torch.nn.Module = peft.prepare_model_for_kbit_training(
-            model, use_gradient_checkpointing=False
-        )
-    return prepared
 
 
 _BITSANDBYTES = "bitsandbytes.backends.cpu.ops"

@@ -7,6 +7,7 @@ import copy
 import inspect
 import json
 import shlex
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +32,6 @@ from sacplan._device.devices import resolve_device
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._program.budget import format_bytes
 from sacplan._torch.allocations import allocation_deltas
-
-# What peft asks a model for has another name by now.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -85,6 +83,8 @@ def test_without_weights_it_is_the_model_that_transformers_loads(family: str, tm
     loaded = kind.from_pretrained(
         tmp_path, quantization_config=NF4, dtype=torch.bfloat16, device_map={"": "cpu"}
     )
+    # What peft asks a model for has another name by now.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     loaded = peft.prepare_model_for_kbit_training(loaded, use_gradient_checkpointing=False)
     loaded = peft.get_peft_model(loaded, copy.deepcopy(LORA))
     with torch.device("meta"):

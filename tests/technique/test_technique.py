@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -55,7 +55,9 @@ class HalfPrecision(Technique):
             program, {s for op in region.ops(option) for s in saved_floats(program, op, region.unit)}
         )
 
-    def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
+    def decisions(
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
+    ) -> tuple[Decision, ...]:
         ops = {op: region.unit for region, option in taken for op in region.ops(option)}
         calls = {call: unit for unit in ops.values() for call in program.calls[unit]}
         sites = (
@@ -255,9 +257,10 @@ def test_the_solver_weighs_it_against_recomputation(profile: sacplan.Profile) ->
 
 def test_techniques_are_checked(profile: sacplan.Profile) -> None:
     with pytest.raises(
-        sacplan.PlanError, match=r"unknown technique 'offload'; known are 'chunk', 'recompute', 'half'"
+        sacplan.PlanError,
+        match=r"unknown technique 'other'; known are 'chunk', 'recompute', 'offload', 'half'",
     ):
-        sacplan.plan(profile, "80%", techniques=("offload",))
+        sacplan.plan(profile, "80%", techniques=("other",))
     with pytest.raises(sacplan.PlanError, match="is the string"):
         sacplan.plan(profile, "80%", techniques="recompute")
 

@@ -17,7 +17,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from sacplan._executor.tensors import checksum, history_free_aliases, version_of
+from sacplan._executor.saved import SavedStorage
+from sacplan._executor.tensors import View, checksum, history_free_aliases, version_of, view_of
 from sacplan._recompute.executor.nodes import OutsideForward, Slot, compute
 from sacplan._torch.local_tensors import Wrapping, held_base, local_part
 from sacplan.errors import RecipeError
@@ -39,9 +40,12 @@ class FirstStep:
 class RecipeHandle:
     """The handle of a discarded tensor."""
 
-    __slots__ = ("checksum", "first_step", "original", "slot", "view")
+    __slots__ = ("checksum", "first_step", "original", "saved", "slot", "view")
 
-    def __init__(self, slot: Slot, tensor: torch.Tensor, first_step: FirstStep) -> None:
+    def __init__(
+        self, slot: Slot, tensor: torch.Tensor, first_step: FirstStep, saved: SavedStorage | None = None
+    ) -> None:
+        self.saved = saved
         self.slot = slot
         self.view = slot.view_of(tensor)
         self.original = weakref.ref(tensor)
@@ -57,6 +61,8 @@ class RecipeHandle:
         Raises:
             RecipeError: the tensor was written after autograd saved it, or comes out with other bits.
         """
+        if self.saved is not None:
+            self.saved.asked()
         slot, original = self.slot, self.original()
         # ``written`` tells of writes that the recorder saw. While the original is alive, its version and storage
         # tell of those after the forward pass, too.
@@ -104,14 +110,21 @@ class Kept:
 
     Attributes:
         base: what autograd without hooks holds with it.
+        saved: its storage, where it may be taken away; ``tensor`` is then None.
     """
 
-    __slots__ = ("base", "original", "tensor", "unit", "version")
+    __slots__ = ("__weakref__", "base", "original", "saved", "tensor", "unit", "version", "view")
 
-    def __init__(self, tensor: torch.Tensor, plain: bool, unit: str) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, plain: bool, unit: str, saved: SavedStorage | None = None
+    ) -> None:
+        self.saved = saved
+        self.view: View | None = None
+        if saved is not None:
+            saved.add(self)
         self.unit = unit
         self.original: weakref.ref[torch.Tensor] | None = None
-        self.tensor = tensor
+        self.tensor: torch.Tensor | None = tensor
         self.version = version_of(tensor)
         self.base: torch.Tensor | None = None
         if tensor.grad_fn is not None:  # else an op's output holds the op's autograd node, which holds this
@@ -119,12 +132,28 @@ class Kept:
             self.base = base_without_history(tensor)
             self.original = weakref.ref(tensor) if plain else None
 
+    def let_go(self, version: int) -> bool:
+        """Let go of the tensor and its base, see ``Holder``."""
+        tensor, base = self.tensor, self.base
+        if (
+            tensor is None
+            or not version_of(tensor) == self.version == version
+            or (base is not None and base.untyped_storage() is not tensor.untyped_storage())
+        ):
+            return False  # it is gone; or it was written, which ``unpack`` tells; or it is a part of something else
+        self.view, self.tensor, self.base = view_of(tensor), None, None
+        return True
+
     def unpack(self) -> torch.Tensor:
         """Return the tensor.
 
         Raises:
             RecipeError: it was written since. Autograd would say so itself, if there were no hooks.
         """
+        if self.saved is not None:
+            self.saved.asked()
+        if self.tensor is None:
+            return self._from_elsewhere()
         original = self.original() if self.original is not None else None
         if version_of(self.tensor) != self.version or (
             original is not None and original.untyped_storage() is not self.tensor.untyped_storage()
@@ -135,6 +164,13 @@ class Kept:
                 f"autograd's own rules, plan with never=[{self.unit or '*'!r}]."
             )
         return self.tensor
+
+    def _from_elsewhere(self) -> torch.Tensor:
+        assert self.saved is not None
+        assert self.saved.stand is not None
+        assert self.view is not None
+        with OutsideForward():
+            return self.saved.stand.take(self.view)
 
 
 def base_without_history(tensor: torch.Tensor, discarded: torch.Tensor | None = None) -> torch.Tensor | None:

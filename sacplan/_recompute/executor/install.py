@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sacplan._executor.alignment import RecordedUnit
+from sacplan._executor.saved import Mark
 from sacplan._executor.stand_ins import InstalledStandIns
 from sacplan._program.decisions import Discarded
-from sacplan._program.elements import is_inside
+from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import OpSequence
 from sacplan._program.setup import compiled_inside
 from sacplan._recompute.executor.recipes import PlannedForward
@@ -50,6 +51,49 @@ class InstalledRecipes(InstalledStandIns):
             ops = RecordedUnit(fqn, recorded.get(fqn, ()), sites)
             planned.append(PlannedForward(unit, ops, elsewhere, self._differences, check))
         self._put_on(planned)
+
+
+class InstalledMarks(InstalledStandIns):
+    """The units of a model in which something else is done when ops have run.
+
+    A unit that leaves recipes has one recorder for both. The others get one that discards nothing.
+
+    Args:
+        model: the model.
+        marks: by unit and call site, what is done.
+        recorded: unit to the ops of its calls in the recorded step.
+
+    Raises:
+        PlanError: a unit is compiled in parts.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        marks: Mapping[str, Mapping[CallSite, tuple[Mark, ...]]],
+        recorded: Mapping[str, Sequence[OpSequence]],
+    ) -> None:
+        super().__init__()
+        planned = []
+        self._marked: list[PlannedForward] = []
+        for fqn, sites in marks.items():
+            unit = model.get_submodule(fqn)
+            there = unit.__dict__.get("forward")
+            if isinstance(there, PlannedForward):
+                self._marked.append(there)
+                there.mark(sites)
+                continue
+            _check_compiled(fqn, unit)
+            ops = RecordedUnit(fqn, recorded.get(fqn, ()), {}, sites)
+            planned.append(PlannedForward(unit, ops, differences=self._differences, check=False))
+        self._put_on(planned)
+
+    def remove(self) -> None:
+        """Take the marks off, and give every other module its own forward back."""
+        for planned in self._marked:
+            planned.mark({})
+        self._marked = []
+        super().remove()
 
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -146,6 +146,8 @@ class Lookup:
             op = ScheduledOp(Action.FOLLOW, facts.traits, site)
         elif recorded.times:
             op = ScheduledOp(Action.DISCARD, facts.traits, recorded.site, recorded.times)
+        if recorded is not None and recorded.marks:
+            op = replace(op or ScheduledOp(Action.KEEP), marks=recorded.marks)
         return op, (self._places.calls, description)
 
     def _module_calls(self) -> list[tuple[FrameType, str]]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from sacplan._executor.recording import here
+from sacplan._executor.saved import SavedStorage
 from sacplan._executor.tensors import View, digest, view_of
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
@@ -121,8 +122,95 @@ class Slot:
         return torch.as_strided(base, size, stride, offset)
 
 
-HeldArg = tuple[ArgumentPlace, torch.Tensor, int, int, int | None]
-"""An argument that is a kept tensor: its place, an alias, its version, the last write that a mode saw, its digest."""
+class HeldArg:
+    """An argument that is a kept tensor.
+
+    Attributes:
+        place: where it stands.
+        tensor: an alias; None where ``saved`` has the contents in another place.
+        version, before, digested: its version, the last write that a mode saw, and its digest.
+        saved: the storage, where it may be taken away.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "before",
+        "digested",
+        "place",
+        "requires_grad",
+        "saved",
+        "tensor",
+        "version",
+        "view",
+    )
+
+    def __init__(
+        self,
+        place: ArgumentPlace,
+        tensor: torch.Tensor,
+        version: int,
+        before: int,
+        digested: int | None,
+        saved: SavedStorage | None,
+    ) -> None:
+        self.place = place
+        self.tensor: torch.Tensor | None = tensor
+        self.version = version
+        self.before = before
+        self.digested = digested
+        self.saved = saved
+        self.view: View | None = None
+        self.requires_grad = False
+        if saved is not None:
+            saved.add(self)
+
+    def let_go(self, version: int) -> bool:
+        """Let go of the tensor, see ``Holder``."""
+        tensor = self.tensor
+        if (
+            tensor is None
+            or not tensor._version == self.version == version
+            or last_write_to(tensor) != self.before
+        ):
+            return False  # it is gone; or it was written, which is told when the op runs again
+        self.view, self.requires_grad, self.tensor = view_of(tensor), tensor.requires_grad, None
+        return True
+
+    def take(self, node: RecipeNode) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RecipeError: it is not what it was in the forward pass.
+        """
+        # Three checks of what is kept, from cheap to expensive. The last one alone sees writes that bypass PyTorch.
+        tensor = self.tensor
+        if tensor is None:
+            assert self.saved is not None
+            assert self.saved.stand is not None
+            assert self.view is not None
+            tensor = self.saved.stand.take(self.view)
+            if self.requires_grad:
+                tensor.requires_grad_()
+        elif tensor._version != self.version or last_write_to(tensor) != self.before:
+            raise RecipeError(
+                f"{node} has to run again in the backward pass, but an argument of shape "
+                f"{tuple(tensor.shape)} was written in place since. Write to a copy; or, to keep the "
+                f"op's output, {node.pin}."
+            )
+        if not tensor.untyped_storage().nbytes() and tensor.numel():
+            raise RecipeError(
+                f"{node} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
+                "has been freed: a parameter that fully_shard gathers only for its own module. Plan with "
+                "sacplan.profile(..., world_size=, fsdp_units=), so that no unit contains several such modules."
+            )
+        if self.digested is not None and digest(tensor) != self.digested:
+            raise RecipeError(
+                f"{node} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
+                "holds other values than in the forward pass: something wrote to it where autograd cannot see it "
+                f"(.data, numpy). Write to it after the backward pass; or, to keep the op's output, {node.pin}."
+            )
+        return tensor
+
 
 SlotArg = tuple[ArgumentPlace, Slot, View, bool]
 """An argument that is a view of a slot: its place, slot and view, and whether it requires a gradient."""
@@ -204,26 +292,8 @@ class RecipeNode:
         """
         # Copies: a node may run several times, and must not keep the tensors that one run puts in.
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
-        # Three checks of what is kept, from cheap to expensive. The last one alone sees writes that bypass PyTorch.
-        for place, tensor, version, before, digested in self.held:
-            if tensor._version != version or last_write_to(tensor) != before:
-                raise RecipeError(
-                    f"{self} has to run again in the backward pass, but an argument of shape "
-                    f"{tuple(tensor.shape)} was written in place since. Write to a copy; or, to keep the "
-                    f"op's output, {self.pin}."
-                )
-            if not tensor.untyped_storage().nbytes() and tensor.numel():
-                raise RecipeError(
-                    f"{self} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
-                    "has been freed: a parameter that fully_shard gathers only for its own module. Plan with "
-                    "sacplan.profile(..., world_size=, fsdp_units=), so that no unit contains several such modules."
-                )
-            if digested is not None and digest(tensor) != digested:
-                raise RecipeError(
-                    f"{self} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
-                    "holds other values than in the forward pass: something wrote to it where autograd cannot see it "
-                    f"(.data, numpy). Write to it after the backward pass; or, to keep the op's output, {self.pin}."
-                )
+        for held in self.held:
+            place, tensor = held.place, held.take(self)
             if type(place) is int:
                 args[place] = tensor
             else:

@@ -28,11 +28,13 @@ from typing import Any
 
 import torch
 
-from sacplan._executor import alignment, recording, tensors
+from sacplan._executor import alignment, recording, saved, tensors
 from sacplan._executor.alignment import Differences, RecordedUnit
 from sacplan._executor.recording import here
+from sacplan._executor.saved import Mark
 from sacplan._executor.stand_ins import StandIn
 from sacplan._program import places
+from sacplan._program.elements import CallSite
 from sacplan._program.setup import compiled_inside
 from sacplan._recompute.executor import draws, handles, hooks, lookup, nodes, recorder, schedule, slots
 from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_of
@@ -42,6 +44,7 @@ from sacplan._recompute.executor.schedule import Schedule
 from sacplan._torch import autograd, compiling, fake_kernels, fake_tensors, kernel_settings, ops, private
 from sacplan._torch.autograd import current_saved_tensors_hooks
 from sacplan._torch.compiling import keep_dynamo_out
+from sacplan.errors import PlanError
 
 _MAX_KINDS = 8
 _MAX_SCHEDULES = 4
@@ -57,6 +60,7 @@ keep_dynamo_out(
     places,
     recorder,
     recording,
+    saved,
     schedule,
     slots,
     tensors,
@@ -99,6 +103,11 @@ class PlannedForward(StandIn):
         self._schedules: dict[Any, tuple[Schedule, ...]] = {}
         self._parameters: list[tuple[dict[str, Any], str]] | None = None
 
+    def mark(self, marks: Mapping[CallSite, tuple[Mark, ...]]) -> None:
+        """Do something at ops of the unit from the next call on; nothing: as before."""
+        self.recorded = self.recorded.with_marks(marks)
+        self._schedules = {}
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which learns from its own calls."""
         return self.__dict__ | {"_schedules": {}, "_parameters": None}
@@ -112,6 +121,11 @@ class PlannedForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            if self.recorded.has_marks:
+                raise PlanError(
+                    f'unit {self.fqn!r} copies tensors to the host (technique "offload"), which torch.compile cannot '
+                    'do. Run the model uncompiled, or plan without "offload" among the techniques.'
+                )
             return checkpointed_for_compile(self, args, kwargs)
         # Without gradients autograd saves nothing, so there is nothing to discard.
         if here.recorder is not None or not torch.is_grad_enabled():

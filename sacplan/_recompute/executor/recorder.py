@@ -21,6 +21,7 @@ import torch
 
 from sacplan._executor.alignment import RecordedUnit
 from sacplan._executor.recording import here
+from sacplan._executor.saved import Mark, SavedStorage
 from sacplan._executor.tensors import TAKES_A_NUMBER, with_lent_number
 from sacplan._program.elements import CallSite
 from sacplan._program.places import StepDifference
@@ -35,7 +36,7 @@ from sacplan._recompute.executor.handles import (
 )
 from sacplan._recompute.executor.hooks import UnitHooks, why_no_hooks
 from sacplan._recompute.executor.lookup import Lookup, func_facts
-from sacplan._recompute.executor.nodes import Slot
+from sacplan._recompute.executor.nodes import OutsideForward, Slot
 from sacplan._recompute.executor.schedule import (
     NO_OPS,
     Action,
@@ -48,7 +49,7 @@ from sacplan._recompute.executor.slots import SlotTable
 from sacplan._torch.autograd import autograd_sequence_number, in_backward
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import is_plain
+from sacplan._torch.private import is_plain, storage_key
 from sacplan.errors import RecipeError
 
 _DETACH = torch.ops.aten.detach.default
@@ -117,7 +118,11 @@ class UnitRecorder(Watching):
         self.difference: StepDifference | None = None
         self._unit = recorded.fqn
         self._first_step = first_step or FirstStep(False, False)
-        self._slots = SlotTable(self._unit, self._first_step.digests)
+        # By storage, what this call has saved; only where something may be taken away.
+        self._saved: dict[int, SavedStorage] | None = {} if recorded.has_marks else None
+        self._slots = SlotTable(
+            self._unit, self._first_step.digests, None if self._saved is None else self._saved_of
+        )
         self._hooks = UnitHooks()
         # While a schedule is followed: it, the others that the call may turn out to follow, and the next op.
         self._schedule = schedules[0] if schedules else None
@@ -147,7 +152,9 @@ class UnitRecorder(Watching):
             self._ops = schedule.ops
             self._differs = schedule.difference is not None
         self._lookup.enter(sys._getframe(1))
-        self._hooks.begin(self._pack, may_switch=schedule is None or schedule.switches)
+        # A mark may be about any tensor that is saved, so with marks the hooks are always on.
+        may_switch = self._saved is None and (schedule is None or schedule.switches)
+        self._hooks.begin(self._pack, may_switch=may_switch)
         # Without a schedule nobody knows where autograd saves a discarded tensor, so the hooks are on
         # throughout.
         if schedule is None or not self._hooks.may_switch:
@@ -165,6 +172,7 @@ class UnitRecorder(Watching):
         self._hooks.end()
         self._lookup.leave()
         self._slots.clear()
+        self._saved = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_deferred(types):
@@ -197,7 +205,26 @@ class UnitRecorder(Watching):
             out = func(*given, **kwargs)
         if op.hooks is not None:
             self._hooks.switch(op.hooks)
+        if op.marks:
+            self._tell(op.marks, args, kwargs, out)
         return out
+
+    def _tell(self, marks: Sequence[Mark], args: Any, kwargs: Any, out: Any) -> None:
+        """Tell those who wait for an op that it has run."""
+        tensors = [*tensors_in((args, kwargs)), *tensors_in(out)]
+        with OutsideForward():
+            for mark in marks:
+                mark.ran(tensors, self._saved_of)
+
+    def _saved_of(self, tensor: torch.Tensor) -> SavedStorage:
+        """Return what this call has saved on the storage of a tensor."""
+        assert self._saved is not None
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        found = self._saved.get(key)
+        if found is None or found.storage() is not storage:  # else the address was reused
+            found = self._saved[key] = SavedStorage(storage)
+        return found
 
     def _action_of(self, op: ScheduledOp, func: Any, args: Any, kwargs: Any) -> Action:
         """Return what to do about an op in this call: one that was not recorded follows its inputs."""
@@ -296,10 +323,11 @@ class UnitRecorder(Watching):
             and self._last.precedes_save_by_custom_function(slot)
         ):
             slot = None  # its backward pass was not recorded, and may overwrite what it saved
+        saved = self._saved_of(local) if self._saved is not None and is_plain(local) else None
         if self._draft is not None:
             self._draft.note_saved(discarded=slot is not None)
         if slot is not None:
-            handle = RecipeHandle(slot, local, self._first_step)
+            handle = RecipeHandle(slot, local, self._first_step, saved)
             if local is t:
                 return handle
         paused, self.paused = self.paused, True  # what runs now is not part of the unit
@@ -311,6 +339,6 @@ class UnitRecorder(Watching):
             if self._hooks.around is not None:
                 pack_hook, unpack_hook = self._hooks.around
                 return PassedOn(pack_hook(t), unpack_hook)
-            return Kept(t, plain, self._unit)
+            return Kept(t, plain, self._unit, saved if plain and not t.is_inference() else None)
         finally:
             self.paused = paused

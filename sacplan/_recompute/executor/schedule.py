@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
+from sacplan._executor.saved import Mark
 from sacplan._program.elements import CallSite
 from sacplan._program.places import Call, StepDifference
 from sacplan._torch.ops import OpTraits
@@ -33,6 +34,7 @@ class ScheduledOp:
     Attributes:
         traits, site, times: of an op to discard; ``times`` as in ``RecipeNode``.
         hooks: whether the saved-tensor hooks are switched on (True) or off after the op; None leaves them.
+        marks: what else is done when it has run.
     """
 
     action: Action
@@ -40,10 +42,11 @@ class ScheduledOp:
     site: CallSite | None = None
     times: int = 1
     hooks: bool | None = None
+    marks: tuple[Mark, ...] = ()
 
     def without_hooks(self) -> ScheduledOp | None:
         """Return the op as it was looked up; None if there is nothing to do about it."""
-        if self.action is Action.KEEP:
+        if self.action is Action.KEEP and not self.marks:
             return None
         return self if self.hooks is None else replace(self, hooks=None)
 
@@ -141,11 +144,11 @@ class ScheduleDraft:
                 hooks = on = True
             elif switches and gap in self.kept and gap not in self.handles and on:
                 hooks = on = False
-            if op is None or op.action is Action.KEEP:
+            if op is None or (op.action is Action.KEEP and not op.marks):
                 # None is the fast path of the recorder: it only runs the op.
                 made.append((func, None if hooks is None else ScheduledOp(Action.KEEP, hooks=hooks)))
             else:
-                made.append((func, ScheduledOp(op.action, op.traits, op.site, op.times, hooks)))
+                made.append((func, replace(op, hooks=hooks)))
         made.append((None, None))
         return Schedule(
             tuple(made),

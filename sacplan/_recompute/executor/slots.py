@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from sacplan._executor.saved import SavedOf
 from sacplan._executor.tensors import digest, history_free_aliases, is_ordinary, version_of, view_of
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
-from sacplan._recompute.executor.nodes import RecipeNode, Slot, last_writes, note_write, tensors_of
+from sacplan._recompute.executor.nodes import HeldArg, RecipeNode, Slot, last_writes, note_write, tensors_of
 from sacplan._torch.ops import ArgumentPlace, OpTraits, op_traits, tensors_in
 from sacplan._torch.private import is_plain, storage_key
 
@@ -40,13 +41,15 @@ class SlotTable:
     Args:
         unit: the name of the unit, for messages.
         digests: whether the tensors that nodes hold leave digests (``FirstStep``).
+        saved_of: gives what the call has saved on a storage; None where nothing is taken away.
     """
 
-    __slots__ = ("_digests", "_slots", "_unit")
+    __slots__ = ("_digests", "_saved_of", "_slots", "_unit")
 
-    def __init__(self, unit: str, digests: bool) -> None:
+    def __init__(self, unit: str, digests: bool, saved_of: SavedOf | None = None) -> None:
         self._unit = unit
         self._digests = digests
+        self._saved_of = saved_of
         self._slots: dict[int, Slot] = {}
 
     def clear(self) -> None:
@@ -164,7 +167,8 @@ class SlotTable:
                 if t.requires_grad:
                     alias.requires_grad_()
                 digested = digest(t) if self._digests else None
-                node.held.append((place, alias, t._version, last_writes.get(key, 0), digested))
+                saved = self._saved_of(t) if self._saved_of is not None else None
+                node.held.append(HeldArg(place, alias, t._version, last_writes.get(key, 0), digested, saved))
 
     def _give(self, node: RecipeNode, made: _TensorsOnStorages, overwritten: Slot | None) -> None:
         """Make the slots of a node's outputs."""

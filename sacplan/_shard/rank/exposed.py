@@ -39,7 +39,7 @@ class HiddenCollectives:
 
         The sum of all reductions that is not hidden becomes the time of the last one.
         """
-        clock = Overlap(costs)
+        clock = Overlap(costs=costs)
         gathered_ms = reduced_ms = 0.0  # when the last gather was waited for; when the last reduction is over
         last = -1  # the last reduction that was not waited for
         # In the order in which the rank runs them, new ops included.

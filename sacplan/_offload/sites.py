@@ -1,0 +1,178 @@
+"""Moves by call site, as in a plan, and by op and event, as in a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from sacplan._offload.rewrite import Move
+from sacplan._program.decisions import Offload, SeenTensor, Site
+from sacplan._program.derived import derived
+from sacplan._program.program import CallSite, Event, Phase, Program, StorageKind
+from sacplan._torch.ops import is_computation
+from sacplan.errors import PlanError
+
+
+@derived
+def sites_of(program: Program, unit: str) -> Mapping[int, CallSite]:
+    """Return the call sites of the forward ops of a unit's only call that compute something, by op; else none."""
+    scopes = program.calls.get(unit, ())
+    if len(scopes) != 1:
+        return {}
+    ops = program.ops
+    return {
+        op: site
+        for op, site in program.sites(scopes[0]).items()
+        if ops[op].phase == Phase.FORWARD and is_computation(ops[op].name)
+    }
+
+
+def tensors_of(program: Program, op: int) -> tuple[int, ...]:
+    """Return the storages of the tensors of an op's arguments, and behind these of its outputs; -1 where not known.
+
+    Of a tensor that is written in place, only the version that the op itself reads or makes is known.
+    """
+    found = program.ops[op]
+    there = {*found.reads, *found.writes}
+    storages = (program.tensors[t].storage if t >= 0 else -1 for t in (*found.inputs, *found.outputs))
+    return tuple(s if s in there else -1 for s in storages)
+
+
+def place_of(program: Program, op: int, storage: int) -> int | None:
+    """Return the place of a storage among the tensors of an op; None if it has none there."""
+    found = tensors_of(program, op)
+    return found.index(storage) if storage in found else None
+
+
+def seen_at(program: Program, unit: str, storage: int) -> int | None:
+    """Return the first op of a unit that has a storage among its tensors when nothing writes to it any more."""
+    written = last_writes(program).get(storage, -1)
+    for op in sites_of(program, unit):
+        if op > written and program.ops[op].replaces < 0 and storage in tensors_of(program, op):
+            return op
+    return None
+
+
+@derived
+def last_writes(program: Program) -> dict[int, int]:
+    """Return by storage the last op that writes to it in place."""
+    return {s: i for i, op in enumerate(program.ops) for s in op.mutates}
+
+
+_WEIGHTS = {"aten.mm.default": 1, "aten.addmm.default": 2, "aten.convolution.default": 1}
+"""Ops whose backward formulas ask for the weight last, just before they run: its place among the tensors of the op."""
+
+
+@derived
+def weights_asked_for(program: Program, unit: str) -> Mapping[int, int]:
+    """Return by event the op whose weight autograd asks for there: nobody discards weights, so the event stays.
+
+    Only a weight that the unit uses once tells for which of its uses it is asked for.
+    """
+    uses: Counter[int] = Counter(s for op in sites_of(program, unit) for s in set(tensors_of(program, op)))
+    first = _first_backward_ops(program)
+    found = {}
+    for op in sites_of(program, unit):
+        if program.ops[op].name in _WEIGHTS and op in first:
+            weight = tensors_of(program, op)[weight_of(program, op)]
+            if weight >= 0 and program.storage_kinds[weight] == StorageKind.PARAMETER and uses[weight] == 1:
+                found[int(program.liveness.op_events[first[op]])] = op
+    return dict(sorted(found.items()))
+
+
+@derived
+def _first_backward_ops(program: Program) -> dict[int, int]:
+    """Return by forward op the first op of its gradient that runs."""
+    found: dict[int, int] = {}
+    for code, arg in program.events:
+        if code == Event.OP and program.ops[arg].phase == Phase.BACKWARD and program.ops[arg].forward_of >= 0:
+            found.setdefault(program.ops[arg].forward_of, arg)
+    return found
+
+
+def weight_of(program: Program, op: int) -> int:
+    """Return the place of an op's weight among its tensors."""
+    return _WEIGHTS[program.ops[op].name]
+
+
+def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
+    """Return the moves that decisions stand for. A decision about an op that does not run moves nothing.
+
+    Raises:
+        PlanError: a unit runs more than once in the step.
+    """
+    by_site: dict[str, dict[CallSite, int]] = {}
+    for unit in {unit for one in decisions for unit in one.units}:
+        if len(program.calls.get(unit, ())) > 1:
+            raise PlanError(
+                f"module {unit!r} runs several times in a step, so which tensor of it to copy to the host is not "
+                "known. Offload in modules that run once."
+            )
+        by_site[unit] = {site: op for op, site in sites_of(program, unit).items()}
+
+    def op_at(site: Site) -> int:
+        return by_site[site.unit].get(CallSite(site.op, site.occurrence, site.place), -1)
+
+    found: list[Move] = []
+    taken: set[int] = set()
+    for one in decisions:
+        sent, let_go = op_at(one.site), op_at(one.let_go)
+        seen = tensors_of(program, sent) if sent >= 0 else ()
+        storage = seen[one.tensor] if one.tensor < len(seen) else -1
+        if storage < 0 or storage in taken:
+            continue
+        taken.add(storage)
+        # Nobody lets go of what was written after it was copied.
+        if let_go <= sent or last_writes(program).get(storage, -1) >= sent:
+            let_go = -1
+        found.append(Move(storage, sent, let_go, _fetch(program, one.fetch, op_at, sent)))
+    return found
+
+
+def _fetch(program: Program, seen: SeenTensor | None, op_at: Callable[[Site], int], sent: int) -> int:
+    """Return the event before which a copy back begins; -1 if only the need of it does."""
+    if seen is None:
+        return -1
+    op = op_at(seen.site)
+    # A tensor that is seen before the other one is sent cannot know of it.
+    if op < sent:
+        return -1
+    at = (position for position, asked in weights_asked_for(program, seen.unit).items() if asked == op)
+    return next(at, -1)
+
+
+def decision_of(
+    program: Program, move: Move, anchor: int | None, unit_of: Mapping[int, str]
+) -> Offload | None:
+    """Return the decision for a move; None if the program has no call sites for it, as where a chunk has taken an op.
+
+    Args:
+        program: the step.
+        move: the move.
+        anchor: the op whose weight's being asked for begins the copy back.
+        unit_of: by op, the unit that is to see it.
+    """
+
+    def site_of(op: int) -> Site | None:
+        unit = unit_of.get(op)
+        site = sites_of(program, unit).get(op) if unit is not None else None
+        return None if unit is None or site is None else Site(unit, *site)
+
+    sent, let_go = site_of(move.sent), site_of(move.let_go)
+    tensor = place_of(program, move.sent, move.storage)
+    if sent is None or let_go is None or tensor is None:
+        return None
+    fetch: SeenTensor | None = None
+    if anchor is not None:
+        site = site_of(anchor)
+        if site is not None:
+            fetch = SeenTensor(*site, weight_of(program, anchor))
+    return Offload(
+        unit=sent.unit,
+        op=sent.op,
+        occurrence=sent.occurrence,
+        place=sent.place,
+        tensor=tensor,
+        let_go=let_go,
+        fetch=fetch,
+    )

@@ -1,0 +1,106 @@
+"""The technique "offload": what is kept for the backward pass waits on the host."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from msgspec.structs import replace
+
+from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._offload.options import Away, offloads
+from sacplan._offload.rewrite import moved
+from sacplan._offload.sites import decision_of, moves_of
+from sacplan._offload.timing import exposed_ms
+from sacplan._program.decisions import Decision, Offload
+from sacplan._program.places import OpSequence
+from sacplan._program.program import CallSite, Patch, Program
+from sacplan._program.rewriting import PatchBuilder
+from sacplan._recompute.rewrite import recompute_ops
+from sacplan._technique.regions import Option, Region, outermost, units_of
+from sacplan._technique.step import PlanStep
+from sacplan._technique.technique import Installed, Technique
+
+
+class Offloading(Technique):
+    """Copies of saved tensors wait on the host between the forward and the backward pass."""
+
+    name = "offload"
+    decision = Offload
+    keeps_bits = True
+    takes_host = True
+    shares_units = True
+    frees_otherwise = True
+
+    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
+        """Return options in which what the region keeps waits on the host. In inference nothing is kept."""
+        if not step.gradients or step.device is None:
+            return ()
+        return list(offloads(step).options(region))
+
+    def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
+        """Return the patch that discards the option's ops, and moves tensors."""
+        away: Away = option.remembered
+        discarded = dict.fromkeys(sorted(region.ops(option)), 1)
+        base = recompute_ops(program, discarded, frozenset(program.calls.get(option.units[0], ())))
+        return moved(program, away.moves, away.spec.host_bytes, base)
+
+    def decisions(
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
+    ) -> tuple[Decision, ...]:
+        """Return the tensors by call sites of the outermost units. What a chunk has taken stays."""
+        outer = outermost(program, units_of(taken) if units is None else units)
+        calls = {scope: unit for unit in outer for scope in program.calls[unit]}
+
+        def outer_unit(unit: str) -> str:
+            scope = program.calls[unit][0]
+            return next(calls[a] for a in (scope, *program.ancestors(scope)) if a in calls)
+
+        found = []
+        for _, option in taken:
+            away: Away = option.remembered
+            unit_of = {op: outer_unit(unit) for op, unit in away.unit_of}
+            for move, anchor in zip(away.moves, away.anchors, strict=True):
+                found.append(decision_of(program, move, anchor, unit_of))
+        return tuple(one for one in found if one is not None)
+
+    def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
+        """Return the patch that moves the tensors, with the time that computation waits for copies."""
+        own = [one for one in decisions if isinstance(one, Offload)]
+        spec = device or resolve_device("cpu")
+        patch = moved(program, moves_of(program, own), spec.host_bytes)
+        draft = PatchBuilder.continuing(program, patch)
+        for op, ms in exposed_ms(
+            draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec
+        ).items():
+            draft.ops[op] = replace(draft.ops[op], time_ms=ms)
+        return draft.patch()
+
+    def install(
+        self,
+        model: torch.nn.Module,
+        decisions: Sequence[Decision],
+        recorded: Mapping[str, Sequence[OpSequence]],
+        *,
+        check: bool,
+    ) -> Installed:
+        """Mark the ops at which something is copied in the units."""
+        # The executors are not needed to plan. That of recipes has the hooks through which all saved tensors go.
+        from sacplan._offload.executor.marks import Board, Fetch, LetGo, Send
+        from sacplan._recompute.executor.install import InstalledMarks
+
+        # At one op memory is let go of first, then copies out begin, and copies back are ordered last.
+        marks: dict[str, dict[CallSite, list[LetGo | Send | Fetch]]] = defaultdict(lambda: defaultdict(list))
+        board = Board()
+        own = [one for one in decisions if isinstance(one, Offload)]
+        for number, one in enumerate(own):
+            marks[one.let_go.unit][CallSite(*one.let_go[1:])].append(LetGo(board, number))
+        for number, one in enumerate(own):
+            marks[one.unit][one.sites[0]].append(Send(board, number, one.tensor))
+        for number, one in enumerate(own):
+            if one.fetch is not None:
+                site = CallSite(*one.fetch.site[1:])
+                marks[one.fetch.unit][site].append(Fetch(board, number, one.fetch.tensor))
+        frozen = {unit: {site: tuple(all_) for site, all_ in sites.items()} for unit, sites in marks.items()}
+        return InstalledMarks(model, frozen, recorded)

@@ -1,0 +1,92 @@
+"""Plans that offload: predicted peaks are those of the fake step and of the measured one, and bits stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sacplan
+from sacplan._program.liveness import Fold
+from sacplan._program.program import Event, Program
+from sacplan._techniques import rewritten
+from tests.support.steps import bit_equal, grads_of
+from tests.zoo import language_models as models
+
+BOTH = ("recompute", "offload")
+
+
+def step(device: str) -> tuple[models.LM, torch.Tensor, sacplan.Profile]:
+    torch.manual_seed(0)
+    model, batch = models.LM(layers=4, vocab=32), torch.randint(0, 32, (8, 64))
+    return model, batch, sacplan.profile(model, batch, models.cross_entropy, device=device)
+
+
+def in_one_place(program: Program) -> int:
+    """Return the peak of device and host together, as of a step on a CPU."""
+    fold, most = Fold(program), 0
+    for code, arg in program.events:
+        fold.step(code, arg)
+        if code == Event.OP:
+            most = max(most, fold.noted + fold.host)
+    return most
+
+
+@pytest.mark.parametrize("techniques", [("offload",), BOTH], ids=["alone", "with recomputation"])
+@pytest.mark.parametrize("share", ["80%", "45%"])
+def test_the_prediction_is_the_fake_step_and_the_measured_one(
+    techniques: tuple[str, ...], share: str
+) -> None:
+    model, batch, profile = step("cpu")
+    plan = sacplan.plan(profile, share, techniques=techniques)
+    program = rewritten(profile.program, plan.decisions, profile.spec)
+    assert plan.offloaded
+    assert plan.host_bytes == program.footprint.host_peak_bytes > 0
+    fake = sacplan.verify(model, batch, plan, models.cross_entropy, run="fake")
+    assert fake.peak_bytes == plan.peak_bytes
+    assert not fake.differences
+    real = sacplan.verify(model, batch, plan, models.cross_entropy, run="real")
+    assert real.peak_bytes == in_one_place(program)
+
+
+def test_the_prediction_is_the_fake_step_of_a_gpu() -> None:
+    model, batch, profile = step("h100 without workspaces")
+    for share in ("70%", "40%"):
+        plan = sacplan.plan(profile, share, techniques=BOTH)
+        assert plan.offloaded
+        assert sacplan.verify(model, batch, plan, models.cross_entropy).peak_bytes == plan.peak_bytes
+
+
+def test_bits_stay_the_same_step_after_step() -> None:
+    model, batch, profile = step("cpu")
+    plan = sacplan.plan(profile, "45%", techniques=BOTH)
+    plain = grads_of(model, batch, models.cross_entropy)
+    with sacplan.apply(model, plan):
+        for _ in range(3):
+            assert bit_equal(plain, grads_of(model, batch, models.cross_entropy))
+    assert bit_equal(plain, grads_of(model, batch, models.cross_entropy))
+
+
+def test_no_plan_is_dearer_for_the_choice() -> None:
+    _, _, profile = step("h100 without workspaces")
+    for share in ("80%", "45%"):
+        alone = sacplan.plan(profile, share)
+        both = sacplan.plan(profile, share, techniques=BOTH)
+        assert both.recompute_ms + both.added_ms <= alone.recompute_ms + 1e-9
+
+
+def test_the_hosts_memory_is_a_limit() -> None:
+    _, _, profile = step("h100 without workspaces")
+    free = sacplan.plan(profile, "45%", techniques=BOTH)
+    tight = sacplan.plan(profile, "45%", techniques=BOTH, host_budget=f"{free.host_bytes // 2}B")
+    assert tight.host_bytes <= free.host_bytes // 2
+    assert tight.recompute_ms + tight.added_ms > free.recompute_ms + free.added_ms
+    with pytest.raises(sacplan.InfeasibleBudget):
+        sacplan.plan(profile, "45%", techniques=("offload",), host_budget="64KiB")
+
+
+def test_a_plan_file_and_the_words_of_a_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    _, _, profile = step("cpu")
+    plan = sacplan.plan(profile, "45%", techniques=BOTH)
+    plan.save(tmp_path / "plan.json")
+    assert sacplan.Plan.load(tmp_path / "plan.json") == plan
+    assert "on the host" in str(plan)
