@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --rooms
 
-.PHONY: help demo test test-slow test-exhaustive test-torch lint format notebook docs benchmark clean
+NOTEBOOKS := $(patsubst notebooks/%.ipynb,out/%.ipynb,$(wildcard notebooks/*.ipynb))
+
+.PHONY: help demo test test-slow test-exhaustive test-torch lint format notebook docs benchmark clean $(NOTEBOOKS)
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -48,8 +50,10 @@ format: $(VENV)/.installed  ## what ruff can mend by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-notebook: $(VENV)/.installed  ## run the notebooks, in copies under out/
-	for n in notebooks/*.ipynb; do $(BIN)/python notebooks/execute.py $$n out/$$(basename $$n) || exit 1; done
+notebook: $(NOTEBOOKS)  ## run the notebooks, in copies under out/; with -j 2, two at a time
+
+$(NOTEBOOKS): out/%.ipynb: notebooks/%.ipynb $(VENV)/.installed
+	$(BIN)/python notebooks/execute.py $< $@
 
 docs: $(VENV)/.installed  ## build the documentation under out/site/
 	$(BIN)/python -m mkdocs build --strict

@@ -22,7 +22,7 @@ from benchmarks.harness.steps import tensors_of
 from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models.cases import Case
 from sacplan._record.step import Step, call_model
-from tests.zoo.wide import Attention, Evoformer, UNet
+from tests.zoo.wide import EagerAttention, Evoformer, UNet
 
 FIGURES = RESULTS / "chunked_inference.json"
 
@@ -54,7 +54,7 @@ def evoformer() -> Case:
 
 
 CASES: dict[str, tuple[Callable[[], Case], tuple[float, ...]]] = {
-    "attention 512 x 256": (lambda: Case(Attention(256, 8), torch.randn(1, 512, 256)), (8, 4, 2.5, 1.6)),
+    "attention 512 x 256": (lambda: Case(EagerAttention(256, 8), torch.randn(1, 512, 256)), (8, 4, 2.5, 1.6)),
     "GPT 96 wide, 512": (lambda: gpt(96, 4, 512), (8, 6, 3)),
     "GPT 768 wide, 1024": (lambda: gpt(768, 12, 1024), (67.5, 54, 27, 13.5)),
     "Evoformer block": (evoformer, (24, 20, 16, 13)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost minutes
+gc.set_threshold(
+    10_000, 20, 20
+)  # by default, looking for cycles among all that torch holds is a tenth of the time
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

@@ -33,7 +33,7 @@ from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
 from sacplan._record.fake_values import is_worst
-from sacplan._record.gradient_hooks import optimizers_in_backward
+from sacplan._record.gradient_hooks import has_gradient_hooks, optimizers_in_backward
 from sacplan._record.host_state import host_bytes
 from sacplan._record.limits import explained_limits
 from sacplan._record.mixed_precision import LoweredParameters, lowered
@@ -165,7 +165,7 @@ def profile(
         offload_policy,
     )
     if fsdp_units is not None and isinstance(model, torch.nn.Module):
-        _check_no_gradient_hooks(model)
+        _check_gradient_hooks(model)
     if accumulation_steps is None:
         accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
     found = trace_step(
@@ -183,17 +183,15 @@ def profile(
     return found.on_ranks(ranks)
 
 
-def _check_no_gradient_hooks(model: torch.nn.Module) -> None:
-    # ``fully_shard`` runs such a hook when the gradient of a shard is reduced, in the middle of the backward pass. A
-    # copy of the model has no hooks, and would keep all gradients until the optimizer's step.
-    for name, p in model.named_parameters():
-        if getattr(p, "_post_accumulate_grad_hooks", None):
-            raise TraceError(
-                f"parameter {name!r} has a hook that runs when its gradient is there "
-                "(register_post_accumulate_grad_hook), such as an optimizer that steps in the backward pass. With "
-                "fsdp_units that is not modelled. Remove the hook, and give an optimizer that steps after the "
-                "backward pass: the peak is then an upper bound, since it keeps all gradients."
-            )
+def _check_gradient_hooks(model: torch.nn.Module) -> None:
+    # ``fully_shard`` runs such a hook on the gradient of a shard, when that is reduced. What an optimizer does there is
+    # moved to that moment; of other hooks, nobody knows what they do.
+    if not has_gradient_hooks(model) or optimizers_in_backward(model):
+        return
+    raise TraceError(
+        "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook), and that "
+        "steps no optimizer. With fsdp_units that is not modelled. Remove the hook."
+    )
 
 
 def warn_of_step(found: Profile, stacklevel: int) -> None:

@@ -27,6 +27,7 @@ from sacplan._device.cost import op_flops
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernel_rates import KernelRates
 from sacplan._torch.allocations import allocation_events
+from tests.zoo.layers import FromFunction
 
 MIB = 2**20
 CPU = resolve_device("cpu")
@@ -242,25 +243,25 @@ def test_flops_of_the_custom_op_are_those_of_the_plain_step() -> None:
     assert found == counter.get_total_flops() > 0
 
 
-class Head(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = torch.nn.Parameter(torch.empty(8192, 1024, dtype=torch.bfloat16))
-        self.head = torch.nn.Linear(1024, 50000, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(self.hidden), targets)
+def head_with(loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    """A loss of hidden states, the weight of a head, and targets."""
+    hidden, weight = (
+        torch.nn.Parameter(torch.empty(rows, 1024, dtype=torch.bfloat16)) for rows in (8192, 50000)
+    )
+    return FromFunction(lambda self, x: loss(self.hidden, self.weight, x), hidden=hidden, weight=weight)
 
 
-class ChunkedHead(Head):
-    def forward(self, targets: torch.Tensor) -> torch.Tensor:
-        options = torch.nn.LinearCrossEntropyOptions()
-        return F.linear_cross_entropy(self.hidden, self.head.weight, targets, options=options)
+def plain_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), targets)
+
+
+def chunked_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.linear_cross_entropy(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
 
 
 def test_the_plain_loss_takes_what_its_profile_says() -> None:
     with torch.device("meta"):
-        model, targets = Head(), torch.zeros(8192, dtype=torch.long)
+        model, targets = head_with(plain_loss), torch.zeros(8192, dtype=torch.long)
     found = sacplan.profile(
         model, targets, loss_fn=lambda model, batch: model(batch), device=H100.without_workspaces()
     )
@@ -272,7 +273,7 @@ def test_the_plain_loss_takes_what_its_profile_says() -> None:
 @needs_torch_2_13
 def test_where_the_backward_pass_makes_the_peak_a_profile_for_a_gpu_says_the_same() -> None:
     with torch.device("meta"):
-        model, targets = ChunkedHead(), torch.zeros(8192, dtype=torch.long)
+        model, targets = head_with(chunked_loss), torch.zeros(8192, dtype=torch.long)
     found = sacplan.profile(
         model, targets, loss_fn=lambda model, batch: model(batch), device=H100.without_workspaces()
     )

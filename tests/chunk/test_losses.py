@@ -15,7 +15,8 @@ from sacplan._chunk.executor.values import SlicedRegion
 from sacplan.errors import ChunkError
 from tests.support.chunks import VOCAB, allocations, chunked, close, loops_of, plain_loss, step
 from tests.support.steps import mean_square
-from tests.zoo.language_models import LM, tokens
+from tests.zoo.language_models import LM, Tempered, tokens
+from tests.zoo.layers import FromFunction
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -129,21 +130,16 @@ def test_a_loss_whose_rows_are_only_close(model: LM, batch: torch.Tensor, loss_f
     close(got, plain, near=("",), rtol=2e-6)
 
 
-class Distilled(nn.Module):
+def distilled() -> FromFunction:
     """With a frozen copy of other weights, as for DPO."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = (
-            nn.Sequential(nn.Embedding(VOCAB, 32), nn.LayerNorm(32), nn.Linear(32, VOCAB)) for _ in range(2)
-        )
-        self.teacher.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.student(x)
+    student, teacher = (
+        nn.Sequential(nn.Embedding(VOCAB, 32), nn.LayerNorm(32), nn.Linear(32, VOCAB)) for _ in range(2)
+    )
+    teacher.requires_grad_(False)
+    return FromFunction(lambda self, x: self.student(x), student=student, teacher=teacher)
 
 
-def preferred(model: Distilled, x: torch.Tensor) -> torch.Tensor:
+def preferred(model: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """The loss of DPO: differences of sums of log-probabilities."""
 
     def summed(scores: torch.Tensor) -> torch.Tensor:
@@ -159,7 +155,7 @@ def preferred(model: Distilled, x: torch.Tensor) -> torch.Tensor:
 def test_gradients_are_as_far_from_float64_as_the_plain_step_s(seed: int) -> None:
     """The promise where a loss loses digits by itself: docs/chunks.md, "Which gradients are the same bits"."""
     torch.manual_seed(seed)
-    model, x = Distilled(), torch.randint(0, VOCAB, (4, 96))
+    model, x = distilled(), torch.randint(0, VOCAB, (4, 96))
     exact = step(copy.deepcopy(model).double(), x, preferred)
 
     def error(found: dict[str, torch.Tensor]) -> float:
@@ -287,13 +283,12 @@ def test_another_size_than_planned(model: LM) -> None:
 def test_an_axis_inside_of_a_dimension(batch: torch.Tensor) -> None:
     """The head sees batch and sequence as one dimension, of which the sequence is sliced."""
 
-    class Flat(LM):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            h = self.norm(self.layers[0](self.embed(tokens)))
-            return self.head(h.flatten(0, 1)).view(*tokens.shape, -1)
+    def forward(self: FromFunction, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.layers[0](self.embed(tokens)))
+        return self.head(h.flatten(0, 1)).view(*tokens.shape, -1)
 
     torch.manual_seed(0)
-    model = Flat(layers=1, dim=32, heads=2, vocab=VOCAB)
+    model = FromFunction(forward, **dict(LM(layers=1, dim=32, heads=2, vocab=VOCAB).named_children()))
     plain = step(model, batch, shifted)
     with chunked(model, dim=0, outer=2) as installed:
         got = step(model, batch, shifted)
@@ -376,20 +371,9 @@ def test_tied_weights(model: LM, batch: torch.Tensor) -> None:
         close(step(model, batch, plain_loss), plain, near=("embed.",))
 
 
-class Tempered(LM):
-    """With parameters outside of the head that the region reads."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=1, dim=32, heads=2, vocab=VOCAB)
-        self.temperature, self.bias = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.randn(VOCAB) / 10)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) * self.temperature.exp() + self.bias
-
-
 def test_parameters_outside_of_the_module_get_real_gradients(batch: torch.Tensor) -> None:
     torch.manual_seed(0)
-    model = Tempered()
+    model = Tempered(layers=1, dim=32, heads=2, vocab=VOCAB)
     seen = []
     for p in (model.temperature, model.bias):
         p.register_post_accumulate_grad_hook(lambda p: seen.append(type(p.grad)))

@@ -16,7 +16,8 @@ from sacplan._profile.tracing import trace_step
 from sacplan._program.decisions import Chunk
 from sacplan._record.step import Step
 from sacplan._verify.measure import measured_step
-from tests.zoo.language_models import LM, tokens
+from tests.zoo.language_models import LM, TokenModel, tokens
+from tests.zoo.layers import MLP, Residual
 
 VOCAB = 3001
 
@@ -98,30 +99,14 @@ def test_half_precision_gradients_are_added_in_float32_without_a_temporary_of_th
     assert wide.peak_bytes == pytest.approx(measured(model, batch, [Chunk("head", "rest", 16, 1)]), rel=0.005)
 
 
-class MLPs(nn.Module):
-    """Layers whose inside is wider than what goes in and comes out."""
-
-    def __init__(self, layers: int = 3, dim: int = 16, wide: int = 512) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, dim)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(dim, wide), nn.GELU(), nn.Linear(wide, dim)) for _ in range(layers)
-        )
-        self.head = nn.Linear(dim, VOCAB, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embed(x)
-        for layer in self.layers:
-            h = h + layer(h)
-        return self.head(h)
-
-
 def test_the_inside_of_a_module_is_not_kept() -> None:
+    """Of layers whose inside is wider than what goes in and comes out."""
     torch.manual_seed(0)
-    model, batch = MLPs(), tokens(2, 256, VOCAB)
+    model = TokenModel((Residual(MLP(16, 512)) for _ in range(3)), 16, VOCAB)
+    batch = tokens(2, 256, VOCAB)
     decisions = [Chunk("head", "rest", 16, 1)]
     whole = fake(model, batch, decisions)
-    decisions += [Chunk(f"layers.{i}", "module", 8, 1) for i in range(3)]
+    decisions += [Chunk(f"layers.{i}.layer", "module", 8, 1) for i in range(3)]
     predicted = fake(model, batch, decisions)
     inside_bytes = 512 * 512 * 4
     assert whole.peak_bytes - predicted.peak_bytes > 5 * inside_bytes

@@ -26,38 +26,28 @@ from sacplan._techniques import rewritten
 from tests.chunk.test_memory import fake
 from tests.support.plans import discarding
 from tests.zoo.language_models import TokenModel
+from tests.zoo.layers import FeedForward, FromFunction, GatedMLP
 
 BOTH = ("recompute", "chunk")
 WIDE = 12
 VOCAB = 64
 
 
-class Gated(nn.Module):
-    """A gated MLP, wide enough to make the peak of its layer."""
+def gated_layer(dim: int) -> nn.Module:
+    """Its MLP is wide enough to make the peak."""
 
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(dim, WIDE * dim, bias=False) for _ in range(2))
-        self.down = nn.Linear(WIDE * dim, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Layer(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.mix = nn.Linear(dim, dim)
-        self.mlp = Gated(dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         x = x + torch.tanh(self.mix(self.norm1(x)))
         return x + self.mlp(self.norm2(x))
 
+    return FromFunction(
+        forward, norm1=nn.LayerNorm(dim), norm2=nn.LayerNorm(dim), mix=nn.Linear(dim, dim),
+        mlp=GatedMLP(dim, WIDE * dim),
+    )  # fmt: skip
+
 
 def gated_layers() -> nn.Module:
-    return TokenModel((Layer(32) for _ in range(3)), 32, VOCAB)
+    return TokenModel((gated_layer(32) for _ in range(3)), 32, VOCAB)
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -229,21 +219,10 @@ def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
         sacplan.plan_smallest(profile, accumulate="double")  # type: ignore[arg-type]
 
 
-class Residual(nn.Module):
-    """Under autocast all of it runs in slices: the sum's gradient is cast for one of its inputs."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(self.norm(x))
-
-
 def residual_net() -> nn.Module:
+    """Under autocast all of a layer runs in slices: the sum's gradient is cast for one of its inputs."""
     torch.manual_seed(0)
-    return TokenModel((Residual(32) for _ in range(2)), 32, VOCAB)
+    return TokenModel((FeedForward(32, dropout=0.0) for _ in range(2)), 32, VOCAB)
 
 
 def under_autocast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -253,7 +232,7 @@ def under_autocast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def plan_of_both(profile: sacplan.Profile, *chunks: Chunk) -> sacplan.Plan:
     """Layers in slices, and of each the cast of a weight discarded that only the backward pass reads."""
-    cast = CallSite("aten._to_copy.default", 1, "mlp.2")
+    cast = CallSite("aten._to_copy.default", 1, "down")
     sites = {chunk.unit: [] for chunk in chunks} | {f"layers.{i}": [cast] for i in range(2)}
     sliced = rewritten(profile.program, chunks, profile.spec)
     plan = discarding(sacplan.policy("none", profile=profile), sites, replace(profile, recorded=sliced))

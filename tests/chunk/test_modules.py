@@ -19,6 +19,7 @@ from sacplan.errors import ChunkError, PlanError
 from tests.support.chunks import VOCAB, close, plain_loss, step
 from tests.support.plans import discarding
 from tests.zoo.language_models import LM, tokens
+from tests.zoo.layers import FromFunction
 
 CHUNKS = [Chunk("layers.0.mlp", "module", 4, 1), Chunk("layers.1.mlp", "module", 5, 1)]
 NEAR = ("layers.0.mlp", "layers.1.mlp")
@@ -68,32 +69,22 @@ def test_outputs_are_ordinary_tensors(model: LM, batch: torch.Tensor) -> None:
     installed.remove()
 
 
-class Gated(nn.Module):
+def gated(self: FromFunction, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     """With two inputs, two outputs and a number among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-        h = F.silu(self.gate(x)) * self.up(x)
-        return {"out": self.down(h) * scale, "share": (h > 0).float().mean(), "hidden": h[..., :2]}
+    h = F.silu(self.gate(x)) * self.up(x)
+    return {"out": self.down(h) * scale, "share": (h > 0).float().mean(), "hidden": h[..., :2]}
 
 
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Gated()
-        self.scale = nn.Parameter(torch.ones(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.inner(x, scale=self.scale.exp())
-        return found["out"].square().mean() + found["hidden"].mean() * found["share"]
+def around(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+    found = self.inner(x, scale=self.scale.exp())
+    return found["out"].square().mean() + found["hidden"].mean() * found["share"]
 
 
 def test_several_inputs_and_outputs() -> None:
     torch.manual_seed(0)
-    model, x = Outer(), torch.randn(3, 40, 16, requires_grad=True)
+    inner = FromFunction(gated, up=nn.Linear(16, 64), gate=nn.Linear(16, 64), down=nn.Linear(64, 16))
+    model = FromFunction(around, inner=inner, scale=nn.Parameter(torch.ones(16)))
+    x = torch.randn(3, 40, 16, requires_grad=True)
     plain = step(model, x, lambda m, x: m(x))
     expected, x.grad = x.grad, None
     installed = InstalledChunks(model, [Chunk("inner", "module", 4, 1)])

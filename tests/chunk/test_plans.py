@@ -18,7 +18,8 @@ from benchmarks.models.chunk_models import TRAINING, Case, large_vocabulary
 from sacplan._chunk.entries import ChunkOptions, Refusal, loss_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._device.devices import resolve_device
-from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.language_models import LM, Tempered, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft.*"),
@@ -276,27 +277,8 @@ def with_hidden_penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(flat(model.head(h)), x.flatten()) + 1e-3 * h.square().mean()
 
 
-class WithAuxiliaryLoss(LM):
-    """As of experts."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.layers[0](self.embed(x))
-        self.auxiliary = h.softmax(-1).mean((0, 1)).square().sum()
-        return self.head(self.norm(h))
-
-
 def with_auxiliary(model: Any, x: torch.Tensor) -> torch.Tensor:
     return cross_entropy(model, x) + 0.01 * model.auxiliary
-
-
-class WithSecondHead(LM):
-    def __init__(self, outputs: int, **how: Any) -> None:
-        super().__init__(**how)
-        self.second = nn.Linear(how["dim"], outputs)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        h = self.norm(self.layers[0](self.embed(x)))
-        return self.head(h), self.second(h)
 
 
 def with_values(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -311,14 +293,23 @@ def with_two_heads(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def second_head(outputs: int) -> LM:
-    torch.manual_seed(0)
-    return WithSecondHead(outputs, layers=1, dim=32, heads=2, vocab=VOCAB)
+def second_head(outputs: int) -> nn.Module:
+    def forward(self: FromFunction, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.norm(self.layers[0](self.embed(x)))
+        return self.head(h), self.second(h)
+
+    return FromFunction(forward, **dict(lm().named_children()), second=nn.Linear(32, outputs))
 
 
-def auxiliary() -> LM:
-    torch.manual_seed(0)
-    return WithAuxiliaryLoss(layers=1, dim=32, heads=2, vocab=VOCAB)
+def auxiliary() -> nn.Module:
+    """As of experts."""
+
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers[0](self.embed(x))
+        self.auxiliary = h.softmax(-1).mean((0, 1)).square().sum()
+        return self.head(self.norm(h))
+
+    return FromFunction(forward, **dict(lm().named_children()))
 
 
 def with_norm_in_head() -> LM:
@@ -333,16 +324,14 @@ def tied() -> LM:
     return model
 
 
-class Pixels(nn.Module):
+def pixels() -> nn.Module:
     """A head on [batch, height, width, channels]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 200)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x).relu().permute(0, 2, 3, 1))
+    torch.manual_seed(0)
+    return FromFunction(
+        lambda self, x: self.head(self.body(x).relu().permute(0, 2, 3, 1)),
+        body=nn.Conv2d(3, 8, 3, padding=1),
+        head=nn.Linear(8, 200),
+    )
 
 
 def of_pixels(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -391,7 +380,7 @@ STEPS: dict[str, Callable[[], Case]] = {
     "two heads": lambda: Case(second_head(VOCAB), batch_of(), with_two_heads),
     "a norm in the head": lambda: Case(with_norm_in_head(), batch_of(), cross_entropy),
     "tied weights": lambda: Case(tied(), batch_of(), cross_entropy),
-    "pixels": lambda: Case(Pixels(), torch.randn(2, 3, 8, 20), of_pixels),
+    "pixels": lambda: Case(pixels(), torch.randn(2, 3, 8, 20), of_pixels),
     "an adapter on the head": lambda: Case(with_adapter(), batch_of(), own_loss),
     "one sample": lambda: Case(lm(), batch_of(1, 100), cross_entropy),
 }
@@ -500,15 +489,6 @@ def with_dropout_behind() -> LM:
     model = lm()
     model.head = nn.Sequential(nn.Linear(32, VOCAB), nn.Dropout(0.1))  # type: ignore[assignment]
     return model
-
-
-class Tempered(LM):
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self.temperature = nn.Parameter(torch.tensor(0.1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.temperature.exp()
 
 
 def tempered() -> LM:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import sacplan
 from tests.chunk.test_ranks import RANKS, Wrap, replicated, sharded, sharded_with_head
+from tests.support.processes import run_ranks
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 BOTH = ("recompute", "chunk")
@@ -103,4 +103,4 @@ def on_rank(rank: int, directory: str, plans: dict[str, sacplan.Plan]) -> None:
 def test_gradients_on_two_ranks(tmp_path: Path) -> None:
     batch = tokens(2, 48, VOCAB)
     plans = {name: smallest(name, batch) for name in WRAPS}
-    mp.spawn(on_rank, (str(tmp_path), plans), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    run_ranks(on_rank, (str(tmp_path), plans), RANKS)

@@ -19,6 +19,7 @@ from sacplan._report.page import report_html
 from sacplan._report.timeline import timeline_of
 from sacplan.errors import PlanError, PlanMismatch
 from tests.zoo.language_models import LM
+from tests.zoo.layers import FromFunction
 
 VOCAB = 3001
 BOTH = ("recompute", "chunk")
@@ -28,16 +29,9 @@ def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
 
-class Cumulated(nn.Module):
+def cumulated() -> nn.Module:
     """All that comes behind the head reads along both dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.head(x)
-        return y.cumsum(1).cumsum(0)
+    return FromFunction(lambda self, x: self.head(x).cumsum(1).cumsum(0), head=nn.Linear(8, 8))
 
 
 def batch() -> torch.Tensor:
@@ -120,14 +114,14 @@ def test_what_is_pinned_is_no_part_of_a_chunked_loss(profile: sacplan.Profile, p
 
 
 def test_where_nothing_can_run_in_slices_the_policy_says_why() -> None:
-    found = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu")
+    found = sacplan.profile(cumulated(), torch.randn(4, 8, 8), device="cpu")
     with pytest.raises(PlanError, match=r"there is no module .*from 'head' on: .*") as raised:
         sacplan.policy("chunked-loss", slices=2, profile=found)
     assert "cumsum" in str(raised.value)
     alone = sacplan.profile(nn.Linear(8, 8), torch.randn(4, 8), device="cpu")
     with pytest.raises(PlanError, match="No module with a name"):
         sacplan.policy("chunked-loss", slices=2, profile=alone)
-    inference = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu", mode="inference")
+    inference = sacplan.profile(cumulated(), torch.randn(4, 8, 8), device="cpu", mode="inference")
     with pytest.raises(PlanError, match="is for training"):
         sacplan.policy("chunked-loss", slices=2, profile=inference)
 
@@ -253,25 +247,17 @@ def test_the_loss_beside_what_libraries_offer(profile: sacplan.Profile, policy: 
     assert sacplan.loss_table(profile, sacplan.policy("full", profile=profile)).empty
 
 
-class Ragged(nn.Module):
+def ragged(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """With a bias at the head, and ops that cannot run in slices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 99)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h: torch.Tensor = self.body(x)
-        h = F.dropout(h.flip(1).sort(-1).values, 0.1)
-        out: torch.Tensor = self.head(h)
-        return out
+    return self.head(F.dropout(self.body(x).flip(1).sort(-1).values, 0.1))
 
 
 def test_the_report_names_ops_that_need_whole_tensors() -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x).flatten(0, 1), torch.zeros(32, dtype=torch.long))
 
-    profile = sacplan.profile(Ragged(), torch.randn(4, 8, 8), loss, device="h100")
+    model = FromFunction(ragged, body=nn.Linear(8, 8), head=nn.Linear(8, 99))
+    profile = sacplan.profile(model, torch.randn(4, 8, 8), loss, device="h100")
     found = sacplan.blocked_ops(profile)
     assert found.loc["aten.native_dropout.default", "why"] == "draws random numbers"
     assert found["most_bytes"].is_monotonic_decreasing
@@ -288,7 +274,7 @@ def test_the_report_names_ops_that_need_whole_tensors() -> None:
 
 
 def test_the_page_says_why_nothing_runs_in_slices() -> None:
-    profile = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu")
+    profile = sacplan.profile(cumulated(), torch.randn(4, 8, 8), device="cpu")
     page = report_html(profile, sacplan.plan(profile, "100%", techniques=BOTH))
     assert "Why the loss does not" in page
     assert "from head on: " in page

@@ -17,6 +17,7 @@ from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._profile.tracing import trace_step
 from sacplan._techniques import rewritten
+from tests.zoo.layers import FromFunction
 
 WIDTH, CLASSES = 8, 60
 
@@ -34,27 +35,19 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class Head(nn.Module):
-    def __init__(self, ops: list[str]) -> None:
-        super().__init__()
-        self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.ops = ops
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+def model_of(ops: list[str]) -> nn.Module:
+    def head(self: FromFunction, h: torch.Tensor) -> torch.Tensor:
         h = self.inner(h)
-        for name in self.ops:
+        for name in ops:
             h = OPS[name](h)
         return self.out(h)
 
-
-class Model(nn.Module):
-    def __init__(self, ops: list[str]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), Head(ops)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x).tanh())
+    torch.manual_seed(0)
+    return FromFunction(
+        lambda self, x: self.head(self.body(x).tanh()),
+        body=nn.Linear(WIDTH, WIDTH),
+        head=FromFunction(head, inner=nn.Linear(WIDTH, WIDTH), out=nn.Linear(WIDTH, CLASSES)),
+    )
 
 
 def labels(logits: torch.Tensor) -> torch.Tensor:
@@ -96,7 +89,7 @@ def gradients(model: nn.Module, x: torch.Tensor, loss_fn: Any) -> list[torch.Ten
     length=st.integers(2, 21),
 )
 def test_random_heads(device: str, ops: list[str], loss: str, rows: int, length: int) -> None:
-    model, x = Model(ops), torch.linspace(-1, 1, rows * length * WIDTH).view(rows, length, WIDTH).sin()
+    model, x = model_of(ops), torch.linspace(-1, 1, rows * length * WIDTH).view(rows, length, WIDTH).sin()
 
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return LOSSES[loss](model(x))

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._program.decisions import Chunk
+from tests.support.processes import run_ranks
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 pytestmark = [
@@ -121,4 +121,4 @@ def on_rank(rank: int, directory: str) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    mp.spawn(on_rank, (str(tmp_path),), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    run_ranks(on_rank, (str(tmp_path),), RANKS)

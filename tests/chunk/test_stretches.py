@@ -21,7 +21,8 @@ from sacplan._chunk.search import stretch_search
 from sacplan._program.decisions import Chunk
 from sacplan._program.pins import resolve_pins
 from sacplan._techniques import rewritten
-from tests.zoo.wide import Attention, Evoformer, Transformer, UNet
+from tests.zoo.layers import FromFunction, Residual
+from tests.zoo.wide import EagerAttention, Evoformer, Transformer, UNet
 
 Make = Callable[[], tuple[nn.Module, Any]]
 
@@ -56,7 +57,7 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 def attention() -> tuple[nn.Module, Any]:
-    return Attention(32, 4), torch.randn(1, 64, 32)
+    return EagerAttention(32, 4), torch.randn(1, 64, 32)
 
 
 def transformer() -> tuple[nn.Module, Any]:
@@ -233,7 +234,7 @@ class Peeking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Attention(32, 4)
+        self.inner = EagerAttention(32, 4)
         self.mode = "plain"
         self.seen: Any = None
 
@@ -308,28 +309,21 @@ def test_a_unit_is_a_graph_break() -> None:
 # --- what ends in a loop -----------------------------------------------------------------------------
 
 
-class Reduced(nn.Module):
-    """Wide values that end in reductions over what is sliced."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.up = nn.Linear(16, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = F.relu(self.up(x), inplace=True)
-        if self.how == "amax":
-            return h.amax(0)
-        if self.how == "mean":
-            return h.mean(0)
-        if self.how == "both":
-            return torch.stack([h.sum(0), h.amin(0)])
-        return h.sum(0)
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda h: h.sum(0),
+    "amax": lambda h: h.amax(0),
+    "mean": lambda h: h.mean(0),
+    "both": lambda h: torch.stack([h.sum(0), h.amin(0)]),
+}
 
 
-@pytest.mark.parametrize("how", ["sum", "amax", "mean", "both"])
+@pytest.mark.parametrize("how", REDUCTIONS)
 def test_reductions(how: str) -> None:
-    model, x = Reduced(how), torch.randn(301, 16)
+    """Wide values that end in reductions over what is sliced."""
+    model = FromFunction(
+        lambda self, x: REDUCTIONS[how](F.relu(self.up(x), inplace=True)), up=nn.Linear(16, 256)
+    )
+    x = torch.randn(301, 16)
     profile = profile_of(model, x)
     plan = sacplan.plan(profile, share(profile, 0.2))
     assert sacplan.verify(model, x, plan).peak_bytes == plan.peak_bytes
@@ -339,23 +333,21 @@ def test_reductions(how: str) -> None:
         assert handle.differences == ()
 
 
-class Branches(nn.Module):
+def branching() -> nn.Module:
     """Written in place, in several outputs, with dropout that draws."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(16, 128), nn.Linear(128, 16), nn.LayerNorm(128)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self: FromFunction, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = self.up(x)
         h.add_(1).mul_(h.sigmoid())
         a, b = self.norm(h).chunk(2, -1)
         wide = torch.cat([a * b, F.gelu(b)], -1)
         return self.down(F.dropout(wide, 0.5, self.training)), (a + b).t().contiguous().t()
 
+    return FromFunction(forward, up=nn.Linear(16, 128), down=nn.Linear(128, 16), norm=nn.LayerNorm(128))
+
 
 def test_random_ops_are_in_no_loop() -> None:
-    model, x = Branches().train(), torch.randn(200, 16)
+    model, x = branching(), torch.randn(200, 16)
     profile = profile_of(model, x)
     plan = sacplan.plan_smallest(profile)
     assert not any("dropout" in site.op or "bernoulli" in site.op for d in plan.decisions for site in d.sites)
@@ -366,7 +358,7 @@ def test_random_ops_are_in_no_loop() -> None:
         assert_close(outputs(model, x), expected)
 
 
-@pytest.mark.parametrize("make", [lambda: (Branches(), torch.randn(40, 16)), attention, SLOW_EVOFORMER])
+@pytest.mark.parametrize("make", [lambda: (branching(), torch.randn(40, 16)), attention, SLOW_EVOFORMER])
 def test_every_candidate_is_what_happens(make: Make) -> None:
     """One by one, in slices that do not come out even: a plain step is the ground truth."""
     model, batch = make()
@@ -398,21 +390,16 @@ def _with_decision(plan: sacplan.Plan, profile: sacplan.Profile, decision: Chunk
     )
 
 
-class Normed(nn.Module):
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.wide, self.norm = nn.Conv2d(8, 32, 3, padding=1), norm
-        self.narrow = nn.Conv2d(32, 8, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.narrow(self.norm(self.wide(x)).relu())
-
-
 @pytest.mark.parametrize("affine", [False, True])
 def test_an_instance_norm_without_statistics(affine: bool) -> None:
     """It is a batch norm that trains, and writes no statistics: it runs in slices like another."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Normed(nn.InstanceNorm2d(32, affine=affine)) for _ in range(2))).eval()
+
+    def block() -> nn.Module:
+        wide, narrow = nn.Conv2d(8, 32, 3, padding=1), nn.Conv2d(32, 8, 3, padding=1)
+        return Residual(wide, nn.InstanceNorm2d(32, affine=affine), nn.ReLU(), narrow)
+
+    model = nn.Sequential(block(), block()).eval()
     batch = torch.randn(2, 8, 32, 32)
     expected, profile = outputs(model, batch), profile_of(model, batch)
     for plan in (sacplan.plan_smallest(profile), sacplan.plan(profile, "90%")):

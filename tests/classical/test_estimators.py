@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sacplan
 from examples.transformer import Transformer
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 GIB = 2**30
 
@@ -95,35 +96,27 @@ def test_flops_are_those_of_torchs_counter() -> None:
     assert estimator.mod_runtimes["layers.0"]["bw"] > 0
 
 
-class Odd(nn.Module):
-    """Called twice, with keywords only, inside a loss, under frozen parameters, without a gradient."""
+def odd() -> nn.Module:
+    """Parts called twice, with keywords only, inside a loss, under frozen parameters, without a gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-        self.shared = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-        self.frozen = nn.Sequential(nn.Linear(8, 8), nn.GELU()).requires_grad_(False)
-        self.keyword = Keyword()
-        self.ungraded = nn.Sequential(nn.Linear(8, 8))
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         x = self.shared(self.first(x))
         with torch.no_grad():
             self.ungraded(x)
         return self.keyword(value=self.shared(self.frozen(x)))
 
-
-class Keyword(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, *, value: torch.Tensor) -> torch.Tensor:
-        return F.gelu(self.inner(value))
+    keyword = FromFunction(lambda self, *, value: F.gelu(self.inner(value)), inner=nn.Linear(8, 8))
+    return FromFunction(
+        forward, first=layer(), shared=layer(), frozen=layer().requires_grad_(False), keyword=keyword,
+        ungraded=nn.Sequential(nn.Linear(8, 8)),
+    )  # fmt: skip
 
 
 def test_order_is_the_order_of_execution() -> None:
-    model, batch = Odd(), torch.randn(4, 8)
+    model, batch = odd(), torch.randn(4, 8)
     graph = _watch(model, lambda: model(batch).sum().backward())
     assert [n.fqn for n in graph.nodes if not n.is_leaf] == [
         "",

@@ -647,7 +647,12 @@ def test_progress_is_for_terminals(saved: Path) -> None:
     controller, terminal = os.openpty()
     inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
     with subprocess.Popen(
-        [sys.executable, "-m", "sacplan", "plan", "profile.json.gz", "--budget", "1KiB", "--json"],
+        [
+            sys.executable,
+            "-m",
+            "sacplan",
+            *shlex.split("plan profile.json.gz --budget 1KiB --solver greedy --json"),
+        ],
         stdout=subprocess.PIPE,
         stderr=terminal,
         env=inherited | {"PYTHONPATH": str(ROOT), "TERM": "xterm"},
@@ -672,8 +677,8 @@ def test_narrow(saved: Path) -> None:
     prose = run("plan --help", COLUMNS="40").stdout.partition("Examples:")[0]
     assert max(map(len, prose.splitlines())) <= 40
     assert "--objective" in prose
-    pairs = process("verify", "train.py:make", "plan.json", COLUMNS="40")
-    assert pairs.returncode == 0
+    pairs = run("verify train.py:make plan.json", COLUMNS="40")
+    assert pairs.exit_code == 0
     assert max(map(len, pairs.stdout.splitlines())) <= 40
 
 
@@ -743,9 +748,9 @@ def test_an_interrupt_that_a_library_hides(saved: Path, monkeypatch: pytest.Monk
     assert result.stderr == "loading the data\ninterrupted\n"
 
 
-def test_missing_file_as_a_process(saved: Path) -> None:
-    result = process("verify", "train.py:make", "missing.json")
-    assert (result.returncode, result.stdout) == (2, "")
+def test_a_missing_file_is_one_line(saved: Path) -> None:
+    result = run("verify train.py:make missing.json")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: missing.json: there is no such file.\n"
 
 

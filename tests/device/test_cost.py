@@ -37,27 +37,14 @@ class Costs(TorchDispatchMode):
         return out
 
 
-class Layer(nn.Module):
-    def __init__(self, dim: int, heads: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln1, self.ln2 = nn.LayerNorm(dim, dtype=dtype), nn.LayerNorm(dim, dtype=dtype)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, dtype=dtype), nn.Linear(dim, dim, dtype=dtype)
-        self.up, self.down = nn.Linear(dim, 4 * dim, dtype=dtype), nn.Linear(4 * dim, dim, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, seq, dim = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        a = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
-        x = x + self.out(a.transpose(1, 2).reshape(batch, seq, dim))
-        return x + F.dropout(self.down(F.gelu(self.up(self.ln2(x)))), 0.1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["h100", "a100-80gb", "t4", "cpu"])
 def test_layer_flops_equal_flop_counter(device: str, dtype: torch.dtype) -> None:
     with fake_device(device):
-        layer, x = Layer(64, 4, dtype), torch.randn(2, 32, 64, dtype=dtype, requires_grad=True)
+        layer = nn.TransformerEncoderLayer(
+            64, 4, 256, 0.1, "gelu", batch_first=True, norm_first=True, dtype=dtype
+        )
+        x = torch.randn(2, 32, 64, dtype=dtype, requires_grad=True)
         with FlopCounterMode(display=False) as counter:
             layer(x).sum().backward()
         with Costs(CostModel(resolve_device(device))) as costs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ def mlp(width: int = 512) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
 
 
+@functools.cache
 def profiled(rows: int = 1024, optimizer: Any = None, device: str = "a100-80gb") -> sacplan.Profile:
     return sacplan.profile(
         mlp(), torch.randn(rows, 512), lambda m, x: m(x).sum(), optimizer=optimizer, device=device

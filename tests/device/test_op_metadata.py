@@ -25,6 +25,7 @@ from sacplan._device.kernels import device_kernels, fake_device
 from sacplan._device.layouts import on_all_devices, on_cpu, rule_of
 from sacplan._torch.ops import tensors_in
 from tests.support.chunks import allocations
+from tests.zoo.layers import FromFunction
 
 aten = torch.ops.aten
 
@@ -167,20 +168,15 @@ def test_reduced_losses_keep_their_storage_every_time(device: str) -> None:
         assert F.mse_loss(x, x).untyped_storage().nbytes() == 4  # torch's own is back
 
 
-class Convolution(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = torch.nn.Conv2d(3, 3, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(x).sigmoid()
+def convolution() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.Sigmoid())
 
 
 @pytest.mark.parametrize("loss", ["mse", "smooth_l1", "bce"])
 def test_steps_with_reduced_losses(loss: str) -> None:
     """Predicted as measured, without a plan and with one, and as the fake step with the plan says."""
     torch.manual_seed(0)
-    model, batch = Convolution(), torch.rand(2, 3, 64, 64)
+    model, batch = convolution(), torch.rand(2, 3, 64, 64)
 
     def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return LOSSES[loss](model(batch), batch)
@@ -195,25 +191,20 @@ def test_steps_with_reduced_losses(loss: str) -> None:
     assert sacplan.verify(model, batch, plan, loss_fn, run="fake").peak_bytes == plan.peak_bytes
 
 
-class LossInside(torch.nn.Module):
+def loss_inside(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """Losses inside units, so that results on large storages are among what may be discarded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(Convolution() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = x.new_zeros(())
-        for layer in self.layers:
-            y = layer(x)
-            total = total + F.mse_loss(y, x).sin() + F.binary_cross_entropy(y, x).sin()
-            x = y
-        return total
+    total = x.new_zeros(())
+    for layer in self.layers:
+        y = layer(x)
+        total = total + F.mse_loss(y, x).sin() + F.binary_cross_entropy(y, x).sin()
+        x = y
+    return total
 
 
 def test_results_on_large_storages_are_computed_again() -> None:
     torch.manual_seed(0)
-    model, batch = LossInside(), torch.rand(2, 3, 32, 32)
+    layers = torch.nn.ModuleList(convolution() for _ in range(3))
+    model, batch = FromFunction(loss_inside, layers=layers), torch.rand(2, 3, 32, 32)
     profile = sacplan.profile(model, batch, device="cpu")
     plain = real_step(model, batch)
     assert profile.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
@@ -227,18 +218,17 @@ def test_results_on_large_storages_are_computed_again() -> None:
         assert sacplan.verify(model, batch, plan, run="fake").peak_bytes == plan.peak_bytes
 
 
-class Transposed(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2)).tanh()
+def transposed() -> torch.nn.Module:
+    return FromFunction(
+        lambda self, x: self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2)).tanh(),
+        norm=torch.nn.BatchNorm1d(16),
+        linear=torch.nn.Linear(16, 16, bias=False),
+    )
 
 
 def test_batch_norm_of_a_transposed_input() -> None:
     torch.manual_seed(0)
-    model, batch = torch.nn.Sequential(*(Transposed() for _ in range(3))), torch.randn(8, 32, 16)
+    model, batch = torch.nn.Sequential(*(transposed() for _ in range(3))), torch.randn(8, 32, 16)
     fake, real = (sacplan.profile(model, batch, device="cpu", trace=trace) for trace in ("fake", "real"))
     plain = real_step(model, batch)
     assert fake.peak_bytes == real.peak_bytes
@@ -266,19 +256,15 @@ def test_columns_keep_the_storage_that_they_are_resized_from(name: str) -> None:
         assert compare.calls["aten.col2im.default"]
 
 
-class Folded(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.out = torch.nn.Conv2d(3, 8, 1), torch.nn.Linear(8 * 25, 72)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        columns = F.unfold(self.conv(x).relu(), 5, padding=2)
-        return F.fold(self.out(columns.transpose(1, 2)).transpose(1, 2), (24, 24), 3, padding=1)
+def folded(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+    columns = F.unfold(self.conv(x).relu(), 5, padding=2)
+    return F.fold(self.out(columns.transpose(1, 2)).transpose(1, 2), (24, 24), 3, padding=1)
 
 
 def test_steps_with_columns() -> None:
     torch.manual_seed(0)
-    model, batch = Folded(), torch.randn(2, 3, 24, 24)
+    model = FromFunction(folded, conv=torch.nn.Conv2d(3, 8, 1), out=torch.nn.Linear(8 * 25, 72))
+    batch = torch.randn(2, 3, 24, 24)
     profile = sacplan.profile(model, batch, device="cpu")
     plain = real_step(model, batch)
     assert profile.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
@@ -299,26 +285,26 @@ def test_strides_of_sizes_of_one(op: MoreOfAnOp) -> None:
     assert compare.calls
 
 
-class Autoencoder(torch.nn.Module):
+def autoencoder() -> torch.nn.Module:
     """Attention over the pixels of an image, then convolutions, as in the autoencoders of diffusion models."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = torch.nn.Linear(32, 32), torch.nn.GroupNorm(8, 32)
-        self.conv = torch.nn.Conv2d(32, 32, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         pixels = x.flatten(2).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(*(self.linear(pixels)[:, None],) * 3).squeeze(1)
         image = (mixed.transpose(-1, -2).reshape(x.shape) + x) / 1.0
         image = image + self.conv(F.silu(self.norm(image)))
         return self.conv(F.interpolate(image, scale_factor=2.0))
 
+    return FromFunction(
+        forward, linear=torch.nn.Linear(32, 32), norm=torch.nn.GroupNorm(8, 32),
+        conv=torch.nn.Conv2d(32, 32, 3, padding=1),
+    )  # fmt: skip
+
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_steps_on_a_batch_of_one(rows: int) -> None:
     torch.manual_seed(0)
-    model, batch = Autoencoder(), torch.randn(rows, 32, 16, 16)
+    model, batch = autoencoder(), torch.randn(rows, 32, 16, 16)
     profile = sacplan.profile(model, batch, device="cpu")
     plain = real_step(model, batch)
     assert profile.peak_bytes == plain.peak_bytes
@@ -333,7 +319,7 @@ def test_steps_on_a_batch_of_one(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_inference_on_a_batch_of_one(rows: int) -> None:
     torch.manual_seed(0)
-    model, batch = Autoencoder().eval(), torch.randn(rows, 32, 16, 16)
+    model, batch = autoencoder().eval(), torch.randn(rows, 32, 16, 16)
     profile = sacplan.profile(model, batch, device="cpu", mode="inference")
     before = sum(profile.program.storage_bytes[s] for s in profile.program.initial)
     plan = sacplan.plan_smallest(profile)

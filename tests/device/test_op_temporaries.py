@@ -21,6 +21,7 @@ from sacplan._device.real_ops import op_key
 from sacplan._record.step import Step
 from sacplan._torch.ops import op_traits, tensors_in
 from sacplan._verify.measure import measured_step
+from tests.zoo.layers import FromFunction
 
 ROWS, COLUMNS = 256, 64
 Tensor = torch.Tensor
@@ -68,16 +69,6 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 NOTHING_TO_DISCARD = ("kthvalue", "bilinear")
 
 
-class Layer(nn.Module):
-    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(COLUMNS, COLUMNS)
-        self.op = op
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.op(self.linear(x), x)
-
-
 def loss(model: nn.Module, batch: Any) -> Tensor:
     out: Tensor = model(*batch) if isinstance(batch, tuple) else model(batch)
     return out
@@ -92,7 +83,8 @@ def measured(model: nn.Module, batch: Any) -> int:
 @pytest.mark.parametrize("name", OPS)
 def test_peaks_of_an_op_are_those_of_the_allocator(name: str) -> None:
     torch.manual_seed(0)
-    model, batch = nn.Sequential(Layer(OPS[name])), torch.randn(ROWS, COLUMNS)
+    layer = FromFunction(lambda self, x: OPS[name](self.linear(x), x), linear=nn.Linear(COLUMNS, COLUMNS))
+    model, batch = nn.Sequential(layer), torch.randn(ROWS, COLUMNS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         profile = sacplan.profile(model, batch, loss, device="cpu")
@@ -107,14 +99,8 @@ def test_peaks_of_an_op_are_those_of_the_allocator(name: str) -> None:
 # --- sparse tensors ---------------------------------------------------------------------------------------
 
 
-class Propagation(nn.Module):
-    def __init__(self, adjacency: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("adjacency", adjacency)
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sparse.mm(self.adjacency, self.linear(x)).relu().sum()
+def propagation(self: FromFunction, x: Tensor) -> Tensor:
+    return torch.sparse.mm(self.adjacency, self.linear(x)).relu().sum()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -123,7 +109,9 @@ def test_indices_and_values_of_sparse_tensors_count(layout: torch.layout, tolera
     torch.manual_seed(0)
     edges = torch.randint(0, 500, (2, 20_000))
     adjacency = torch.sparse_coo_tensor(edges, torch.ones(20_000), (500, 500)).coalesce()
-    model, batch = Propagation(adjacency.to_sparse(layout=layout)), torch.randn(500, 16)
+    sparse = adjacency.to_sparse(layout=layout)
+    model = FromFunction(propagation, adjacency=sparse, linear=nn.Linear(16, 16))
+    batch = torch.randn(500, 16)
     profile = sacplan.profile(model, batch, loss, device="cpu", trace="real")
     assert profile.peak_bytes == pytest.approx(measured(model, batch), rel=tolerance)
     with pytest.raises(sacplan.TraceError, match='trace="real"'):

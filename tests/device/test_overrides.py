@@ -28,6 +28,7 @@ from sacplan._record.fake_data import data_rules
 from sacplan._rewrites import library_workspaces as libraries
 from sacplan._rewrites.library_workspaces import library_workspace_bytes, library_workspaces
 from tests.device.test_kernels import BF16, FP16, FP32, Ops, saved_by
+from tests.zoo.layers import FromFunction
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -167,14 +168,10 @@ def _under_autocast(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).float().pow(2).mean()
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(32, 32, 2, dropout=0.1)
-        self.head = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.RMSNorm(64), nn.Linear(64, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x)[0])
+def recurrent() -> nn.Module:
+    head = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.RMSNorm(64), nn.Linear(64, 32))
+    lstm = nn.LSTM(32, 32, 2, dropout=0.1)
+    return FromFunction(lambda self, x: self.head(self.lstm(x)[0]), lstm=lstm, head=head)
 
 
 def convolutional() -> nn.Module:
@@ -189,7 +186,7 @@ def encoder() -> nn.Module:
 
 
 PLANNED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "recurrent": (Recurrent, (16, 8, 32)),
+    "recurrent": (recurrent, (16, 8, 32)),
     "convolutional": (convolutional, (8, 8, 16, 16)),
     "encoder": (encoder, (8, 64, 32)),
 }

@@ -14,6 +14,7 @@ from sacplan._device.devices import resolve_device
 from sacplan._device.real_ops import RealOp, outside_of_the_trace, run_for_real
 from sacplan._device.timing import MeasuredTimes
 from sacplan.errors import DeviceError
+from tests.zoo.language_models import TokenModel, cross_entropy
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -238,26 +239,16 @@ def test_modes_and_generators_are_left_as_they_were(times):
 
 
 def test_a_profile_by_benchmark():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = torch.nn.Embedding(50, 16)
-            self.layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-            self.head = torch.nn.Linear(16, 50)
-
-        def forward(self, tokens):
-            logits = self.head(self.layer(self.embedding(tokens)))
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-    model, tokens = Model(), torch.randint(50, (4, 8))
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    model, tokens = TokenModel([layer], 16, 50), torch.randint(50, (4, 8))
     state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         measured = sacplan.profile(
-            model, tokens, device="cpu", runtime="benchmark", optimizer=torch.optim.AdamW
+            model, tokens, cross_entropy, device="cpu", runtime="benchmark", optimizer=torch.optim.AdamW
         )
-        real = sacplan.profile(model, tokens, device="cpu", runtime="benchmark", trace="real")
-    roofline = sacplan.profile(model, tokens, device="cpu", optimizer=torch.optim.AdamW)
+        real = sacplan.profile(model, tokens, cross_entropy, device="cpu", runtime="benchmark", trace="real")
+    roofline = sacplan.profile(model, tokens, cross_entropy, device="cpu", optimizer=torch.optim.AdamW)
     assert torch.equal(state, torch.get_rng_state())
     assert measured.program.flops == roofline.program.flops
     assert measured.peak_bytes == roofline.peak_bytes

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import sacplan
+from tests.zoo.layers import FromFunction, Then
 
 WRONG = {
     "None": None,
@@ -35,18 +36,9 @@ WRONG = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(x).sin().exp()
-
-
 def make():
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(3)))
+    return nn.Sequential(*(Then(lambda y: y.sin().exp()) for _ in range(3)))
 
 
 @pytest.fixture(scope="module")
@@ -251,18 +243,8 @@ def test_statistics_that_are_no_numbers(value):
         sacplan.SACStats(("a",), (value,), (1,))
 
 
-class Apply(nn.Module):
-    def __init__(self, function, **attributes):
-        super().__init__()
-        self.linear, self.function = nn.Linear(8, 8), function
-        for name, value in attributes.items():
-            if isinstance(value, torch.Tensor):
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-
-    def forward(self, x):
-        return self.function(self, self.linear(x))
+def after_linear(function, **parts):
+    return FromFunction(lambda self, x: function(self, self.linear(x)), linear=nn.Linear(8, 8), **parts)
 
 
 def lbfgs(parameters):
@@ -270,22 +252,28 @@ def lbfgs(parameters):
 
 
 UNTRACEABLE = {
-    "sparse op": lambda: Apply(lambda m, y: torch.sparse.mm(y.to_sparse(), torch.ones(8, 8))),
-    "sparse buffer": lambda: Apply(lambda m, y: torch.sparse.mm(m.a, y), a=torch.eye(4).to_sparse()),
-    "sparse row buffer": lambda: Apply(lambda m, y: m.a @ y, a=torch.eye(4).to_sparse_csr()),
-    "sparse gradient": lambda: Apply(lambda m, y: m.e(torch.tensor([1])), e=nn.Embedding(4, 8, sparse=True)),
-    "cond": lambda: Apply(lambda m, y: torch.cond(y.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (y,))),
-    "jagged": lambda: Apply(
+    "sparse op": lambda: after_linear(lambda m, y: torch.sparse.mm(y.to_sparse(), torch.ones(8, 8))),
+    "sparse buffer": lambda: after_linear(lambda m, y: torch.sparse.mm(m.a, y), a=torch.eye(4).to_sparse()),
+    "sparse row buffer": lambda: after_linear(lambda m, y: m.a @ y, a=torch.eye(4).to_sparse_csr()),
+    "sparse gradient": lambda: after_linear(
+        lambda m, y: m.e(torch.tensor([1])), e=nn.Embedding(4, 8, sparse=True)
+    ),
+    "cond": lambda: after_linear(
+        lambda m, y: torch.cond(y.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (y,))
+    ),
+    "jagged": lambda: after_linear(
         lambda m, y: torch.nested.nested_tensor([y[:2], y[2:]], layout=torch.jagged).sin().values()
     ),
-    "nested": lambda: Apply(lambda m, y: torch.nested.as_nested_tensor([y[:2], y[2:]]).to_padded_tensor(0.0)),
-    "quantized": lambda: Apply(
+    "nested": lambda: after_linear(
+        lambda m, y: torch.nested.as_nested_tensor([y[:2], y[2:]]).to_padded_tensor(0.0)
+    ),
+    "quantized": lambda: after_linear(
         lambda m, y: y + m.q.dequantize(), q=torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8)
     ),
     "lazy": lambda: nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)),
     "lazy buffers": lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyBatchNorm1d(affine=False)),
-    "torch.func.grad": lambda: Apply(lambda m, y: torch.func.grad(lambda t: t.sin().sum())(y)),
-    "mkldnn": lambda: Apply(lambda m, y: y.to_mkldnn().relu().to_dense()),
+    "torch.func.grad": lambda: after_linear(lambda m, y: torch.func.grad(lambda t: t.sin().sum())(y)),
+    "mkldnn": lambda: after_linear(lambda m, y: y.to_mkldnn().relu().to_dense()),
 }
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import sacplan
 from tests.zoo.language_models import LM, tokens
+from tests.zoo.layers import FromFunction
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
@@ -131,18 +132,13 @@ def test_an_optimizer_over_other_parameters() -> None:
         sacplan.profile(LM(), tokens(), optimizer=lambda params: 3)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-
-
 def test_checkpointing_already_on() -> None:
+    model = FromFunction(
+        lambda self, x: torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False),
+        inner=nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+    )
     with pytest.raises(sacplan.TraceError, match=r"'inner.*already"):
-        sacplan.profile(Checkpointed(), torch.randn(2, 8, requires_grad=True))
+        sacplan.profile(model, torch.randn(2, 8, requires_grad=True))
     flagged = LM()
     flagged.layers[1].gradient_checkpointing = True
     with pytest.raises(sacplan.TraceError, match=r"layers\.1"):

@@ -9,36 +9,27 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import sacplan
 from sacplan._executor.stand_ins import take_off
 from sacplan._recompute.executor.recipes import PlannedForward
+from tests.zoo.layers import FeedForward
 
 DIM = 8
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(DIM, DIM)
-        self.outer = nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(F.gelu(self.inner(x)).sin().exp())
-
-
-class WithState(Block):
+class WithState(FeedForward):
     """Has a state of its own for ``copy`` and ``pickle``."""
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"made": True}
 
 
-def planned(block: type[Block] = Block) -> tuple[nn.Sequential, torch.Tensor, sacplan.Handle]:
+def planned(block: type[FeedForward] = FeedForward) -> tuple[nn.Sequential, torch.Tensor, sacplan.Handle]:
     torch.manual_seed(0)
-    model, x = nn.Sequential(block(), block()), torch.randn(4, DIM)
+    model = nn.Sequential(*(block(DIM, dropout=0.0) for _ in range(2)))
+    x = torch.randn(4, DIM)
     profile = sacplan.profile(model, x, lambda m, b: m(b).pow(2).mean(), device="cpu")
     plan = sacplan.policy("full", profile=profile, layers="*")
     assert set(plan.discarded) == {"0", "1"}
@@ -59,9 +50,9 @@ def without_plan(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("call", [lambda m, x: m(x), lambda m, x: m.forward(x)], ids=["call", "forward"])
-@pytest.mark.parametrize("block", [Block, WithState])
+@pytest.mark.parametrize("block", [FeedForward, WithState])
 def test_a_shallow_copy_has_no_plan(
-    block: type[Block], call: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+    block: type[FeedForward], call: Callable[[nn.Module, torch.Tensor], torch.Tensor]
 ) -> None:
     model, x, handle = planned(block)
     other = with_own_weights(copy.copy(model[0]))
@@ -74,9 +65,9 @@ def test_a_shallow_copy_has_no_plan(
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-@pytest.mark.parametrize("block", [Block, WithState])
+@pytest.mark.parametrize("block", [FeedForward, WithState])
 def test_a_deep_copy_has_a_plan_of_its_own(
-    block: type[Block], copied: Callable[[nn.Module], nn.Sequential]
+    block: type[FeedForward], copied: Callable[[nn.Module], nn.Sequential]
 ) -> None:
     model, x, handle = planned(block)
     twin = copied(copied(model))
@@ -94,7 +85,8 @@ def test_a_deep_copy_has_a_plan_of_its_own(
 
 def test_a_forward_that_somebody_else_replaced_stays() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(Block(), Block()), torch.randn(4, DIM)
+    model = nn.Sequential(*(FeedForward(DIM, dropout=0.0) for _ in range(2)))
+    x = torch.randn(4, DIM)
     profile = sacplan.profile(model, x, lambda m, b: m(b).pow(2).mean(), device="cpu")
     first = model[0]
     own = first.forward
@@ -142,7 +134,7 @@ def test_replicas_on_threads_use_their_own_weights_and_the_plan() -> None:
             gradients.append([p.grad for p in m.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     handle.remove()
-    assert model[0].__dict__.keys() == Block().__dict__.keys()
+    assert model[0].__dict__.keys() == FeedForward(DIM).__dict__.keys()
 
 
 def _on_threads(modules: list[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from sacplan._executor.alignment import Alignment, RecordedUnit
 from sacplan._program.places import CallSites, OpSequence
 from sacplan._program.program import CallSite
 from tests.zoo.language_models import TokenModel
+from tests.zoo.layers import FromFunction
 
 DIM = 32
 
@@ -195,25 +196,16 @@ def test_a_gradient_inside_of_the_forward_pass_moves_no_decision(trace: str) -> 
 def test_calls_of_a_unit_that_run_a_module_once_and_twice_are_both_as_recorded() -> None:
     """What the one is known to do says nothing of where the other leaves it."""
 
-    class Repeats(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin, self.times = nn.Linear(DIM, DIM), 1
+    def repeats(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.lin(x) for _ in range(self.times)]).exp().sum(0)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.stack([self.lin(x) for _ in range(self.times)]).exp().sum(0)
+    def both(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        for self.unit.times in (1, 2, 3, 1):
+            x = self.unit(x).tanh()
+        return x
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unit = Repeats()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for self.unit.times in (1, 2, 3, 1):
-                x = self.unit(x).tanh()
-            return x
-
-    model, x = Both(), torch.randn(64, DIM)
+    model = FromFunction(both, unit=FromFunction(repeats, lin=nn.Linear(DIM, DIM), times=1))
+    x = torch.randn(64, DIM)
     plan = sacplan.policy("full", profile=sacplan.profile(model, x, loss_of, device="cpu"), layers="unit")
     plain = copy.deepcopy(model)
     handle = sacplan.apply(model, plan)
@@ -257,17 +249,12 @@ class SquareInPlace(torch.autograd.Function):
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
 def test_a_custom_function_that_was_not_recorded_may_overwrite_what_it_saved() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.warm = nn.Linear(DIM, DIM), False
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).sin()
+        w = (y * 3.0).cos()
+        return w + (SquareInPlace.apply(y) if self.warm else y**2)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.first(x).sin()
-            w = (y * 3.0).cos()
-            return w + (SquareInPlace.apply(y) if self.warm else y**2)
-
-    model = nn.Sequential(Net())
+    model = nn.Sequential(FromFunction(forward, first=nn.Linear(DIM, DIM), warm=False))
     x = torch.randn(16, DIM)
     profile = sacplan.profile(model, x, loss_of, device="cpu")
     plain = copy.deepcopy(model)
@@ -282,16 +269,14 @@ def test_a_custom_function_that_was_not_recorded_may_overwrite_what_it_saved() -
 
 
 def test_a_step_that_differs_is_said_once_and_by_name() -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.cold = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), False
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).sin()
+        return self.second(x.cos() if self.cold else x.exp()).tanh()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x).sin()
-            return self.second(x.cos() if self.cold else x.exp()).tanh()
+    def branch() -> nn.Module:
+        return FromFunction(forward, first=nn.Linear(DIM, DIM), second=nn.Linear(DIM, DIM), cold=False)
 
-    model = nn.Sequential(Branch(), Branch())
+    model = nn.Sequential(branch(), branch())
     x = torch.randn(64, DIM)
     plan = sacplan.plan_smallest(sacplan.profile(model, x, loss_of, device="cpu"))
     model[1].cold = True

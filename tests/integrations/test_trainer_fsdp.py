@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from msgspec import structs
 
 import sacplan
@@ -25,6 +24,7 @@ from tests.support.steps import bit_equal
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", minversion="1.6")
 
+from tests.support.processes import run_ranks  # noqa: E402
 from tests.support.trainers import trainer as trainer_in  # noqa: E402
 
 pytestmark = [
@@ -124,4 +124,4 @@ def test_the_plan_of_a_rank_in_a_sharded_trainer(tmp_path: Path) -> None:
     whole.save(tmp_path / "one_unit.json")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    mp.spawn(on_rank, (str(tmp_path), port), nprocs=RANKS)
+    run_ranks(on_rank, (str(tmp_path), port), RANKS)

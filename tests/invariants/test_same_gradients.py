@@ -27,7 +27,7 @@ from tests.support.recomputing import (
     step,
 )
 from tests.support.slow import slow_after
-from tests.zoo.random_nets import STEPS, Net, batch, nets
+from tests.zoo.random_nets import STEPS, RandomNet, batch, nets
 
 PROGRAMS, PARTS = 200, 10
 TURNS = (
@@ -87,7 +87,7 @@ def test_a_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("form", ["twice", "inplace_residual"])
 def test_everything_discarded(kind: str, form: str) -> None:
     torch.manual_seed(0)
-    model = Net([([kind, "linear"], form)], share=True, tie=True)
+    model = RandomNet([([kind, "linear"], form)], share=True, tie=True)
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
     planned = copy.deepcopy(model)
     sacplan.apply(planned, plan_of(profile, {"": sorted(fitting_sites(profile, ""))}))
@@ -97,7 +97,7 @@ def test_everything_discarded(kind: str, form: str) -> None:
 
 @fuzz(20)
 @given(nets(list(STEPS)), st.integers(0, 10**6))
-def test_a_plan_that_fits_is_never_refused_and_changes_no_bit(model: Net, seed: int) -> None:
+def test_a_plan_that_fits_is_never_refused_and_changes_no_bit(model: RandomNet, seed: int) -> None:
     x = batch()
     profile = sacplan.profile(model, x, device="cpu", trace="real")
     plan = random_plan(profile, seed, fitting=True)
@@ -109,7 +109,7 @@ def test_a_plan_that_fits_is_never_refused_and_changes_no_bit(model: Net, seed: 
 
 @fuzz(30)
 @given(nets(list(STEPS)), st.integers(0, 10**6))
-def test_any_plan_is_refused_or_changes_no_bit(model: Net, seed: int) -> None:
+def test_any_plan_is_refused_or_changes_no_bit(model: RandomNet, seed: int) -> None:
     x = batch()
     plan = random_plan(sacplan.profile(model, x, device="cpu", trace="real"), seed, fitting=False)
     planned = copy.deepcopy(model)

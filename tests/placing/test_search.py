@@ -22,23 +22,9 @@ from sacplan._shard.mesh import Mesh
 from sacplan._shard.places import matches
 from sacplan._shard.sharding import Sharding
 from sacplan._solve.milp import Milp
-from tests.zoo.layers import MLP
+from tests.zoo.layers import MLP, FromFunction, Residual, Stack
 
 OPTIONS = Milp(gap=2e-3, work_limit=100_000_000)
-
-
-class Stack(nn.Module):
-    def __init__(self, layers: int, width: int = 256) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(512, width)
-        self.layers = nn.ModuleList(MLP(width, bias=False) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.norm(x)
 
 
 @cache
@@ -51,7 +37,9 @@ def mlp(tokens: int = 512) -> Profile:
 @cache
 def stack(layers: int, rows: int = 8) -> Profile:
     with torch.device("meta"):
-        model, ids = Stack(layers).bfloat16(), torch.zeros(rows, 512, dtype=torch.long)
+        mlps = (Residual(MLP(256, bias=False)) for _ in range(layers))
+        model = Stack([nn.Embedding(512, 256), *mlps], nn.LayerNorm(256)).bfloat16()
+        ids = torch.zeros(rows, 512, dtype=torch.long)
     return sacplan.profile(
         model,
         ids,
@@ -226,21 +214,15 @@ def test_three_axes_and_their_order() -> None:
     assert rank.footprint.peak_bytes < mlp(4096).recorded.footprint.peak_bytes / 2
 
 
-class Patches(nn.Module):
-    """Images, whose convolution has no gradient of its input; ``convolution_backward`` returns None for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, 64, 8, 8)
-        self.mlp = MLP(64, bias=False)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.patch(images).flatten(2).transpose(1, 2))
-
-
 def test_an_op_that_returns_none_for_some_outputs() -> None:
+    """Of images there is no gradient, and ``convolution_backward`` returns None for it."""
     with torch.device("meta"):
-        model, images = Patches(), torch.empty(8192, 3, 64, 64)
+        model = FromFunction(
+            lambda self, images: self.mlp(self.patch(images).flatten(2).transpose(1, 2)),
+            patch=nn.Conv2d(3, 64, 8, 8),
+            mlp=MLP(64, bias=False),
+        )
+        images = torch.empty(8192, 3, 64, 64)
     profile = sacplan.profile(model, images, loss_fn=lambda m, x: m(x).sum(), device="h100")
     sharding, best = fastest(profile, {"dp": 4})
     assert best.figures.ms < profile.recorded.step_ms / 2

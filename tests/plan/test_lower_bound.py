@@ -14,27 +14,26 @@ from sacplan._program.program import Phase
 from sacplan._recompute.rewrite import recompute_ops
 from sacplan._technique.step import PlanStep
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
 
-class Mixed(nn.Module):
+def mixed() -> nn.Module:
     """Cheap and expensive ops of different sizes, one branch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow, self.out = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         h = torch.nn.functional.gelu(self.wide(x))
         y = torch.tanh(self.narrow(h))
         return (self.out(torch.nn.functional.silu(y)) * y).exp()
+
+    return FromFunction(forward, wide=nn.Linear(64, 256), narrow=nn.Linear(256, 64), out=nn.Linear(64, 64))
 
 
 @pytest.mark.parametrize(("depth", "reached"), [(1, 0.3), (2, 0.9)])
 def test_the_bound_is_under_every_choice(depth: int, reached: float) -> None:
     """And it is not vacuous: at some peak it is that share of what the choice there costs."""
-    model = nn.Sequential(*(Mixed() for _ in range(depth)))
+    model = nn.Sequential(*(mixed() for _ in range(depth)))
     program = sacplan.profile(model, torch.randn(512, 64, requires_grad=True), device="cpu").program
     context = PlanningContext(PlanStep(program))
     again = [

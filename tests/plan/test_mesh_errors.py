@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import sacplan
@@ -21,9 +20,10 @@ from sacplan._ranks.ranks import Ranks
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.process_groups import pretended_ranks
 from sacplan.errors import InfeasibleBudget, PlanError, PlanMismatch
+from tests.support.processes import run_ranks
 from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, cross_entropy, tokens
-from tests.zoo.layers import MLP
+from tests.zoo.layers import MLP, FromFunction
 
 BOTH = ("shard", "recompute")
 
@@ -245,15 +245,6 @@ def test_a_number_of_devices_cuts_tensors_on_the_axis_for_them() -> None:
     assert described_name("search", both) == "search"
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.before, self.cells = nn.Linear(32, 32), kind(32, 32, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cells(self.before(x))[0]
-
-
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -263,7 +254,12 @@ class Recurrent(nn.Module):
     ],
 )
 def test_recurrent_networks_are_refused_when_the_plan_is_made(kind: type[nn.RNNBase], says: str) -> None:
-    of_rnn = sacplan.profile(Recurrent(kind), torch.randn(8, 4, 32), mean_square, device="cpu")
+    model = FromFunction(
+        lambda self, x: self.cells(self.before(x))[0],
+        before=nn.Linear(32, 32),
+        cells=kind(32, 32, batch_first=True),
+    )
+    of_rnn = sacplan.profile(model, torch.randn(8, 4, 32), mean_square, device="cpu")
     for name in ("ddp", "fsdp"):
         with pytest.raises(PlanError, match=says):
             sacplan.policy(name, profile=of_rnn, mesh={"dp": 2})
@@ -282,22 +278,16 @@ def test_ways_that_cannot_run_do_not_stop_those_that_can() -> None:
     assert sacplan.verify(model, batch, plan, first).peak_bytes == plan.peak_bytes
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 32, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        offs = torch.tensor([4, 8], dtype=torch.int32)
-        return torch.ops.aten._grouped_mm(x, self.weight, offs)
-
-
 def test_ops_that_torch_refuses_are_one_sentence_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(32, 32), Experts())
-    experts = sacplan.profile(model, torch.randn(8, 32), mean_square, device="h100")
+    def grouped(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._grouped_mm(x, self.weight, torch.tensor([4, 8], dtype=torch.int32))
+
+    experts = FromFunction(grouped, weight=nn.Parameter(torch.randn(2, 32, 32)))
+    model = nn.Sequential(nn.Linear(32, 32), experts)
+    profile = sacplan.profile(model, torch.randn(8, 32), mean_square, device="h100")
     says = r"^aten._grouped_mm.default in module '1' cannot run on mesh dp 2 .*: Expected inputs of BF16 type"
     with pytest.raises(PlanError, match=says):
-        sacplan.policy("fsdp", profile=experts, mesh={"dp": 2})
+        sacplan.policy("fsdp", profile=profile, mesh={"dp": 2})
     assert not caplog.records
 
 
@@ -332,4 +322,4 @@ def test_ranks_that_differ_say_so_instead_of_waiting(tmp_path: Path) -> None:
     content["ranks"]["sharding"]["homes"] = {"up.weight": "S0"}
     content["ranks"]["sharding"]["places"] = []
     signed(content, files[1])
-    mp.spawn(differing, (str(tmp_path), tuple(map(str, files))), nprocs=2)
+    run_ranks(differing, (str(tmp_path), tuple(map(str, files))), 2)

@@ -26,75 +26,60 @@ from sacplan._recompute.rewrite import discarded_ops, recomputed
 from sacplan._technique.step import PlanStep
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction, Stack
 
 DIM, LENGTH, BATCH = 16, 24, 4
 
 
-class Experts(nn.Module):
+def experts() -> nn.Module:
     """A router that chooses, and experts that are all run."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(DIM, 4)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.SiLU(), nn.Linear(2 * DIM, DIM)) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         gates = self.router(x).softmax(-1)
         values, chosen = gates.topk(2, dim=-1)
         weight = torch.zeros_like(gates).scatter(-1, chosen, values)
         return sum(weight[..., i : i + 1] * expert(x).tanh() for i, expert in enumerate(self.experts))
 
+    def expert() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.SiLU(), nn.Linear(2 * DIM, DIM))
 
-class Layer(nn.Module):
+    return FromFunction(forward, router=nn.Linear(DIM, 4), experts=nn.ModuleList(expert() for _ in range(4)))
+
+
+def layer(inner: nn.Module) -> nn.Module:
     """Residual, with everything in modules of their own."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.inner, self.drop = nn.LayerNorm(DIM), inner, nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(F.gelu(self.inner(self.norm(x))).sin())
 
-
-class Tower(nn.Module):
-    """Layers in a row."""
-
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(module) for module in inner)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    return FromFunction(forward, norm=nn.LayerNorm(DIM), inner=inner, drop=nn.Dropout(0.2))
 
 
 def dense() -> nn.Module:
     return nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
 
-class Both(nn.Module):
+def both() -> nn.Module:
     """Two towers, of which one shares a layer with itself, experts, and a module that nothing calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.vision_tower = Tower(dense(), dense())
-        self.text = Tower(dense(), Experts(), dense())
-        self.shared = Layer(dense())
-        self.unused = nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         x = (self.vision_tower(x) + self.shared(x).tanh()).exp().tanh()
         return self.text(self.shared(x)).tanh().pow(2).mean()
+
+    return FromFunction(
+        forward,
+        vision_tower=Stack(layer(inner) for inner in (dense(), dense())),
+        text=Stack(layer(inner) for inner in (dense(), experts(), dense())),
+        shared=layer(dense()),
+        unused=nn.Linear(DIM, DIM),
+    )
 
 
 @cache
 def model_and_batch(name: str) -> tuple[nn.Module, torch.Tensor, Any]:
     torch.manual_seed(0)
     if name == "both":
-        return Both(), torch.randn(BATCH, LENGTH, DIM), None
+        return both(), torch.randn(BATCH, LENGTH, DIM), None
     return LM(layers=3, dim=32, vocab=64, dropout=0.0), tokens(4, 32, 64), cross_entropy
 
 
@@ -375,16 +360,13 @@ def test_no_mode_is_on_in_modules_that_are_left_alone() -> None:
         assert not pins or all("forward" not in planned.get_submodule(f).__dict__ for f in left_alone)
 
 
-class Averaged(nn.Module):
+def averaged() -> nn.Module:
     """Scales by a running average, which the loop moves on before the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.register_buffer("average", torch.zeros(BATCH, LENGTH, DIM))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh() * (self.average.exp() * 2)
+    return FromFunction(
+        lambda self, x: self.linear(x).tanh() * (self.average.exp() * 2),
+        linear=nn.Linear(DIM, DIM),
+        average=torch.zeros(BATCH, LENGTH, DIM),
+    )
 
 
 def moved_on(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -396,7 +378,7 @@ def moved_on(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def test_what_an_error_says_to_pin_makes_the_step_run() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(Averaged()), torch.randn(BATCH, LENGTH, DIM)
+    model, x = nn.Sequential(averaged()), torch.randn(BATCH, LENGTH, DIM)
     # As the trace sees it nothing moves, so nothing speaks against making the exponential again.
     profile = sacplan.profile(model, x, loss_fn=lambda m, x: m(x).pow(2).mean(), device="cpu")
     planned = copy.deepcopy(model)

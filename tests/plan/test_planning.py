@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -203,29 +204,24 @@ def test_an_infeasible_budget_says_what_another_adam_would_reach() -> None:
     assert "AdamW" not in str(info.value)
 
 
-class InParts(nn.Module):
+def in_parts() -> nn.Module:
     """Its loss calls the parts, and never the model: no module is around all of them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(99, 32)
-        self.body = nn.Sequential(
-            *(
-                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-                for _ in range(3)
-            )
-        )
-        self.head = nn.Linear(32, 99)
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    body = nn.Sequential(*(layer() for _ in range(3)))
+    return nn.ModuleDict({"embed": nn.Embedding(99, 32), "body": body, "head": nn.Linear(32, 99)})
 
 
-def loss_of_parts(model: InParts, batch: torch.Tensor) -> torch.Tensor:
+def loss_of_parts(model: Any, batch: torch.Tensor) -> torch.Tensor:
     hidden = model.body(model.embed(batch).tanh())
     return nn.functional.cross_entropy(model.head(hidden.sin()).flatten(0, 1), batch.flatten())
 
 
 def test_a_loss_that_calls_parts_of_the_model() -> None:
     torch.manual_seed(0)
-    model, batch = InParts(), torch.randint(0, 99, (4, 96))
+    model, batch = in_parts(), torch.randint(0, 99, (4, 96))
     profile = sacplan.profile(model, batch, loss_of_parts, device="cpu")
     assert profile.program.outermost_modules == ("embed", "body", "head")
     assert len(sacplan.frontier(profile))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -16,6 +17,7 @@ import sacplan
 from sacplan._plan.policies import layers_of
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import LM, Block, cross_entropy, tokens
+from tests.zoo.layers import MLP, FromFunction
 
 LAYERS, VOCAB = 6, 200
 MODES: list[tuple[str, Any]] = [
@@ -187,50 +189,39 @@ def test_layers_by_pattern(profile: sacplan.Profile) -> None:
         sacplan.policy("full", profile=profile, layers="embed")
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
+def expert() -> nn.Module:
+    return MLP(16, 32)
 
 
-class Mixture(nn.Module):
+def mixture() -> nn.Module:
     """More experts than there are layers; they are siblings, but none reads what another made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Expert() for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([expert(x) for expert in self.experts]).sum(0)
+    return FromFunction(
+        lambda self, x: torch.stack([expert(x) for expert in self.experts]).sum(0),
+        experts=nn.ModuleList(expert() for _ in range(5)),
+    )
 
 
-class TwoStacks(nn.Module):
+def two_stacks() -> nn.Module:
     """An encoder with a differing last part, a decoder, and nothing named layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(*(Block(16, 2, 0.0) for _ in range(2)), Expert())
-        self.decoder = nn.ModuleDict({"h": nn.ModuleList(Mixture() for _ in range(3))})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         x = self.encoder(x)
         for block in self.decoder["h"]:
             x = torch.tanh(block(x))
         return x
 
+    encoder = nn.Sequential(*(Block(16, 2, 0.0) for _ in range(2)), expert())
+    decoder = nn.ModuleDict({"h": nn.ModuleList(mixture() for _ in range(3))})
+    return FromFunction(forward, encoder=encoder, decoder=decoder)
 
-class Gated(Expert):
+
+def gated() -> nn.Module:
     """Differs from an expert in one of three names."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(16, 16)
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.gate(x)) * self.down(F.gelu(self.up(x)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.gate(x)) * super().forward(x)
+    return FromFunction(forward, up=nn.Linear(16, 32), down=nn.Linear(32, 16), gate=nn.Linear(16, 16))
 
 
 def profiled(module: nn.Module) -> sacplan.Profile:
@@ -238,17 +229,17 @@ def profiled(module: nn.Module) -> sacplan.Profile:
 
 
 def test_layers_are_found_by_structure() -> None:
-    found = layers_of(profiled(TwoStacks()).program)
+    found = layers_of(profiled(two_stacks()).program)
     assert found == ["encoder.0", "encoder.1", "decoder.h.0", "decoder.h.1", "decoder.h.2"]
 
 
 def test_layers_may_differ_in_a_part() -> None:
-    hybrid = nn.Sequential(Gated(), Expert(), Expert(), Gated())
+    hybrid = nn.Sequential(gated(), expert(), expert(), gated())
     assert layers_of(profiled(hybrid).program) == ["0", "1", "2", "3"]
 
 
 def test_without_layers_nothing_is_done_silently() -> None:
-    parallel = profiled(Mixture())
+    parallel = profiled(mixture())
     with pytest.raises(sacplan.PlanError, match=r"no layers found.*'experts\.0'"):
         sacplan.policy("full", profile=parallel)
     assert not sacplan.policy("none", profile=parallel).units

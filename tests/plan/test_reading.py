@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from msgspec import structs
-from torch import nn
 from typer.testing import CliRunner
 
 import sacplan
@@ -17,44 +16,19 @@ from sacplan._plan.reading import difference, read_layers, together
 from sacplan._program.names import folded_names
 from sacplan._program.notebook import Section
 from tests.support.plans import discarding
+from tests.zoo.layers import FeedForward, Stack
 
 ROWS, DIM = 512, 16
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.act(self.up(x)))
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(DIM), Mlp()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(self.norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def model() -> Stack:
+    return Stack(FeedForward(DIM, dropout=0.0) for _ in range(4))
 
 
 @pytest.fixture(scope="module")
 def profile() -> sacplan.Profile:
-    model = Model()
     batch = torch.randn(ROWS, DIM)
-    return sacplan.profile(model, batch, lambda m, b: m(b).square().mean(), torch.optim.AdamW, device="cpu")
+    return sacplan.profile(model(), batch, lambda m, b: m(b).square().mean(), torch.optim.AdamW, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +45,11 @@ def test_layers_that_do_the_same_are_read_once(profile: sacplan.Profile, gelus: 
     assert layer.layers == ("layers.0", "layers.1", "layers.3")
     assert layer.name == "layers.{0-1,3} (3 layers)"
     (part,) = layer.recomputed
-    assert str(part) == "gelu of mlp.act"
+    assert str(part) == "gelu of act"
     assert part.n_bytes == ROWS * 4 * DIM * 4  # float32
     ops = [op for op in profile.program.ops if op.name == "aten.gelu.default"]
     assert part.ms == pytest.approx(ops[0].time_ms)
-    up = next(part for part in layer.kept if "mlp.up" in part.modules)
+    up = next(part for part in layer.kept if "up" in part.modules)
     assert up.ops == "matmul"
     assert up.n_bytes == ROWS * 4 * DIM * 4
 
@@ -88,7 +62,7 @@ def test_a_whole_model_is_read_layer_by_layer(profile: sacplan.Profile) -> None:
     assert list(plan.units) == [""]
     (layer,) = read_layers(plan)
     assert layer.name == "layers.0-3 (4 layers)"
-    assert [str(part) for part in layer.recomputed] == ["gelu of mlp.act"]
+    assert [str(part) for part in layer.recomputed] == ["gelu of act"]
     assert "\n\n\n" not in str(plan)
 
 
@@ -105,10 +79,10 @@ def test_a_plan_is_printed(gelus: sacplan.Plan) -> None:
     text = str(gelus)
     assert max(map(len, text.splitlines())) <= 100
     for said in (
-        "Plan for Model on cpu",
+        "Plan for Stack on cpu",
         "AdamW",
         "bit-equal",
-        "gelu of mlp.act",
+        "gelu of act",
         "layers.{0-1,3} (3 layers)",
         "All else",
     ):
@@ -117,12 +91,12 @@ def test_a_plan_is_printed(gelus: sacplan.Plan) -> None:
 
 
 def test_what_runs_in_slices_is_read(profile: sacplan.Profile) -> None:
-    chunk = sacplan._program.decisions.Chunk("layers.1.mlp", "module", 4, 0)  # type: ignore[attr-defined]
+    chunk = sacplan._program.decisions.Chunk("layers.1.up", "module", 4, 0)  # type: ignore[attr-defined]
     unplanned = sacplan.policy("none", profile=profile)
-    plan = structs.replace(unplanned, decisions=(chunk,), units={"layers.1.mlp": sacplan.UnitPlan(0.0, 0.0)})
+    plan = structs.replace(unplanned, decisions=(chunk,), units={"layers.1.up": sacplan.UnitPlan(0.0, 0.0)})
     (layer,) = read_layers(plan)
     assert layer.name == "layers.1"
-    assert layer.sliced == ("mlp: the module, forward and backward, in 4 slices",)
+    assert layer.sliced == ("up: the module, forward and backward, in 4 slices",)
     (found,) = difference(plan, unplanned).layers
     assert found.slices == (layer.sliced[0], "nothing")
 
@@ -147,7 +121,7 @@ def test_two_plans(profile: sacplan.Profile, gelus: sacplan.Plan) -> None:
     assert not found.equal
     (layer,) = found.layers
     assert (layer.layers, layer.only_first) == (("layers.2",), ())
-    assert [str(part) for part in layer.only_second] == ["gelu of mlp.act"]
+    assert [str(part) for part in layer.only_second] == ["gelu of act"]
     assert set(found.figures) == {"peak", "recompute"}
     same = difference(gelus, structs.replace(gelus))
     assert same.equal
@@ -182,12 +156,12 @@ class Tags(HTMLParser):
 def test_notebooks_show_what_is_printed(profile: sacplan.Profile, gelus: sacplan.Plan) -> None:
     named = structs.replace(gelus, fingerprint=structs.replace(gelus.fingerprint, model_class="<b0>&"))
     loss = lambda m, b: m(b).square().mean()  # noqa: E731
-    seen = sacplan.verify(Model(), torch.randn(ROWS, DIM), gelus, loss, torch.optim.AdamW)
-    fits = sacplan.max_batch(Model(), lambda n: torch.randn(n, DIM), "1GiB", device="cpu", at_most=2)
+    seen = sacplan.verify(model(), torch.randn(ROWS, DIM), gelus, loss, torch.optim.AdamW)
+    fits = sacplan.max_batch(model(), lambda n: torch.randn(n, DIM), "1GiB", device="cpu", at_most=2)
     spread = sacplan.layouts(profile, devices=1)
     for shown, words in (
-        (named, ["<b0>&", "gelu of mlp.act", "AdamW"]),
-        (profile, ["AdamW", "Profile of Model on cpu"]),
+        (named, ["<b0>&", "gelu of act", "AdamW"]),
+        (profile, ["AdamW", "Profile of Stack on cpu"]),
         (seen, ["OVER" if not seen.within_budget else "Within", "GFLOP"]),
         (fits, ["Batch of 2", "unplanned_peak", "KiB"]),
         (spread, ["one device", "MiB"]),
@@ -213,7 +187,7 @@ def test_show_and_diff(profile: sacplan.Profile, gelus: sacplan.Plan, tmp_path) 
         return result.stdout
 
     shown = run("show", "a.json")
-    assert "gelu of mlp.act" in shown
+    assert "gelu of act" in shown
     facts = json.loads(run("show", "a.json", "--json"))
     assert facts["what"] == "plan"
     assert facts["layers"][0]["recomputed"][0]["bytes"] == ROWS * 4 * DIM * 4

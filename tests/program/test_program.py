@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
@@ -19,18 +20,13 @@ from sacplan._program.program import Event, Patch, Phase, Program
 from sacplan._recompute.rewrite import discarded_ops, recompute, recomputed
 from sacplan._record.step import default_loss
 from tests.zoo import language_models as models
+from tests.zoo.layers import Then
 
 
-class Views(nn.Module):
+def views(x: torch.Tensor) -> torch.Tensor:
     """Views of activations are saved, with an offset, and views of views are read in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        return (torch.sigmoid(q) * k[:, 1:2] + v.transpose(0, 1).exp().transpose(0, 1)).sum()
+    q, k, v = x.chunk(3, dim=-1)
+    return (torch.sigmoid(q) * k[:, 1:2] + v.transpose(0, 1).exp().transpose(0, 1)).sum()
 
 
 class Double(torch.autograd.Function):
@@ -47,23 +43,14 @@ class Double(torch.autograd.Function):
         return -2 * grads[0] * (2 * x).sin()
 
 
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Double.apply(self.a(x).relu()).sum()
-
-
 def lm() -> tuple[nn.Module, torch.Tensor]:
     return models.LM(layers=2, dim=32, vocab=64, dropout=0.0), torch.randint(0, 64, (2, 16))
 
 
 CASES: dict[str, Any] = {
     "lm": lm,
-    "views": lambda: (Views(), torch.randn(4, 6, 16)),
-    "custom": lambda: (Custom(), torch.randn(3, 8)),
+    "views": lambda: (Then(views, 48), torch.randn(4, 6, 48)),
+    "custom": lambda: (Then(lambda x: Double.apply(x.relu()).sum()), torch.randn(3, 8)),
     "convnet": lambda: (
         nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(4)
@@ -81,8 +68,9 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     return model, batch
 
 
-def recorded(name: str, **kwargs: Any) -> Program:
-    return sacplan.profile(*made(name), device="cpu", **kwargs).program
+@functools.cache
+def recorded(name: str) -> Program:
+    return sacplan.profile(*made(name), device="cpu").program
 
 
 class Seen(TorchDispatchMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +35,19 @@ def test_every_folder_and_file_is_in_a_room(rooms: ModuleType) -> None:
 def test_tests_lie_in_the_same_rooms(rooms: ModuleType) -> None:
     found = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     assert found - {"invariants", "project", "benchmarks"} <= {room.lstrip("_") for room in rooms.ROOMS}
+
+
+def test_no_two_models_of_tests_have_the_same_name() -> None:
+    """One of a single test is a function and its parts (``tests/zoo/layers.py``); what two files need is in the zoo."""
+    models = defaultdict(list)
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and any(
+                ast.unparse(b).endswith("nn.Module") for b in node.bases
+            ):
+                models[node.name].append(str(path.relative_to(ROOT)))
+    assert len(models) > 50
+    assert not {name: paths for name, paths in models.items() if len(paths) > 1}
 
 
 def test_imports_between_rooms_only_go_down(rooms: ModuleType) -> None:

@@ -22,6 +22,7 @@ from sacplan._plan.limits import DEFAULT_HEADROOM
 from sacplan._questions.batch_sizes import CapacityPoint
 from sacplan._questions.capacity import Capacity, max_batch, throughput
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
@@ -228,23 +229,17 @@ def test_one_sample_that_needs_a_plan() -> None:
     assert found.plan.recompute_ms > 0
 
 
-class Chunked(nn.Module):
+def in_chunks(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """From 12 samples on in halves, without a graph for the first: memory falls there, then grows again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = perceptron()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) < 12:
-            return self.inner(x)
-        with torch.no_grad():
-            self.inner(x[: len(x) // 2])
-        return self.inner(x[len(x) // 2 :])
+    if len(x) < 12:
+        return self.inner(x)
+    with torch.no_grad():
+        self.inner(x[: len(x) // 2])
+    return self.inner(x[len(x) // 2 :])
 
 
 def test_memory_that_falls_where_a_model_works_in_chunks() -> None:
-    model = Chunked()
+    model = FromFunction(in_chunks, inner=perceptron())
     peaks = {n: sacplan.profile(model, rows(n)).peak_bytes for n in (11, 12)}
     assert peaks[12] < peaks[11]
     for mib in (3, 7):

@@ -27,6 +27,7 @@ from sacplan._questions.largest import largest
 from sacplan._questions.scaled import sized
 from sacplan._questions.verdict import TECHNIQUES
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import Then
 
 
 def recording(
@@ -65,17 +66,12 @@ def test_a_step_at_another_length_is_the_one_that_a_trace_records() -> None:
 
 
 def test_steps_with_other_ops_have_no_size_between_them() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
+    def model() -> nn.Module:
+        return Then(lambda x: x.relu() if len(x) > 4 else x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x).relu() if len(x) > 4 else self.layer(x)
-
-    profiles = tuple(sacplan.profile(Branches(), torch.randn(n, 8), device="cpu") for n in (2, 8))
+    profiles = tuple(sacplan.profile(model(), torch.randn(n, 8), device="cpu") for n in (2, 8))
     assert sized((2, 8), profiles) is None  # type: ignore[arg-type]
-    found = sacplan.fit(Branches(), lambda n: torch.randn(n, 8), "cpu", batch=4, optimizer="sgd")
+    found = sacplan.fit(model(), lambda n: torch.randn(n, 8), "cpu", batch=4, optimizer="sgd")
     assert found.rows[0].largest_batch is None
     assert "max_batch" in " ".join(found.computed)
 
@@ -97,7 +93,9 @@ def test_the_largest_size_is_the_last_that_fits(edge: int, limit: int, power: fl
 # --- the verdict
 
 
+@cache
 def fitted(budget: str | None, optimizer: Any = "adamw", seq: int | None = None, **options: Any) -> Any:
+    """The answer, one for all tests that ask the same."""
     model = LM(layers=2, vocab=1024, dropout=0.0)
     batches = (lambda n: tokens(n, 64, 1024)) if seq is None else (lambda n, s: tokens(n, s, 1024))
     return sacplan.fit(model, batches, "cpu", cross_entropy, optimizer, budget, seq=seq, **options)
@@ -341,8 +339,9 @@ def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
     model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")
     made, budget = lambda n: tokens(n, 64, 1024), 2**30
     search = _Sweep(
-        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), False, False, 8, None, 1, None
-    )
+        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), False, False,
+        batch=8, seq=None, accumulation_steps=1, routing="balanced", longest=None,
+    )  # fmt: skip
     for name, (state, own, ms) in search.own.items():
         whole = search.recorded(8, None, BY_NAME[name].make)
         assert max(search.base.peak_bytes + state, own) == whole.peak_bytes

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
 import sacplan
 from tests.support.plans import discarding
+from tests.support.processes import run_ranks
+from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FeedForward
 
 pytestmark = pytest.mark.skipif(
@@ -26,25 +27,11 @@ pytestmark = pytest.mark.skipif(
 DIM, VOCAB, RANKS = 16, 32, 2
 
 
-class LM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(FeedForward(DIM) for _ in range(2))
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return torch.clone(self.head(x))
-
-
 def loss_fn(model: Callable[..., torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def sharded(model: LM) -> nn.Module:
+def sharded(model: TokenModel) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
@@ -54,11 +41,11 @@ def sharded(model: LM) -> nn.Module:
     return model
 
 
-def replicated(model: LM) -> nn.Module:
+def replicated(model: TokenModel) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-def plan_for(model: LM, tokens: torch.Tensor) -> sacplan.Plan:
+def plan_for(model: TokenModel, tokens: torch.Tensor) -> sacplan.Plan:
     """Both layers recompute everything, matmuls with their sharded weights included."""
     profile = sacplan.profile(model, tokens, loss_fn=loss_fn, device="cpu")
     program = profile.program
@@ -71,7 +58,7 @@ def plan_for(model: LM, tokens: torch.Tensor) -> sacplan.Plan:
 
 
 def run(
-    base: LM, plan: sacplan.Plan | None, order: str, wrap: Any, tokens: torch.Tensor, compile: bool
+    base: TokenModel, plan: sacplan.Plan | None, order: str, wrap: Any, tokens: torch.Tensor, compile: bool
 ) -> Any:
     """Two steps: the losses, the gradients of this rank, the keys, and the FLOPs of a third step."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -111,7 +98,7 @@ def on_rank(rank: int, directory: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     try:
         torch.manual_seed(0)
-        base = LM()
+        base = TokenModel((FeedForward(DIM) for _ in range(2)), DIM, VOCAB)
         tokens = torch.randint(0, VOCAB, (4, 24), generator=torch.Generator().manual_seed(rank))
         plan = plan_for(base, tokens)
         for wrap in (sharded, replicated):
@@ -132,4 +119,4 @@ def on_rank(rank: int, directory: str) -> None:
 @pytest.mark.slow
 def test_sharded_and_replicated_models_take_a_plan(tmp_path: Path) -> None:
     """Losses and gradients are the same bits as without it, the keys stay, and work is done twice."""
-    mp.spawn(on_rank, (str(tmp_path),), nprocs=RANKS)
+    run_ranks(on_rank, (str(tmp_path),), RANKS)

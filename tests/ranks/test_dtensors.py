@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import sacplan
+from tests.support.processes import run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.support.steps import bit_equal
 from tests.zoo.parallel import (
@@ -150,10 +150,10 @@ def on_rank(rank: int, names: Sequence[str], directory: str) -> None:
 
 @pytest.mark.slow
 def test_a_parallel_step_takes_what_was_planned(tmp_path: Path) -> None:
-    mp.spawn(on_rank, (("sequences",), str(tmp_path)), nprocs=RANKS)
+    run_ranks(on_rank, (("sequences",), str(tmp_path)), RANKS)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_more_parallel_steps(tmp_path: Path) -> None:
-    mp.spawn(on_rank, (("llama", "loss", "two axes"), str(tmp_path)), nprocs=RANKS)
+    run_ranks(on_rank, (("llama", "loss", "two axes"), str(tmp_path)), RANKS)

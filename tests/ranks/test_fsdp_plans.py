@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import sacplan
 from sacplan._ranks.shards import resolve_units
+from tests.support.processes import run_ranks
 from tests.support.ranks import (
     RankMemory,
     fully_sharded,
@@ -214,14 +214,14 @@ def test_plans_of_a_rank_on_two_ranks(tmp_path: Path) -> None:
     """Peaks as predicted with and without a plan, in both orders of use; gradients are the same bits; keys stay."""
     made = {name: planned(name, 2, UNITS, tmp_path) for name in ("gpt", "mlp")}
     made["replicas"] = planned("gpt", 2, None, tmp_path)
-    mp.spawn(on_rank, (2, str(tmp_path), made), nprocs=2)
+    run_ranks(on_rank, (2, str(tmp_path), made), 2)
 
 
 @pytest.mark.slow
 def test_plans_of_a_rank_in_mixed_precision(tmp_path: Path) -> None:
     """The same with float32 shards, units that compute in bfloat16, and reductions in float32."""
     made = {name: planned(name, 2, UNITS, tmp_path) for name in ("gpt, mixed", "mlp, mixed")}
-    mp.spawn(on_rank, (2, str(tmp_path), made), nprocs=2)
+    run_ranks(on_rank, (2, str(tmp_path), made), 2)
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_plans_of_a_rank_with_adapters_or_offloaded(tmp_path: Path) -> None:
     """The same with frozen layers and low-rank adapters, and with shards that are offloaded to the CPU."""
     names = ("lora", "lora, mixed", "lora, mixed, offloaded", "mlp, mixed, offloaded")
     made = {name: planned(name, 2, UNITS, tmp_path) for name in names}
-    mp.spawn(on_rank, (2, str(tmp_path), made), nprocs=2)
+    run_ranks(on_rank, (2, str(tmp_path), made), 2)
 
 
 @pytest.mark.slow
@@ -237,10 +237,10 @@ def test_plans_of_a_rank_with_replicas(tmp_path: Path) -> None:
     """Two groups of two ranks with the same shards; and units that keep shards of two ranks after their forward."""
     names = ("gpt, mixed, replicas", "mlp, replicas", "mlp, mixed, shards of two")
     made = {name: planned(name, 4, UNITS, tmp_path) for name in names}
-    mp.spawn(on_rank, (4, str(tmp_path), made), nprocs=4)
+    run_ranks(on_rank, (4, str(tmp_path), made), 4)
 
 
 @pytest.mark.slow
 def test_plans_of_a_rank_on_four_ranks(tmp_path: Path) -> None:
     """The same where shards are quarters, and are padded."""
-    mp.spawn(on_rank, (4, str(tmp_path), {"mlp": planned("mlp", 4, UNITS, tmp_path)}), nprocs=4)
+    run_ranks(on_rank, (4, str(tmp_path), {"mlp": planned("mlp", 4, UNITS, tmp_path)}), 4)

@@ -46,7 +46,7 @@ from tests.support.ranks import (
 from tests.support.steps import mean_square
 from tests.zoo import language_models as models
 from tests.zoo.language_models import Tied
-from tests.zoo.layers import HeavyLayers, Shared, Towers, Unlike
+from tests.zoo.layers import FromFunction, HeavyLayers, Shared, Towers, Unlike
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
@@ -487,16 +487,13 @@ def test_ranks_as_json() -> None:
         assert msgspec.convert(msgspec.to_builtins(ranks), Ranks) == ranks
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """Has a scalar parameter, and parameters of two types."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        self.low = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale + self.low.float()
+    return FromFunction(
+        lambda self, x: x * self.scale + self.low.float(),
+        scale=nn.Parameter(torch.tensor(1.0)),
+        low=nn.Parameter(torch.ones(8, dtype=torch.bfloat16)),
+    )
 
 
 def test_a_parameter_used_outside_of_its_unit() -> None:
@@ -510,8 +507,8 @@ def test_a_parameter_used_outside_of_its_unit() -> None:
 
 def test_parameters_that_cannot_be_sharded() -> None:
     with pytest.raises(TraceError, match=r"'scale' is a scalar.*of shape \(1,\)"):
-        of_one_rank(profiled(Scaled(), torch.randn(4, 8), mean_square), RANKS, [""])
-    model = Scaled()
+        of_one_rank(profiled(scaled(), torch.randn(4, 8), mean_square), RANKS, [""])
+    model = scaled()
     model.scale = nn.Parameter(torch.ones(1))
     with pytest.raises(TraceError, match=r"torch\.bfloat16 and torch\.float32"):
         of_one_rank(profiled(model, torch.randn(4, 8), mean_square), RANKS, [""])

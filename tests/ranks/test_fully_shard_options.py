@@ -32,7 +32,7 @@ from sacplan.errors import TraceError
 from tests.support.ranks import RANKS, RankMemory, cross_entropy_in_two, fully_sharded, levels, optimizer_of
 from tests.support.steps import mean_square
 from tests.zoo import language_models as models
-from tests.zoo.layers import HeavyLayers, Shared, Towers
+from tests.zoo.layers import FromFunction, HeavyLayers, Shared, Stack, Towers
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
@@ -74,51 +74,35 @@ def tokens() -> torch.Tensor:
     return models.tokens(4, 32, 64)
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """The head's weight is the embedding's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.embed(x)))
+    model = Stack([nn.Embedding(64, 16), nn.ReLU()], nn.Linear(16, 64, bias=False))
+    model.head.weight = model.layers[0].weight
+    return model
 
 
-class Adapted(nn.Module):
+def adapted_layer(base: torch.dtype) -> nn.Module:
     """A frozen linear layer with a low-rank adapter."""
-
-    def __init__(self, base: torch.dtype) -> None:
-        super().__init__()
-        self.base = nn.Linear(48, 48, dtype=base).requires_grad_(False)
-        self.down, self.up = nn.Linear(48, 4, bias=False), nn.Linear(4, 48, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.base(x) + self.up(self.down(x)))
+    return FromFunction(
+        lambda self, x: torch.relu(self.base(x) + self.up(self.down(x))),
+        base=nn.Linear(48, 48, dtype=base).requires_grad_(False),
+        down=nn.Linear(48, 4, bias=False),
+        up=nn.Linear(4, 48, bias=False),
+    )
 
 
-class Rarely(nn.Module):
+def rarely_used() -> nn.Module:
     """Has parameters that no step uses, more than those that it uses."""
+    return FromFunction(
+        lambda self, x: self.last(torch.relu(self.first(x))) + x,
+        first=nn.Linear(48, 48),
+        never=nn.Linear(48, 200),
+        last=nn.Linear(48, 48),
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.never, self.last = nn.Linear(48, 48), nn.Linear(48, 200), nn.Linear(48, 48)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.first(x))) + x
-
-
-class Stack(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module], layers: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make() for _ in range(layers))
-        self.head = nn.Linear(48, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def stacked(make: Callable[[], nn.Module]) -> nn.Module:
+    return Stack((make() for _ in range(3)), nn.Linear(48, 5))
 
 
 def images() -> torch.Tensor:
@@ -162,14 +146,14 @@ class Case:
 
 
 def adapted(base: torch.dtype) -> Callable[[], nn.Module]:
-    return lambda: Stack(lambda: Adapted(base))
+    return lambda: stacked(lambda: adapted_layer(base))
 
 
 HEAVY: dict[str, Any] = {"make": HeavyLayers, "batch": lambda: torch.randn(16, 64), "loss": mean_square}
 ODD: dict[str, Any] = {"make": odd_lm, "loss": mean_square, "units": ("0.layers.*", "")}
 LORA: dict[str, Any] = {"make": adapted(torch.float32), "batch": images, "loss": mean_square}
 QLORA: dict[str, Any] = {**LORA, "make": adapted(torch.bfloat16)}
-UNUSED: dict[str, Any] = {"make": lambda: Stack(Rarely), "batch": images, "loss": mean_square}
+UNUSED: dict[str, Any] = {"make": lambda: stacked(rarely_used), "batch": images, "loss": mean_square}
 SHARED: dict[str, Any] = {
     "make": Shared, "batch": lambda: torch.randn(2, 16, 16), "loss": mean_square, "units": ("layer", "other", "")
 }  # fmt: skip
@@ -208,7 +192,7 @@ CASES = {
     "mixed, parameters outweigh": Case(**HEAVY),
     "mixed, called three times": Case(**SHARED),
     "mixed, two towers": Case(**TOWERS),
-    "mixed, tied weights": Case(make=Tied, units=("",)),
+    "mixed, tied weights": Case(make=tied, units=("",)),
     "mixed, two backward passes": Case(loss=cross_entropy_in_two),
     "mixed, low-rank adapters": Case(**LORA),
     "mixed, low-rank adapters on a bfloat16 base": Case(**QLORA),
@@ -511,10 +495,10 @@ def test_options_without_units(arguments: dict[str, Any]) -> None:
         Ranks.asked(**{**({} if "mesh" in arguments else {"world_size": 8}), **arguments})
 
 
-def test_an_optimizer_in_the_backward_pass_is_not_modelled() -> None:
+def test_hooks_that_step_no_optimizer_are_not_modelled() -> None:
     model = HeavyLayers()
     model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(TraceError, match=r"'head.weight' has a hook.*steps in the backward pass"):
+    with pytest.raises(TraceError, match=r"a parameter has a hook.*steps no optimizer"):
         sacplan.profile(model, torch.randn(4, 64), mean_square, device="cpu", world_size=8, fsdp_units=UNITS)
 
 
@@ -537,21 +521,13 @@ def test_inference_keeps_no_parameters(reshard: bool | int) -> None:
 
 @pytest.mark.filterwarnings("ignore:the workspace of")  # its parameters are cast, and its inputs are not
 def test_a_unit_that_is_not_called() -> None:
-    class Looped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
+    model = Stack([])
+    model.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # which nothing calls, but its layers
     with pytest.raises(
         TraceError, match=r"module 'layers' matches, and is not called in the step.*'layers\.\*'"
     ):
         sacplan.profile(
-            Looped(),
+            model,
             torch.randn(2, 8),
             mean_square,
             device="cpu",

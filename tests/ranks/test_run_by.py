@@ -24,6 +24,7 @@ from sacplan._program.program import Event, Phase, Program, StorageKind
 from sacplan._ranks.ranks import Ranks
 from tests.support.ranks import of_one_rank, optimizer_of
 from tests.zoo import language_models as models
+from tests.zoo.layers import FromFunction
 
 RANKS, ROWS, LENGTH, VOCAB = 4, 8, 512, 2048
 UNITS = ["lm.layers.*", ""]
@@ -38,20 +39,15 @@ BUFFERS = {
 """What is alive only because ranks gather and reduce, by the op that makes it."""
 
 
-class Model(nn.Module):
+def model() -> nn.Module:
     """Computes its loss, as those of ``transformers`` do. The logits outweigh all else, so the peak is in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lm = models.LM(layers=3, dim=32, heads=4, vocab=VOCAB)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return models.cross_entropy(self.lm, tokens)
+    lm = models.LM(layers=3, dim=32, heads=4, vocab=VOCAB)
+    return FromFunction(lambda self, tokens: models.cross_entropy(self.lm, tokens), lm=lm)
 
 
 def profiled(rows: int) -> sacplan.Profile:
     batch = models.tokens(rows, LENGTH, VOCAB)
-    return sacplan.profile(Model(), batch, lambda model, b: model(b), optimizer_of, device="h100")
+    return sacplan.profile(model(), batch, lambda model, b: model(b), optimizer_of, device="h100")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +98,7 @@ def test_fsdp_is_run_with_other_buffers_by_sacplan_and_by_fsdp2(ranks: dict[str,
     where, ours = at_peak(ranks["fsdp by sacplan"].program)
     also, theirs = at_peak(ranks["fsdp by FSDP2"].program)
     assert where == also == "aten._log_softmax_backward_data.default"
-    named = list(Model().named_parameters())
+    named = list(model().named_parameters())
     last = [p for name, p in named if name.startswith("lm.layers.2.")]
     outside = [p for name, p in named if not name.startswith("lm.layers.")]
     assert theirs - ours == {
@@ -116,7 +112,7 @@ def test_ddp_is_run_with_buckets_by_pytorch(ranks: dict[str, sacplan.Profile]) -
     where, ours = at_peak(ranks["ddp by sacplan"].program)
     also, theirs = at_peak(ranks["ddp by DDP"].program)
     assert where == also == "aten._log_softmax_backward_data.default"
-    assert theirs - ours == {"buckets": _rounded(list(Model().parameters()), together=True)}
+    assert theirs - ours == {"buckets": _rounded(list(model().parameters()), together=True)}
     assert set(ours - theirs) == {"batch"}
 
 
@@ -147,7 +143,7 @@ def test_autocast_casts_shards_or_what_was_gathered() -> None:
                 return model(batch)  # type: ignore[no-any-return]
 
         batch = models.tokens(rows, LENGTH, VOCAB)
-        return sacplan.profile(Model(), batch, loss_fn, optimizer_of, device="h100")
+        return sacplan.profile(model(), batch, loss_fn, optimizer_of, device="h100")
 
     head = VOCAB * 32
     whole, own = profiled_in_bfloat16(ROWS), profiled_in_bfloat16(ROWS // RANKS)

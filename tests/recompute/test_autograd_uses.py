@@ -47,7 +47,7 @@ class AttentionBlock(nn.Module):
         return x + self.ff(x.sin()).exp().tanh()
 
 
-class Net(nn.Module):
+class TwoHeads(nn.Module):
     """Blocks, and two heads."""
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ def batch(length: int | None = None) -> torch.Tensor:
     return torch.randn(BATCH, length or Size.length, DIM)
 
 
-def net(change: Callable[[Net], object] | None = None) -> Net:
+def net(change: Callable[[TwoHeads], object] | None = None) -> TwoHeads:
     torch.manual_seed(0)
-    model = Net()
+    model = TwoHeads()
     if change is not None:
         change(model)
     return model
@@ -143,7 +143,7 @@ Use = Callable[[Any], list[torch.Tensor]]
 # --- ways to ask for gradients --------------------------------------------------------------------
 
 
-def two_losses(model: Net) -> list[torch.Tensor]:
+def two_losses(model: TwoHeads) -> list[torch.Tensor]:
     features = model.features(started(model))
     one, two = model.head(features).mean(), model.other(features).exp().mean()
     one.backward(retain_graph=True)
@@ -152,14 +152,14 @@ def two_losses(model: Net) -> list[torch.Tensor]:
     return between + state(model, one, two)
 
 
-def kept_for_three(model: Net) -> list[torch.Tensor]:
+def kept_for_three(model: TwoHeads) -> list[torch.Tensor]:
     loss = model(started(model))
     found = [torch.autograd.grad(loss, list(model.blocks.parameters()), retain_graph=True) for _ in range(2)]
     loss.backward()
     return [*found[0], *found[1], *state(model, loss)]
 
 
-def gradient_penalty(model: Net) -> list[torch.Tensor]:
+def gradient_penalty(model: TwoHeads) -> list[torch.Tensor]:
     x = started(model).requires_grad_()
     loss = model(x)
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -167,30 +167,30 @@ def gradient_penalty(model: Net) -> list[torch.Tensor]:
     return state(model, loss, slope, x.grad)
 
 
-def hessian_vector(model: Net) -> list[torch.Tensor]:
+def hessian_vector(model: TwoHeads) -> list[torch.Tensor]:
     model.eval()
     _, product = torch.autograd.functional.vhp(model, started(model), torch.ones(BATCH, LENGTH, DIM))
     model.train()
     return [product]
 
 
-def jacobian(model: Net) -> list[torch.Tensor]:
+def jacobian(model: TwoHeads) -> list[torch.Tensor]:
     return [torch.autograd.functional.jacobian(lambda x: model.features(x)[0, 0], started(model))]
 
 
-def batched_gradients(model: Net) -> list[torch.Tensor]:
+def batched_gradients(model: TwoHeads) -> list[torch.Tensor]:
     x = started(model).requires_grad_()
     out = model.features(x)[0, 0]
     return list(torch.autograd.grad(out, [x, model.stem.weight], torch.eye(DIM), is_grads_batched=True))
 
 
-def inputs_only(model: Net) -> list[torch.Tensor]:
+def inputs_only(model: TwoHeads) -> list[torch.Tensor]:
     x = started(model).requires_grad_()
     model(x).backward(inputs=[x, model.blocks[0].norm.weight])
     return state(model, x.grad)
 
 
-def frozen_base(model: Net) -> list[torch.Tensor]:
+def frozen_base(model: TwoHeads) -> list[torch.Tensor]:
     """Only the last head is trained: nothing in the units takes part."""
     for p in model.parameters():
         p.requires_grad_(False)
@@ -202,14 +202,14 @@ def frozen_base(model: Net) -> list[torch.Tensor]:
     return found
 
 
-def one_thread(model: Net) -> list[torch.Tensor]:
+def one_thread(model: TwoHeads) -> list[torch.Tensor]:
     loss = model(started(model))
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward()
     return state(model, loss)
 
 
-def anomaly(model: Net) -> list[torch.Tensor]:
+def anomaly(model: TwoHeads) -> list[torch.Tensor]:
     with torch.autograd.set_detect_anomaly(True):
         loss = model(started(model))
         loss.backward()
@@ -219,14 +219,14 @@ def anomaly(model: Net) -> list[torch.Tensor]:
 # --- hooks ----------------------------------------------------------------------------------------
 
 
-def offloaded(model: Net) -> list[torch.Tensor]:
+def offloaded(model: TwoHeads) -> list[torch.Tensor]:
     with torch.autograd.graph.save_on_cpu():
         loss = model(started(model))
     loss.backward()
     return state(model, loss)
 
 
-def module_hooks(model: Net) -> list[torch.Tensor]:
+def module_hooks(model: TwoHeads) -> list[torch.Tensor]:
     """Inside of the units, on a leaf: each changes what passes, and is called once a step."""
     calls: list[str] = []
 
@@ -249,7 +249,7 @@ def module_hooks(model: Net) -> list[torch.Tensor]:
     return state(model, loss)
 
 
-def tensor_hooks(model: Net) -> list[torch.Tensor]:
+def tensor_hooks(model: TwoHeads) -> list[torch.Tensor]:
     """On an activation that is discarded, and one that keeps its gradient."""
     seen: list[torch.Tensor] = []
 
@@ -265,7 +265,7 @@ def tensor_hooks(model: Net) -> list[torch.Tensor]:
     return state(model, loss, seen[0].grad)
 
 
-def optimizer_in_backward(model: Net) -> list[torch.Tensor]:
+def optimizer_in_backward(model: TwoHeads) -> list[torch.Tensor]:
     """Parameters are stepped as soon as their gradient is there."""
     model = copy.deepcopy(model)
 
@@ -287,7 +287,7 @@ def optimizer_in_backward(model: Net) -> list[torch.Tensor]:
 
 
 def around_one_unit(reentrant: bool) -> Use:
-    def run(model: Net) -> list[torch.Tensor]:
+    def run(model: TwoHeads) -> list[torch.Tensor]:
         x = model.stem(started(model)).tanh()
         x = checkpoint(model.blocks[0], x, use_reentrant=reentrant)
         loss = model.head(model.blocks[1](x)).mean()
@@ -298,7 +298,7 @@ def around_one_unit(reentrant: bool) -> Use:
 
 
 def evaluated(mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> Use:
-    def run(model: Net) -> list[torch.Tensor]:
+    def run(model: TwoHeads) -> list[torch.Tensor]:
         loss = model(started(model))
         model.eval()
         with mode():
@@ -310,7 +310,7 @@ def evaluated(mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> Use
     return run
 
 
-def inference_outputs_as_inputs(model: Net) -> list[torch.Tensor]:
+def inference_outputs_as_inputs(model: TwoHeads) -> list[torch.Tensor]:
     """Features of a frozen part, cloned as PyTorch asks for, go into training."""
     with torch.inference_mode():
         features = model.stem(started(model)).tanh()
@@ -319,14 +319,14 @@ def inference_outputs_as_inputs(model: Net) -> list[torch.Tensor]:
     return state(model, loss)
 
 
-def functional(model: Net) -> list[torch.Tensor]:
+def functional(model: TwoHeads) -> list[torch.Tensor]:
     parameters = {n: (p * 1.1).detach().requires_grad_() for n, p in model.named_parameters()}
     loss = torch.func.functional_call(model, parameters, (started(model),))
     grads = torch.autograd.grad(loss, [p for n, p in parameters.items() if not n.startswith("other")])
     return [loss, *grads]
 
 
-def other_calls(model: Net) -> list[torch.Tensor]:
+def other_calls(model: TwoHeads) -> list[torch.Tensor]:
     """Another batch shape, another dtype, train and eval in turns."""
     found = []
     for length, dtype, training in (
@@ -344,7 +344,7 @@ def other_calls(model: Net) -> list[torch.Tensor]:
     return found
 
 
-def several_calls(model: Net) -> list[torch.Tensor]:
+def several_calls(model: TwoHeads) -> list[torch.Tensor]:
     """The same unit a different number of times each step, in other orders."""
     found = []
     for order in ((0, 0, 1), (1,), (1, 0, 1, 0)):
@@ -450,18 +450,18 @@ def test_a_unit_that_others_checkpoint_is_better_left_alone(monkeypatch: pytest.
 # --- transforms, traces and exports ---------------------------------------------------------------
 
 
-def with_jvp(model: Net) -> list[torch.Tensor]:
+def with_jvp(model: TwoHeads) -> list[torch.Tensor]:
     x = started(model)
     out, tangent = torch.func.jvp(model.features, (x,), (x.sin(),))
     return [out, tangent, *torch.autograd.grad((out + tangent).mean(), list(model.blocks.parameters()))]
 
 
-def with_vmap(model: Net) -> list[torch.Tensor]:
+def with_vmap(model: TwoHeads) -> list[torch.Tensor]:
     out = torch.func.vmap(model.features, randomness="different")(started(model))
     return [out, *torch.autograd.grad(out.mean(), list(model.blocks.parameters()))]
 
 
-def with_dual_numbers(model: Net) -> list[torch.Tensor]:
+def with_dual_numbers(model: TwoHeads) -> list[torch.Tensor]:
     x = started(model)
     with torch.autograd.forward_ad.dual_level():
         out = torch.autograd.forward_ad.make_dual(x, x.sin())
@@ -469,7 +469,7 @@ def with_dual_numbers(model: Net) -> list[torch.Tensor]:
         return [primal.clone(), tangent.clone()]
 
 
-def jit_traced(model: Net) -> list[torch.Tensor]:
+def jit_traced(model: TwoHeads) -> list[torch.Tensor]:
     model.eval()
     traced = torch.jit.trace(model, (started(model),))
     model.train()
@@ -477,14 +477,14 @@ def jit_traced(model: Net) -> list[torch.Tensor]:
     return [loss, *torch.autograd.grad(loss, list(traced.blocks.parameters()))]
 
 
-def fx_traced(model: Net) -> list[torch.Tensor]:
+def fx_traced(model: TwoHeads) -> list[torch.Tensor]:
     traced = torch.fx.symbolic_trace(model)
     loss = traced(started(model))
     loss.backward()
     return state(model, loss)
 
 
-def exported(model: Net) -> list[torch.Tensor]:
+def exported(model: TwoHeads) -> list[torch.Tensor]:
     model.eval()
     with torch.no_grad():
         program = torch.export.export(model, (started(model),))
@@ -492,7 +492,7 @@ def exported(model: Net) -> list[torch.Tensor]:
     return [program.module()(batch() * 2)]
 
 
-def linearized(model: Net) -> list[torch.Tensor]:
+def linearized(model: TwoHeads) -> list[torch.Tensor]:
     model.eval()
     out, tangent = torch.func.linearize(model.features, started(model))
     model.train()
@@ -528,7 +528,7 @@ def test_the_first_call_may_be_a_trace() -> None:
     assert bit_equal(linearized(model), linearized(discarding(model)))
 
 
-REVERSE: dict[str, Callable[[Net, torch.Tensor], Any]] = {
+REVERSE: dict[str, Callable[[TwoHeads, torch.Tensor], Any]] = {
     "grad": lambda m, x: torch.func.grad(m)(x),
     "vjp": lambda m, x: torch.func.vjp(m, x),
     "jacrev": lambda m, x: torch.func.jacrev(m)(x),
@@ -540,7 +540,7 @@ REVERSE: dict[str, Callable[[Net, torch.Tensor], Any]] = {
 }
 
 
-def _without_hooks(model: Net, x: torch.Tensor) -> torch.Tensor:
+def _without_hooks(model: TwoHeads, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.disable_saved_tensors_hooks("none in here"):
         return model(x)
 
@@ -587,7 +587,7 @@ def test_inference_tensors_in_training_are_pytorchs_own_error() -> None:
     ],
     ids=["weight_norm", "spectral_norm", "orthogonal"],
 )
-def test_parametrizations(change: Callable[[Net], object]) -> None:
+def test_parametrizations(change: Callable[[TwoHeads], object]) -> None:
     model = net(change)
     planned = discarding(model)
     for _ in range(2):
@@ -598,19 +598,19 @@ def test_parametrizations(change: Callable[[Net], object]) -> None:
 # --- what was changed behind a recipe -------------------------------------------------------------
 
 
-def _write_weight(model: Net) -> None:
+def _write_weight(model: TwoHeads) -> None:
     with torch.no_grad():
         model.blocks[0].ff[0].weight.mul_(2)
 
 
-def _write_scale(model: Net) -> None:
+def _write_scale(model: TwoHeads) -> None:
     with torch.no_grad():
         model.blocks[0].norm.weight.add_(1)
 
 
 @pytest.mark.parametrize("write", [_write_weight, _write_scale])
 def test_a_parameter_that_was_written_is_refused_and_the_next_step_is_right(
-    write: Callable[[Net], None],
+    write: Callable[[TwoHeads], None],
 ) -> None:
     model = net()
     planned = discarding(model)
@@ -667,7 +667,7 @@ def test_two_backward_passes_in_two_threads(shared: bool) -> None:
     model = net()
     planned = discarding(model)
 
-    def gradients(run: Net, threaded: bool) -> list[torch.Tensor]:
+    def gradients(run: TwoHeads, threaded: bool) -> list[torch.Tensor]:
         started(run)
         losses = [run(batch()), run(batch().cos())]
         losses = [losses[0], losses[0]] if shared else losses
@@ -716,7 +716,7 @@ def test_a_backward_pass_that_broke_off_can_be_asked_again() -> None:
     model = net()
     planned = discarding(model)
 
-    def gradients(run: Net, fails: bool) -> list[torch.Tensor]:
+    def gradients(run: TwoHeads, fails: bool) -> list[torch.Tensor]:
         broken = [fails]
 
         def once(grad: torch.Tensor) -> None:

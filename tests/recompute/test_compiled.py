@@ -24,7 +24,7 @@ from tests.support.plans import discarding
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import TokenModel
-from tests.zoo.layers import FeedForward
+from tests.zoo.layers import FeedForward, FromFunction
 
 DIM, VOCAB = 32, 64
 
@@ -270,21 +270,16 @@ class Odd(nn.Module):
         return {"y": y, "none": None, "number": early_stop, "more": (h.mean(),)}
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.odd = Odd()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen: dict[str, torch.Tensor] = {}
-        first = self.odd(x, context_fn="mine", early_stop=3, seen=seen)
-        second = self.odd(first["y"])
-        return (second["y"] ** 2).sum() + first["more"][0] * first["number"] + seen["last"]
+def twice(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+    seen: dict[str, torch.Tensor] = {}
+    first = self.odd(x, context_fn="mine", early_stop=3, seen=seen)
+    second = self.odd(first["y"])
+    return (second["y"] ** 2).sum() + first["more"][0] * first["number"] + seen["last"]
 
 
 def test_arguments_outputs_writes_and_side_effects() -> None:
     torch.manual_seed(0)
-    model, x = Twice(), torch.randn(64, DIM)
+    model, x = FromFunction(twice, odd=Odd()), torch.randn(64, DIM)
     profile = sacplan.profile(model, x, device="cpu")
     plan = everything_but(profile, ["odd"])
     results = []

@@ -11,6 +11,7 @@ import sacplan
 from sacplan.errors import SacplanWarning
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 
 def test_a_module_compiled_inside_of_a_unit_runs_eagerly_compiles_nothing_and_is_named() -> None:
@@ -32,24 +33,22 @@ def test_a_module_compiled_inside_of_a_unit_runs_eagerly_compiles_nothing_and_is
     )  # of the modules themselves
 
 
-class Tower(torch.nn.Module):
+def tower() -> FromFunction:
     """What the solvers discard here takes a unit around all layers, unless these are compiled."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
-            for _ in range(4)
-        )
-        self.head = torch.nn.Linear(32, 100)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer(x)
         return torch.nn.functional.gelu(self.head(x)).exp().sigmoid()
 
+    layers = torch.nn.ModuleList(
+        torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+        for _ in range(4)
+    )
+    return FromFunction(forward, layers=layers, head=torch.nn.Linear(32, 100))
 
-def compile_layers(model: Tower) -> None:
+
+def compile_layers(model: FromFunction) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for layer in model.layers:
@@ -62,7 +61,7 @@ def total(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_layers_compiled_in_a_unit_that_is_the_whole_model_are_named() -> None:
-    model, x = Tower(), torch.randn(64, 32)
+    model, x = tower(), torch.randn(64, 32)
     plan = sacplan.plan(sacplan.profile(model, x, device="cpu"), "90%")
     assert list(plan.units) == [""]
     with sacplan.apply(model, plan):
@@ -74,7 +73,7 @@ def test_layers_compiled_in_a_unit_that_is_the_whole_model_are_named() -> None:
 
 def test_a_plan_made_with_compiled_layers_lets_them_run_compiled() -> None:
     torch.manual_seed(0)
-    model, x = Tower(), torch.randn(64, 32)
+    model, x = tower(), torch.randn(64, 32)
     plain = copy.deepcopy(model)
     compile_layers(model)
     profile = sacplan.profile(model, x, device="cpu")

@@ -15,6 +15,7 @@ from sacplan._recompute.in_place_groups import in_place_groups, without_missing_
 from sacplan._recompute.rewrite import recomputed
 from sacplan._torch.ops import op_traits
 from tests.support.steps import bit_equal, grads_of
+from tests.zoo.layers import FromFunction
 
 aten = torch.ops.aten
 
@@ -113,22 +114,17 @@ def test_frozen_batch_norm_runs_again_with_its_statistics() -> None:
             total.backward()
 
 
-class Tied(nn.Module):
+def tied(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """The old version is read by another op before it is overwritten."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.out = nn.Linear(16, 64), nn.Linear(64, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.lin(x)
-        early = y.sigmoid()
-        y.mul_(2)
-        return self.out(y.relu_() * early)
+    y = self.lin(x)
+    early = y.sigmoid()
+    y.mul_(2)
+    return self.out(y.relu_() * early)
 
 
 def test_readers_of_an_old_version_are_tied_to_its_maker() -> None:
-    profile = sacplan.profile(Tied(), torch.randn(8, 16), device="cpu")
+    model = FromFunction(tied, lin=nn.Linear(16, 64), out=nn.Linear(64, 4))
+    profile = sacplan.profile(model, torch.randn(8, 16), device="cpu")
     program = profile.program
     maker = forward_ops(program, "aten.addmm.default")[0]
     (early,) = forward_ops(program, "aten.sigmoid.default")
@@ -145,17 +141,17 @@ def test_readers_of_an_old_version_are_tied_to_its_maker() -> None:
 
 
 def test_what_cannot_be_told_apart_is_kept() -> None:
-    class Through(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x.sin()
-            y.data.add_(1)  # counts no version of y
-            z = x.cos()
-            z[:1].add_(1)  # through a view
-            w = torch.zeros_like(x)
-            w.add_(x)  # what a factory made
-            return (y.exp() * z * w).sum()
+    def through(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        y.data.add_(1)  # counts no version of y
+        z = x.cos()
+        z[:1].add_(1)  # through a view
+        w = torch.zeros_like(x)
+        w.add_(x)  # what a factory made
+        return (y.exp() * z * w).sum()
 
-    program = sacplan.profile(Through(), torch.randn(8, 16, requires_grad=True), device="cpu").program
+    x = torch.randn(8, 16, requires_grad=True)
+    program = sacplan.profile(FromFunction(through), x, device="cpu").program
     writes = [op for op in program.ops if op.mutates and op.phase == Phase.FORWARD]
     assert len(writes) == 3
     assert not program.overwritten

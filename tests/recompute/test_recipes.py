@@ -33,7 +33,8 @@ from tests.support.recomputing import (
     step,
 )
 from tests.support.storages import Storages, no_collector
-from tests.zoo.random_nets import DIM, LENGTH, Net, Outer, Unit, batch, outer
+from tests.zoo.layers import FromFunction
+from tests.zoo.random_nets import DIM, LENGTH, Outer, RandomNet, Unit, batch, outer
 
 
 def test_the_plans_of_these_tests_do_recompute() -> None:
@@ -354,16 +355,11 @@ def test_a_version_that_only_autograd_counted() -> None:
 
 
 def test_a_buffer_that_the_next_forward_writes() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(LENGTH)
+    def shifted(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x.sin())
+        return (x - self.norm.num_batches_tracked).sin().exp()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.norm(x.sin())
-            return (x - self.norm.num_batches_tracked).sin().exp()
-
-    model = Outer(Shifted())
+    model = Outer(FromFunction(shifted, norm=nn.BatchNorm1d(LENGTH)))
     planned, _ = discard_all(model)
     first = planned(batch())
     planned(batch())
@@ -423,21 +419,16 @@ def test_the_first_step_finds_what_was_written_unseen(
     assert not same_bits(step(model, batch()), step(unchecked, batch()))
 
 
-class Scaled(nn.Module):
+def scaling(*shape: int) -> nn.Module:
     """Its product is recomputed from its input and its weight."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(*shape) + 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).sin().exp()
+    weight = nn.Parameter(torch.rand(*shape) + 0.5)
+    return FromFunction(lambda self, x: (x * self.weight).sin().exp(), weight=weight)
 
 
 def scaled(*shape: int) -> tuple[nn.Module, torch.Tensor]:
     """A model with that unit, and a batch, after its first step: from then on there are no checksums."""
     torch.manual_seed(0)
-    model, x = Outer(Scaled(*shape)), torch.randn(*shape)
+    model, x = Outer(scaling(*shape)), torch.randn(*shape)
     profile = sacplan.profile(model, x, device="cpu")
     sacplan.apply(model, plan_of(profile, {"units.0": sorted(fitting_sites(profile, "units.0"))}))
     model(x).backward()
@@ -613,7 +604,7 @@ def test_an_error_in_the_forward_leaves_nothing_behind() -> None:
 
 def test_running_statistics_that_a_later_call_writes_are_refused_without_the_check_too() -> None:
     torch.manual_seed(0)
-    model = Net([(["batch_norm"], "twice")], share=False, tie=False)
+    model = RandomNet([(["batch_norm"], "twice")], share=False, tie=False)
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
     unit = "groups.0.steps.0"
     sites = {s for scope in profile.program.calls[unit] for s in profile.program.sites(scope).values()}

@@ -29,7 +29,8 @@ from sacplan._torch.ops import can_run_again
 from sacplan._verify.measure import measured_step
 from tests.support.recomputing import discard_all, fitting_sites, plan_of, same_bits, state, step
 from tests.support.storages import Storages, no_collector
-from tests.zoo.random_nets import DIM, STEPS, Net, Outer, Unit, batch, outer
+from tests.zoo.layers import FromFunction
+from tests.zoo.random_nets import DIM, STEPS, Outer, RandomNet, Unit, batch, outer
 
 
 @contextmanager
@@ -174,7 +175,7 @@ def test_recomputed_values_are_gone_when_the_step_has_its_next_peak() -> None:
 def test_the_replayed_peak_is_that_of_the_second_step(kind: str) -> None:
     """With an optimizer two steps are traced, and the second one counts."""
     torch.manual_seed(0)
-    model = Net([([kind, "linear"], "plain"), (["norm"], "twice")], share=False, tie=True)
+    model = RandomNet([([kind, "linear"], "plain"), (["norm"], "twice")], share=False, tie=True)
     profile = sacplan.profile(model, batch(), device="cpu", optimizer=torch.optim.SGD)
     plan = plan_of(profile, {f"groups.{i}": sorted(fitting_sites(profile, f"groups.{i}")) for i in range(2)})
     seen = trace_step(
@@ -278,17 +279,9 @@ def test_a_write_that_no_call_before_made_is_seen() -> None:
 
 def test_a_parameter_that_is_frozen_and_trained_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tensors are saved then, by the same ops; the discarded ones among them are discarded all the same."""
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Parameter(torch.randn(DIM))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sin().mul(self.gate).exp() * 2
-
     torch.manual_seed(0)
-    model = Outer(Gate())
+    gate = nn.Parameter(torch.randn(DIM))
+    model = Outer(FromFunction(lambda self, x: x.sin().mul(self.gate).exp() * 2, gate=gate))
     planned = applied(model, {"units.0": [("aten.sin.default", 0)]})
     for trained in (False, True, False, True):
         for m in (model, planned):
@@ -337,7 +330,7 @@ def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: p
     monkeypatch.setattr(slots, "RecipeNode", node)
     monkeypatch.setattr(Alignment, "next", _discarded)
     torch.manual_seed(0)
-    model = Net([([kind, "linear"], "plain")], share=False, tie=False)
+    model = RandomNet([([kind, "linear"], "plain")], share=False, tie=False)
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
     sacplan.apply(model, plan_of(profile, {"": sorted(fitting_sites(profile, ""))[:1]}))
     model(batch())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,22 +16,19 @@ from sacplan._record.state import preserved_state
 from sacplan._record.step import Step, default_loss
 from sacplan._verify.measure import measured_step
 from tests.support.steps import bit_equal
+from tests.zoo.layers import FromFunction, Stack
 
 N = 128
 
 
-class Model(nn.Module):
+def computing(fn: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> FromFunction:
     """``fn`` of an activation [N, N], which comes from a product, so that gradients flow into it."""
-
-    def __init__(self, fn: Callable[[Model, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.fn = fn
-        self.w = nn.Parameter(torch.rand(N, N) + 0.5)
-        self.b = nn.Parameter(torch.rand(N))
-        self.register_buffer("index", torch.arange(N) % 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fn(self, x * self.w)
+    return FromFunction(
+        lambda self, x: fn(self, x * self.w),
+        w=nn.Parameter(torch.rand(N, N) + 0.5),
+        b=nn.Parameter(torch.rand(N)),
+        index=torch.arange(N) % 7,
+    )
 
 
 class Doubled(torch.autograd.Function):
@@ -62,7 +60,7 @@ def _projections(m, x):
     return F.linear(x, m.w).exp() * F.linear(x, m.w, m.b).exp() * F.linear(x, m.w).sin()
 
 
-FUNCTIONS: dict[str, Callable[[Model, torch.Tensor], torch.Tensor]] = {
+FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     # sums of the engine: in place from the second gradient on
     "two": lambda m, h: h.sin() + h.cos(),
     "five": lambda m, h: h.sin() + h.cos() + h.exp() + h.tanh() + h.sigmoid(),
@@ -105,7 +103,7 @@ FUNCTIONS: dict[str, Callable[[Model, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_peak_is_that_of_the_plain_step(name):
     torch.manual_seed(0)
-    model, x = Model(FUNCTIONS[name]), torch.rand(N, N)
+    model, x = computing(FUNCTIONS[name]), torch.rand(N, N)
     fake = sacplan.profile(model, x, device="cpu")
     real = sacplan.profile(model, x, device="cpu", trace="real")
     with preserved_state(model, None):
@@ -145,7 +143,7 @@ def _additions_of_a_plain_step(model: nn.Module, x: torch.Tensor) -> tuple[int, 
 )
 def test_each_addition_is_recorded_as_the_plain_step_does_it(name):
     torch.manual_seed(0)
-    model, x = Model(FUNCTIONS[name]), torch.rand(N, N)
+    model, x = computing(FUNCTIONS[name]), torch.rand(N, N)
     program = sacplan.profile(model, x, device="cpu").program
     names = [op.name for op in program.ops if op.phase == Phase.BACKWARD]
     seen = names.count("aten.add_.Tensor"), names.count("aten.add.Tensor")
@@ -153,7 +151,7 @@ def test_each_addition_is_recorded_as_the_plain_step_does_it(name):
 
 
 def test_an_addition_in_place_allocates_nothing_and_frees_nothing():
-    program = sacplan.profile(Model(FUNCTIONS["five"]), torch.rand(N, N), device="cpu").program
+    program = sacplan.profile(computing(FUNCTIONS["five"]), torch.rand(N, N), device="cpu").program
     sums = [op for op in program.ops if op.phase == Phase.BACKWARD and op.name == "aten.add_.Tensor"]
     assert len(sums) == 4
     assert len({op.mutates for op in sums}) == 1  # all into the first gradient
@@ -163,7 +161,7 @@ def test_an_addition_in_place_allocates_nothing_and_frees_nothing():
 
 
 def test_no_storage_is_freed_twice_or_used_after():
-    program = sacplan.profile(Model(FUNCTIONS["loop"]), torch.rand(N, N), device="cpu").program
+    program = sacplan.profile(computing(FUNCTIONS["loop"]), torch.rand(N, N), device="cpu").program
     freed: set[int] = set()
     for code, arg in program.events:
         if code == 1:
@@ -176,7 +174,7 @@ def test_no_storage_is_freed_twice_or_used_after():
 
 
 def test_a_gradient_that_is_a_sum_is_still_counted_as_a_gradient():
-    program = sacplan.profile(Model(FUNCTIONS["loop"]), torch.rand(N, N), device="cpu").program
+    program = sacplan.profile(computing(FUNCTIONS["loop"]), torch.rand(N, N), device="cpu").program
     sums = [op for op in program.ops if op.phase == Phase.BACKWARD and op.name == "aten.add_.Tensor"]
     gradients = [op.mutates for op in sums if program.storage_kinds[op.mutates[0]] == StorageKind.GRADIENT]
     assert len(gradients) == 4  # the weight is used five times
@@ -185,18 +183,9 @@ def test_a_gradient_that_is_a_sum_is_still_counted_as_a_gradient():
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_a_plan_is_predicted_to_the_byte(device):
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Model(FUNCTIONS["residual"]) for _ in range(4))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x).tanh()
-            return x
-
     torch.manual_seed(0)
-    model, x = Blocks(), torch.rand(N, N)
+    blocks = (block for _ in range(4) for block in (computing(FUNCTIONS["residual"]), nn.Tanh()))
+    model, x = Stack(blocks), torch.rand(N, N)
     profile = sacplan.profile(model, x, device=device)
     plan = sacplan.plan(profile, "85%")
     assert plan.discarded
@@ -208,7 +197,7 @@ def test_a_plan_is_predicted_to_the_byte(device):
 
 def test_a_real_trace_leaves_gradients_alone():
     torch.manual_seed(0)
-    model, x = Model(FUNCTIONS["five"]), torch.rand(N, N)
+    model, x = computing(FUNCTIONS["five"]), torch.rand(N, N)
     model(x).sum().backward()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     sacplan.profile(model, x, device="cpu", trace="real")

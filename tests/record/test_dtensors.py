@@ -27,6 +27,7 @@ from sacplan._torch.ops import is_computation
 from sacplan._torch.private import ranks_of_group
 from sacplan.errors import TraceError
 from tests.support.steps import bit_equal
+from tests.zoo.layers import FeedForward
 from tests.zoo.parallel import Sequences, mean_square, parallel_sequences
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -269,18 +270,10 @@ def test_modules_on_dtensors_are_not_chunked_and_are_named(mesh: Any) -> None:
 
 
 def test_slices_of_local_tensors_in_inference(mesh: Any) -> None:
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 1024), nn.Linear(1024, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(nn.functional.gelu(self.up(self.norm(x))))
-
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    model, x = Wide(), torch.randn(8, 64, 32)
+    model, x = FeedForward(32, 1024, dropout=0.0), torch.randn(8, 64, 32)
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     _filled(model)
     profile = sacplan.profile(model, x, device="cpu", mode="inference")

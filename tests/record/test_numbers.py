@@ -17,7 +17,7 @@ from sacplan._program.program import Phase
 from sacplan._record.step import Step
 from sacplan._torch.allocations import allocation_deltas
 from sacplan._verify.measure import measured_step
-from tests.zoo.layers import Then
+from tests.zoo.layers import FromFunction, Then
 
 Branch = Callable[[torch.Tensor], torch.Tensor]
 
@@ -166,20 +166,16 @@ class _Gelu(torch.autograd.Function):
         return x.sign().mul_(grads[0])
 
 
-class PeaksAtNumbers(nn.Module):
+def peaks_at_numbers() -> nn.Module:
     """The peak of the smallest plan is at an op on a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + _Gelu.apply(self.linear(x)).sum(-1, keepdim=True)
+    return FromFunction(
+        lambda self, x: x + _Gelu.apply(self.linear(x)).sum(-1, keepdim=True), linear=nn.Linear(8, 32)
+    )
 
 
 def test_a_plan_passes_numbers_on_without_making_tensors_of_them() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(PeaksAtNumbers() for _ in range(3))), torch.randn(64, 8)
+    model, x = nn.Sequential(*(peaks_at_numbers() for _ in range(3))), torch.randn(64, 8)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).sum()
@@ -194,21 +190,19 @@ def test_a_plan_passes_numbers_on_without_making_tensors_of_them() -> None:
         assert verified.peak_bytes == plan.peak_bytes <= peak
 
 
-class SoftCap(nn.Module):
+def soft_cap() -> nn.Module:
     """Logits between -15 and 15."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 64), nn.Linear(8, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 15 * torch.tanh(self.left(x) + self.right(x))
+    return FromFunction(
+        lambda self, x: 15 * torch.tanh(self.left(x) + self.right(x)),
+        left=nn.Linear(8, 64),
+        right=nn.Linear(8, 64),
+    )
 
 
 def test_the_number_of_a_node_is_gone_before_the_next_one_recomputes() -> None:
     """``tanh`` asks for its output when the multiplication is done, whose node the output keeps alive."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(SoftCap()), torch.randn(64, 8)
+    model, x = nn.Sequential(soft_cap()), torch.randn(64, 8)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         out = model(x)

@@ -26,6 +26,7 @@ from sacplan._verify.measure import measured_step
 from sacplan.errors import SacplanWarning
 from tests.zoo.experts import MoE
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction, Then
 
 
 def snapshot(model, optimizer=None):
@@ -403,16 +404,10 @@ def test_no_rule_is_an_error_that_says_where(name):
 
 
 def test_a_refusal_inside_a_model_is_an_error_of_the_profile():
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def forward(y):
+        return y if y.mean() > 0 else y * 2
 
-        def forward(self, x):
-            y = self.linear(x)
-            return y if y.mean() > 0 else y * 2
-
-    model = Branches()
+    model = Then(forward, 4)
     with pytest.raises(sacplan.DataDependentError, match="in forward"):
         sacplan.profile(model, torch.randn(2, 4))
     assert sacplan.profile(model, torch.randn(2, 4), device="cpu", trace="real").peak_bytes > 0
@@ -446,16 +441,11 @@ def test_functions_that_cache_tensors_keep_no_fake_ones():
 
 
 def test_a_module_may_convert_itself_in_the_step():
-    class Converts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def converts(self, x):
+        self.linear = self.linear.to(torch.float32)
+        return self.linear(x)
 
-        def forward(self, x):
-            self.linear = self.linear.to(torch.float32)
-            return self.linear(x)
-
-    model = Converts().bfloat16()
+    model = FromFunction(converts, linear=nn.Linear(4, 4)).bfloat16()
     sacplan.profile(model, torch.randn(2, 4))
     assert model.linear.weight.dtype == torch.bfloat16
 
@@ -595,7 +585,7 @@ class _Missing:
         raise ImportError("No module named 'monai._C'")
 
 
-_C = _Missing()  # beside the classes of the models below
+_C = _Missing()  # beside the class of the model below
 
 
 class _WithoutLength(tuple[int, ...]):
@@ -608,15 +598,13 @@ class _WithoutLength(tuple[int, ...]):
         raise NotImplementedError
 
 
-class _Odd(torch.nn.Module):
+class _Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.irrep = torch.nn.Linear(8, 8), _WithoutLength(1, -1)
+        self.linear, self.irrep = nn.Linear(8, 8), _WithoutLength(1, -1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = (
-            torch.div(x.shape[0], 3, rounding_mode="trunc") - 1
-        )  # an op on numbers alone, as in Longformer
+        tokens = torch.div(x.shape[0], 3, rounding_mode="trunc") - 1  # on numbers alone, as in Longformer
         return self.linear(x)[: int(tokens)]
 
 
@@ -629,19 +617,15 @@ def test_objects_that_do_not_let_themselves_be_looked_at(trace: Any) -> None:
     )
 
 
-class _Jagged(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        rows = torch.nested.as_nested_tensor([a, b], layout=torch.jagged)
-        return self.second(torch.nn.functional.gelu(self.first(rows))).values()
+def _jagged(self: FromFunction, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.as_nested_tensor([a, b], layout=torch.jagged)
+    return self.second(F.gelu(self.first(rows))).values()
 
 
 def test_jagged_tensors() -> None:
     """Their own classes hide the ops that they run from a mode that does not ask for them."""
-    model, batch = _Jagged(), (torch.randn(30, 16), torch.randn(50, 16))
+    model = FromFunction(_jagged, first=nn.Linear(16, 64), second=nn.Linear(64, 16))
+    batch = (torch.randn(30, 16), torch.randn(50, 16))
     plain = real_step(model, batch)
     profile = sacplan.profile(model, batch, device="cpu", trace="real")
     assert profile.peak_bytes == plain.peak_bytes

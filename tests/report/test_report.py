@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +39,7 @@ from sacplan._report.timeline import Timeline, buckets_of, timeline_of
 from sacplan._report.trace_events import write_memory_trace
 from tests.support.plans import discarding
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 LAYERS = 4
 
@@ -133,13 +134,11 @@ def _first_ops_discarded(profile: sacplan.Profile, count: int | None = None) -> 
 
 
 def test_generator_states_have_their_own_row_on_a_cpu() -> None:
-    class Noise(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * torch.bernoulli(
-                torch.sigmoid(x)
-            )  # what it draws is saved; CPU dropout writes in place
+    def noise() -> nn.Module:
+        """What it draws is saved; CPU dropout writes in place."""
+        return FromFunction(lambda self, x: x * torch.bernoulli(torch.sigmoid(x)))
 
-    model = nn.Sequential(nn.Linear(64, 256), Noise(), nn.GELU(), Noise(), nn.Linear(256, 8))
+    model = nn.Sequential(nn.Linear(64, 256), noise(), nn.GELU(), noise(), nn.Linear(256, 8))
     profile = sacplan.profile(model, torch.randn(4096, 64), device="cpu")
     plan = _first_ops_discarded(profile, 3)  # up to the first draw
     frame = alive_at_peak(profile, plan, None)
@@ -266,23 +265,14 @@ def test_costs_are_what_the_rewritten_step_takes(case: SimpleNamespace) -> None:
 
 
 def test_reasons() -> None:
-    class Sum(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cumsum(x, 1)  # on CUDA its bits vary
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(64, 256)
-            self.sum = Sum()
-            self.act = nn.GELU()
-            self.drop = nn.Identity()
-            self.out = nn.Linear(256, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.drop(self.act(self.sum(self.inner(x)))))
-
-    profile = sacplan.profile(Net(), torch.randn(4096, 64))
+    parts = {
+        "inner": nn.Linear(64, 256),
+        "sum": FromFunction(lambda self, x: torch.cumsum(x, 1)),  # on CUDA its bits vary
+        "act": nn.GELU(),
+        "drop": nn.Identity(),
+        "out": nn.Linear(256, 8),
+    }
+    profile = sacplan.profile(nn.Sequential(OrderedDict(parts)), torch.randn(4096, 64))
     why = module_table(profile, sacplan.plan_smallest(profile))["why"]
     assert why["drop"] == "keeps nothing for the backward pass"
     assert why["sum"] == "kept: cumsum must not run a second time"
@@ -294,17 +284,13 @@ def test_reasons() -> None:
 
 
 def test_a_tensor_written_in_place_is_said_to_be() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 8)
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        h[:, :3] = h[:, :3] * 2  # a part of it, so what it was before cannot be told apart
+        return self.b(torch.nn.functional.gelu(h))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.a(x)
-            h[:, :3] = h[:, :3] * 2  # a part of it, so what it was before cannot be told apart
-            return self.b(torch.nn.functional.gelu(h))
-
-    profile = sacplan.profile(Net(), torch.randn(4096, 64))
+    model = FromFunction(forward, a=nn.Linear(64, 256), b=nn.Linear(256, 8))
+    profile = sacplan.profile(model, torch.randn(4096, 64))
     why = {row.module: row.why for row in module_rows(profile)}
     assert why["a"] == "kept: copy_ writes it in place"
 

@@ -20,6 +20,7 @@ import sacplan
 from sacplan._cli.app import app
 from sacplan._report.snapshot import snapshot_of
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 VIEWER_READS = {
     "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE", "DICT",
@@ -30,18 +31,15 @@ VIEWER_READS = {
 """Opcodes of pickles that ``unpickle`` in PyTorch's ``torch/utils/viz/MemoryViz.js`` knows, up to protocol 4."""
 
 
-class InPlace(nn.Module):
+def in_place() -> nn.Module:
     """Ops that write over their inputs, at several sizes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 256)
-        self.outer = nn.Linear(256, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
             x = self.outer(torch.relu_(self.inner(x))).mul_(2)
         return x
+
+    return FromFunction(forward, inner=nn.Linear(64, 256), outer=nn.Linear(256, 64))
 
 
 @pytest.fixture(scope="module", params=["h100", "cpu"])
@@ -225,7 +223,7 @@ def test_stacks_are_modules(case: SimpleNamespace) -> None:
 
 def test_the_peak_of_a_real_step(tmp_path: Path) -> None:
     """Against the profiler's allocations of the step itself, which are not ours."""
-    model, x = InPlace(), torch.randn(128, 64)
+    model, x = in_place(), torch.randn(128, 64)
 
     def loss(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return m(batch).sum()
@@ -248,7 +246,7 @@ def test_the_peak_of_a_real_step(tmp_path: Path) -> None:
 
 def test_a_step_that_writes_in_place() -> None:
     """What takes over the bytes of what it overwrites is no allocation."""
-    profile = sacplan.profile(InPlace(), torch.randn(128, 64), device="h100")
+    profile = sacplan.profile(in_place(), torch.randn(128, 64), device="h100")
     assert any(op.replaces >= 0 for op in profile.program.ops)
     for plan in (None, sacplan.plan_smallest(profile)):
         program = profile.program if plan is None else profile.with_plan(plan)

@@ -18,6 +18,7 @@ from sacplan._rotor.rotor import Operation, OperationKind, peak
 from sacplan._rotor.stages import Stages, drops_of, stages_of
 from tests.zoo.convnets import densenet121, resnet18, resnet50
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
@@ -27,47 +28,41 @@ CONVNETS = {"resnet18": resnet18, "resnet50": resnet50, "densenet121": densenet1
 PROFILES: dict[object, sacplan.Profile] = {}
 
 
-class Residual(nn.Module):
+def with_branch(dim: int = 16) -> nn.Module:
     """A branch that comes back."""
-
-    def __init__(self, dim: int = 16) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x + self.branch(x))
+    branch = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+    return FromFunction(lambda self, x: torch.tanh(x + self.branch(x)), branch=branch)
 
 
-class Masked(nn.Module):
+def linear_layers(layers: int = 3, dim: int = 16) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+
+
+def masked() -> nn.Module:
     """Layers that read one mask, made of the batch."""
 
-    def __init__(self, layers: int = 3, dim: int = 16) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.layers[0](x))
         mask = (x > 0).float()
         for layer in self.layers:
             h = torch.tanh(layer(h) * mask)
         return h
 
+    return FromFunction(forward, layers=linear_layers())
 
-class Gated(nn.Module):
+
+def gated() -> nn.Module:
     """Layers that read one gate, made of parameters."""
 
-    def __init__(self, layers: int = 3, dim: int = 16) -> None:
-        super().__init__()
-        self.first, self.gate = nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
-        self.last = nn.Linear(dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.first(x))
         gate = self.gate(x)
         for layer in self.layers:
             h = torch.tanh(layer(h) * gate)
         return torch.tanh(self.last(h))
+
+    first, gate, last = linear_layers()
+    return FromFunction(forward, first=first, gate=gate, layers=linear_layers(), last=last)
 
 
 def mlp() -> nn.Module:
@@ -223,17 +218,12 @@ def test_backward_of_an_mlp_by_hand() -> None:
 
 
 def test_who_saved_a_boundary() -> None:
-    class Functions(nn.Module):
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         """ReLU saves what it makes, GELU what it takes, exp what it makes: the module does not tell them apart."""
+        return torch.exp(F.linear(F.gelu(torch.relu(F.linear(x, self.first))), self.second))
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(torch.randn(16, 16) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.exp(F.linear(F.gelu(torch.relu(F.linear(x, self.weights[0]))), self.weights[1]))
-
-    program = profile_of(Functions(), torch.randn(8, 16)).program
+    first, second = (nn.Parameter(torch.randn(16, 16)) for _ in range(2))
+    program = profile_of(FromFunction(forward, first=first, second=second), torch.randn(8, 16)).program
     stages = stages_of(program)
     assert [names(program, ops) for ops in stages.ops[:3]] == [["mm", "relu"], ["gelu"], ["mm", "exp"]]
     backward = [op for op in program.ops if op.phase is Phase.BACKWARD]
@@ -245,7 +235,7 @@ def test_who_saved_a_boundary() -> None:
 
 def test_branches_close() -> None:
     # A branch around the batch alone would not close: the batch is always there.
-    profile = profile_of(nn.Sequential(nn.Linear(16, 16), Residual(), Residual()), torch.randn(8, 16))
+    profile = profile_of(nn.Sequential(nn.Linear(16, 16), with_branch(), with_branch()), torch.randn(8, 16))
     stages = stages_of(profile.program)
     assert len(stages) == 3
     assert [stages_with(profile.program, stages, str(i)) for i in range(3)] == [{0}, {1}, {2}]
@@ -255,7 +245,7 @@ def test_branches_close() -> None:
 
 
 def test_a_mask_of_the_batch_is_input() -> None:
-    model, x = Masked(), torch.randn(8, 16)
+    model, x = masked(), torch.randn(8, 16)
     program = profile_of(model, x).program
     stages = stages_of(program)
     # The first layer runs twice. Of the two factors autograd saves the mask alone.
@@ -269,7 +259,7 @@ def test_a_mask_of_the_batch_is_input() -> None:
 
 
 def test_a_shared_value_on_the_gradient_path_closes() -> None:
-    program = profile_of(Gated(), torch.randn(8, 16)).program
+    program = profile_of(gated(), torch.randn(8, 16)).program
     stages = stages_of(program)
     assert [stages_with(program, stages, f"layers.{i}") for i in range(3)] == [{1}] * 3
     assert stages_with(program, stages, "gate") == {1}
@@ -289,18 +279,13 @@ def test_in_place_or_not_the_stages_are_the_same(inplace: bool) -> None:
 
 
 def test_no_cut_between_versions_of_a_storage() -> None:
-    class Fills(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+    def fills(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers[0](x)
+        h.mul_(2)
+        h[:, 0] = 1.0
+        return self.layers[2](torch.tanh(self.layers[1](torch.tanh(h))))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.layers[0](x)
-            h.mul_(2)
-            h[:, 0] = 1.0
-            return self.layers[2](torch.tanh(self.layers[1](torch.tanh(h))))
-
-    program = profile_of(Fills(), torch.randn(8, 16)).program
+    program = profile_of(FromFunction(fills, layers=linear_layers()), torch.randn(8, 16)).program
     stages = stages_of(program)
     (filled,) = (i for i, op in enumerate(program.ops) if op.name.startswith("aten.fill_"))
     assert filled in stages.ops[0]
@@ -362,35 +347,27 @@ def test_densenet() -> None:
 
 def test_meta_and_real_tensors_give_the_same() -> None:
     torch.manual_seed(0)
-    real = stages_of(profile_of(Masked(), torch.randn(8, 16)).program)
+    real = stages_of(profile_of(masked(), torch.randn(8, 16)).program)
     with torch.device("meta"):
-        model, x = Masked(), torch.empty(8, 16)
+        model, x = masked(), torch.empty(8, 16)
     assert stages_of(profile_of(model, x).program) == real
 
 
 def test_the_unit_is_the_innermost_call_around() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(*(Residual() for _ in range(2)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.body(x).square().mean()
-
-    program = profile_of(Outer(), torch.randn(8, 16)).program
+    body = nn.Sequential(with_branch(), with_branch())
+    model = FromFunction(lambda self, x: self.body(x).square().mean(), body=body)
+    program = profile_of(model, torch.randn(8, 16)).program
     assert stages_of(program).unit == "body"
 
 
 def test_what_cannot_run_again_stays() -> None:
-    class Sums(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
+    def sums() -> nn.Module:
+        return FromFunction(
+            lambda self, x: torch.tanh(x + torch.sin(torch.cumsum(self.linear(x), -1))),
+            linear=nn.Linear(16, 16),
+        )
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x + torch.sin(torch.cumsum(self.linear(x), -1)))
-
-    model, x = nn.Sequential(nn.Linear(16, 16), Sums(), Sums()), torch.randn(8, 16)
+    model, x = nn.Sequential(nn.Linear(16, 16), sums(), sums()), torch.randn(8, 16)
     program = profile_of(model, x).program
     stages = stages_of(program)
     forward = [i for ops in stages.ops for i in ops]
@@ -536,19 +513,17 @@ def test_nothing_is_dropped_where_all_is_kept() -> None:
 
 
 def test_what_only_backward_needs_is_dropped_once() -> None:
-    class Side(nn.Module):
+    def side() -> nn.Module:
         """Makes something that nothing behind it reads."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
             h = self.a(x)
             self.last_norm = torch.exp(h).sum()  # not used by the loss
             return torch.tanh(x + self.b(h))
 
-    program = profile_of(nn.Sequential(nn.Linear(16, 16), Side(), Side()), torch.randn(8, 16)).program
+        return FromFunction(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16))
+
+    program = profile_of(nn.Sequential(nn.Linear(16, 16), side(), side()), torch.randn(8, 16)).program
     stages = stages_of(program)
     assert [names(program, ops) for ops in stages.side] == [[], ["exp", "sum"], ["exp", "sum"]]
     three = [Operation(KEEP_INPUT, 1), Operation(KEEP_INPUT, 1), Operation(KEEP_ALL, 1)]
@@ -569,18 +544,15 @@ def test_two_calls_of_the_model_are_no_chain() -> None:
 
 
 def test_a_model_without_a_cut() -> None:
-    class Total(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+    def total(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        found = x.new_zeros(())
+        for layer in self.layers:
+            found += F.gelu(layer(x)).sum()
+        return found
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            total = x.new_zeros(())
-            for layer in self.layers:
-                total += F.gelu(layer(x)).sum()
-            return total
-
-    profile = profile_of(Total(), torch.randn(4, 16), loss_fn=lambda m, b: m(b))
+    profile = profile_of(
+        FromFunction(total, layers=linear_layers()), torch.randn(4, 16), loss_fn=lambda m, b: m(b)
+    )
     with pytest.raises(
         sacplan.PlanError,
         match=r"is one stage: .*made by aten.new_zeros.default in the model itself, .*another solver",

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from sacplan._shard.places import CallPattern
 from sacplan._shard.sharding import Sharding
 from sacplan._shard.tp_plans import homes_of_tp_plan
 from sacplan.errors import PlanError
+from tests.support.processes import run_ranks
 from tests.zoo.parallel import SplitLM
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
@@ -181,7 +181,7 @@ def on_rank(rank: int, directory: str, codes: Mapping[str, str]) -> None:
 def test_the_code_runs_on_four_ranks_as_one_process_does(tmp_path: Path) -> None:
     codes = {name: emitted(name).code for name in CASES}
     assert all(codes.values()), [(name, emitted(name).reasons) for name, code in codes.items() if not code]
-    mp.spawn(on_rank, (str(tmp_path), codes), nprocs=4)
+    run_ranks(on_rank, (str(tmp_path), codes), 4)
 
 
 def test_what_the_code_looks_like() -> None:

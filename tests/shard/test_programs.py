@@ -29,27 +29,21 @@ from tests.support.drawn import drawn_sharding
 from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 from tests.zoo.convnets import CNN
+from tests.zoo.layers import MLP, FromFunction
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
 Made = tuple[nn.Module, Any, Callable[..., torch.Tensor] | None]
 
 
-class MLP(nn.Module):
-    def __init__(self, dim: int = 64) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = (
-            nn.Linear(dim, 4 * dim),
-            nn.LayerNorm(4 * dim),
-            nn.Linear(4 * dim, dim),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.norm(F.gelu(self.up(x))))
-
-
 def mlp() -> Made:
-    return MLP(), torch.randn(16, 64), mean_square
+    model = FromFunction(
+        lambda self, x: self.down(self.norm(F.gelu(self.up(x)))),
+        up=nn.Linear(64, 256),
+        norm=nn.LayerNorm(256),
+        down=nn.Linear(256, 64),
+    )
+    return model, torch.randn(16, 64), mean_square
 
 
 def cnn() -> Made:
@@ -261,22 +255,20 @@ def test_plans_on_any_sharding_take_what_is_predicted(
         assert not seen.differences
 
 
-class Positions(nn.Module):
+def positions() -> nn.Module:
     """Rows of a parameter by index, as Whisper has its positions: autograd writes their gradient in place, or not."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.positions = nn.Embedding(64, 32), nn.Parameter(torch.randn(16, 32))
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+    def forward(self: FromFunction, ids: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.embed(ids) + self.positions[torch.arange(16).expand(4, 16)])
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids) + self.positions[torch.arange(16).expand(4, 16)]
-        return self.down(F.gelu(self.up(x)))
+    return FromFunction(
+        forward, embed=nn.Embedding(64, 32), positions=nn.Parameter(torch.randn(16, 32)), mlp=MLP(32)
+    )
 
 
 def test_gradients_of_rows_by_index_take_what_is_predicted() -> None:
     torch.manual_seed(0)
-    model, batch = Positions(), torch.randint(0, 64, (4, 16))
+    model, batch = positions(), torch.randint(0, 64, (4, 16))
     profile = sacplan.profile(model, batch, mean_square, device="h100")
     for homes in ({"positions": "S0"}, {"positions": "S1"}):
         sharding = Sharding.of({"tp": 2}, homes)

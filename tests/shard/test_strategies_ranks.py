@@ -35,10 +35,10 @@ if not torch.distributed.is_available():
     pytest.skip("a build without torch.distributed", allow_module_level=True)
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from sacplan._shard.redistribute import redistribute
 from sacplan._torch import collectives
+from tests.support.processes import run_ranks
 
 MESH = Mesh.of({"dp": 2, "tp": 2})
 WHOLE = (REPLICATED, REPLICATED)
@@ -175,4 +175,4 @@ def on_rank(rank: int, directory: str, check: Callable[[Rank], None]) -> None:
     "check", [forms_of_linear, pytest.param(ops_of_all_kinds, marks=pytest.mark.exhaustive)]
 )
 def test_four_ranks(check: Callable[[Rank], None], tmp_path: Path) -> None:
-    mp.spawn(on_rank, (str(tmp_path), check), nprocs=4)  # type: ignore[no-untyped-call]
+    run_ranks(on_rank, (str(tmp_path), check), 4)

@@ -12,6 +12,7 @@ from torch import nn
 
 import sacplan
 from sacplan._shard.placements import format_layout, local_shape, parse_layout
+from tests.zoo.layers import FromFunction
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -143,16 +144,10 @@ def test_the_module_is_left_as_it_is() -> None:
 
 
 def test_thousands_of_ways_are_refused() -> None:
-    class Many(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(torch.empty(4, 4) for _ in range(12))
-
-        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-            return [w * 2 for w in self.weights]
-
+    weights = nn.ParameterList(torch.empty(4, 4) for _ in range(12))
+    many = FromFunction(lambda self, x: [w * 2 for w in self.weights], weights=weights)
     with pytest.raises(sacplan.PlanError, match="smaller module"):
-        sacplan.strategies(Many(), torch.empty(4), 2)
+        sacplan.strategies(many, torch.empty(4), 2)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp": 0}, 0, "8"])

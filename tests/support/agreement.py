@@ -16,51 +16,50 @@ from sacplan._ranks.ranks import Ranks
 from sacplan._shard.places import CallPattern
 from sacplan._shard.sharding import Sharding
 from tests.support.spread import Case
+from tests.zoo.layers import FromFunction
 
 
-class Drop(nn.Module):
-    """Dropout with a mask that a plan may discard: no op writes it in place."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+def layer() -> nn.Module:
+    def drop(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        """Dropout with a mask that a plan may discard: no op writes it in place."""
         return x * torch.bernoulli(torch.full_like(x, 0.7))
 
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.inside = nn.Linear(16, 64), nn.Dropout(0.3)
-        self.down, self.after = nn.Linear(64, 16), Drop()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         return x + self.after(self.down(self.inside(F.gelu(self.up(x)))))
 
+    return FromFunction(
+        forward,
+        up=nn.Linear(16, 64),
+        inside=nn.Dropout(0.3),
+        down=nn.Linear(64, 16),
+        after=FromFunction(drop),
+    )
 
-class Model(nn.Module):
+
+def model_that_draws() -> FromFunction:
     """Dropout, and a number that the forward pass draws by itself before anything else."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         scale = torch.rand(())
         for layer in self.layers:
             x = layer(x)
         return x * scale
+
+    return FromFunction(forward, layers=nn.ModuleList(layer() for _ in range(2)))
 
 
 def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def parts_loss_fn(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def parts_loss_fn(model: FromFunction, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Calls parts of the model, and never the model."""
     return F.mse_loss(model.layers[1](model.layers[0](batch[0])), batch[1])
 
 
-def made(batch_seed: int = 0) -> tuple[Model, tuple[torch.Tensor, torch.Tensor]]:
+def made(batch_seed: int = 0) -> tuple[FromFunction, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
-    model = Model()
+    model = model_that_draws()
     torch.manual_seed(batch_seed)
     return model, (torch.randn(8, 16), torch.randn(8, 16))
 

@@ -23,69 +23,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sacplan
 from sacplan._plan.plan import Plan
 from sacplan._program.program import Event, Program
 from sacplan._techniques import rewritten
-from tests.zoo.convnets import BasicBlock, ResNet
+from tests.zoo.convnets import BasicBlock, ConvGRU, InPlaceConvNet, ResNet
 from tests.zoo.language_models import LM, Block, cross_entropy, tokens
+from tests.zoo.layers import Uneven
 from tests.zoo.parallel import Sequences
 from tests.zoo.wide import Evoformer, Transformer, UNet
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
 SHARES = (75, 50, 25, 0)
 """Budgets, in percent of the way from the smallest peak that a search finds to that without a plan."""
-
-
-class Uneven(nn.Module):
-    """Layers of which no two are alike."""
-
-    def __init__(self, dim: int = 32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(dim), nn.Linear(dim, dim * (k + 1)), nn.GELU(), nn.Linear(dim * (k + 1), dim)
-            )
-            for k in range(5)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-class Gated(nn.Module):
-    """A recurrence between convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv1d(8, 32, 3, padding=1), nn.BatchNorm1d(32)
-        self.rnn, self.last = nn.GRU(32, 32, batch_first=True), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.norm(self.first(x)), inplace=True)
-        out: Tensor = self.last(self.rnn(h.transpose(1, 2))[0])
-        return out
-
-
-class InPlace(nn.Module):
-    """Residual convolutions that write in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 16, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for conv, norm in zip(self.blocks, self.norms, strict=True):
-            x = F.relu_(norm(conv(x)).add_(x))
-        return x.mean((2, 3))
 
 
 def _mean_square(model: nn.Module, batch: Any) -> Tensor:
@@ -125,8 +77,8 @@ CASES: dict[str, Case] = {
     "resnet": Case(
         lambda: ResNet(BasicBlock, [1, 1, 1, 1], inplace=True, classes=10), lambda: torch.randn(2, 3, 64, 64)
     ),
-    "in_place": Case(InPlace, lambda: torch.randn(2, 3, 16, 16), optimizer=torch.optim.SGD),
-    "recurrence": Case(Gated, lambda: torch.randn(4, 8, 16)),
+    "in_place": Case(InPlaceConvNet, lambda: torch.randn(2, 3, 16, 16), optimizer=torch.optim.SGD),
+    "recurrence": Case(ConvGRU, lambda: torch.randn(4, 8, 16)),
     "sequences": Case(Sequences, lambda: torch.randn(4, 32, 64)),
     "transformer": Case(lambda: Transformer(32, 2, 3), lambda: torch.randn(2, 64, 32)),
     "evoformer": Case(
@@ -280,13 +232,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--print", action="store_true", dest="prints")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for name in options.names or CASES:
-        text = json.dumps(rows_of(name), indent=1) + "\n"
-        if options.prints:
-            sys.stdout.write(text)
-        else:
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            file_of(name).write_text(text)
+    rows = {name: rows_of(name) for name in options.names or CASES}
+    if options.prints:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return 0
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, found in rows.items():
+        file_of(name).write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,6 +22,7 @@ from sacplan._shard.executor.install import ShardingHandle, spread
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Placements, cut, fits, local_shape, parse_layout
 from sacplan._shard.places import CallPattern, matches
+from tests.support.processes import run_ranks
 
 RANKS = 4
 MESHES = {"4": Mesh.of({"tp": 4}), "2x2": Mesh.of({"dp": 2, "tp": 2})}
@@ -160,7 +160,7 @@ def _rank(rank: int, port: int, cases: Mapping[str, Case], directory: Path) -> N
 
 def on_ranks(cases: Mapping[str, Case], directory: Path) -> list[dict[str, Any]]:
     """What each rank found in each case; one spawn for all."""
-    mp.spawn(_rank, args=(_free_port(), cases, directory), nprocs=RANKS)
+    run_ranks(_rank, (_free_port(), cases, directory), RANKS)
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 

@@ -260,3 +260,32 @@ class CNN(nn.Module):
         x = F.max_pool2d(torch.relu(self.norms[0](self.first(x))), 2)
         x = F.relu(self.norms[1](self.second(x)) + x, inplace=True)
         return self.head(x.flatten(1))
+
+
+class ConvGRU(nn.Module):
+    """A recurrence between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(8, 32, 3, padding=1), nn.BatchNorm1d(32)
+        self.rnn, self.last = nn.GRU(32, 32, batch_first=True), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.norm(self.first(x)), inplace=True)
+        return self.last(self.rnn(h.transpose(1, 2))[0])
+
+
+class InPlaceConvNet(nn.Module):
+    """Residual convolutions that write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for conv, norm in zip(self.blocks, self.norms, strict=True):
+            x = F.relu_(norm(conv(x)).add_(x))
+        return x.mean((2, 3))

@@ -87,3 +87,14 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.embed(tokens) * self.scale)
+
+
+class Tempered(LM):
+    """With parameters behind the head."""
+
+    def __init__(self, layers: int, dim: int, heads: int, vocab: int) -> None:
+        super().__init__(layers, dim, heads, vocab)
+        self.temperature, self.bias = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.randn(vocab) / 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.temperature.exp() + self.bias

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,67 @@ class Then(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(self.linear(x))
+
+
+class FromFunction(nn.Module):
+    """Runs a function of the test, which gets the module before its inputs.
+
+    The parts become attributes, in the order in which they are given: modules and parameters as they are, other
+    tensors as buffers. A model of a single test needs no class of its own with this:
+
+        model = FromFunction(lambda self, x: self.head(x).cumsum(1), head=nn.Linear(8, 8))
+
+    A test about what stands beside a model's class, such as a cache in its module, needs a class all the same.
+    """
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
+
+
+class Residual(nn.Module):
+    """What goes in, plus what the layers make of it."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x)
+
+
+class Stack(nn.Module):
+    """Layers in a list, without a module around them, and a head."""
+
+    def __init__(self, layers: Iterable[nn.Module], head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+class GatedMLP(nn.Module):
+    """The MLP of Llama: SiLU of one projection times another."""
+
+    def __init__(self, dim: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(dim, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class HeavyLayers(nn.Module):
@@ -115,3 +177,21 @@ class Unlike(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.b(self.a(x)) + x))
+
+
+class Uneven(nn.Module):
+    """Layers of which no two are alike."""
+
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(dim), nn.Linear(dim, dim * (k + 1)), nn.GELU(), nn.Linear(dim * (k + 1), dim)
+            )
+            for k in range(5)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x

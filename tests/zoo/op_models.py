@@ -122,7 +122,7 @@ def resnet() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-class UNet(nn.Module):
+class SmallUNet(nn.Module):
     """Down and up once, with what is beside."""
 
     def __init__(self, width: int = 8) -> None:
@@ -147,7 +147,7 @@ class UNet(nn.Module):
 
 @model
 def unet() -> tuple[nn.Module, dict[str, Any]]:
-    return WithLoss(Named(UNet()), F.mse_loss), {
+    return WithLoss(Named(SmallUNet()), F.mse_loss), {
         "x": torch.randn(2, 4, 8, 8),
         "labels": torch.randn(2, 4, 8, 8),
     }

@@ -270,7 +270,7 @@ class Group(nn.Module):
         return {"dict": {"out": x, "again": x}, "tuple": (x, x.exp())}.get(self.form, x)
 
 
-class Net(nn.Module):
+class RandomNet(nn.Module):
     def __init__(self, groups: list[tuple[list[str], str]], share: bool, tie: bool) -> None:
         super().__init__()
         self.stem = nn.Linear(DIM, DIM)
@@ -294,16 +294,16 @@ class Net(nn.Module):
 FORMS = ["plain", "twice", "dict", "tuple", "inplace_residual"]
 
 
-def nets(kinds: list[str]) -> st.SearchStrategy[Net]:
+def nets(kinds: list[str]) -> st.SearchStrategy[RandomNet]:
     groups = st.lists(
         st.tuples(st.lists(st.sampled_from(kinds), min_size=1, max_size=3), st.sampled_from(FORMS)),
         min_size=1,
         max_size=2,
     )
 
-    def make(groups: list[tuple[list[str], str]], share: bool, tie: bool) -> Net:
+    def make(groups: list[tuple[list[str], str]], share: bool, tie: bool) -> RandomNet:
         torch.manual_seed(0)
-        return Net(groups, share, tie)
+        return RandomNet(groups, share, tie)
 
     return st.builds(make, groups, st.booleans(), st.booleans())
 

@@ -27,7 +27,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Ten
     return torch.matmul(torch.softmax(scores if bias is None else scores + bias, -1), v)
 
 
-class Attention(nn.Module):
+class EagerAttention(nn.Module):
     """Self-attention: [B, T, C] to the same."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -40,13 +40,13 @@ class Attention(nn.Module):
         return self.o(merged(attended(q, k, v)))
 
 
-class Block(nn.Module):
+class EagerBlock(nn.Module):
     """A layer of a transformer: [B, T, C] to the same."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = EagerAttention(width, heads)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Transformer(nn.Sequential):
     """Layers of width C."""
 
     def __init__(self, width: int, heads: int, layers: int) -> None:
-        super().__init__(*(Block(width, heads) for _ in range(layers)))
+        super().__init__(*(EagerBlock(width, heads) for _ in range(layers)))
 
 
 # --- Evoformer, after the supplement of AlphaFold 2, 1.6 ---------------------------------------------------
@@ -101,7 +101,7 @@ class Columns(nn.Module):
         return self.attention(self.norm(m.transpose(1, 2))).transpose(1, 2)
 
 
-class Transition(nn.Module):
+class PairTransition(nn.Module):
     """A feed-forward layer."""
 
     def __init__(self, width: int) -> None:
@@ -167,14 +167,14 @@ class Evoformer(nn.Module):
     def __init__(self, alignment: int = 256, pairs: int = 128) -> None:
         super().__init__()
         self.rows, self.columns = Rows(alignment, pairs), Columns(alignment)
-        self.transition, self.outer = Transition(alignment), OuterProductMean(alignment, pairs)
+        self.transition, self.outer = PairTransition(alignment), OuterProductMean(alignment, pairs)
         self.updates = nn.ModuleList(
             (
                 TriangleProduct(pairs, "bikc,bjkc->bijc"),
                 TriangleProduct(pairs, "bkic,bkjc->bijc"),
                 TriangleAttention(pairs),
                 TriangleAttention(pairs, ending=True),
-                Transition(pairs),
+                PairTransition(pairs),
             )
         )
 
@@ -191,7 +191,7 @@ class Evoformer(nn.Module):
 # --- a U-Net in the shape of diffusers' UNet2DModel --------------------------------------------------------
 
 
-class Residual(nn.Module):
+class TimedResidual(nn.Module):
     """Two convolutions and an embedding of the time: [B, C, H, W] to [B, C', H, W]."""
 
     def __init__(self, width: int, out: int, time: int) -> None:
@@ -211,7 +211,7 @@ class PixelAttention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.attention = nn.GroupNorm(32, width), Attention(width, width // 8)
+        self.norm, self.attention = nn.GroupNorm(32, width), EagerAttention(width, width // 8)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.attention(self.norm(x).flatten(2).transpose(1, 2))
@@ -223,7 +223,7 @@ class Level(nn.Module):
 
     def __init__(self, widths: list[int], out: int, time: int, attends: bool, next_: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Residual(width, out, time) for width in widths)
+        self.blocks = nn.ModuleList(TimedResidual(width, out, time) for width in widths)
         self.attention = nn.ModuleList(PixelAttention(out) if attends else nn.Identity() for _ in widths)
         self.next = next_
 
@@ -245,7 +245,9 @@ class UNet(nn.Module):
             self.down.append(Level([now] + [width] * (layers - 1), width, time, i > 0, next_))
             now = width
             skips += [width] * (layers if last else layers + 1)
-        self.middle = nn.ModuleList((Residual(now, now, time), PixelAttention(now), Residual(now, now, time)))
+        self.middle = nn.ModuleList(
+            (TimedResidual(now, now, time), PixelAttention(now), TimedResidual(now, now, time))
+        )
         for i, width in reversed(list(enumerate(widths))):
             taken = [now] + [width] * layers
             inputs = [size + skips.pop() for size in taken]
