@@ -193,9 +193,9 @@ class StepOptions:
     ] = None
 
 
-BATCH_NAMES, SEQ_NAMES = ("--batch", "--batch-size"), ("--seq", "--seq-len")
+BATCH_NAMES, SEQ_NAMES = ("--batch", "--batch-size"), ("--seq", "--seq-len", "--max-seq")
 BATCH = "Samples; also of a target with make_batch. Default: 1, for layouts one for each rank"
-SEQ = "Tokens in a sample. Default: 1024, or fewer if the model has fewer positions"
+SEQ = "Tokens in a sample, in the longest where they differ. Default: 1024, or fewer if the model has fewer positions"
 DTYPE = "Of parameters and activations: bf16, fp16 or fp32. Default: bfloat16, or float16 for a device that has none"
 OPTIMIZER = (
     "adamw, adamw-fused (no temporaries), adamw-8bit, paged-adamw-8bit, adafactor, muon, lion, sgd, none or another; "

@@ -1,0 +1,198 @@
+"""Batches that differ in length, packing and accumulation in trainers: no step over its budget without a warning.
+
+A plan that a trainer's own profile leads to holds for all steps, and nothing is said. One for a shorter batch is over
+its budget sooner or later, and the step that is says so before it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+import sacplan
+from sacplan.integrations._watch import _SCALARS_BYTES, PeakWatch
+from tests.zoo.language_models import LM
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.support.trainers import VOCAB, llama, short_run  # noqa: E402
+
+IGNORED, STEPS = -100, 6
+
+
+def texts(count: int = 32) -> list[dict[str, torch.Tensor]]:
+    """Of 4 to 96 tokens; the longest are near the end, as nothing shuffles here."""
+    drawn = torch.Generator().manual_seed(0)
+    lengths = [4 + 92 * i * i // (count - 1) ** 2 for i in range(count)]
+    rows = [torch.randint(1, VOCAB, (n,), generator=drawn) for n in lengths]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """As the collator of stanford_alpaca does: to the longest of the batch."""
+    ids = pad_sequence([one["input_ids"] for one in samples], True)
+    labels = pad_sequence([one["labels"] for one in samples], True, IGNORED)
+    return {"input_ids": ids, "labels": labels, "attention_mask": ids != 0}
+
+
+@contextlib.contextmanager
+def everything_said() -> Iterator[list[str]]:
+    """Collect the warnings of sacplan inside, in order."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", sacplan.SacplanWarning)
+        yield found
+    found.extend(str(one.message) for one in said if issubclass(one.category, sacplan.SacplanWarning))
+
+
+def check(said: list[str], peaks: tuple[int, ...], plan: sacplan.Plan, *, holds: bool) -> None:
+    assert len(peaks) == STEPS
+    over = [peak for peak in peaks if peak > plan.budget_bytes + _SCALARS_BYTES]
+    assert not over if holds else over
+    if holds:
+        # A batch without padding runs other ops of attention than the longest, which is said, too.
+        assert all("the step is not the one that was planned for" in one for one in said)
+    else:
+        assert any("larger than the plan was made for" in one for one in said)
+
+
+def hf_trainer(directory: Path, data: Any, **options: Any) -> Any:
+    made = transformers.Trainer(
+        llama(),
+        transformers.TrainingArguments(**short_run(directory, max_steps=STEPS, **options)),
+        train_dataset=data,
+        data_collator=padded,
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    made._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
+    return made
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("holds", [True, False], ids=["longest", "first"])
+def test_the_trainer_of_transformers(tmp_path: Path, accumulated: int, holds: bool) -> None:
+    from sacplan.integrations.transformers import PlanCallback, profile_trainer
+
+    options = {"gradient_accumulation_steps": accumulated, "per_device_train_batch_size": 4 // accumulated}
+    trainer = hf_trainer(tmp_path, texts(), **options)
+    planned_for = trainer if holds else hf_trainer(tmp_path, texts()[:8], **options)
+    plan = sacplan.plan(profile_trainer(planned_for, device="cpu"), "80%" if holds else "100%", "greedy")
+    assert plan.fingerprint.setup.accumulation_steps == accumulated
+    callback = PlanCallback(plan, watch_steps=STEPS)
+    trainer.add_callback(callback)
+    with everything_said() as said:
+        trainer.train()
+    check(said, callback.peaks_bytes, plan, holds=holds)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_the_sft_trainer_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from sacplan.integrations.transformers import PlanCallback, profile_trainer
+    from tests.integrations.test_trl import tokenizer
+
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
+    rows = [{"input_ids": (one["input_ids"] % 12 + 1).tolist()} for one in texts(64)]
+    arguments = trl.SFTConfig(
+        **short_run(tmp_path, max_steps=STEPS, per_device_train_batch_size=2),
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=96,
+        packing=packed,
+        packing_strategy="wrapped",
+        gradient_accumulation_steps=2,
+    )
+    trainer = trl.SFTTrainer(
+        llama(), args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer()
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    plan = sacplan.plan(profile_trainer(trainer, device="cpu"), "85%", "greedy")
+    callback = PlanCallback(plan, watch_steps=STEPS)
+    trainer.add_callback(callback)
+    with everything_said() as said:
+        trainer.train()
+    check(said, callback.peaks_bytes, plan, holds=True)
+
+
+def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(batch["input_ids"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("holds", [True, False], ids=["longest", "first"])
+def test_the_trainer_of_lightning(accumulated: int, holds: bool) -> None:
+    L = pytest.importorskip("lightning")
+    from sacplan.integrations.lightning import PlanCallback, profile_trainer
+
+    class Module(L.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = LM(layers=2, dim=32, heads=2, vocab=VOCAB)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return loss_fn(self.model, batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    def loader(data: Any) -> Any:
+        return DataLoader(data, 4, collate_fn=padded)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    module = Module()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=STEPS // accumulated, accumulate_grad_batches=accumulated,
+        enable_model_summary=False, **quiet,
+    )  # fmt: skip
+    found = profile_trainer(trainer, module, loader(texts() if holds else texts()[:8]), device="cpu")
+    plan = sacplan.plan(found, "80%" if holds else "100%", "greedy")
+    callback = PlanCallback(plan, watch_steps=STEPS)
+    trainer.callbacks.append(callback)
+    with everything_said() as said:
+        trainer.fit(module, loader(texts()))
+    check(said, callback.peaks_bytes, plan, holds=holds)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("holds", [True, False], ids=["longest", "first"])
+def test_a_loop_with_accelerate(accumulated: int, holds: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+    net = LM(layers=2, dim=32, heads=2, vocab=VOCAB)
+    loader = DataLoader(texts(), 4, collate_fn=padded)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+    inner = accelerator.unwrap_model(model)
+    batch = loader if holds else padded(texts()[:4])
+    plan = sacplan.plan(
+        sacplan.profile(inner, batch, loss_fn, optimizer, device="cpu"), "80%" if holds else "100%", "greedy"
+    )
+    assert plan.fingerprint.setup.accumulation_steps == accumulated
+    watch = PeakWatch(plan, steps=STEPS, tolerance=0.05, hint="")
+    with everything_said() as said, sacplan.apply(inner, plan):
+        for _, micro_batch in zip(range(STEPS), loader, strict=False):
+            watch.begin(inner, [optimizer], list(micro_batch.values()))
+            with accelerator.accumulate(model):
+                loss = loss_fn(model, micro_batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            del loss
+            watch.end()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    check(said, tuple(watch.peaks_bytes), plan, holds=holds)
