@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sacplan._executor.stand_ins import cannot_be_scripted
 from sacplan._plan.plan import Plan
 from sacplan._program.budget import format_bytes
 from sacplan._program.model_calls import Shapes, larger_than, shapes_of
@@ -70,12 +71,21 @@ class InputWatch:
     It holds no tensor and no module, so that copies of the model can be made with it.
     """
 
+    __name__ = "sacplan_watch"  # torch.jit.script reads it before anything else
+
     def __init__(self, plan: Plan) -> None:
         calls = plan.fingerprint.calls
         self._shapes = ShapeWatch(plan, (call.tensors for call in calls))
+        first = next(iter(plan.units), None)
+        self._where = "this model" if first is None else f"unit {first!r}"
         self._trains = plan.provenance.mode == "train"
         # A step that accumulates, or whose loss function runs a backward pass before a call of the model.
         self._is_told = not self._trains or any(call.with_gradients for call in calls) or not calls
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """``torch.jit.script`` asks a hook for this attribute. A plan cannot be scripted, so say that."""
+        raise cannot_be_scripted(self._where)
 
     def __call__(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Look at one call of the model."""

@@ -93,7 +93,7 @@ class ChunkSpan:
                 f"what enters {entry.unit!r} has shape {like.shape}, which has no such axis ({chunk})"
             )
         size = like.shape[chunk.dim] // (chunk.outer * chunk.inner)
-        last = scope.end_op if chunk.span == "module" else len(program.ops)
+        last = scope.end_op if chunk.span != "rest" else len(program.ops)
         return ChunkSpan(
             program,
             chunk,
@@ -108,4 +108,9 @@ class ChunkSpan:
     @property
     def is_module(self) -> bool:
         """Whether it ends with the module's outputs, not with the loss."""
-        return self.chunk.span == "module"
+        return self.chunk.span != "rest"
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether the forward pass of the module runs on whole tensors, as it is recorded."""
+        return self.chunk.span == "backward"

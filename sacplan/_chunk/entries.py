@@ -4,6 +4,9 @@
   The one whose chunk has the least at its peak is taken. Only this one is offered, in 2, 4, 8 ... slices.
 - Modules (``module_chunks``): around the op at the peak of a plan, the largest module that works, and all modules that
   are alike.
+- The backward pass of a module without children (``backward_chunks``), such as a norm: the one at the peak of a plan,
+  and all that are alike. Its forward pass stays as it is, so that what it makes may be recomputed. It costs next to
+  nothing, so it is decided once for all of them.
 
 Whether a chunk works is found by rehearsing it (``rest.py``). Only one number of slices is tried for that. The choice
 of the entry is greedy: a longer chunk with other recomputation around it could be better.
@@ -11,9 +14,9 @@ of the entry is greedy: a longer chunk with other recomputation around it could 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -23,7 +26,9 @@ from sacplan._chunk.training_patch import Rewrite
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Accumulate, Chunk
 from sacplan._program.derived import derived
+from sacplan._program.elements import is_inside, pattern_of
 from sacplan._program.liveness import Fold
+from sacplan._program.pins import Pins
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program
 from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
@@ -34,8 +39,12 @@ _MOST_OPS = 400  # forward ops from the entry on
 _PROBE = 16  # slices with which entries are compared
 _MOST_SLICES = 128
 _MODULE_SLICES = (2, 4, 8, 16, 32, 64)
+_FEWEST_SLICES = 4  # of a backward pass; twice as many as long as it stays at the peak
 _HALF = ("bfloat16", "float16")
 _SAME = 1.02  # times the bytes of another entry: no better
+
+
+_TrainingSpan: TypeAlias = Literal["module", "backward", "rest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +212,63 @@ def _name_in_layer(unit: str) -> str:
     return f"{before}.*" if last.isdigit() else last
 
 
+# --- backward passes
+
+
+def backward_chunks(
+    program: Program,
+    scope: int,
+    device: DeviceSpec,
+    accumulate: Accumulate,
+    pins: Pins,
+    known: Sequence[Chunk],
+) -> tuple[Chunk, ...]:
+    """Return chunks of the backward pass of a module call and of all that are alike; () if it cannot run so.
+
+    Args:
+        program: the recorded step.
+        scope: the module call.
+        device: what it runs on.
+        accumulate: the type in which gradients are summed.
+        pins: modules with ops that they name are left out.
+        known: the chunks that there are. If the module runs so already, the answer has twice as many slices.
+    """
+    if scope == ROOT_SCOPE:
+        return ()
+    unit = program.scopes[scope].fqn
+    same = [chunk for chunk in known if chunk.span == "backward" and _alike(chunk.unit, unit)]
+    if any(chunk.unit == unit for chunk in same):
+        slices = 2 * same[0].slices
+        # No more than modules may have, and no slices without rows.
+        if slices > min(_MODULE_SLICES[-1], *(entry_size(program, chunk) for chunk in same)):
+            return ()
+        return tuple(msgspec.structs.replace(chunk, slices=slices) for chunk in same)
+    taken = any(unit == chunk.unit or is_inside(unit, chunk.unit) for chunk in known)
+    if len(program.calls[unit]) != 1 or taken:
+        return ()  # called several times, or in slices as part of another module
+    try:
+        found = _first_axis(program, unit, "backward", device, accumulate)
+    except CannotChunk:
+        return ()
+    size = entry_size(program, found)
+    found = msgspec.structs.replace(found, slices=min(_FEWEST_SLICES, size))
+    chunks = []
+    for other, calls in program.calls.items():
+        if not _alike(other, unit) or not pins.named_ops.isdisjoint(program.ops_in(calls[0])):
+            continue
+        chunk = msgspec.structs.replace(found, unit=other)
+        try:
+            training_chunk(program, chunk, device)
+        except CannotChunk:
+            continue  # of that name, but not alike
+        chunks.append(chunk)
+    return tuple(chunks) if any(chunk.unit == unit for chunk in chunks) else ()
+
+
+def _alike(unit: str, other: str) -> bool:
+    return pattern_of(unit) == pattern_of(other)
+
+
 # --- both
 
 
@@ -216,7 +282,7 @@ def _sums(program: Program, unit: str, accumulate: Accumulate) -> Accumulate:
 def _first_axis(
     program: Program,
     unit: str,
-    span: Literal["module", "rest"],
+    span: _TrainingSpan,
     device: DeviceSpec,
     accumulate: Accumulate,
 ) -> Chunk:

@@ -1,7 +1,8 @@
 """A chunk in a step of training, as a rewrite of the recorded step.
 
-From a module's input on, everything is computed in slices: to the module's outputs (span ``"module"``), or until it is
-reduced to numbers (``"rest"``: a head, the loss and their gradients). The executor does this with lazy tensors, on
+From a module's input on, everything is computed in slices: to the module's outputs (span ``"module"``, or
+``"backward"`` if the slices are those of the backward pass alone), or until it is reduced to numbers (``"rest"``: a
+head, the loss and their gradients). The executor does this with lazy tensors, on
 which autograd runs its own formulas. Here the recording says which ops autograd runs, so that they are deferred one by
 one:
 
@@ -18,6 +19,8 @@ elsewhere, whose gradient would not come through the module.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from sacplan._chunk.chunk_entry import CannotChunk, ChunkEntry, ChunkSpan
@@ -30,18 +33,20 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk
 from sacplan._program.derived import derived
 from sacplan._program.program import Phase, Program
+from sacplan._record.in_place import OUT_OF_PLACE
+from sacplan._torch.ops import is_computation
 
 
 @derived
 def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
-    """Return the rewrite for a decision of span ``"module"`` or ``"rest"``; worked out once for a program.
+    """Return the rewrite for a decision that is no stretch; worked out once for a program.
 
     Raises:
         CannotChunk: there is none; says why.
     """
     entry = ChunkEntry.of(program, chunk.unit)
     _check_plain(program, entry, chunk)
-    if chunk.span != "module":
+    if chunk.span == "rest":
         return _rehearsed(program, entry, chunk, device)
     # Layers repeat, so the rewrite of one module serves for all that are alike.
     known = _rewrites(program, msgspec.structs.replace(chunk, unit=""), device)
@@ -58,12 +63,30 @@ def _check_plain(program: Program, entry: ChunkEntry, chunk: Chunk) -> None:
     if not program.on_dtensors:
         return
     scope = program.scopes[entry.scope]
-    for i in range(scope.first_op, scope.end_op if chunk.span == "module" else len(program.ops)):
+    for i in range(scope.first_op, scope.end_op if chunk.span != "rest" else len(program.ops)):
         op = program.ops[i]
         module = program.scopes[op.scope].fqn if op.scope >= 0 else ""
         if op.phase is Phase.FORWARD and module in program.on_dtensors:
             where = f"module {module!r}" if module else "the loss function"
             raise CannotChunk(f"{where} runs ops on DTensors, and only plain tensors can be sliced", i)
+
+
+def _check_whole(run: DeferredRun, own: Collection[int]) -> None:
+    """Refuse a module whose forward pass on whole tensors would not be the recorded one.
+
+    The executor computes the outputs where the module returns, which is where the recording has these ops only if
+    nothing else runs in between.
+    """
+    program, entry = run.program, run.span.entry
+    for i in run.ran:
+        if program.ops[i].scope != entry.scope:
+            raise CannotChunk(f"{entry.unit!r} calls other modules, so its forward cannot run whole", i)
+        if program.ops[i].name in OUT_OF_PLACE or any(is_computation(op.name) for op in run.ran[i].ops):
+            raise CannotChunk(f"{program.ops[i].name} runs otherwise on what is deferred", i)
+    for i in own:
+        # A cast of a weight would be there before the ops of the module, and not between two of them.
+        if is_computation(program.ops[i].name):
+            raise CannotChunk(f"{entry.unit!r} computes something from its parameters alone", i)
 
 
 @derived
@@ -79,6 +102,8 @@ def _rehearsed(program: Program, entry: ChunkEntry, chunk: Chunk, device: Device
         run.enter()
         forward = ForwardWalk(run)
         forward.walk()
+        if span.runs_whole:
+            _check_whole(run, forward.own)
         # In the order of the step: the module's outputs are there before its backward begins.
         left = leave_module(run) if span.is_module else None
         outputs = frozenset(left.results) if left is not None else frozenset()

@@ -8,7 +8,7 @@ import torch
 
 from sacplan._chunk.body import stretches_patch
 from sacplan._chunk.chunk_entry import CannotChunk
-from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
+from sacplan._chunk.entries import ChunkOptions, backward_chunks, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
 from sacplan._chunk.rest import training_chunk
 from sacplan._chunk.search import StretchSolver
@@ -47,6 +47,13 @@ class Chunking(Technique):
         loss = loss_chunks(program, device, accumulate)
         return [loss.offer(step)] if isinstance(loss, ChunkOptions) else []
 
+    def settled(self, step: PlanStep, peak: Footprint, decisions: Sequence[Decision]) -> Sequence[Decision]:
+        """Run the backward pass of the module at the peak, and of all that are alike, in slices."""
+        if not step.gradients or step.device is None or peak.peak_phase != Phase.BACKWARD:
+            return ()
+        known = [one for one in decisions if isinstance(one, Chunk)]
+        return backward_chunks(step.program, peak.peak_scope, step.device, step.accumulate, step.pins, known)
+
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
         """Return the path through stretches of ops if there are no gradients."""
         return () if step.gradients else (StretchSolver(),)
@@ -69,7 +76,10 @@ class Chunking(Technique):
                 patches.append(training_chunk(program, chunk, device).patch)
             except CannotChunk as error:
                 raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
-        return merged(program, patches)
+        try:
+            return merged(program, patches)
+        except ValueError as error:
+            raise PlanError(f"{error}, so these chunks do not go together: {chunks}.") from error
 
     def install(
         self,

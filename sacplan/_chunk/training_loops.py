@@ -16,11 +16,12 @@ import torch
 from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.deferral import DeferredRun
 from sacplan._chunk.executor.lazy import Lazy
-from sacplan._chunk.executor.loop import compute, needed_nodes
+from sacplan._chunk.executor.loop import compute, compute_whole, needed_nodes
 from sacplan._chunk.executor.values import Held
 from sacplan._chunk.families import backward_ops
 from sacplan._program.program import Event, Phase
 from sacplan._record.rehearsal import RehearsedOps
+from sacplan._torch.ops import is_computation
 
 _FREE = int(Event.FREE)
 
@@ -76,7 +77,10 @@ def leave_module(run: DeferredRun) -> RehearsedLoop:
     values = [lazy[t].value for t in outputs]
     if not all(value.sliced for value in values):
         raise CannotChunk(f"{unit!r} returns something that is not sliced")
-    made, seen = run.rehearsal.seen(lambda: compute(values))
+    run_outputs = compute_whole if span.runs_whole else compute
+    made, seen = run.rehearsal.seen(lambda: run_outputs(values))
+    if span.runs_whole:
+        _check_same_ops(run, seen)
     maker = {t: i for i in run.ran for t in program.ops[i].outputs}
     lazy.clear()  # those that autograd keeps are found where they were saved
     if any(maker[t] not in backward_ops(program) for t in outputs):
@@ -86,6 +90,13 @@ def leave_module(run: DeferredRun) -> RehearsedLoop:
         run.is_there(t, tensor)
         run.expected[maker[t]] = program.tensors[t].shape, value.window
     return RehearsedLoop(dict(zip(outputs, made, strict=True)), seen)
+
+
+def _check_same_ops(run: DeferredRun, seen: RehearsedOps) -> None:
+    """Refuse outputs that are computed by other ops than those that were recorded, or by fewer."""
+    names = [name for i in run.ran if is_computation(name := run.program.ops[i].name)]
+    if [op.name for op in seen.ops if is_computation(op.name)] != names:
+        raise CannotChunk(f"{run.span.entry.unit!r} computes more than its outputs")
 
 
 def run_final_loop(run: DeferredRun, exits: dict[int, Lazy], outputs: frozenset[int]) -> FinalLoop:

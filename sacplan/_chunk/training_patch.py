@@ -1,6 +1,7 @@
 """The patch that a rehearsed chunk of a training step makes.
 
-- An op that was deferred is replaced by what ran when it was deferred, which is nothing for most.
+- An op that was deferred is replaced by what ran when it was deferred, which is nothing for most. If the forward pass
+  runs whole, its ops stay; what they make is freed after its last use in the module, unless the module returns it.
 - The storages of lazy tensors are neither allocated nor freed, and autograd's handles on them are gone. The storage of
   a result begins where a loop makes it.
 - A loop runs at the end of the module's call (span ``"module"``), and one in the place of the backward op that was
@@ -66,7 +67,9 @@ class ChunkPatch:
         self.run, self.left, self.final = run, left, final
         self.boundary, self.temporaries = boundary, temporaries
         self.program, self.span = run.program, run.span
-        self.deferred = tuple(run.ran)
+        # The ops that stay, and the others.
+        self.whole = tuple(i for i in run.ran if i < self.span.end_op) if self.span.runs_whole else ()
+        self.deferred = tuple(i for i in run.ran if i not in self.whole)
         self.draft = PatchBuilder(self.program)
         self.events: _Events = {}
         liveness = self.program.liveness
@@ -78,16 +81,21 @@ class ChunkPatch:
         program, draft, events = self.program, self.draft, self.events
         outputs = self.left.results if self.left is not None else {}
         results = self.final.loop.results
-        summed = self._name_results([*results.items(), *outputs.items()])
+        summed = self._name_results([*results.items(), *(() if self.whole else outputs.items())])
+        for i in self.whole:
+            events[self._at(i)] = [(_OP, i)]
         for i in self.deferred:
             op = program.ops[i]
             events[self._at(i)] = self._put(self.run.ran[i], op.phase, op.scope)
         made_at = {program.tensors[t].storage: self.end for t in results}
-        made_at |= {program.tensors[t].storage: self.exit for t in outputs}
+        made_at |= {program.tensors[t].storage: -1 if self.whole else self.exit for t in outputs}
         # After the deferred ops, and with ``setdefault``: what runs in the place of one stays.
         self._drop_lazy(made_at)
+        self._free_after_use({program.tensors[t].storage for t in outputs})
         if self.left is not None:
-            events[self.exit] = self._put(self.left.seen, Phase.FORWARD, self.span.entry.scope)
+            events[self.exit] = []
+            if not self.whole:
+                events[self.exit] = self._put(self.left.seen, Phase.FORWARD, self.span.entry.scope)
         until_end = self._hold()
         last_of = {program.ops[i].forward_of: i for i in self.deferred}
         for s, forward in self.temporaries.items():
@@ -143,7 +151,7 @@ class ChunkPatch:
         program, tensors = self.program, self.run.tensors
         on_cpu = self.run.rehearsal.device.kind == "cpu"  # elsewhere they do not count
         readers = Counter(s for op in program.ops for s in op.reads)
-        numbers = {s for i in self.deferred if on_cpu and (s := self._number_after(i, readers)) is not None}
+        numbers = {s for i in self.run.ran if on_cpu and (s := self._number_after(i, readers)) is not None}
         for s in numbers:
             for at in program.liveness.events_of[s]:
                 self.events.setdefault(at, [])
@@ -161,6 +169,13 @@ class ChunkPatch:
                 # A result lives as in the program once its loop has made it, so later events of it stay.
                 elif code != _OP and s in tensors.storages and not (s in made_at and at > made_at[s]):
                     self.events.setdefault(at, [])
+
+    def _free_after_use(self, outputs: Collection[int]) -> None:
+        """Free what ops of a forward pass that runs whole make for each other, as ``compute_whole`` lets go of it."""
+        last = {s: i for i in self.whole for s in (*self.program.ops[i].reads, *self.program.ops[i].writes)}
+        for s, i in last.items():
+            if s in self.run.tensors.storages and s not in outputs:
+                self.events[self._at(i)].append((_FREE, s))
 
     def _number_after(self, op: int, readers: Mapping[int, int]) -> int | None:
         """Return the tensor that a Python number became and that autograd keeps for an op; lazy tensors have none.

@@ -32,6 +32,15 @@ def fit(
     target: o.Target,
     *,
     device: Annotated[str | None, o.option(metavar="NAME", help=f"{o.DEVICE}{o.DEFAULT_DEVICE}.")] = None,
+    devices: Annotated[
+        int | None,
+        o.option(
+            min=1,
+            metavar="N",
+            help="Several devices: rows for DDP, FSDP2 and meshes; --batch is that of each. Also --device 8xh100. "
+            "Default: 1.",
+        ),
+    ] = None,
     budget: Annotated[
         str | None,
         o.option(
@@ -61,8 +70,10 @@ def fit(
     """
     import sacplan
     from sacplan._cli.answers import fit_answer
+    from sacplan._questions.on_ranks import read_devices
 
-    spec = sources.device_of(device)
+    one, number = read_devices(device or o.DEFAULT_DEVICE, devices or 1)
+    spec = sources.device_of(one)
     with stage("loading"):
         loaded = load_target(target, hf)
     if loaded.make_batch is None:
@@ -83,6 +94,7 @@ def fit(
             optimizer,
             budget,
             headroom,
+            devices=number,
             batch=int(hf.batch or 1),
             seq=seq,
             accumulation_steps=grad_accum or 1,
@@ -124,12 +136,16 @@ def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> s
     # Nothing fits, or no plan is needed.
     if best is None or best.way == "as it is":
         return ""
-    given = {**hf.given(), "batch": found.batch}
+    # The command line has no options for it.
+    if best.spread and not best.flags:
+        return ""
+    given = {**hf.given(), "batch": found.batch * (found.devices if "--mesh" in best.flags else 1)}
     if target.startswith("hf:"):
         given["optimizer"] = best.optimizer
     words = ["sacplan", "plan", target, *o.written(given).split(), "--device", found.device]
     words += [] if found.budget is None else ["--budget", found.budget]
     words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
+    words += best.flags
     if best.way != "plan":
         words += [word for name in found.techniques for word in ("--technique", name)]
     return " ".join([*map(shlex.quote, [*words, *more]), "-o", "plan.json"])
@@ -138,6 +154,7 @@ def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> s
 def _table(found: Verdict, sizes: bool) -> Table:
     columns: list[Column | str] = [
         "optimizer",
+        *(["run by"] if found.devices > 1 else []),
         "",
         number("peak"),
         number("reserved"),
@@ -146,12 +163,12 @@ def _table(found: Verdict, sizes: bool) -> Table:
     ]
     if sizes:
         columns.append(number("largest batch"))
-    if sizes and found.seq is not None:
+    if sizes and found.seq is not None and found.devices == 1:
         columns.append(number("longest sequence"))
     # A plan that finds nothing to do at this size may still hold larger ones.
     rows = [row for row in found.rows if row.same_as is None or sizes]
     shown = [_row(row)[: len(columns)] for row in rows]
-    reserved = 3
+    reserved = 4 if found.devices > 1 else 3
     if all(row.reserved_bytes is None for row in rows):  # on a CPU, or where nothing fits
         del columns[reserved]
         for cells in shown:
@@ -163,6 +180,7 @@ def _row(row: FitRow) -> list[str]:
     reserved = "" if row.reserved_bytes is None else show.rounded_size(row.reserved_bytes)
     return [
         row.optimizer,
+        *([row.spread] if row.spread else []),
         row.way,
         show.rounded_size(row.peak_bytes) if row.same_as is None else "the same",
         reserved if row.same_as is None else "",

@@ -92,10 +92,15 @@ class StandIn:
     @property
     def __globals__(self) -> dict[str, Any]:
         """``torch.jit.script`` asks a forward for this attribute. A plan cannot be scripted, so say that."""
-        raise _CannotBeScripted(
-            f"a plan is applied to unit {self.fqn!r}, and torch.jit.script cannot keep it. Script the model without "
-            "the plan: call handle.remove() first."
-        )
+        raise cannot_be_scripted(f"unit {self.fqn!r}")
+
+
+def cannot_be_scripted(what: str) -> PlanError:
+    """Return the error for ``torch.jit.script`` on a model with a plan."""
+    return _CannotBeScripted(
+        f"a plan is applied to {what}, and torch.jit.script cannot keep it. Script the model without the plan: call "
+        "handle.remove() first."
+    )
 
 
 class InstalledStandIns:

@@ -150,7 +150,13 @@ class Offloads:
             )
             kept = [s for s in self._kept(candidates, gone) if self._leaves(unit, s)]
             for chosen in self._sets(kept, inside):
-                yield self._option(unit, region, base, members, gone, patch, chosen)
+                lazy = self._option(unit, region, base, members, gone, patch, chosen, self._stops[-1])
+                yield lazy
+                # Over a slow link the copies of many regions would be under way at once: wait at the end of this one.
+                latest = max((op for op in self._stops if op in inside), default=-1)
+                prompt = self._option(unit, region, base, members, gone, patch, chosen, latest)
+                if prompt.signature != lazy.signature:
+                    yield prompt
 
     def _bases(self, region: Region, inside: frozenset[int]) -> Iterator[tuple[Option, tuple[int, ...]]]:
         """Yield some options to recompute, with those of their members that the unit runs."""
@@ -228,11 +234,12 @@ class Offloads:
         gone: frozenset[int],
         patch: Patch,
         chosen: tuple[int, ...],
+        latest: int,
     ) -> Option:
         program = self.program
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
         sent = {s: op for s in chosen if (op := seen_at(program, unit, s)) is not None}
-        let_go, late_out = self._let_go(chosen, copies, sent)
+        let_go, late_out = self._let_go(chosen, copies, sent, latest)
         fetch, late_back = self._fetch(chosen, copies, sent, gone, patch)
         moves, anchors = [], []
         for s in chosen:
@@ -277,28 +284,23 @@ class Offloads:
         )
 
     def _let_go(
-        self, chosen: Sequence[int], copies: dict[int, float], sent: dict[int, int]
+        self, chosen: Sequence[int], copies: dict[int, float], sent: dict[int, int], latest: int
     ) -> tuple[dict[int, int], float]:
-        """Return by storage the op behind which it is out, and how long the end of the forward pass waits."""
-        found, late, free = {}, 0.0, 0.0
+        """Return by storage the op behind which it is out, and how long computation waits there.
+
+        ``latest`` is the last op that is waited at, unless the storage is used behind it.
+        """
+        found, late, free, stops = {}, 0.0, 0.0, self._stops
         for s in sorted(chosen, key=lambda s: (sent[s], s)):
-            at = sent[s]
-            free = max(free, float(self._ends[at])) + copies[s]
+            free = max(free, float(self._ends[sent[s]])) + copies[s]
             last = self._last_use(s)
-            # The first op of any unit that is behind the last use, and by which the copy is over.
-            later = bisect_right(self._stops, at)
-            stops = self._stops
-            place = bisect_left(
-                stops,
-                True,
-                later,
-                key=lambda op: bool(self._op_events[op] >= last and self._ends[op] >= free),
+            # The first op of any unit that is behind the last use, and the first by which the copy is over.
+            unused = bisect_left(
+                stops, True, bisect_right(stops, sent[s]), key=lambda op: bool(self._op_events[op] >= last)
             )
-            if place < len(stops):
-                found[s] = stops[place]
-            else:
-                found[s] = stops[-1]
-                late = max(late, free - float(self._ends[stops[-1]]))
+            out = bisect_left(stops, True, unused, key=lambda op: bool(self._ends[op] >= free))
+            found[s] = stops[max(unused, min(out, bisect_right(stops, latest) - 1))]
+            late = max(late, free - float(self._ends[found[s]]))
         return found, late
 
     def _fetch(

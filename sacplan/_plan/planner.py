@@ -5,8 +5,9 @@ any budget (such as the loss in slices), a second one includes them. For a budge
 
 1. Each search asks its solvers in turn, the quick ones first, and stops when a plan is within ``_OPTIMAL`` of the lower
    bound. The cheapest plan of all searches wins.
-2. If none holds the budget, look for the smallest peak. Techniques may make further offers about that peak; each set of
-   offers becomes a search of its own.
+2. If none holds the budget, look for the smallest peak. Techniques may settle something about that peak, the same for
+   all modules that are alike, or make further offers. Either becomes a search of its own: of the step with what is
+   settled, or with the offers.
 3. If even that is above the budget, ask Rotor, which may recompute a value several times. It works only for chains.
 
 No step backtracks, so the result is the best of what was tried. ``Plan.gap`` and ``Plan.lower_bound_ms`` say how far it
@@ -15,11 +16,13 @@ may be from the optimum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast, get_args
 
+from sacplan._device.devices import DeviceSpec
 from sacplan._plan.context import PlanningContext, planning_context
 from sacplan._plan.limits import Limit
 from sacplan._plan.make import made_plan
@@ -29,11 +32,13 @@ from sacplan._plan.search import Candidate, PlanSearch
 from sacplan._plan.value import Status
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import parse_budget
-from sacplan._program.decisions import Accumulate
+from sacplan._program.decisions import Accumulate, Decision
+from sacplan._program.derived import derived
 from sacplan._program.liveness import Footprint
-from sacplan._program.pins import Pins, resolve_pins
-from sacplan._program.program import Phase
+from sacplan._program.pins import NO_PINS, Pins, resolve_pins
+from sacplan._program.program import Phase, Program
 from sacplan._rotor.sequences import Rotor
+from sacplan._solve.alike import Alike
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
@@ -41,11 +46,18 @@ from sacplan._solve.uniform import Uniform
 from sacplan._technique.offers import Offer
 from sacplan._technique.step import Objective, PlanStep
 from sacplan._technique.technique import StepSolver
-from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, TECHNIQUES, resolve_techniques
+from sacplan._techniques import (
+    DEFAULT_TECHNIQUES,
+    INFERENCE_TECHNIQUES,
+    TECHNIQUES,
+    resolve_techniques,
+    rewritten,
+)
 from sacplan.errors import PlanError
 
 _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
 _FURTHER = 3  # how often techniques are asked for further offers that would lower the smallest peak
+_WORTH_ASKING = 0.998  # times the smallest peak before: a search is asked again if it lowers it this far
 ROTOR_STAGES = 48
 """Length of the chain that Rotor is given if no other solver holds the budget."""
 
@@ -67,6 +79,8 @@ class Planner:
         accumulate: See ``plan``.
         host_budget_bytes: Memory of the host that the plan may take; None: what the device's row says.
         last: The solver to ask if none of the others holds the budget; None for none.
+        crowded: Solvers for searches with several offers, such as those of all layers.
+        settled: Decisions with which the step is planned as if it had been recorded with them.
         limits_reached: Names of the solvers that have stopped at their limit of work so far.
         begun: The search without offers if another planner of this step has made it, for the same budget.
     """
@@ -79,6 +93,8 @@ class Planner:
     accumulate: Accumulate
     host_budget_bytes: int | None = None
     last: Rotor | None = None
+    crowded: tuple[Solver | StepSolver, ...] = ()
+    settled: tuple[Decision, ...] = ()
     limits_reached: dict[str, None] = field(default_factory=dict)
     begun: PlanSearch | None = None
 
@@ -104,24 +120,49 @@ class Planner:
             raise PlanError(f"accumulate is {accumulate!r}; known are {known}.")
         last = Rotor(stages=ROTOR_STAGES)
         usable = solver == "best" and set(last.techniques) <= set(names)
+        crowded = (Alike(), Greedy()) if solver == "best" else solvers
         host_bytes = (
             None if host_budget is None else parse_budget(host_budget, profile.spec.host_memory_bytes)
         )
-        return cls(profile, solvers, objective, pins, names, accumulate, host_bytes, last if usable else None)
+        return cls(
+            profile,
+            solvers,
+            objective,
+            pins,
+            names,
+            accumulate,
+            host_bytes,
+            last if usable else None,
+            crowded,
+        )
+
+    @property
+    def program(self) -> Program:
+        """The step to plan."""
+        program = self.profile.program
+        return _settled_program(program, self.settled, self.profile.spec) if self.settled else program
 
     def step(self, pins: Pins) -> PlanStep:
         """Return the step to plan, with these pins."""
-        profile = self.profile
-        gradients = profile.mode != "inference"
+        gradients = self.profile.mode != "inference"
         return PlanStep(
-            profile.program,
+            self.program,
             self.objective,
             pins,
-            profile.spec,
+            self.profile.spec,
             gradients,
             self.accumulate,
             self.host_budget_bytes,
         )
+
+    def with_settled(self, settled: tuple[Decision, ...]) -> Planner:
+        """Return the planner of the step with these decisions."""
+        if settled == self.settled:
+            return self
+        asked = replace(self, settled=settled, begun=None)
+        # Pins name ops by number, and the ops of that step are numbered anew.
+        pins = resolve_pins(asked.program, self.profile.fingerprint, self.pins.keep, self.pins.never)
+        return replace(asked, pins=pins)
 
     def own_solvers(self) -> list[StepSolver]:
         """Return the solvers that the techniques bring themselves."""
@@ -144,9 +185,18 @@ class Planner:
             found.append(self._with_offers(offers))
         return found
 
-    def search(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanSearch:
+    def search(
+        self, pins: Pins, offers: tuple[Offer, ...] = (), peaks: tuple[Footprint, ...] = ()
+    ) -> PlanSearch:
         """Return a new search with these pins and offers."""
-        return PlanSearch(self.context(pins, offers), limits_reached=self.limits_reached)
+        recorded = replace(self, settled=(), begun=None).step(NO_PINS) if self.settled else None
+        return PlanSearch(
+            self.context(pins, offers),
+            limits_reached=self.limits_reached,
+            recorded=recorded,
+            settled=self.settled,
+            peaks=peaks,
+        )
 
     def context(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanningContext:
         """Return what is derived from the step with these pins and offers. Planners of one program share it."""
@@ -158,26 +208,87 @@ class Planner:
         ``peak`` is the footprint whose peak the offers should lower; None asks for those that may pay at any budget.
         """
         step = self.step(self.pins)
+        goes: dict[
+            Hashable, bool
+        ] = {}  # by kind, since layers that are alike go with what is settled, or none does
         for name in self.techniques:
             for offer in TECHNIQUES[name].offers(step, peak):
-                if self.pins.named_ops.isdisjoint(offer.ops) and all(map(offer.goes_with, known)):
+                if not self.pins.named_ops.isdisjoint(offer.ops) or not all(map(offer.goes_with, known)):
+                    continue
+                kind = offer.region.kind
+                if kind not in goes:
+                    goes[kind] = self._goes_with_settled(name, offer)
+                if goes[kind]:
                     known = (*known, offer)
         return known
 
-    def _with_offers(self, offers: tuple[Offer, ...]) -> PlanSearch:
+    def _goes_with_settled(self, name: str, offer: Offer) -> bool:
+        """Whether a technique can carry out an offer in the recorded step together with what is settled."""
+        technique, profile = TECHNIQUES[name], self.profile
+        own = [one for one in self.settled if isinstance(one, technique.decision)]
+        if not own:
+            return True
+        try:
+            technique.patch(profile.program, (*own, offer.furthest), profile.spec)
+        except PlanError:
+            return False
+        return True
+
+    def _with_offers(self, offers: tuple[Offer, ...], peaks: tuple[Footprint, ...] = ()) -> PlanSearch:
         """Return a search in which pins keep the other techniques away from the ops and modules of these offers."""
         profile, pins = self.profile, self.pins
         alone = [unit for offer in offers for unit in offer.alone]
         if alone:
-            pins = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, *alone))
+            pins = resolve_pins(self.program, profile.fingerprint, pins.keep, (*pins.never, *alone))
         kept = pins.kept_ops.union(*(offer.kept for offer in offers))
-        return self.search(replace(pins, kept_ops=kept), offers)
+        return self.search(replace(pins, kept_ops=kept), offers, peaks)
 
-    def _with_further_offers(self, search: PlanSearch) -> PlanSearch | None:
-        """Return a search with further offers that may lower the smallest peak of this one; None if there are none."""
-        known = search.context.offers
-        offers = self._offers(search.smallest.footprint, known)
-        return self._with_offers(offers) if len(offers) > len(known) else None
+    def _further(self, search: PlanSearch) -> PlanSearch | None:
+        """Return a search that settles or offers more about the smallest peak of this one; None if there is none.
+
+        What is settled costs little, and leaves the other techniques their choices, so it is asked for first.
+        """
+        settled = self._further_settled(search)
+        asked = self.with_settled(settled)
+        known, peaks = search.context.offers, search.peaks
+        if settled != search.settled:
+            if not known:
+                return asked.search(asked.pins)
+            # The same offers, about a step that is numbered anew.
+            offers = asked._offers(None)
+            for peak in peaks:
+                offers = asked._offers(peak, offers)
+            return asked._with_offers(offers, peaks)
+        peak = search.smallest.footprint
+        offers = asked._offers(peak, known)
+        return asked._with_offers(offers, (*peaks, peak)) if len(offers) > len(known) else None
+
+    def _further_settled(self, search: PlanSearch) -> tuple[Decision, ...]:
+        """Return what techniques settle about the smallest peak of a search, beside what is settled there.
+
+        One after the other lowers the peak of the search's best plan, until the peak is at something else. No search is
+        needed to see that.
+        """
+        settled, best = search.settled, search.smallest
+        others = tuple(one for one in best.decisions if one not in settled)
+        step, peak = replace(self, settled=()).step(self.pins), best.footprint
+        while True:
+            found = [
+                one
+                for name in self.techniques
+                for one in TECHNIQUES[name].settled(step, peak, (*settled, *others))
+            ]
+            units = {one.unit for one in found}
+            asked = (*(one for one in settled if one.unit not in units), *found)
+            if not found:
+                return settled
+            try:
+                now = rewritten(step.program, (*asked, *others), step.device).footprint
+            except PlanError:
+                return settled  # it does not go together with what the plan has in slices beside it
+            if now.peak_bytes >= peak.peak_bytes:
+                return settled
+            settled, peak = asked, now
 
     def smallest_plan(self, *, without_rotor: bool = False) -> Plan:
         """Return the plan with the smallest peak.
@@ -206,6 +317,9 @@ class Planner:
             found = _cheapest(self.searches, budget_bytes)
         return found
 
+    def _solvers(self, search: PlanSearch) -> tuple[Solver | StepSolver, ...]:
+        return (*self.own_solvers(), *(self.crowded if len(search.context.offers) > 1 else self.solvers))
+
     def cheapest_beyond(self, other: Planner, budget_bytes: int, limit_ms: float) -> Candidate | None:
         """Return the cheapest candidate below a cost that only this planner finds, and not one with fewer techniques.
 
@@ -225,7 +339,7 @@ class Planner:
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         # A step that fits as it is needs no solver. Its search begins with the empty plan.
         if search.program.footprint.peak_bytes > budget_bytes:
-            for one in (*self.own_solvers(), *self.solvers):
+            for one in self._solvers(search):
                 search.solve(one, budget_bytes)
                 if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
                     break
@@ -237,9 +351,9 @@ class Planner:
             budget_bytes: No smaller peak is looked for.
             quick: Ask only the searches that there are, and not what else techniques could do about the peak.
         """
-        searches, solvers = self.searches, (*self.own_solvers(), *self.solvers)
+        searches = self.searches
         for search in reversed(searches):  # the one with offers first: it usually reaches the smaller peak
-            search.minimise(solvers, budget_bytes)
+            search.minimise(self._solvers(search), budget_bytes)
             if search.smallest.footprint.peak_bytes <= budget_bytes:
                 break
         if quick:
@@ -247,16 +361,17 @@ class Planner:
         # Further offers are about the op at the peak. Once they have lowered it, the peak is elsewhere: ask again.
         for _ in range(_FURTHER):
             best = min(searches, key=smallest_bytes)
-            further = self._with_further_offers(best) if smallest_bytes(best) > budget_bytes else None
+            further = self._further(best) if smallest_bytes(best) > budget_bytes else None
             if further is None:
                 break
-            further.minimise(solvers, budget_bytes)
+            further.minimise(self._solvers(further), budget_bytes)
             searches.append(further)
         # ``minimise`` and the closed loop go about it differently. With offers, asking for a budget of one byte less
         # may find a plan with a smaller peak, and then the reported peak would not be the smallest.
+        # Each round may lower it by a few bytes only, so it has to be worth the next one.
         best = min(searches, key=smallest_bytes)
-        known = None
-        while best.context.offers and known != smallest_bytes(best) > budget_bytes:
+        known = math.inf
+        while best.context.offers and budget_bytes < smallest_bytes(best) <= _WORTH_ASKING * known:
             known = smallest_bytes(best)
             self._solve(best, known - 1)
         self._ask_last(searches[0], best, budget_bytes)
@@ -282,7 +397,7 @@ class Planner:
 
     def as_plan(self, found: Candidate, limit: Limit | None = None, budget_bytes: int | None = None) -> Plan:
         """Return a candidate as a plan; ``limit`` and ``budget_bytes`` say what was asked for."""
-        known = (*self.solvers, *(() if self.last is None else (self.last,)))
+        known = (*self.solvers, *self.crowded, *(() if self.last is None else (self.last,)))
         used = next((options_of(solver) for solver in known if solver.name == found.solver), None)
         made_by = Provenance.now(
             self.profile,
@@ -306,6 +421,12 @@ class Planner:
             budget_bytes=budget_bytes,
             added_ms=found.added_ms,
         )
+
+
+@derived
+def _settled_program(program: Program, decisions: tuple[Decision, ...], device: DeviceSpec) -> Program:
+    """Return the step with what is settled, its ops in order. Worked out once, so that searches share it."""
+    return rewritten(program, decisions, device).renumbered()
 
 
 def smallest_bytes(search: PlanSearch) -> int:

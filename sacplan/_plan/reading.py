@@ -44,6 +44,7 @@ _PARTS = 10  # named in a sentence; the others are only counted
 _RUNS_IN_SLICES = {
     "rest": "all that is computed from its input on: the loss, and their gradients",
     "module": "the module, forward and backward",
+    "backward": "the backward pass of the module, in which its forward pass runs again",
 }
 
 

@@ -33,6 +33,7 @@ from sacplan._solve.local import give_back
 from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
 from sacplan._technique.regions import Option, Region, units_of
+from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import StepSolver
 from sacplan._techniques import TECHNIQUES, rewritten
 
@@ -72,12 +73,18 @@ class PlanSearch:
         context: Regions, effects and bounds of the step.
         tried: All candidates measured so far, by their decisions.
         limits_reached: Names of solvers that stopped at their limit of work. Searches for one plan may share it.
+        recorded: The step without any plan, if ``settled`` are decisions with which the context has been made.
+        settled: Decisions that all candidates share.
+        peaks: Footprints whose peaks further offers of the context lower.
         asked: The solvers that were asked for a plan so far, each with its budget. Nobody is asked the same twice.
     """
 
     context: PlanningContext
     tried: dict[frozenset[Decision], Candidate] = field(default_factory=dict)
     limits_reached: dict[str, None] = field(default_factory=dict)
+    recorded: PlanStep | None = None
+    settled: tuple[Decision, ...] = ()
+    peaks: tuple[Footprint, ...] = ()
     asked: list[tuple[Solver | StepSolver, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -85,8 +92,13 @@ class PlanSearch:
 
     @property
     def program(self) -> Program:
-        """The step without a plan."""
+        """The step that the context is about: without a plan, but for what is settled."""
         return self.context.program
+
+    @property
+    def plain(self) -> PlanStep:
+        """The step without any plan."""
+        return self.context.step if self.recorded is None else self.recorded
 
     def solve(self, solver: Solver | StepSolver, budget_bytes: int) -> None:
         """Look for the cheapest plan: with single regions, then with joined ones for as long as that helps."""
@@ -134,8 +146,8 @@ class PlanSearch:
 
     def cost(self, candidate: Candidate) -> float:
         """Return the objective of a candidate: the cost of what runs again, plus that of the other techniques' ops."""
-        again = sum(self.context.step.costs[op] for op in candidate.footprint.again)
-        return again + self.context.step.added_cost(candidate.added_ms)
+        again = sum(self.plain.costs[op] for op in candidate.footprint.again)
+        return again + self.plain.added_cost(candidate.added_ms)
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """Return the cheapest candidate that holds the budget, or None. On a tie, the lower peak wins."""
@@ -212,11 +224,14 @@ class PlanSearch:
     def _measure(
         self, decisions: tuple[Decision, ...], status: str, gap: float | None, solver: str
     ) -> Candidate:
+        # Figures are those of the recorded step with all decisions, not of the one that has the settled ones in it.
+        decisions = (*self.settled, *decisions)
         key = frozenset(decisions)
         if key not in self.tried:
-            program = rewritten(self.program, decisions, self.context.step.device)
+            plain = self.plain.program
+            program = rewritten(plain, decisions, self.plain.device)
             found = program.footprint
-            added_ms = program.step_ms - self.program.step_ms - found.recompute_ms if decisions else 0.0
+            added_ms = program.step_ms - plain.step_ms - found.recompute_ms if decisions else 0.0
             self.tried[key] = Candidate(decisions, found, added_ms, status, gap, solver)
         return self.tried[key]
 

@@ -81,8 +81,9 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     Attributes:
         unit: fqn of the module, ``""`` for the model itself.
         span: which ops. ``"stretch"``: those at ``sites``, in one call of the unit, without gradients. ``"module"``:
-            the unit's forward, and its backward, in which the forward of each slice runs again. ``"rest"``: all that is
-            computed from the unit's input until it is reduced to numbers, forward and backward in one loop.
+            the unit's forward, and its backward, in which the forward of each slice runs again. ``"backward"``:
+            the unit's backward alone. Its forward runs whole, and keeps nothing but the unit's input. ``"rest"``: all
+            that is computed from the unit's input until it is reduced to numbers, forward and backward in one loop.
         slices: how many.
         dim, outer, inner: the axis. Dimension ``dim``, seen as (outer, size, inner), is sliced along the middle.
             It is a dimension of the unit's input; for a stretch, of what the op at its last site makes.
@@ -95,7 +96,7 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     """
 
     unit: str
-    span: Literal["stretch", "module", "rest"]
+    span: Literal["stretch", "module", "backward", "rest"]
     slices: Positive
     dim: Count
     outer: Positive = 1

@@ -98,7 +98,10 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         )
 
     def renumbered(self) -> Program:
-        """Return the same step with its ops in the order in which they run; ops that no longer run are left out."""
+        """Return the same step with its ops in the order in which they run.
+
+        Ops that no longer run are left out, and so are handles that autograd no longer takes.
+        """
         # Ops that were left out get -1: nothing that runs can be their gradient or run them again.
         order = [arg for code, arg in self.events if code == Event.OP]
         place = {op: i for i, op in enumerate(order)} | {-1: -1}
@@ -113,6 +116,10 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         # The ops of a module call are now those between its events, wherever a rewrite has moved them.
         first: dict[int, int] = {}
         end: dict[int, int] = {}
+        taken = sorted({arg for code, arg in self.events if code == Event.PACK})
+        handles = {handle: i for i, handle in enumerate(taken)}
+        unpacked = sorted({arg for code, arg in self.events if code == Event.UNPACK})
+        instances = {instance: i for i, instance in enumerate(unpacked)}
         events: list[tuple[int, int]] = []
         ran = 0
         for code, arg in self.events:
@@ -124,12 +131,19 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
                 first[arg] = ran
             elif code == Event.EXIT:
                 end[arg] = ran
+            elif code in (Event.PACK, Event.RELEASE):
+                arg = handles[arg]
+            elif code in (Event.UNPACK, Event.DROP):
+                arg = instances[arg]
             events.append((code, arg))
         return msgspec.structs.replace(
             self,
             ops=ops,
             events=tuple(events),
-            handle_ops=tuple(place.get(op, -1) for op in self.handle_ops),
+            handle_storages=tuple(map(self.handle_storages.__getitem__, handles)),
+            handle_tensors=tuple(map(self.handle_tensors.__getitem__, handles)),
+            handle_ops=tuple(place.get(self.handle_ops[handle], -1) for handle in handles),
+            instance_handles=tuple(handles[self.instance_handles[i]] for i in instances),
             scopes=tuple(
                 msgspec.structs.replace(scope, first_op=first[i], end_op=end[i])
                 for i, scope in enumerate(self.scopes)

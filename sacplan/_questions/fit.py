@@ -26,7 +26,7 @@ the smallest peak at the asked size, and planning anew at each size might find l
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -58,6 +58,7 @@ from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Routing
 from sacplan._questions.largest import largest
+from sacplan._questions.on_ranks import RankRows, read_devices
 from sacplan._questions.scaled import Peaks, Sized, sized
 from sacplan._questions.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
 from sacplan._record.fake_values import is_balanced
@@ -81,6 +82,7 @@ def fit(
     budget: float | str | None = None,
     headroom: float | str | None = None,
     *,
+    devices: int | str = 1,
     batch: int | None = None,
     seq: int | None = None,
     accumulation_steps: int = 1,
@@ -101,12 +103,14 @@ def fit(
         make_batch: A function: ``make_batch(n)`` returns a batch of n samples. If ``seq`` is given, it is called as
             ``make_batch(n, seq)`` and returns samples of ``seq`` tokens each. Or a ``DataLoader``, whose longest
             samples are taken.
-        device: The target device, see ``sacplan.devices()``.
+        device: The target device, see ``sacplan.devices()``. ``"8xh100"`` means eight of them.
         loss_fn: As for ``profile``.
         optimizer: A name as on the command line (``"adamw"``, ``"paged-adamw-8bit"``, ``"muon"``), a function
             ``params -> optimizer``, or None.
         budget, headroom: Limit for the peak of the step, as for ``max_batch``. Without either, the step has to fit the
             device, as for ``plan``.
+        devices: How many devices there are. With several, rows are for DDP, FSDP2 and meshes with tensor parallelism;
+            ``batch`` is that of each device, and peaks are those of a rank.
         batch, seq: The size of the step: samples (by default 1, or those of the loader), and tokens in each. If batches
             differ, of the largest.
         accumulation_steps: As for ``profile``; ``batch`` is one micro-batch. Times are those of all of them.
@@ -144,6 +148,7 @@ def fit(
             optimizer = candidate_named(optimizer).name
         except ValueError as error:
             raise PlanError(f"{error} Or give a callable `params -> optimizer`.") from error
+    device, n_devices = read_devices(device, devices)
     spec = resolve_device(device)
     sweep = _Sweep(
         model,
@@ -159,6 +164,7 @@ def fit(
         accumulation_steps,
         routing,
         longest,
+        devices=n_devices,
     )
     with looking_for_plans():
         return sweep.found(name or type(model).__name__, sizes, on_verdict)
@@ -184,6 +190,7 @@ class _Sweep:
     accumulation_steps: int
     routing: Routing
     longest: int | None
+    devices: int = 1
     notes: list[str] = field(default_factory=list)
     _planners: dict[tuple[Way, int], Planner] = field(default_factory=dict)  # by way and budget
     _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # likewise
@@ -197,17 +204,15 @@ class _Sweep:
     @cached_property
     def budget_bytes(self) -> int:
         """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
-        return self.limit.bytes_on(self.spec)
+        return self.limit.bytes_on(self.spec, int(self.devices > 1))
 
     @property
     def counts_segments(self) -> bool:
         """Whether what the allocator reserves decides, and not the peak."""
         return self.limit.is_gpu(self.spec)
 
-    def recorded(
-        self, batch: int, seq: int | None, optimizer: Any = None, routing: Routing | None = None
-    ) -> Profile:
-        """Record the step at a size."""
+    def recorded(self, batch: int, seq: int | None, optimizer: Any = None, **options: Any) -> Profile:
+        """Record the step at a size; ``options`` are further arguments of ``profile``."""
         given = (batch,) if seq is None else (batch, seq)
 
         def made() -> Any:
@@ -215,7 +220,7 @@ class _Sweep:
 
         return profile(
             self.model, made, self.loss_fn, optimizer, self.spec,
-            accumulation_steps=self.accumulation_steps, routing=routing or self.routing,
+            accumulation_steps=self.accumulation_steps, **{"routing": self.routing, **options},
         )  # fmt: skip
 
     @cached_property
@@ -515,6 +520,8 @@ class _Sweep:
 
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
         """Return the verdict with all rows. ``on_verdict`` gets it earlier, without the largest sizes."""
+        if self.devices > 1:
+            return self._found_on_ranks(name, sizes, on_verdict)
         rows = [self.row(each, way) for each in self.steps for way in self.ways]
         self._say_worst_routing()
         # Chunks of any module take long to search for, so they are tried last, and only if they could help.
@@ -525,6 +532,37 @@ class _Sweep:
         if on_verdict is not None:
             on_verdict(verdict)
         return self._verdict(name, list(map(self.with_sizes, rows))) if sizes else verdict
+
+    def _found_on_ranks(
+        self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None
+    ) -> Verdict:
+        """Return the verdict on several devices, with the optimizer that was asked for."""
+        optimizer = next(iter(self.candidates), "no optimizer")
+        step = recorded_step(self.base, self.candidates[optimizer].make) if self.candidates else None
+        made: dict[int, Profile] = {}
+
+        def completed(bare: Profile) -> Profile:
+            return bare if step is None else with_optimizer(bare, step)
+
+        def whole(batch: int, ranks: Mapping[str, Any]) -> Profile:
+            if ranks:
+                return completed(self.recorded(batch, self.seq, **ranks))
+            if batch not in made:
+                made[batch] = completed(self.base if batch == self.batch else self.recorded(batch, self.seq))
+            return made[batch]
+
+        ranks = RankRows(
+            self.model, self.devices, optimizer, self.limit, self.batch, whole, completed, self.notes
+        )
+        rows = ranks.rows()
+        if not rows:
+            raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
+        verdict = self._verdict(name, rows)
+        if on_verdict is not None:
+            on_verdict(verdict)
+        if not sizes:
+            return verdict
+        return self._verdict(name, [ranks.with_largest(row, self.by_batch) for row in rows])
 
     def _say_worst_routing(self) -> None:
         """Note what the step as it is would need if a router sent all tokens to the same experts."""
@@ -549,18 +587,19 @@ class _Sweep:
             parameters=sum(p.numel() for p in self.model.parameters()),
             batch=self.batch,
             seq=self.seq,
-            optimizer=next(iter(self.steps)),
+            optimizer=rows[0].optimizer,
             device=self.spec.name,
             memory_bytes=self.spec.memory_bytes,
             budget_bytes=self.budget_bytes,
             budget=None if self.is_default else f"{self.budget_bytes}B",
             headroom_bytes=self.spec.memory_bytes - self.budget_bytes if left else None,
-            outside=outside_allocator(self.spec) if self.counts_segments else (),
+            outside=outside_allocator(self.spec, int(self.devices > 1)) if self.counts_segments else (),
             rows=tuple(rows),
             recommended=best,
-            larger_devices=() if best is not None else self._larger_devices(rows),
+            larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),
             computed=(*self.notes, _COMPUTED),
             accumulation_steps=self.accumulation_steps,
+            devices=self.devices,
         )
 
     def _larger_devices(self, rows: list[FitRow]) -> tuple[str, ...]:

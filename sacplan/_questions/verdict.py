@@ -44,11 +44,14 @@ class FitRow(Row):
         largest_batch: At the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
         longest_seq: At the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
         same_as: The simpler way that this one is at the asked size, where a plan finds nothing to do.
+        spread: What runs the step on several devices: "DDP", "FSDP2", a mesh; empty on one. Peaks are those of a rank.
+        options, flags: Arguments for it: of ``sacplan.profile`` (of ``sacplan.plan`` for a mesh), and on the command
+            line. Empty where the command line has none.
     """
 
     shown: ClassVar = (
-        "optimizer", "way", "peak_bytes", "reserved_bytes", "fits", "over_bytes", "expandable_bytes", "step_ms",
-        "largest_batch", "longest_seq", "same_as",
+        "optimizer", "spread", "way", "peak_bytes", "reserved_bytes", "fits", "over_bytes", "expandable_bytes",
+        "step_ms", "largest_batch", "longest_seq", "same_as",
     )  # fmt: skip
 
     optimizer: str
@@ -60,11 +63,14 @@ class FitRow(Row):
     largest_batch: int | None = None
     longest_seq: int | None = None
     same_as: Way | None = None
+    spread: str = ""
+    options: str = ""
+    flags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """The optimizer and the way, in words."""
-        return f"{self.optimizer}, {self.way}"
+        """The optimizer, what runs the step, and the way, in words."""
+        return ", ".join(filter(None, (self.optimizer, self.spread, self.way)))
 
     @property
     def memory(self) -> str:
@@ -94,6 +100,7 @@ class Verdict:
         larger_devices: Known GPUs on which the smallest row would fit, the smallest first. Empty if something fits
             here.
         computed: Sentences on which figures were computed from recordings, and which were not.
+        devices: How many devices there are. With several, ``batch`` is that of each, and the first row is DDP.
         accumulation_steps: Micro-batches of ``batch`` samples in a step. Largest batches are micro-batches, too.
     """
 
@@ -113,11 +120,18 @@ class Verdict:
     computed: tuple[str, ...]
     outside: tuple[Outside, ...] = ()
     accumulation_steps: int = 1
+    devices: int = 1
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits as it is."""
-        return self.rows[0].fits
+        """Whether the step fits as it is; on several devices, with any of the ways to spread it."""
+        return self._as_it_is.fits
+
+    @property
+    def _as_it_is(self) -> FitRow:
+        """The first row without a plan that fits with the optimizer that was asked for, or the first row."""
+        plain = (row for row in self.rows if row.way == "as it is" and row.optimizer == self.optimizer)
+        return next((row for row in plain if row.fits), self.rows[0])
 
     @property
     def sentence(self) -> str:
@@ -125,8 +139,9 @@ class Verdict:
         tokens = "" if self.seq is None else f", {self.seq} tokens"
         times = f" x {self.accumulation_steps} accumulated" if self.accumulation_steps > 1 else ""
         step = f"{self.model}, batch {self.batch}{times}{tokens}, {self.optimizer}"
-        device = f"{self.device} ({format_bytes(self.memory_bytes)})"
-        asked, left = self.rows[0], f"the budget of {format_bytes(self.budget_bytes)}"
+        many = f"{self.devices} x " if self.devices > 1 else ""
+        device = f"{many}{self.device} ({format_bytes(self.memory_bytes)}{' each' if many else ''})"
+        asked, left = self._as_it_is, f"the budget of {format_bytes(self.budget_bytes)}"
         if self.outside:
             names = " and ".join(one.name for one in self.outside)
             left = f"the {format_bytes(self.budget_bytes)} that the {names} leaves"
@@ -134,7 +149,8 @@ class Verdict:
             free = self.headroom_bytes / self.memory_bytes
             left = f"the {format_bytes(self.budget_bytes)} that {free:.0%} headroom leaves"
         if asked.fits:
-            return f"{step} on {device}: fits. It needs {asked.memory}, of {left}."
+            runs = f" with {asked.spread}" if asked.spread else ""
+            return f"{step} on {device}: fits{runs}. It needs {asked.memory}, of {left}."
         over = f"{format_bytes(asked.over_bytes)} more than {left}"
         if self.recommended is not None:
             best = self.recommended
@@ -181,7 +197,7 @@ class Verdict:
                 f"GPUs that hold the smallest of these: {larger}."
                 if names
                 else "No GPU in the table holds it.",
-                "Over several devices: sacplan.layouts, or sacplan.plan(profile, budget, mesh=...).",
+                f"Over several devices: devices={2 * self.devices} of fit (--devices).",
             )
         if self.recommended is self.rows[0]:
             return ("No plan is needed.",)
@@ -200,6 +216,8 @@ class Verdict:
             return ""
         make = BY_NAME[best.optimizer].code if best.optimizer in BY_NAME else "..."
         lines = [f"optimizer = {make}"] if best.optimizer != self.optimizer else []
+        if best.spread:
+            return "\n".join([*lines, *self._code_on_ranks(best)])
         if best.way != "as it is":
             techniques = TECHNIQUES[best.way]
             more = "" if self.budget is None else f', "{self.budget}"'
@@ -210,6 +228,32 @@ class Verdict:
                 f"handle = sacplan.apply(model, sacplan.plan(profile{more}))",
             ]
         return "\n".join(lines)
+
+    def _code_on_ranks(self, best: FitRow) -> list[str]:
+        """Return lines that plan for a rank, and that run the step on all of them."""
+        budget = "" if self.budget is None else f', "{self.budget}"'
+        start = f"# torchrun --nproc-per-node {self.devices}"
+        if best.options.startswith("mesh="):
+            return [
+                start,
+                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}")  # of all ranks',
+                f"handle = sacplan.apply(model, sacplan.plan(profile{budget}, {best.options}))",
+            ]
+        lines = [start]
+        if best.way == "plan":
+            lines += [
+                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}",',
+                f"                          {best.options})",
+                f"handle = sacplan.apply(model, sacplan.plan(profile{budget}))",
+            ]
+        if best.spread == "DDP":
+            return [*lines, "model = torch.nn.parallel.DistributedDataParallel(model)"]
+        units, _, policies = best.options.partition("], ")
+        given = f", {policies}" if policies else ""
+        for unit in units.partition("fsdp_units=[")[2].rstrip("]").split(", "):
+            module = unit.strip("'").removesuffix(".*")
+            lines += [f"for layer in model.{module}:", f"    fully_shard(layer{given})"] if module else []
+        return [*lines, f"fully_shard(model{given})"]
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with one row for each way."""
@@ -231,7 +275,11 @@ def recommended(rows: Sequence[FitRow]) -> FitRow | None:
     version. Another optimizer, which changes the training, is chosen only if those do not fit.
     """
     holding = [row for row in rows if row.fits]
-    if not holding or holding[0] is rows[0]:
-        return holding[0] if holding else None
+    if not holding:
+        return None
+    # On several devices, the first of those that fit without a plan: later ones change more (precision, who runs it).
+    plain = [row for row in holding if row.way == "as it is" and row.optimizer == rows[0].optimizer]
+    if plain:
+        return plain[0]
     same = [row for row in holding if row.optimizer in (rows[0].optimizer, "adamw-fused")]
     return min(same or holding, key=lambda row: row.step_ms or 0.0)

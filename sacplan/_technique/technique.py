@@ -133,6 +133,19 @@ class Technique(ABC):
         """
         return ()
 
+    def settled(self, step: PlanStep, peak: Footprint, decisions: Sequence[Decision]) -> Sequence[Decision]:
+        """Return decisions that lower a peak, the same for all modules that are alike; () if there are none.
+
+        They are no choices of a solver. A step with them is planned for as if it had been recorded, so that other
+        techniques may use all that is left of the modules. One search decides once for all layers.
+
+        Args:
+            step: the step as it was recorded.
+            peak: the footprint of the best plan so far.
+            decisions: those of that plan. The ones returned take the place of those about the same modules.
+        """
+        return ()
+
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
         """Return its own solvers for this step, for choices that options of regions cannot express."""
         return ()

@@ -37,8 +37,9 @@ def plan_of(device: str = "cpu", technique: str = "recompute") -> sacplan.Plan:
 
 
 def step(rows: int, length: int, net: nn.Module | None = None) -> None:
-    cross_entropy(net or model(), tokens(rows, length, VOCAB)).backward()
-    (net or model()).zero_grad()
+    net = model() if net is None else net
+    cross_entropy(net, tokens(rows, length, VOCAB)).backward()
+    net.zero_grad()
 
 
 def said_of(sizes: list[tuple[int, int]], net: nn.Module | None = None) -> list[str]:

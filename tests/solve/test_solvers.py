@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import sacplan
+from sacplan._solve.alike import Alike, TiedProblem
 from sacplan._solve.local import descend, give_back
 from sacplan._solve.mip import LinearProgram, LinearSolution
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, PairCost, Problem, Solution
@@ -16,9 +19,10 @@ from sacplan.errors import SolverError
 from tests.support.problems import Options, all_picks, cheapest, choice_of, problem_of, problems, rows_of
 
 SOLVERS: list[Solver] = [sacplan.Milp(gap=0.0), sacplan.Greedy(), sacplan.Uniform()]
+TIED = Alike(groups=1, milp=sacplan.Milp(gap=0.0))
 
 
-@pytest.mark.parametrize("solver", SOLVERS[1:], ids=lambda solver: solver.name)
+@pytest.mark.parametrize("solver", [*SOLVERS[1:], TIED], ids=lambda solver: solver.name)
 @settings(max_examples=100, deadline=None)
 @given(problem=problems())
 def test_heuristics_keep_the_limits(solver: Solver, problem: Problem) -> None:
@@ -147,3 +151,21 @@ def test_problems_are_checked() -> None:
         )
     with pytest.raises(SolverError, match="1 rows, but 2 base uses"):
         Problem(rows_of([DEVICE_MEMORY]), np.array([1, 2]), np.array([1]), ())
+
+
+def test_equal_layers_take_one_option_together() -> None:
+    """However many there are: a run of four, and rows that another one implies are left out."""
+    layers = 16
+    rows = [1000 + 10 * layer - less for layer in range(layers) for less in (0, 5)]
+    at = [layer for layer in range(layers) for _ in range(2)]
+    uses = [[-10 * (row > layer) - 50 * (row == layer) for row in at] for layer in range(layers)]
+    problem = problem_of(rows, [[(1.0, own), (3.0, [2 * use for use in own])] for own in uses], 1000)
+    problem = replace(problem, choices=tuple(replace(c, kind="layer") for c in problem.choices))
+    tied = TiedProblem.of(problem, 4)
+    assert [len(run) for run in tied.runs] == [4] * 4
+    assert len(tied.problem.rows) == layers
+    found = Alike(groups=4).solve(problem)
+    assert found is not None
+    assert problem.fits(found.picks)
+    assert problem.cost(found.picks) <= 1.05 * problem.cost(sacplan.Milp().solve(problem).picks)  # type: ignore[union-attr]
+    assert problem.peak(Alike(groups=4).smallest(problem).picks) == problem.least_uses().max()

@@ -5,7 +5,8 @@ same node, so that autograd asks it once, with all gradients: one loop over slic
 backward pass, and the scalars that are still referred to, such as the loss.
 
 ``leave`` makes a module's outputs real. Their gradients are lazy again, so the inside of the module runs a second time,
-in the entry's loop, and is not kept.
+in the entry's loop, and is not kept. They are computed in a loop, or on whole tensors if only the backward pass runs
+in slices.
 
 Autograd keeps the region's input through saved-tensor hooks, which may discard it.
 """
@@ -20,7 +21,7 @@ import torch
 
 from sacplan._chunk.executor import losses as losses  # registers what it rewrites
 from sacplan._chunk.executor.lazy import Lazy
-from sacplan._chunk.executor.loop import compute
+from sacplan._chunk.executor.loop import compute, compute_whole
 from sacplan._chunk.executor.values import DeferredTensor, SlicedRegion, Window
 from sacplan._factors.axes import Axis
 from sacplan._torch.autograd import autograd_as_outside
@@ -35,17 +36,20 @@ def enter(
     return lazy, aliases
 
 
-def leave(start: Lazy, tensor: torch.Tensor, lazies: Sequence[Lazy]) -> list[torch.Tensor]:
+def leave(
+    start: Lazy, tensor: torch.Tensor, lazies: Sequence[Lazy], *, whole: bool = False
+) -> list[torch.Tensor]:
     """Compute the outputs of a region, as tensors whose gradients will be lazy.
 
     Args:
         start: the lazy tensor that ``enter`` returned for ``tensor``.
         tensor: the region's input.
         lazies: the outputs.
+        whole: compute them on whole tensors, as the module would.
     """
     start.value.data = tensor.detach()  # so that nobody asks autograd for it, which may have discarded it
     try:
-        return list(_ChunkExitFunction.apply(start.value.region, *lazies))
+        return list(_ChunkExitFunction.apply(start.value.region, whole, *lazies))
     finally:
         start.value.data = None
 
@@ -101,14 +105,18 @@ class _SavedInput:
 
 class _ChunkExitFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: SlicedRegion, *lazies: Lazy) -> Any:
+    def forward(ctx: Any, region: SlicedRegion, whole: bool, *lazies: Lazy) -> Any:
         ctx.set_materialize_grads(False)
         ctx.region, ctx.windows = region, [x.value.window for x in lazies]
-        return tuple(compute([x.value for x in lazies]))
+        return tuple((compute_whole if whole else compute)([x.value for x in lazies]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, *(
-            None if g is None else Lazy(DeferredTensor(ctx.region, g, window=window, data=g))
-            for g, window in zip(gradients, ctx.windows, strict=True)
+        return (
+            None,
+            None,
+            *(
+                None if g is None else Lazy(DeferredTensor(ctx.region, g, window=window, data=g))
+                for g, window in zip(gradients, ctx.windows, strict=True)
+            ),
         )

@@ -1,8 +1,9 @@
 """The stand-in for the forward of a module that runs in slices.
 
 ``"rest"``: what the module computes stays lazy, and so does all that is computed from it until autograd asks the
-module's entry node for gradients. ``"module"``: the module's own outputs are real, and its inside is not kept. Both
-begin at the module's first floating-point argument. Without gradients the module runs as if nothing had been applied.
+module's entry node for gradients. ``"module"``: the module's own outputs are real, and its inside is not kept.
+``"backward"``: the same, and these outputs are computed on whole tensors. All begin at the module's first
+floating-point argument. Without gradients the module runs as if nothing had been applied.
 
 On a call whose input cannot be sliced as planned, the module runs plainly, and a difference is noted.
 """
@@ -55,7 +56,7 @@ class ChunkedForward(StandIn):
 
     Args:
         module: the unit.
-        decision: how it runs; its span is ``"module"`` or ``"rest"``.
+        decision: how it runs; its span is ``"module"``, ``"backward"`` or ``"rest"``.
         differences: notes where a call cannot run as planned.
 
     Attributes:
@@ -124,7 +125,8 @@ class ChunkedForward(StandIn):
             return out
         results, spec = tree_flatten(out)
         lazies = [x for x in results if isinstance(x, Lazy)]
-        made = iter(leave(start, leaves[at], lazies) if lazies else ())
+        whole = self.decision.span == "backward"
+        made = iter(leave(start, leaves[at], lazies, whole=whole) if lazies else ())
         return tree_unflatten([next(made) if isinstance(x, Lazy) else x for x in results], spec)
 
     def _axis_of(self, tensor: torch.Tensor) -> Axis | None:

@@ -18,7 +18,7 @@ class InstalledChunks(InstalledStandIns):
 
     Args:
         model: the model.
-        decisions: with spans ``"module"`` and ``"rest"``, one for each unit.
+        decisions: with spans ``"module"``, ``"backward"`` and ``"rest"``, one for each unit.
 
     Raises:
         PlanError: a unit is compiled, or has two decisions.

@@ -55,6 +55,16 @@ def compute(values: Sequence[DeferredTensor]) -> list[torch.Tensor]:
         return _Computation(values).run()
 
 
+def compute_whole(values: Sequence[DeferredTensor]) -> list[torch.Tensor]:
+    """Compute the tensors of values on whole tensors: the ops that were deferred, each once, in their order.
+
+    What an op makes is let go of after its last use. Executors that record a unit's forward pass see these ops as they
+    see those of a module that does not run in slices, so that its outputs may be discarded and made again.
+    """
+    with _as_deferred():
+        return _Computation(values).run_in_order()
+
+
 def run_nodes(
     region: SlicedRegion,
     nodes: Sequence[DeferredOp],
@@ -120,6 +130,19 @@ class _Computation:
             for v in node.values:
                 if last[v] is node and v not in self.values:
                     self.known.pop(v, None)
+        return [self.known[v] if v in self.known else v.whole() for v in self.values]
+
+    def run_in_order(self) -> list[torch.Tensor]:
+        last = {
+            x: node
+            for node in self.nodes
+            for x in (*node.inputs, *node.made)
+            if isinstance(x, DeferredTensor)
+        }
+        for node in self.nodes:
+            self._run_whole(node)
+            for v in [v for v in self.known if last[v] is node and v not in self.values]:
+                del self.known[v]
         return [self.known[v] if v in self.known else v.whole() for v in self.values]
 
     def _pulled(self) -> dict[DeferredOp, tuple[SlicedRegion, FactorCut]]:

@@ -43,7 +43,7 @@ from sacplan._recompute.executor.recorder import UnitRecorder
 from sacplan._recompute.executor.schedule import Schedule
 from sacplan._torch import autograd, compiling, fake_kernels, fake_tensors, kernel_settings, ops, private
 from sacplan._torch.autograd import current_saved_tensors_hooks
-from sacplan._torch.compiling import keep_dynamo_out
+from sacplan._torch.compiling import keep_dynamo_out, stop_compiling
 from sacplan.errors import PlanError
 
 _MAX_KINDS = 8
@@ -122,9 +122,10 @@ class PlannedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             if self.recorded.has_marks:
-                raise PlanError(
-                    f'unit {self.fqn!r} copies tensors to the host (technique "offload"), which torch.compile cannot '
-                    'do. Run the model uncompiled, or plan without "offload" among the techniques.'
+                stop_compiling(
+                    PlanError,
+                    f"unit {self.fqn!r} copies tensors to the host (technique offload), which torch.compile cannot do. "
+                    "Run the model uncompiled, or plan with other techniques than offload.",
                 )
             return checkpointed_for_compile(self, args, kwargs)
         # Without gradients autograd saves nothing, so there is nothing to discard.

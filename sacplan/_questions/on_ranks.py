@@ -1,0 +1,254 @@
+"""Rows of ``fit`` on several devices: what runs the step there, as it is and with a plan.
+
+Each *arrangement* is a way to run one step on all devices: DDP, FSDP2 (with mixed precision for a model in float32,
+with ``CPUOffloadPolicy``), or a mesh with tensor parallelism that sacplan runs. They process the same samples:
+``batch`` for each device. The step of one rank is a rewrite of the recorded step, so an arrangement needs no
+recording of its own, except for mixed precision, in which modules run other ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sacplan._device.device_memory import reserved_bytes
+from sacplan._plan.in_room import ROUNDS, lowered
+from sacplan._plan.limits import Limit
+from sacplan._plan.meshes import Spread, names_by_role, resolve_mesh, spreads
+from sacplan._plan.outcome import Outcome
+from sacplan._plan.planner import Planner
+from sacplan._profile.profile import Profile
+from sacplan._questions.largest import largest
+from sacplan._questions.scaled import Peaks, Sized
+from sacplan._questions.sweep import PlanWithin, Row
+from sacplan._questions.verdict import FitRow
+from sacplan._ranks.ranks import Ranks
+from sacplan.errors import PlanError, TraceError
+
+if TYPE_CHECKING:
+    pass
+
+_TENSOR = "megatron"  # in the name of a sharding that cuts tensors
+_LARGEST = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """One way to run a step on several devices.
+
+    Attributes:
+        name: In tables.
+        options: Arguments of ``sacplan.profile`` for it, as Python.
+        flags: The same on the command line.
+        spread: The step of one rank, from that of the whole model. It may raise ``TraceError`` or ``PlanError``.
+        on_mesh: Whether sacplan runs it; the batch is then that of all devices, and ``options`` are those of ``plan``.
+    """
+
+    name: str
+    options: str
+    flags: tuple[str, ...]
+    spread: Callable[[Profile], Profile]
+    on_mesh: bool = False
+
+
+def units_of(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return patterns for the modules that ``fully_shard`` is called on: the layers, and the model itself."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and len(module) > 1
+        and any(True for _ in module.parameters())
+    ]
+    # Lists inside of a layer, such as experts, are gathered with it.
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return (*(f"{name}.*" for name in outer), "")
+
+
+def _taken(way: Spread, whole: Profile) -> Profile:
+    return way.profile
+
+
+@dataclass
+class RankRows:
+    """The rows on several devices.
+
+    Attributes:
+        model: The model.
+        devices: How many there are.
+        optimizer: Name of the optimizer in the rows.
+        limit: The limit on each device.
+        batch: Samples for each device.
+        whole: Makes the step of the whole model with the optimizer, from the samples in the batch and further
+            arguments of ``profile``.
+        completed: Puts the optimizer behind a step without one.
+        notes: Sentences on what could not be spread. They are added here.
+    """
+
+    model: torch.nn.Module
+    devices: int
+    optimizer: str
+    limit: Limit
+    batch: int
+    whole: Callable[[int, Mapping[str, Any]], Profile]
+    completed: Callable[[Profile], Profile]
+    notes: list[str]
+    _known: dict[str, tuple[Arrangement, Profile]] = field(default_factory=dict)
+
+    def rows(self) -> list[FitRow]:
+        """Return the rows: for each arrangement as it is, and with a plan where it does not fit so."""
+        found = []
+        for one in self._arrangements():
+            try:
+                rank = one.spread(self.whole(self.batch * (self.devices if one.on_mesh else 1), {}))
+            except (TraceError, PlanError) as error:
+                self.notes.append(f"{one.name}: {error}")
+                continue
+            bare = self._row(one, rank, None)
+            found.append(bare)
+            if not bare.fits:
+                found.append(self._row(one, rank, Outcome.of(rank, PlanWithin(self.limit))))
+            self._known[one.name] = one, rank
+        return found
+
+    def _arrangements(self) -> Iterator[Arrangement]:
+        n, units = self.devices, units_of(self.model)
+
+        def on(ranks: Ranks) -> Callable[[Profile], Profile]:
+            return lambda whole: whole.on_ranks(ranks)
+
+        size = ("--world-size", str(n))
+        yield Arrangement("DDP", f"world_size={n}", size, on(Ranks.of(n)))
+        options = f"world_size={n}, fsdp_units={list(units)!r}"
+        flags = (*size, *(word for unit in units for word in ("--fsdp-unit", unit)))
+        yield Arrangement("FSDP2", options, flags, on(Ranks.of(n, units)))
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        if all(p.dtype == torch.float32 for p in self.model.parameters()):
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            asked = {"world_size": n, "fsdp_units": units, "mp_policy": policy}
+            text = "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
+
+            def mixed(whole: Profile) -> Profile:
+                return self.whole(self.batch, asked)  # recorded again: modules run other ops
+
+            yield Arrangement("FSDP2, bfloat16", f"{options}, {text}", (), mixed)
+        offloaded = Ranks.asked(n, units, offload_policy=CPUOffloadPolicy())
+        yield Arrangement(
+            "FSDP2, CPU offload", f"{options}, offload_policy=CPUOffloadPolicy()", (), on(offloaded)
+        )
+        yield from self._on_meshes()
+
+    def _on_meshes(self) -> Iterator[Arrangement]:
+        """Yield the meshes with an axis for tensor parallelism; without one, DDP and FSDP2 do the same."""
+        whole = self.whole(self.batch * self.devices, {})
+        for mesh in resolve_mesh(self.devices, whole):
+            if "tp" not in mesh.names:
+                continue
+            try:
+                ways = [way for way in spreads(whole, mesh, (), names_by_role(mesh)) if _TENSOR in way.name]
+            except PlanError as error:
+                self.notes.append(str(error))
+                continue
+            axes = dict(mesh.axes)
+            flags = ("--mesh", ",".join(f"{name}={size}" for name, size in axes.items()))
+            for way in ways:
+                name = f"{' x '.join(f'{axis} {size}' for axis, size in axes.items())}, {way.name}"
+                yield Arrangement(name, f"mesh={axes!r}", flags, functools.partial(_taken, way), True)
+
+    def _row(self, one: Arrangement, rank: Profile, outcome: Outcome | None) -> FitRow:
+        """Return the row of a step as it is, or with what planning it has come to."""
+        room = self.limit.bytes_on(rank.spec, rank.ranks.communicators)
+        plan = None if outcome is None else outcome.plan
+        counts_segments, decisions = self.limit.is_gpu(rank.spec), () if plan is None else plan.decisions
+        reserved = None
+        if rank.spec.kind == "cuda" and (outcome is None or plan is not None):
+            reserved = reserved_bytes(rank.with_plan(decisions))
+        peak = rank.peak_bytes if outcome is None else outcome.peak_bytes
+        needs = reserved if counts_segments and reserved is not None else peak
+        steps = rank.fingerprint.setup.accumulation_steps
+        taken = {} if outcome is None else Row.taken(outcome)
+        step_ms = rank.step_ms if outcome is None else outcome.step_ms
+        return FitRow(
+            **{
+                "unplanned_peak_bytes": rank.peak_bytes,
+                "recompute_ms": 0.0,
+                "added_ms": 0.0,
+                **taken,
+                "fits": needs <= room if outcome is None else plan is not None,
+                "peak_bytes": peak,
+                "step_ms": step_ms if steps == 1 else None,
+            },
+            optimizer=self.optimizer,
+            way="as it is" if outcome is None else "plan",
+            spread=one.name,
+            options=one.options,
+            flags=one.flags,
+            reserved_bytes=reserved if peak <= room or not counts_segments else None,
+            over_bytes=max(0, needs - room),
+        )
+
+    def with_largest(self, row: FitRow, by_batch: Sized | None) -> FitRow:
+        """Return a row with the largest batch for each device that fits with its plan, or 0 if none does."""
+        one, rank = self._known[row.spread]
+        # Only one size is known; sacplan's meshes cut the batch, so a rank's step is not linear in it.
+        if by_batch is None or one.on_mesh or rank.fingerprint.setup.mixed is not None:
+            return row
+        room = self.limit.bytes_on(rank.spec, rank.ranks.communicators)
+        try:
+            steps = Sized(by_batch.sizes, self._two(one, by_batch))
+            smallest = (
+                Planner.of(rank, "greedy").smallest(0, quick=True).decisions if row.way == "plan" else ()
+            )
+            peaks = steps.peaks(smallest, 1)
+        except (TraceError, PlanError):
+            return row  # the plan rewrites the step otherwise at another size
+        return dataclasses.replace(row, largest_batch=self._largest(steps, smallest, peaks, room, row.fits))
+
+    def _two(self, one: Arrangement, by_batch: Sized) -> tuple[Profile, Profile]:
+        a, b = (one.spread(self.completed(each)) for each in by_batch.profiles)
+        return a, b
+
+    def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, room: int, fits: bool) -> int:
+        known, left = (self.batch if fits else 0), room
+        for tried in range(1, ROUNDS + 1):
+            looked: dict[int, int] = {}
+
+            def look(n: int, looked: dict[int, int] = looked, left: int = left) -> None:
+                looked[n] = peaks.at(n) - left
+
+            n = largest(looked, look, _LARGEST, lambda excess: excess <= 0, float)
+            if n <= known:
+                break
+            program = steps.at(n).with_plan(decisions)
+            peak = program.footprint.peak_bytes
+            needs = reserved_bytes(program) if self.limit.is_gpu(steps.profiles[0].spec) else peak
+            if needs <= room:
+                return n
+            left = lowered(min(left, peak), needs - room, room, tried)
+        return known
+
+
+def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:
+    """Return a device and how many there are of it, from ``"8xh100"`` or a number beside the device.
+
+    Raises:
+        PlanError: The number is none, or two are given.
+    """
+    text = device.strip() if isinstance(device, str) else ""
+    if found := re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", text):
+        if str(devices) not in ("1", found[1]):
+            raise PlanError(
+                f"device={device!r} and devices={devices!r} are two numbers of devices; give one."
+            )
+        device, devices = found[2], found[1]
+    number = str(devices).strip()
+    if isinstance(devices, bool) or not number.isdigit() or int(number) < 1:
+        raise PlanError(f"devices is {devices!r}; give how many, such as 8, or device='8xh100'.")
+    return device, int(number)

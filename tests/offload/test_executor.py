@@ -1,0 +1,157 @@
+"""Steps that offload and do not go as planned: values are right, or there is an error."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from sacplan._offload.executor.parcels import Parcel
+from tests.support.steps import bit_equal, grads_of
+from tests.zoo import language_models as models
+
+BOTH = ("recompute", "offload")
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[models.LM, torch.Tensor, sacplan.Plan]:
+    torch.manual_seed(0)
+    model, batch = models.LM(layers=3, vocab=32), torch.randint(0, 32, (8, 32))
+    profile = sacplan.profile(model, batch, models.cross_entropy, device="cpu")
+    plan = sacplan.plan(profile, "55%", techniques=("offload",))
+    assert len(plan.offloaded) >= 6
+    return model, batch, plan
+
+
+@pytest.fixture
+def parcels(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Parcel]]:
+    """All parcels that are made."""
+    made: list[weakref.ref[Parcel]] = []
+    begin = Parcel.__init__
+
+    def noted(self: Parcel, tensor: torch.Tensor) -> None:
+        begin(self, tensor)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Parcel, "__init__", noted)
+    return made
+
+
+def alive(parcels: list[weakref.ref[Parcel]]) -> int:
+    gc.collect()
+    return sum(ref() is not None for ref in parcels)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (2, 32)])
+def test_batches_of_other_sizes(planned: Any, shape: tuple[int, int]) -> None:
+    model, _, plan = planned
+    batch = torch.randint(0, 32, shape)
+    plain = grads_of(model, batch, models.cross_entropy)
+    with sacplan.apply(model, plan):
+        assert bit_equal(plain, grads_of(model, batch, models.cross_entropy))
+
+
+def test_an_exception_in_the_middle(planned: Any, parcels: list[weakref.ref[Parcel]]) -> None:
+    model, batch, plan = planned
+    plain = grads_of(model, batch, models.cross_entropy)
+
+    def fail(*_: object) -> None:
+        raise KeyError("in the middle")
+
+    with sacplan.apply(model, plan):
+        hook = model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(KeyError):
+            grads_of(model, batch, models.cross_entropy)
+        hook.remove()
+        assert parcels
+        assert alive(parcels) == 0
+        assert bit_equal(plain, grads_of(model, batch, models.cross_entropy))
+    assert alive(parcels) == 0
+
+
+def test_two_forward_passes_before_the_backward_passes(planned: Any) -> None:
+    model, batch, plan = planned
+    other = batch.flip(0)
+    plain = [grads_of(model, one, models.cross_entropy) for one in (batch, other)]
+    with sacplan.apply(model, plan):
+        losses = []
+        for one in (batch, other):
+            torch.manual_seed(0)
+            losses.append(models.cross_entropy(model, one))
+        for loss, wanted in zip(losses, plain, strict=True):
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+            found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+            assert bit_equal(wanted, found)
+    model.zero_grad(set_to_none=True)
+
+
+def test_a_graph_that_is_retained(planned: Any) -> None:
+    model, batch, plan = planned
+    plain = grads_of(model, batch, models.cross_entropy)
+    with sacplan.apply(model, plan):
+        torch.manual_seed(0)
+        loss = models.cross_entropy(model, batch)
+        for retain in (True, False):
+            model.zero_grad(set_to_none=True)
+            loss.backward(retain_graph=retain)
+            found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+            assert bit_equal(plain, found)
+    model.zero_grad(set_to_none=True)
+
+
+def test_compiled_models_are_refused(planned: Any) -> None:
+    model, batch, plan = planned
+    with sacplan.apply(model, plan):
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(Exception, match="copies tensors to the host"):
+            models.cross_entropy(compiled, batch)
+    torch._dynamo.reset()
+
+
+class WritesLater(nn.Module):
+    """Writes to what a layer has saved."""
+
+    def __init__(self, when: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide(64) for _ in range(3))
+        self.when = when
+
+    def forward(self, x: torch.Tensor, spoil: bool = False) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x, spoil and i == self.when)
+        return x.square().mean()
+
+
+class Wide(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor, spoil: bool) -> torch.Tensor:
+        h = torch.sigmoid(self.up(x))
+        out: torch.Tensor = x + self.down(h)
+        if spoil:
+            with torch.no_grad():
+                h.mul_(2.0)
+        return out
+
+
+def test_a_write_to_what_is_saved_is_never_a_wrong_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = WritesLater(1), torch.randn(1024, 64)
+    profile = sacplan.profile(model, x, device="cpu")
+    plan = sacplan.plan(profile, "90%", techniques=("offload",))
+    assert plan.offloaded
+    wanted = grads_of(model, x, lambda m, b: m(b))
+    with sacplan.apply(model, plan):
+        try:
+            found = grads_of(model, x, lambda m, b: m(b, True))
+        except (RuntimeError, sacplan.SacplanError):
+            return  # autograd's own rule
+        assert bit_equal(wanted, found)  # it was on the host before the write

@@ -1,0 +1,112 @@
+"""``sacplan.fit`` on several devices: its rows are what ``profile`` and ``plan`` say of each way to spread the step."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import sacplan
+from sacplan._profile.optimizer_table import BY_NAME
+from sacplan._program.budget import parse_budget
+from sacplan._questions.on_ranks import read_devices, units_of
+from sacplan.errors import PlanError
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+UNITS = ("layers.*", "")
+BUDGET = "7.6MiB"
+DEVICE = "h100 without workspaces"  # the rest of the step is smaller than these
+
+
+def model() -> LM:
+    with torch.device("meta"):
+        return LM(layers=4, dim=64, vocab=512, dropout=0.0)
+
+
+@cache
+def found() -> sacplan.Verdict:
+    return sacplan.fit(
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", BUDGET, batch=4
+    )
+
+
+def profiled(batch: int = 4, **ranks: Any) -> sacplan.Profile:
+    make = BY_NAME["adamw"].make
+    return sacplan.profile(model(), tokens(batch, 64, 512), cross_entropy, make, DEVICE, **ranks)
+
+
+def ranks_of(spread: str) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    policies = {
+        "FSDP2, bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        "FSDP2, CPU offload": {"offload_policy": CPUOffloadPolicy()},
+    }
+    units = {} if spread == "DDP" else {"fsdp_units": UNITS}
+    return {"world_size": 2, **units, **policies.get(spread, {})}
+
+
+def test_layers_are_the_units() -> None:
+    assert units_of(model()) == UNITS
+    assert units_of(torch.nn.Linear(2, 2)) == ("",)
+
+
+@pytest.mark.parametrize("spread", ["DDP", "FSDP2", "FSDP2, bfloat16", "FSDP2, CPU offload"])
+def test_rows_are_what_profile_and_plan_say(spread: str) -> None:
+    rows = [row for row in found().rows if row.spread == spread]
+    profile = profiled(**ranks_of(spread))
+    assert rows[0].way == "as it is"
+    assert rows[0].peak_bytes == profile.peak_bytes
+    assert rows[0].step_ms == pytest.approx(profile.step_ms)
+    assert rows[0].fits == (profile.peak_bytes <= parse_budget(BUDGET, 0))
+    assert [row.way for row in rows[1:]] == ([] if rows[0].fits else ["plan"])
+    for row in rows[1:]:
+        plan = sacplan.plan(profile, BUDGET)
+        assert row.fits
+        assert row.plan is not None
+        assert (row.peak_bytes, row.plan.decisions) == (plan.peak_bytes, plan.decisions)
+        assert row.step_ms == pytest.approx(plan.step_ms + plan.recompute_ms)
+
+
+def test_a_mesh_gets_the_batch_of_all_devices() -> None:
+    (row,) = [row for row in found().rows if row.spread == "tp 2, megatron" and row.way == "as it is"]
+    rank = sacplan.plan(profiled(batch=8), "100%", mesh={"tp": 2})
+    assert row.unplanned_peak_bytes == row.peak_bytes
+    assert row.options == "mesh={'tp': 2}"
+    assert (
+        row.peak_bytes >= rank.baseline_peak_bytes
+    )  # a search may have found another sharding with a lower one
+
+
+def test_the_largest_batch_is_that_of_a_rank() -> None:
+    row = next(row for row in found().rows if row.spread == "FSDP2" and row.way == "as it is")
+    limit = parse_budget(BUDGET, 0)
+    n = row.largest_batch
+    assert n
+    assert (
+        profiled(n, **ranks_of("FSDP2")).peak_bytes <= limit < profiled(n + 1, **ranks_of("FSDP2")).peak_bytes
+    )
+
+
+def test_the_verdict_names_what_runs_the_step() -> None:
+    verdict = found()
+    assert "2 x h100" in verdict.sentence
+    assert verdict.fits == any(row.fits for row in verdict.rows if row.way == "as it is")
+    best = verdict.recommended
+    assert best is not None
+    assert best.spread == "FSDP2"  # the first that fits as it is; in bfloat16 would be another training
+    assert "fits with FSDP2. " in verdict.sentence
+    assert verdict.code.startswith("# torchrun --nproc-per-node 2")
+    compile(verdict.code, "code", "exec")
+
+
+def test_how_many_devices() -> None:
+    assert read_devices("8xh100", 1) == ("h100", 8)
+    assert read_devices("8 x a100-80gb", 8) == ("a100-80gb", 8)
+    assert read_devices("2x24GB", 1) == ("24GB", 2)
+    assert read_devices("h100", "4") == ("h100", 4)
+    for device, devices in (("8xh100", 4), ("h100", 0), ("h100", "many"), ("h100", True)):
+        with pytest.raises(PlanError):
+            read_devices(device, devices)
