@@ -155,6 +155,7 @@ def _profiled(model_type: str, configuration: str, values: dict[str, Any], reaso
 
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+", "config.json", text)  # of a folder that is gone
     # ``build`` names the folder, and says last what to do instead.
     told = text.partition("no batch could be made (")[2].rpartition("). ")[0]
     return (told or f"{type(error).__name__}: {text}")[:300]
