@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,11 +31,9 @@ from sacplan._questions.verdict import FitRow
 from sacplan._ranks.ranks import Ranks
 from sacplan.errors import PlanError, TraceError
 
-if TYPE_CHECKING:
-    pass
-
 _TENSOR = "megatron"  # in the name of a sharding that cuts tensors
 _LARGEST = 2**16
+_MOST_DEVICES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +247,8 @@ def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:
             )
         device, devices = found[2], found[1]
     number = str(devices).strip()
-    if isinstance(devices, bool) or not number.isdigit() or int(number) < 1:
-        raise PlanError(f"devices is {devices!r}; give how many, such as 8, or device='8xh100'.")
+    if isinstance(devices, bool) or not number.isdigit() or not 1 <= int(number) <= _MOST_DEVICES:
+        raise PlanError(
+            f"devices is {devices!r}; give how many, such as 8 (at most {_MOST_DEVICES}), or device='8xh100'."
+        )
     return device, int(number)

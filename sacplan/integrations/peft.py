@@ -61,9 +61,13 @@ def with_lora(
         The model in training mode; with ``lora`` the ``PeftModel`` around it.
 
     Raises:
-        TraceError: a library is not installed; the model is not one of transformers; or the configuration asks for
-            another quantization than 4 bits.
+        TraceError: a library is not installed; the model is not one of transformers; an argument is of another type;
+            the configuration asks for another quantization than 4 bits; or PEFT refuses it.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TraceError(f"model must be an nn.Module, not {type(model).__name__}.")
+    if lora is not None and not isinstance(lora, library("peft").PeftConfig):
+        raise TraceError(f"lora must be a peft.LoraConfig or None, not {type(lora).__name__}.")
     with warnings.catch_warnings():
         # PEFT asks the model by an older name of transformers whether it checkpoints.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
@@ -74,7 +78,10 @@ def with_lora(
                 model = prepared(model, use_gradient_checkpointing=False)
         if lora is not None:
             # A copy: PEFT writes the names of this model's layers into it.
-            model = library("peft").get_peft_model(model, copy.deepcopy(lora))
+            try:
+                model = library("peft").get_peft_model(model, copy.deepcopy(lora))
+            except ValueError as error:  # no module has the names of target_modules, for example
+                raise TraceError(f"peft refuses this configuration for the model: {error}") from error
     trained: torch.nn.Module = model.train()
     return trained
 

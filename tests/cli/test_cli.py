@@ -457,7 +457,6 @@ def test_devices() -> None:
         ("plan train.py:make --budget 24G", "'24GB' or '24GiB'"),
         ("plan train.py:make --budget 1GiB --headroom 5%", "give one of them"),
         ("plna", "'plan'"),
-        ("plan train.py:make --budget 22", "no unit"),
         ("plan train.py:make --budget 50% --solver simplex", "'greedy'"),
         ("plan train.py:make --budget 50% --device h1000", "h100"),
         ("plan train.py:make --budget 50% --seq 5", "--seq"),

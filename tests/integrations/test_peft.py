@@ -182,6 +182,19 @@ def test_models_and_quantizations_that_are_not_modelled() -> None:
         sacplan.with_lora(llama("meta"), LORA, in_8)
 
 
+@pytest.mark.parametrize("wrong", [1, "r=16", [], torch.nn.Linear, 2**80])
+def test_arguments_of_another_type(wrong: Any) -> None:
+    with pytest.raises(sacplan.TraceError, match=r"must be an nn\.Module"):
+        sacplan.with_lora(wrong, LORA)
+    with pytest.raises(sacplan.TraceError, match=r"must be a peft\.LoraConfig"):
+        sacplan.with_lora(llama("meta"), wrong)
+
+
+def test_modules_that_are_not_there() -> None:
+    with pytest.raises(sacplan.TraceError, match="nowhere"):
+        sacplan.with_lora(llama("meta"), peft.LoraConfig(target_modules=["nowhere"]))
+
+
 def test_weights_can_be_quantized_after_a_model_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes keeps one map for all; it must not be on the meta device from then on."""
     monkeypatch.setattr(bitsandbytes.functional, "name2qmap", {})

@@ -197,6 +197,11 @@ def test_an_infeasible_budget_says_what_another_adam_would_reach() -> None:
     assert "With AdamW with fused=True the budget holds" in str(info.value)
     with pytest.raises(sacplan.InfeasibleBudget) as info:
         sacplan.plan(adam, "1KiB")
+    # On a CPU bitsandbytes computes in copies of float32.
+    assert "With AdamW with fused=True the smallest is" in str(info.value)
+    on_gpu = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="rtx-4090")
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(on_gpu, "1KiB")
     assert "With AdamW with 8-bit state (bitsandbytes) the smallest is" in str(info.value)
     sgd = sacplan.profile(model, batch, optimizer=torch.optim.SGD, device="cpu")
     with pytest.raises(sacplan.InfeasibleBudget) as info:

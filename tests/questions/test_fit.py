@@ -144,7 +144,7 @@ def test_nothing_is_recorded_or_searched_for_twice(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tracing, "trace_step", trace_step)
     monkeypatch.setattr(PlanSearch, "_close_loop", close_loop)
-    found = fitted("8MiB", batch=8, sizes=False)
+    found = fitted.__wrapped__("8MiB", batch=8, sizes=False)  # not an answer that another test has asked for
     assert {row.way for row in found.rows} >= {"plan", "chunked loss", "plan + chunked loss"}
     assert sorted(recorded) == ["LM", *["_Parameters"] * 3]  # the step, and that of each optimizer
     assert asked
