@@ -249,7 +249,7 @@ def backward_chunks(
     try:
         found = _first_axis(program, unit, "backward", device, accumulate)
     except CannotChunk:
-        return ()
+        return ()  # no axis of its input can be sliced
     size = entry_size(program, found)
     found = msgspec.structs.replace(found, slices=min(_FEWEST_SLICES, size))
     chunks = []

@@ -231,7 +231,7 @@ class Planner:
         try:
             technique.patch(profile.program, (*own, offer.furthest), profile.spec)
         except PlanError:
-            return False
+            return False  # both are about the same ops
         return True
 
     def _with_offers(self, offers: tuple[Offer, ...], peaks: tuple[Footprint, ...] = ()) -> PlanSearch:

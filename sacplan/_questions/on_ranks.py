@@ -32,8 +32,8 @@ from sacplan._ranks.ranks import Ranks
 from sacplan.errors import PlanError, TraceError
 
 _TENSOR = "megatron"  # in the name of a sharding that cuts tensors
-_LARGEST = 2**16
-_MOST_DEVICES = 2**16
+_LARGEST = 2**16  # the largest batch of a device to try
+_MOST_DEVICES = 2**16  # more is a slip of the pen
 
 
 @dataclass(frozen=True, slots=True)
