@@ -23,6 +23,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind
@@ -36,6 +37,7 @@ from sacplan._record.seen_ops import SeenOp, SeenOps, SeenOutputs
 from sacplan._record.storages import Storages
 from sacplan._record.tensor_table import TensorTable
 from sacplan._record.training_state import TrainingState
+from sacplan._record.unseen_writes import UnseenWrites
 from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
 from sacplan._torch.autograd import in_backward
@@ -128,6 +130,7 @@ class Recorder(Watching):
         self._numbers = KeptNumbers(self.storages.rounded(number_bytes), self._events, self.storages)
         self._nodes = AutogradNodes(self._numbers)
         self._in_place = InPlaceWrites()
+        self._unseen = UnseenWrites()
         self._saved = SavedTensors(
             saved,
             storages=self.storages,
@@ -223,6 +226,7 @@ class Recorder(Watching):
         self._nodes.restart()
         self._numbers.restart()
         self._in_place.restart()
+        self._unseen.restart()
         self.storages.restart()
 
     def forget(self) -> None:
@@ -358,6 +362,10 @@ class Recorder(Watching):
         if phase is Phase.BACKWARD:
             self._in_place.saw(self._nodes.running, func, args, out, index, op.reads, op.writes, n_storages)
         elif phase is Phase.FORWARD:
+            for lost in self._unseen.lost(taken, taken_on):
+                self._ops[lost] = msgspec.structs.replace(self._ops[lost], recomputable=False)
+            if op.recomputable:
+                self._unseen.wrote(index, made, made_on, in_place=traits.in_place)
             inside = self._formula(func, args, kwargs, out)
             if inside is not None:
                 self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
