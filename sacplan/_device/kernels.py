@@ -31,6 +31,7 @@ Private PyTorch APIs, tried on 2.11 and 2.13: ``torch._subclasses.FakeTensorMode
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -109,6 +110,7 @@ def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callab
     return call
 
 
+@functools.cache  # the same one at each registration, so that ``entered_kernels`` are equal
 def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
     def fake(*args: Any, **kwargs: Any) -> Any:
         return kernel(*args, **kwargs) if is_active() else NotImplemented
