@@ -1,6 +1,6 @@
 """Does any plan change a bit of what a step gives, and is a plan of the planner ever refused? Random programs try it.
 
-    python -m benchmarks.random_programs [--programs N] [--seed N] [--only N] [--json FILE]
+    python -m benchmarks.random_programs [--programs N] [--seed N] [--only N] [--offload] [--json FILE]
 
 Each program is a small model of random blocks (``models/random_blocks.py``) and a random way to step it, made from a
 seed. Blocks write in place, into views, through .data and under no_grad, draw random numbers, keep buffers and caches
@@ -18,6 +18,12 @@ it, but for the first, which may fill caches.
 One program in four is then trained with the planner's decisions on two threads at once, in half of the cases while a
 third one draws from the same generator. What each drew is noted, and the model without a plan computes the same step
 with these numbers.
+
+With ``--offload`` the decisions are others (``harness/mixed_plans.py``), and the file is ``offload_programs.json``:
+random options of recompute and offload; of these and chunk, which are compared with the chunks alone, since slices may
+round otherwise; and copies of random tensors to the host at random places. Of those without chunks, both peaks, of the
+device and of the host, must be those of a fake step, to the byte; where they are off without the copies, too, that is
+counted apart.
 
 A row is a failure; the file also has how many programs and steps were tried, and how many steps were refused.
 """
@@ -41,12 +47,14 @@ from torch import Tensor, nn
 
 import sacplan
 from benchmarks.harness.command import Parser
+from benchmarks.harness.mixed_plans import mixed_plan, plan_with, scattered_plan
 from benchmarks.harness.plans import as_budget, budget_at
-from benchmarks.harness.results import describe, machine, write_results
+from benchmarks.harness.results import RESULTS, Row, describe, machine, write_results
 from benchmarks.harness.steps import same_bits
 from benchmarks.models.random_blocks import DIM, FORMS, INSTRUCTIONS, Block, Code, Net, tape
 from sacplan._plan.make import unit_plans
-from sacplan._program.decisions import as_decisions
+from sacplan._profile.tracing import trace_step
+from sacplan._program.decisions import Offload, as_decisions
 from sacplan._program.elements import CallSite
 from sacplan._program.program import Phase, Program
 from sacplan._torch.ops import is_computation
@@ -56,6 +64,8 @@ STEPS = 5
 OWN = ("planned", "full")
 """Decisions that the planner made."""
 KINDS = (*OWN, "random", "everything", "adversarial")
+OFFLOADING = ("mixed", "with chunks", "scattered")
+"""Decisions that offload."""
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -180,6 +190,20 @@ def decisions(
         yield "adversarial", _deciding(anything, recorded, once)
 
 
+def offloading(
+    program: RandomProgram, profile: sacplan.Profile, kinds: Collection[str] = OFFLOADING
+) -> Iterator[tuple[str, sacplan.Plan]]:
+    """Yield plans that offload, of the kinds that the module's docstring names."""
+    rng = random.Random(program.seed)
+    if "mixed" in kinds:
+        yield "mixed", mixed_plan(profile, rng, ("recompute", "offload"))
+    if "with chunks" in kinds:
+        yield "with chunks", mixed_plan(profile, rng)
+    if "scattered" in kinds:
+        units = [f"blocks.{i}" for i in range(len(program.net.blocks))]
+        yield "scattered", scattered_plan(profile, rng, units)
+
+
 def _deciding(
     plan: sacplan.Plan, recorded: Program, times: Mapping[str, Mapping[CallSite, int]]
 ) -> sacplan.Plan:
@@ -218,6 +242,9 @@ class Outcome:
 
     Attributes:
         steps: that were compared.
+        discarded, offloaded: call sites of decisions.
+        predicted: plans whose peaks are those of a fake step.
+        inexact: those that are off without what they offload, too.
         skipped: why the program was not tried, if it was not.
         refused: kind of decisions, and of step ("recorded" or "differs"), to how many steps were refused.
         failures: wrong bits, and refusals and differences that should not be.
@@ -226,6 +253,9 @@ class Outcome:
     seed: int
     steps: int = 0
     discarded: int = 0
+    offloaded: int = 0
+    predicted: int = 0
+    inexact: int = 0
     threaded: int = 0
     skipped: str = ""
     refused: Counter[str] = field(default_factory=Counter)
@@ -262,10 +292,17 @@ def run(seed: int, *, kinds: Collection[str] = KINDS, threads: bool | None = Non
             raise
         profile = sacplan.profile(profiled, program.batch(0), program.loss, device="cpu", trace="real")
     own: list[sacplan.Plan] = []
-    for kind, plan in decisions(program, profile, kinds):
-        if kind in OWN:
-            own.append(plan)
+    plain_steps = expected, states
+    for kind, plan in (*decisions(program, profile, kinds), *offloading(program, profile, kinds)):
+        if kind in (*OWN, "mixed"):
+            own.append(plan)  # and on several threads
         outcome.discarded += sum(map(len, plan.discarded.values()))
+        outcome.offloaded += len(plan.offloaded)
+        expected, states = plain_steps
+        if kind == "with chunks" and plan.chunks:
+            expected, states = _steps_with(program, plan_with(profile, plan.chunks), len(expected))
+        elif kind in OFFLOADING and profile.trace == "fake":
+            _compare_peaks(program, profile, kind, plan, outcome)
         model = copy.deepcopy(program.net)
         optimizer = _optimizer(model)
         handle = sacplan.apply(model, plan, check=kind in OWN or seed % 2 == 0)
@@ -291,6 +328,47 @@ def run(seed: int, *, kinds: Collection[str] = KINDS, threads: bool | None = Non
         for plan in own:
             _run_on_threads(program, plan, len(expected), outcome)
     return outcome
+
+
+def _steps_with(
+    program: RandomProgram, plan: sacplan.Plan, steps: int
+) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Return what the steps give with a plan, and the states of the generator after them; up to a refusal."""
+    model = copy.deepcopy(program.net)
+    optimizer = _optimizer(model)
+    sacplan.apply(model, plan)
+    found: list[list[Tensor]] = []
+    states: list[Tensor] = []
+    with _differences_expected(), contextlib.suppress(sacplan.SacplanError):
+        for i in range(steps):
+            torch.manual_seed(program.seed + i)
+            found.append(_step(program, model, i, optimizer))
+            states.append(torch.get_rng_state())
+    return found, states
+
+
+def _compare_peaks(
+    program: RandomProgram, profile: sacplan.Profile, kind: str, plan: sacplan.Plan, outcome: Outcome
+) -> None:
+    """Note a failure if the peaks of a plan are not those of a fake step with it, and copies are the reason."""
+    found, said = _peaks_of_fake_step(program, plan), (plan.peak_bytes, plan.host_bytes)
+    if found == said:
+        outcome.predicted += 1
+        return
+    alone = plan_with(profile, [one for one in plan.decisions if not isinstance(one, Offload)])
+    if _peaks_of_fake_step(program, alone) != (alone.peak_bytes, alone.host_bytes):
+        outcome.inexact += 1
+        return  # recomputation alone is off, whatever is copied
+    outcome.failures.append(f"{kind}: device and host take {found} bytes, {said} were predicted")
+
+
+def _peaks_of_fake_step(program: RandomProgram, plan: sacplan.Plan) -> tuple[int, int]:
+    """Return the peaks of the device and of the host."""
+    seen = trace_step(
+        copy.deepcopy(program.net), program.batch(0), program.loss, None, "cpu", "cost-model", "fake",
+        prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
+    ).program.footprint  # fmt: skip
+    return seen.peak_bytes, seen.host_peak_bytes
 
 
 @contextlib.contextmanager
@@ -375,32 +453,44 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--only", type=int, help="one program, shown; no figures are written")
+    parser.add_argument("--offload", action="store_true", help="decisions that offload")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    kinds = OFFLOADING if arguments.offload else KINDS
+    if arguments.offload and arguments.json == RESULTS / "random_programs.json":
+        arguments.json = RESULTS / "offload_programs.json"
     if arguments.only is not None:
         print(make_program(arguments.only))
-        print(run(arguments.only, threads=True))
+        print(run(arguments.only, kinds=kinds, threads=True))
         return
     print(describe(machine()), flush=True)
     began = time.monotonic()
     total, refused = Counter[str](), Counter[str]()
-    rows = []
+    rows: list[Row] = []
+
+    def write() -> None:
+        more = {"first_seed": arguments.seed, "total": dict(total), "refused": dict(refused)}
+        write_results(arguments.json, rows, **more)
+
     for seed in range(arguments.seed, arguments.seed + arguments.programs):
-        outcome = run(seed)
+        outcome = run(seed, kinds=kinds)
         total.update(
-            programs=1, tried=outcome.discarded > 0, steps=outcome.steps, threaded_steps=outcome.threaded,
-            discarded_call_sites=outcome.discarded, failed=bool(outcome.failures),
+            programs=1, tried=outcome.discarded + outcome.offloaded > 0, steps=outcome.steps,
+            threaded_steps=outcome.threaded, discarded_call_sites=outcome.discarded,
+            offloaded_tensors=outcome.offloaded, peaks_predicted=outcome.predicted,
+            peaks_off_without_copies=outcome.inexact, failed=bool(outcome.failures),
         )  # fmt: skip
         refused.update(outcome.refused)
         for failure in outcome.failures:
             rows.append({"seed": seed, "failure": failure})
             print(f"program {seed}: {failure}", flush=True)
-        if total["programs"] % 100 == 0:
+        if total["programs"] % 50 == 0:
             print(
                 f"{total['programs']} programs, {total['steps']} steps, {total['failed']} failed", flush=True
             )
+            write()  # an interrupted run leaves what it has
     print(f"{dict(total)}, refused steps: {dict(refused)}, {time.monotonic() - began:.0f} s")
-    write_results(arguments.json, rows, first_seed=arguments.seed, total=dict(total), refused=dict(refused))
+    write()
 
 
 if __name__ == "__main__":

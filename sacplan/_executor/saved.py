@@ -6,6 +6,7 @@ then give back what a :class:`Stand` returns in the place of their tensor.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -35,7 +36,7 @@ class Stand(Protocol):
 
 
 class SavedStorage:
-    """A storage of which a unit's call has saved tensors. It lives as long as one of its holders.
+    """A storage of which a unit's call has saved tensors. It lives as long as one of its holders, or the call.
 
     Attributes:
         storage: as long as it is alive.
@@ -45,18 +46,20 @@ class SavedStorage:
         on_ask: what is called when autograd first asks for one of the tensors.
     """
 
-    __slots__ = ("__weakref__", "holders", "is_away", "on_ask", "stand", "storage")
+    __slots__ = ("__weakref__", "_alive", "holders", "is_away", "on_ask", "stand", "storage")
 
     def __init__(self, storage: Any) -> None:
         self.storage = weakref.ref(storage)
         self.holders: list[weakref.ref[Any]] = []
+        self._alive = 0
         self.stand: Stand | None = None
         self.is_away = False
         self.on_ask: list[Callable[[], None]] = []
 
     def add(self, holder: Holder) -> None:
         """Note that something holds a tensor on it."""
-        self.holders.append(weakref.ref(holder))
+        self._alive += 1
+        self.holders.append(weakref.ref(holder, functools.partial(_released, weakref.ref(self))))
 
     def asked(self) -> None:
         """Call those who wait for the first time that autograd asks for one of the tensors."""
@@ -70,7 +73,16 @@ class SavedStorage:
             holder: Holder | None = ref()
             if holder is not None and holder.let_go(version):
                 self.is_away = True
-        self.holders = []
+
+
+def _released(ref: weakref.ref[SavedStorage], _: Any) -> None:
+    """Free the copy with the last of the holders: the call, too, knows the storage, and may go on for long."""
+    saved = ref()
+    if saved is None:
+        return  # it went with its holder
+    saved._alive -= 1
+    if not saved._alive:
+        saved.stand = None
 
 
 SavedOf = Callable[[torch.Tensor], SavedStorage]

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 import sacplan
+from benchmarks.harness.mixed_plans import plan_with
 from sacplan._offload.executor.parcels import Parcel
+from sacplan._offload.sites import sites_of, tensors_of
+from sacplan._program.decisions import Offload, Site
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 
@@ -155,3 +158,41 @@ def test_a_write_to_what_is_saved_is_never_a_wrong_gradient() -> None:
         except (RuntimeError, sacplan.SacplanError):
             return  # autograd's own rule
         assert bit_equal(wanted, found)  # it was on the host before the write
+
+
+class WritesThroughData(nn.Sequential):
+    """Writes to what the first layer has saved, where no version shows it."""
+
+    spoils = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.sigmoid(self[0](x))
+        out: torch.Tensor = self[1](h)
+        if self.spoils:
+            h.data.mul_(2.0)
+        return self[2](out).square().mean()
+
+
+def test_a_write_through_data_before_the_memory_is_let_go_of() -> None:
+    torch.manual_seed(0)
+    model, x = WritesThroughData(*(nn.Linear(8, 8) for _ in range(3))), torch.randn(4, 8)
+    profile = sacplan.profile(model, x, device="cpu")
+    program = profile.program
+    by_name = {program.ops[op].name: (op, site) for op, site in sites_of(program, "").items()}
+    op, sent = by_name["aten.sigmoid.default"]
+    _, let_go = by_name["aten.pow.Tensor_Scalar"]
+    place = tensors_of(program, op).index(program.ops[op].writes[0])
+    decision = Offload(
+        unit="",
+        op=sent.op,
+        occurrence=sent.occurrence,
+        place=sent.place,
+        tensor=place,
+        let_go=Site("", *let_go),
+    )
+    plan = plan_with(profile, [decision])
+    assert plan.host_bytes
+    for model.spoils in (False, True):
+        wanted = grads_of(model, x, lambda m, b: m(b))
+        with sacplan.apply(model, plan):
+            assert bit_equal(wanted, grads_of(model, x, lambda m, b: m(b)))

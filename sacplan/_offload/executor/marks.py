@@ -70,7 +70,10 @@ class LetGo:
     def ran(self, tensors: Sequence[torch.Tensor], saved_of: SavedOf) -> None:
         """Let go of what is held, unless nothing was sent."""
         saved = self.board.look_up(self.number)
-        if saved is not None and isinstance(saved.stand, Parcel) and not saved.is_away:
+        if saved is None or not isinstance(saved.stand, Parcel) or saved.is_away:
+            return  # nothing was sent, or nobody holds it any more; or it is gone already
+        storage = saved.storage()
+        if storage is not None and saved.stand.has_all_of(storage):
             saved.stand.await_out()
             saved.let_go(saved.stand.version)
 

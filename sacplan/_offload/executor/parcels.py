@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from sacplan._executor.tensors import View
+from sacplan._executor.writes import last_write_to, last_write_to_storage
 from sacplan._torch.host_memory import empty_on_host
 from sacplan.errors import OffloadError
 
@@ -57,6 +58,7 @@ class Parcel:
     def __init__(self, tensor: torch.Tensor) -> None:
         whole = _whole(tensor)
         self.version = tensor._version
+        self._last_write = last_write_to(tensor)  # ``tensor.data`` has a version of its own
         self.device = whole.device
         self._pending: Any = None  # the event of a copy that may still run
         self._host: torch.Tensor | None = empty_on_host(whole)
@@ -70,6 +72,10 @@ class Parcel:
         with torch.cuda.stream(streams.out):
             self._host.copy_(whole, non_blocking=True)
             self._pending = streams.out.record_event()
+
+    def has_all_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether nobody has written to a storage since the copy began, as far as versions do not show it."""
+        return last_write_to_storage(storage) == self._last_write
 
     def await_out(self) -> None:
         """Have computation wait until the contents are on the host."""

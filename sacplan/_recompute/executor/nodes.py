@@ -15,7 +15,6 @@ value, and otherwise a copy of it.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +25,11 @@ import torch
 from sacplan._executor.recording import here
 from sacplan._executor.saved import SavedStorage
 from sacplan._executor.tensors import View, digest, view_of
+from sacplan._executor.writes import last_write_to
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
 from sacplan._torch.kernel_settings import kernel_settings, set_kernel_settings
 from sacplan._torch.ops import ArgumentPlace, OpTraits, is_between_ranks, tensors_in
-from sacplan._torch.private import storage_key
 from sacplan.errors import RecipeError
 
 
@@ -390,25 +389,6 @@ def _put(args: list[Any], kwargs: dict[str, Any], place: Any, tensor: torch.Tens
         if isinstance(holder[where], tuple):
             holder[where] = list(holder[where])
         holder[where][index] = tensor
-
-
-last_writes: dict[int, int] = {}
-"""By storage, a number that identifies its last write, as far as the modes of all units saw it.
-
-Not every write bumps the version that an argument of a node has: running statistics, and what ``.data`` returns.
-"""
-
-_numbers_of_writes = itertools.count(1)
-
-
-def note_write(storage: int) -> None:
-    """Note that a storage is being written."""
-    last_writes[storage] = next(_numbers_of_writes)
-
-
-def last_write_to(tensor: torch.Tensor) -> int:
-    """Return the number of the last write to a tensor's storage; 0 if there was none."""
-    return last_writes.get(storage_key(tensor.untyped_storage()), 0) if last_writes else 0
 
 
 def tensors_of(out: Any) -> Sequence[torch.Tensor]:

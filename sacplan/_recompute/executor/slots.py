@@ -15,9 +15,10 @@ import torch
 
 from sacplan._executor.saved import SavedOf
 from sacplan._executor.tensors import digest, history_free_aliases, is_ordinary, version_of, view_of
+from sacplan._executor.writes import last_writes, note_write
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
-from sacplan._recompute.executor.nodes import HeldArg, RecipeNode, Slot, last_writes, note_write, tensors_of
+from sacplan._recompute.executor.nodes import HeldArg, RecipeNode, Slot, tensors_of
 from sacplan._torch.ops import ArgumentPlace, OpTraits, op_traits, tensors_in
 from sacplan._torch.private import is_plain, storage_key
 

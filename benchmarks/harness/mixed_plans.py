@@ -1,0 +1,121 @@
+"""Plans that nobody has searched for: random options of all techniques, and copies to the host at random places.
+
+    plan = mixed_plan(profile, random.Random(7))
+    plan = scattered_plan(profile, random.Random(7), ["blocks.0", "blocks.1"])
+
+Options that a solver would never take are drawn as well, and so are places that no option has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+import sacplan
+from sacplan._offload.options import Offloads
+from sacplan._offload.sites import last_writes, place_of, sites_of, tensors_of, weight_of, weights_asked_for
+from sacplan._plan.make import made_plan
+from sacplan._plan.planner import Planner
+from sacplan._plan.provenance import Provenance
+from sacplan._plan.search import decisions_of
+from sacplan._program.decisions import Decision, Offload, SeenTensor, Site
+from sacplan._program.liveness import Fold
+from sacplan._program.program import Event, Program
+from sacplan._technique.regions import Option, Region
+from sacplan._technique.step import PlanStep
+from sacplan._techniques import regions, rewritten
+
+ALL = ("recompute", "chunk", "offload")
+
+
+def plan_with(profile: sacplan.Profile, decisions: Sequence[Decision]) -> sacplan.Plan:
+    """Return the plan with these decisions, and the figures of the step with them."""
+    found = rewritten(profile.program, decisions, profile.spec).footprint
+    return made_plan(profile, tuple(decisions), found, Provenance.now(profile, "random"), status="feasible")
+
+
+def mixed_plan(profile: sacplan.Profile, rng: random.Random, techniques: Sequence[str] = ALL) -> sacplan.Plan:
+    """Return a plan in which every region takes one of its options, dominated ones among them.
+
+    Each of the techniques has as good a chance, however few of the options are its own.
+    """
+    planner = Planner.of(profile, "greedy", techniques=techniques)
+    # The first search has all techniques, and one with offers is the last.
+    searches = planner.searches
+    context = (searches[-1] if searches[-1].context.offers else searches[0]).context
+    found = regions(context.step, rng.choice((1, 1, 1, 2)), context.techniques)
+    found += [offer.region for offer in context.offers]
+    taken = [(region, _drawn(region, rng)) for region in found]
+    taken = [(region, option) for region, option in taken if option is not region.options[0]]
+    return plan_with(profile, decisions_of(context.program, taken, profile.spec))
+
+
+def _drawn(region: Region, rng: random.Random) -> Option:
+    """Return an option: first a technique is drawn, then one of its options."""
+    if rng.random() < 0.2:
+        return region.options[0]
+    names = list(dict.fromkeys(option.technique for option in region.options))
+    name = rng.choice(names)
+    return rng.choice([option for option in region.options if option.technique == name])
+
+
+def scattered_plan(
+    profile: sacplan.Profile, rng: random.Random, units: Iterable[str], *, any_tensor: bool = False
+) -> sacplan.Plan:
+    """Return a plan that sends tensors of these units, waits and fetches at random places.
+
+    Args:
+        profile: the step.
+        rng: draws.
+        units: modules that do not nest.
+        any_tensor: also those that the planner would never move, as weights: what a plan file may say.
+    """
+    return plan_with(profile, tuple(_scattered(profile, rng, list(units), any_tensor=any_tensor)))
+
+
+def _scattered(
+    profile: sacplan.Profile, rng: random.Random, units: Sequence[str], *, any_tensor: bool
+) -> Iterable[Offload]:
+    program = profile.program
+    own = [unit for unit in units if sites_of(program, unit)]
+    offloads = Offloads(PlanStep(program, device=profile.spec), profile.spec)
+    anchors = [(unit, op) for unit in own for op in weights_asked_for(program, unit).values()]
+    seen: set[Site] = set()
+    for unit in own:
+        sites = sites_of(program, unit)
+        inside = frozenset(program.ops_in(program.calls[unit][0]))
+        offloads.units.setdefault(unit, program.calls[unit][0])
+        may = set(offloads._kept(offloads._candidates(unit, inside), frozenset()))
+        for op in sites:
+            # A copy that began before the last write is none of the contents that are needed.
+            tensors = [
+                s
+                for s in tensors_of(program, op)
+                if s >= 0 and (any_tensor or (s in may and last_writes(program).get(s, -1) < op))
+            ]
+            site = Site(unit, *sites[op])
+            if not tensors or rng.random() < 0.5 or site in seen:
+                continue
+            seen.add(site)
+            storage = rng.choice(tensors)
+            at = rng.choice(own)
+            let_go = Site(at, *rng.choice(list(sites_of(program, at).values())))
+            place = place_of(program, op, storage)
+            assert place is not None
+            fetch = None
+            if anchors and rng.random() < 0.7:
+                where, anchor = rng.choice(anchors)
+                fetch = SeenTensor(where, *sites_of(program, where)[anchor], weight_of(program, anchor))
+            yield Offload(
+                site.unit, site.op, site.occurrence, site.place, tensor=place, let_go=let_go, fetch=fetch
+            )
+
+
+def in_one_place(program: Program) -> int:
+    """Return the peak of device and host together, as of a step on a CPU."""
+    fold, most = Fold(program), 0
+    for code, arg in program.events:
+        fold.step(code, arg)
+        if code == Event.OP:
+            most = max(most, fold.noted + fold.host)
+    return most
