@@ -14,14 +14,14 @@ peak of a program is that of the step, byte for byte. Storages on the host follo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._program.elements import ROOT_SCOPE, Event, Patch, Phase, StorageKind
+from sacplan._program.elements import ROOT_SCOPE, Event, Patch, Phase, StorageKind, pattern_of
 from sacplan._program.recording import Recording
 
 Bytes = npt.NDArray[np.int64]
@@ -216,6 +216,35 @@ def footprint_of(program: Recording) -> Footprint:
         again=tuple(ops[i].recomputes for i in again),
         host_peak_bytes=host,
     )
+
+
+def summits(program: Recording, share: float) -> Iterator[Footprint]:
+    """Yield the footprint once for each kind of module, as if the peak were at its highest moment, the highest first.
+
+    The first one is the footprint of the program. Layers that are alike are of one kind.
+
+    Args:
+        program: the program.
+        share: of the peak; lower moments are left out.
+    """
+    peak, at_op = footprint_of(program), bytes_at_ops(program)
+    yield peak
+    seen = {pattern_of(peak.peak_fqn)}
+    for op in map(int, np.argsort(-at_op, kind="stable")):
+        if at_op[op] < share * peak.peak_bytes:
+            break
+        scope = program.ops[op].scope
+        fqn = program.scopes[scope].fqn if scope != ROOT_SCOPE else ""
+        if pattern_of(fqn) not in seen:
+            seen.add(pattern_of(fqn))
+            yield replace(
+                peak,
+                peak_bytes=int(at_op[op]),
+                peak_op=op,
+                peak_phase=_phase_at(program, op),
+                peak_fqn=fqn,
+                peak_scope=scope,
+            )
 
 
 def bytes_at_ops(program: Recording) -> Bytes:
