@@ -27,6 +27,7 @@ class Offloading(Technique):
     """Copies of saved tensors wait on the host between the forward and the backward pass."""
 
     name = "offload"
+    row = "offload"
     decision = Offload
     keeps_bits = True
     takes_host = True

@@ -28,6 +28,7 @@ from sacplan._questions.largest import largest
 from sacplan._questions.scaled import Peaks, Sized
 from sacplan._questions.sweep import PlanWithin, Row
 from sacplan._questions.verdict import FitRow
+from sacplan._questions.ways import AS_IT_IS, PLAN
 from sacplan._ranks.ranks import Ranks
 from sacplan.errors import PlanError, TraceError
 
@@ -184,7 +185,9 @@ class RankRows:
                 "step_ms": step_ms if steps == 1 else None,
             },
             optimizer=self.optimizer,
-            way="as it is" if outcome is None else "plan",
+            way=(AS_IT_IS if outcome is None else PLAN).name,
+            techniques=() if outcome is None else PLAN.techniques,
+            host_bytes=rank.host_bytes + rank.optimizer_host_bytes + (0 if plan is None else plan.host_bytes),
             spread=one.name,
             options=one.options,
             flags=one.flags,
@@ -201,9 +204,7 @@ class RankRows:
         room = self.limit.bytes_on(rank.spec, rank.ranks.communicators)
         try:
             steps = Sized(by_batch.sizes, self._two(one, by_batch))
-            smallest = (
-                Planner.of(rank, "greedy").smallest(0, quick=True).decisions if row.way == "plan" else ()
-            )
+            smallest = Planner.of(rank, "greedy").smallest(0, quick=True).decisions if row.techniques else ()
             peaks = steps.peaks(smallest, 1)
         except (TraceError, PlanError):
             return row  # the plan rewrites the step otherwise at another size
