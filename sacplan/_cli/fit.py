@@ -105,7 +105,7 @@ def fit(
             on_verdict=lambda verdict: say(f"{verdict.sentence} Largest sizes ..."),
         )
     line = _command(target, found, hf, [] if routing is None else ["--routing", routing])
-    shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice]
+    shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice, *found.remarks]
     if line:
         shown += ["", f"$ {line}"]
     if found.code:

@@ -132,11 +132,14 @@ class OptimizerCandidate:
     make: Factory
     code: str
     option: str = ""
+    steps_shards: bool = True
+    """Whether it steps parameters that are sharded (``DTensor``). Those of bitsandbytes do not."""
 
     @classmethod
     def of(cls, named: NamedOptimizer) -> OptimizerCandidate:
         """Return the candidate of a name."""
-        return cls(named.name, named.says, _factory(named), named.written, f"--optimizer {named.name}")
+        option, steps_shards = f"--optimizer {named.name}", named.install != "bitsandbytes"
+        return cls(named.name, named.says, _factory(named), named.written, option, steps_shards)
 
 
 def _factory(named: NamedOptimizer) -> Factory:

@@ -55,6 +55,7 @@ from sacplan._profile.optimizers import (
     with_optimizer,
 )
 from sacplan._profile.profile import Profile
+from sacplan._profile.remarks import types_of_shards
 from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
@@ -64,10 +65,11 @@ from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Routing
 from sacplan._questions.largest import largest
-from sacplan._questions.on_ranks import RankRows, read_devices
+from sacplan._questions.on_ranks import RankRows, read_devices, units_of
 from sacplan._questions.scaled import Peaks, Sized, sized
 from sacplan._questions.verdict import FitRow, Verdict, is_same_training, recommended
 from sacplan._questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
+from sacplan._ranks.ranks import Ranks
 from sacplan._record.fake_values import is_balanced
 from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn, resolve_batch
@@ -204,6 +206,7 @@ class _Sweep:
     longest: int | None
     devices: int = 1
     notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     _planners: dict[tuple[Way, int], Planner] = field(default_factory=dict)  # by way and budget
     _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # likewise
     _smallest: dict[Way, Candidate] = field(default_factory=dict)
@@ -624,27 +627,23 @@ class _Sweep:
     def _found_on_ranks(
         self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None
     ) -> Verdict:
-        """Return the verdict on several devices, with the optimizer that was asked for."""
-        optimizer = next(iter(self.candidates), "no optimizer")
-        step = recorded_step(self.base, self.candidates[optimizer].make) if self.candidates else None
-        made: dict[int, Profile] = {}
+        """Return the verdict on several devices."""
+        made: dict[int, Profile] = {self.batch: self.base}
 
-        def completed(bare: Profile) -> Profile:
-            return bare if step is None else with_optimizer(bare, step)
-
-        def whole(batch: int, ranks: Mapping[str, Any]) -> Profile:
-            if ranks:
-                return completed(self.recorded(batch, self.seq, **ranks))
+        def recorded(batch: int, more: Mapping[str, Any]) -> Profile:
+            if more:
+                return self.recorded(batch, self.seq, **more)
             if batch not in made:
-                made[batch] = completed(self.base if batch == self.batch else self.recorded(batch, self.seq))
+                made[batch] = self.recorded(batch, self.seq)
             return made[batch]
 
-        ranks = RankRows(
-            self.model, self.devices, optimizer, self.limit, self.batch, whole, completed, self.notes
-        )
+        ranks = RankRows(self.model, self.devices, self.steps, self.limit, self.batch, recorded, self.notes)
         rows = ranks.rows()
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
+        self._say_worst_routing()
+        if any("fsdp_units" in row.options for row in rows):
+            self.remarks += types_of_shards(self.base.fingerprint.parameters, self.devices)
         verdict = self._verdict(name, rows)
         if on_verdict is not None:
             on_verdict(verdict)
@@ -659,12 +658,17 @@ class _Sweep:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed
             worst = self.recorded(self.batch, self.seq, routing="worst")
-        state, own_peak, _ = next(iter(self.own.values()))
-        peak, balanced = (max(one.peak_bytes + state, own_peak) for one in (worst, self.base))
+        step = next(iter(self.steps.values()))
+        whole = [one if step is None else with_optimizer(one, step) for one in (worst, self.base)]
+        where = "the step as it is"
+        if self.devices > 1:
+            ranks = Ranks.of(self.devices, units_of(self.model))
+            whole, where = [one.on_ranks(ranks) for one in whole], "a rank of FSDP2"
+        peak, balanced = (one.peak_bytes for one in whole)
         more = f"{format_bytes(peak - balanced)} more" if peak > balanced else "no more"
-        self.notes.append(
-            "Routing is taken to be balanced. If all tokens go to the same experts, the step as it is needs "
-            f'{format_bytes(peak)}, {more}: routing="worst" (--routing worst) counts that.'
+        self.remarks.append(
+            f"routing is taken to be balanced. If all tokens go to the same experts, {where} needs "
+            f'{format_bytes(peak)}, {more}: routing="worst" (--routing worst) counts that'
         )
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
@@ -686,6 +690,7 @@ class _Sweep:
             recommended=best,
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),
             computed=(*self.notes, _COMPUTED),
+            remarks=tuple(f"{said[0].upper()}{said[1:]}." for said in self.remarks),
             accumulation_steps=self.accumulation_steps,
             devices=self.devices,
         )

@@ -106,6 +106,8 @@ class Verdict:
         larger_devices: Known GPUs on which the smallest row would fit, the smallest first. Empty if something fits
             here.
         computed: Sentences on which figures were computed from recordings, and which were not.
+        remarks: Sentences on what is often taken for granted: how tokens are routed to experts, and what becomes of
+            the types of adapters and frozen weights that ``fully_shard`` shards.
         devices: How many devices there are. With several, ``batch`` is that of each, and the first row is DDP.
         accumulation_steps: Micro-batches of ``batch`` samples in a step. Largest batches are micro-batches, too.
     """
@@ -127,6 +129,7 @@ class Verdict:
     outside: tuple[Outside, ...] = ()
     accumulation_steps: int = 1
     devices: int = 1
+    remarks: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -272,7 +275,7 @@ class Verdict:
             for row in self.rows
             if row.same_as is None
         ]
-        return "\n".join([self.sentence, *rows, *self.advice, *self.computed])
+        return "\n".join([self.sentence, *rows, *self.advice, *self.remarks, *self.computed])
 
 
 def recommended(rows: Sequence[FitRow]) -> FitRow | None:
