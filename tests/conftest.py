@@ -33,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.exhaustive)
 
 
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of garbage collections, of which libraries ask for many: they stay anyway."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--rooms`` says how long each folder of tests took."""
     parser.addoption(

@@ -9,8 +9,10 @@ the child's. So a function must be one of a module, which the process imports.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import resource
+import signal
 import time
 import traceback
 import warnings
@@ -74,7 +76,8 @@ class Limits:
     """Limits on a worker process.
 
     Attributes:
-        seconds: for one item.
+        seconds: of processor time, for one item: how far it gets does not depend on what else the machine does. Whole
+            seconds, rounded up.
         address_space_gib: with the libraries of a CUDA build in it, and less room than 16, oneDNN takes other kernels
             or none.
         items: a process is replaced after as many: it has collected enough of what they leave.
@@ -98,7 +101,7 @@ def in_workers(
     Args:
         items: names that are worked on.
         work: a function of a module.
-        lost: what to make of an item whose process died or took too long.
+        lost: what to make of an item whose process died or was ended by a limit.
         jobs: processes at a time.
         limits: on each of them.
     """
@@ -112,8 +115,7 @@ def in_workers(
                 worker = idle.pop() if idle else _Worker(work, lost, limits)
                 worker.start(waiting.pop())
                 busy.append(worker)
-            # The timeout lets a worker that hangs be seen; one that answers or dies ends the wait at once.
-            wait([worker.connection for worker in busy], timeout=1.0)
+            wait([worker.connection for worker in busy])  # until one answers or dies
             for worker in list(busy):
                 if (result := worker.result()) is None:
                     continue
@@ -134,7 +136,7 @@ class _Worker:
     def __init__(self, work: Callable[[str], Any], lost: Lost, limits: Limits) -> None:
         self._lost, self._limits = lost, limits
         self.connection, theirs = _CONTEXT.Pipe()
-        arguments = (theirs, work, limits.address_space_gib)
+        arguments = (theirs, work, limits)
         self.process = _CONTEXT.Process(target=_answer_all, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -148,20 +150,19 @@ class _Worker:
 
     def result(self) -> Any:
         """Return the result of the item, or None while it is open."""
-        took = time.monotonic() - self.began
-        if self.connection.poll():
-            try:
-                self.done += 1
-                return self.connection.recv()
-            except EOFError:  # the process is gone: an op crashed it, or it ran out of memory
-                self.end()
-                return self._lost(
-                    self.item, f"the process ended with exit code {self.process.exitcode}", took
-                )
-        if took > self._limits.seconds:
+        if not self.connection.poll():
+            return None
+        try:
+            self.done += 1
+            return self.connection.recv()
+        except EOFError:  # the process is gone: an op crashed it, or it ran into a limit
+            self.process.join()
+            exitcode = self.process.exitcode
             self.end()
-            return self._lost(self.item, f"not done after {self._limits.seconds:.0f} s", took)
-        return None
+        why = f"the process ended with exit code {exitcode}"
+        if exitcode == -signal.SIGXCPU:
+            why = f"not done after {self._limits.seconds:.0f} s of processor time"
+        return self._lost(self.item, why, time.monotonic() - self.began)
 
     def end(self) -> None:
         self.process.kill()
@@ -174,10 +175,16 @@ class _Worker:
         return not self.process.is_alive() or self.done >= self._limits.items
 
 
-def _answer_all(connection: Connection, work: Callable[[str], Any], address_space_gib: int) -> None:
+def _answer_all(connection: Connection, work: Callable[[str], Any], limits: Limits) -> None:
     """Answer items with what ``work`` makes of them, until the process is killed."""
-    resource.setrlimit(resource.RLIMIT_AS, (address_space_gib << 30, address_space_gib << 30))
+    bytes_ = limits.address_space_gib << 30
+    resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while True:
-        connection.send(work(connection.recv()))
+        item = connection.recv()
+        if math.isfinite(limits.seconds):
+            # The soft limit ends the process with SIGXCPU; the hard one stays, so that the next item can raise it.
+            soft = math.ceil(time.process_time() + limits.seconds)
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        connection.send(work(item))

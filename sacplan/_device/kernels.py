@@ -31,10 +31,11 @@ Private PyTorch APIs, tried on 2.11 and 2.13: ``torch._subclasses.FakeTensorMode
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -109,6 +110,7 @@ def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callab
     return call
 
 
+@functools.cache  # the same one at each registration, so that ``entered_kernels`` are equal
 def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
     def fake(*args: Any, **kwargs: Any) -> Any:
         return kernel(*args, **kwargs) if is_active() else NotImplemented
@@ -182,12 +184,18 @@ def device_kernels(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> 
         DeviceError: an unknown device; inside, attention that no enabled backend can run.
     """
     spec = resolve_device(device)
-    if spec.kind != "cuda":
-        with _layouts, _active(spec):
-            yield spec
-        return
-    with _layouts, _cuda_kernels, _active(spec), autocast.outer_autocast():
+    with registered(spec), _active(spec), autocast.outer_autocast() if spec.kind == "cuda" else nullcontext():
         yield spec
+
+
+@contextmanager
+def registered(spec: DeviceSpec) -> Iterator[None]:
+    """Keep the kernels of a device registered, so that ``device_kernels`` inside need not do it each time.
+
+    No device is made active, so that ops run as they did.
+    """
+    with _layouts, _cuda_kernels if spec.kind == "cuda" else nullcontext():
+        yield
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind
@@ -32,10 +33,11 @@ from sacplan._record.fake_data import DataRules
 from sacplan._record.in_place import InPlaceWrites, plain_formulas
 from sacplan._record.module_calls import ModuleCalls
 from sacplan._record.saved_tensors import SavedMode, SavedTensors
-from sacplan._record.seen_ops import SeenOp, SeenOps
+from sacplan._record.seen_ops import SeenOp, SeenOps, SeenOutputs
 from sacplan._record.storages import Storages
 from sacplan._record.tensor_table import TensorTable
 from sacplan._record.training_state import TrainingState
+from sacplan._record.unseen_writes import UnseenWrites
 from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
 from sacplan._torch.autograd import in_backward
@@ -128,6 +130,7 @@ class Recorder(Watching):
         self._numbers = KeptNumbers(self.storages.rounded(number_bytes), self._events, self.storages)
         self._nodes = AutogradNodes(self._numbers)
         self._in_place = InPlaceWrites()
+        self._unseen = UnseenWrites()
         self._saved = SavedTensors(
             saved,
             storages=self.storages,
@@ -169,17 +172,16 @@ class Recorder(Watching):
         self._saved.__enter__()
         self.storages.is_recording = True
         self.storages.is_fake = active_fake_mode() is not None
-        if self._rules is not None:
-            self._seen = self._seen_ops(self._rules)
+        self._seen = self._seen_ops()
         super().__enter__()
         return self
 
-    @staticmethod
-    def _seen_ops(rules: DataRules) -> SeenOps | None:
-        """None where another mode would not see the ops that are looked up."""
-        stack = dispatch_modes()
-        if len(stack) == 2 and isinstance(stack[0], FakeTensorMode) and stack[1] is rules:
-            return SeenOps(stack[0], rules)
+    def _seen_ops(self) -> SeenOps | None:
+        """None in a real step, and where another mode would not see the ops that are looked up."""
+        mode, *others = dispatch_modes() or (None,)
+        between = () if self._rules is None else (self._rules,)
+        if isinstance(mode, FakeTensorMode) and tuple(others) == between:
+            return SeenOps(mode, self._rules)
         return None
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
@@ -224,6 +226,7 @@ class Recorder(Watching):
         self._nodes.restart()
         self._numbers.restart()
         self._in_place.restart()
+        self._unseen.restart()
         self.storages.restart()
 
     def forget(self) -> None:
@@ -265,36 +268,45 @@ class Recorder(Watching):
             except Exception as error:
                 self._fail(error)
         kwargs = kwargs or {}
-        key = seen = None
-        if self._seen is not None:
-            key = self._seen.key(func, args, kwargs)
-            seen = self._seen.get(key) if key is not None else None
+        key = seen = again = None
+        if self._seen is not None and (key := self._seen.key(func, args, kwargs)) is not None:
+            seen = self._seen.get(key)
+            again = self._seen.outputs(func, key) if seen is None else seen.outputs
         # The op's own errors come through here. Those of our bookkeeping, below, are kept for the exit: where autograd
         # called the op from C++, an exception may end the interpreter.
-        if seen is None or seen.outputs is None or self._seen is None:
-            out = func(*args, **kwargs)
-        else:
-            out = self._seen.make(seen, args)
+        out = func(*args, **kwargs) if self._seen is None or again is None else self._seen.make(again, args)
         try:
             if not self._paused:
-                self._record(func, args, kwargs, out, key, seen)
+                self._record(func, args, kwargs, out, key, seen, again)
             elif key is not None and seen is None:
                 # Not recorded, but remembered: an optimizer's step that only makes its state runs the ops of the next.
-                self._figures(func, args, kwargs, out, key)
+                self._figures(func, args, kwargs, out, key, again)
         except Exception as error:
             self._fail(error)
         return out
 
-    def _figures(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> SeenOp:
+    def _figures(
+        self, func: Any, args: Any, kwargs: Any, out: Any, key: Any, again: SeenOutputs | None
+    ) -> SeenOp:
         """Work out what an op costs, and remember it with its outputs where ``key`` says what these depend on."""
         flops, time_ms = self._cost(func, args, kwargs, out)
         workspace_bytes = self.storages.rounded(self._workspace(func, args, kwargs, out))
         seen = SeenOp(flops, time_ms, workspace_bytes, arguments_of(args, kwargs))
         if key is not None and self._seen is not None:
-            self._seen.remember(key, args, kwargs, out, seen)
+            seen.outputs = again or self._seen.observed(func, key, args, kwargs, out)
+            self._seen.remember(key, seen)
         return seen
 
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any, seen: SeenOp | None) -> None:
+    def _record(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        key: Any,
+        seen: SeenOp | None,
+        again: SeenOutputs | None,
+    ) -> None:
         # The order matters: written storages and inputs are numbered before outputs are, so that an output on a storage
         # that is not known yet is one that the op made. ``n_storages`` is taken before all of them.
         traits = op_traits(func)
@@ -307,7 +319,7 @@ class Recorder(Watching):
         if key is None and self.storages.is_fake and func is not _LIFTS:
             self.storages.know_copies(func, taken, taken_on, out)
         outputs = tensor_list(out)
-        made = outputs if seen is not None and seen.outputs is not None else plain_tensors(outputs)
+        made = outputs if again is not None else plain_tensors(outputs)
         made_on, writes = self.storages.made(made, lent)
         phase = self._phase()
         reads_number = _reads_a_number(func, taken) and phase is Phase.FORWARD
@@ -315,7 +327,7 @@ class Recorder(Watching):
             return  # a metadata query
         index = len(self._ops)
         if seen is None:
-            seen = self._figures(func, args, kwargs, out, key)
+            seen = self._figures(func, args, kwargs, out, key, again)
         scope = self._scope(phase)
         if not reads_number:  # autograd makes no node for it, and the op behind has the same sequence number
             self._nodes.ran(index)
@@ -350,6 +362,10 @@ class Recorder(Watching):
         if phase is Phase.BACKWARD:
             self._in_place.saw(self._nodes.running, func, args, out, index, op.reads, op.writes, n_storages)
         elif phase is Phase.FORWARD:
+            for lost in self._unseen.lost(taken, taken_on):
+                self._ops[lost] = msgspec.structs.replace(self._ops[lost], recomputable=False)
+            if op.recomputable:
+                self._unseen.wrote(index, made, made_on, in_place=traits.in_place)
             inside = self._formula(func, args, kwargs, out)
             if inside is not None:
                 self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])

@@ -8,17 +8,23 @@ A hit must give what the op would have given. So an op is only in the cache if s
 outputs: aten's functions, views and in-place ops on plain fake tensors, where no value that ``data_rules`` follows goes
 in and none is decided. All others (data-dependent sizes, factories, ops that change a tensor's storage, other tensor
 classes) go the long way.
+
+Figures are those of one trace, whose cost model may be its own. Layouts of outputs are the same in every trace with the
+same kernels and settings (``_here``), so the process keeps them: a model that is recorded again, or rehearsed in
+slices, asks no fake kernel twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from sacplan._device.kernels import active_device
 from sacplan._record.fake_data import DataRules
+from sacplan._torch.fake_kernels import entered_kernels
 from sacplan._torch.fake_tensors import FIRST_ARGUMENT, fake_tensors
 from sacplan._torch.ops import op_traits, tensors_in
 from sacplan._torch.private import is_plain, storage_key
@@ -32,16 +38,54 @@ ArgumentLayout = tuple[bool, torch.Size, tuple[int, ...], int, torch.dtype]
 """An output: whether it is a view of the first argument, its size, stride, storage offset and type."""
 
 
+class SeenOutputs(NamedTuple):
+    """How to make the outputs of an op on arguments of one layout.
+
+    Attributes:
+        func: the op; its identity is in the key, so that it must not be given to another one.
+        outputs: layouts of results, and values that are no tensors.
+        wrap: tuple or list; None for a single tensor.
+    """
+
+    func: Any
+    outputs: list[Any]
+    wrap: type | None
+
+
+_MOST_KEPT = 50_000
+_kept: dict[Hashable, dict[Any, SeenOutputs]] = {}
+"""Outputs by what they depend on beside the op and its arguments (``_here``), for the life of the process."""
+
+
+def _here() -> Hashable:
+    """Return all that decides what fake kernels return, beside their arguments and what is in every key."""
+    return (
+        active_device(),
+        entered_kernels(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+    )
+
+
+def _kept_here() -> dict[Any, SeenOutputs]:
+    # A process that goes through many models begins anew now and then, rather than to grow for ever.
+    if sum(map(len, _kept.values())) > _MOST_KEPT:
+        _kept.clear()
+    return _kept.setdefault(_here(), {})
+
+
 class SeenOp:
     """The figures of an op on arguments of one layout, and how to make its outputs.
 
     Attributes:
         flops, time_ms, workspace_bytes, arguments: as in ``Op``.
         layouts: of its tensors, inputs before outputs; numbers of the recorder's, None until it has seen one call.
-        outputs: layouts of results, and values that are no tensors; None where they cannot be made from these.
+        outputs: None where they cannot be made from layouts.
     """
 
-    __slots__ = ("arguments", "flops", "layouts", "outputs", "time_ms", "workspace_bytes", "wrap")
+    __slots__ = ("arguments", "flops", "layouts", "outputs", "time_ms", "workspace_bytes")
 
     def __init__(self, flops: int, time_ms: float, workspace_bytes: int, arguments: str) -> None:
         self.flops = flops
@@ -49,8 +93,7 @@ class SeenOp:
         self.workspace_bytes = workspace_bytes
         self.arguments = arguments
         self.layouts: tuple[int, ...] | None = None
-        self.outputs: list[Any] | None = None
-        self.wrap: type | None = None  # tuple or list; None for a single tensor
+        self.outputs: SeenOutputs | None = None
 
 
 class SeenOps:
@@ -58,13 +101,14 @@ class SeenOps:
 
     Args:
         mode: the FakeTensorMode that runs.
-        rules: the mode right above it; there is nothing else between it and the recorder.
+        rules: the mode right above it, or None; there is nothing else between it and the recorder.
     """
 
-    def __init__(self, mode: FakeTensorMode, rules: DataRules) -> None:
+    def __init__(self, mode: FakeTensorMode, rules: DataRules | None) -> None:
         self._mode = mode
         self._rules = rules
         self._seen: dict[Any, SeenOp] = {}
+        self._kept = _kept_here()
         self._eligible: dict[int, tuple[Any, bool, bool]] = {}  # by the op's identity: hashing one is slow
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -75,11 +119,11 @@ class SeenOps:
         _, eligible, is_view = found
         if not eligible:
             return None
-        # Whether gradients are on is in the key: oneDNN's LSTM returns a workspace only then. The entry holds the op,
-        # so that its identity is not given to another one.
-        parts: list[Any] = [id(func), torch.is_grad_enabled()]
+        # Whether gradients are on is in the key: oneDNN's LSTM returns a workspace only then. So is the default type:
+        # that of a quotient of integers. The entry holds the op, so that its identity is not given to another one.
+        parts: list[Any] = [id(func), torch.is_grad_enabled(), torch.get_default_dtype()]
         # The values of a view are those of its storage, whether they are known or not: nothing has to be followed.
-        known = not is_view and self._rules.knows_values
+        known = not is_view and self._rules is not None and self._rules.knows_values
         if not self._add(args, parts, known):
             return None
         for name, value in kwargs.items():
@@ -99,7 +143,7 @@ class SeenOps:
             # What is written by keyword is an ``out``, which may be resized.
             and len(traits.written_names) == len(traits.written_positions)
             and torch.Tag.inplace_view not in func.tags
-            and self._rules.leaves_alone(func)
+            and DataRules.leaves_alone(func)
         )
         return eligible, func.is_view and not traits.written_names
 
@@ -108,7 +152,9 @@ class SeenOps:
             kind = type(v)
             if kind is FakeTensor:
                 # A value that is known may decide the output, and must be followed.
-                if v.constant is not None or not is_plain(v) or (known and self._rules.knows(v)):
+                if v.constant is not None or not is_plain(v):
+                    return False
+                if known and self._rules is not None and self._rules.knows(v):
                     return False
                 parts += (v.shape, v.stride(), v.storage_offset(), v.dtype, v.fake_device)
             elif kind in _VALUES:
@@ -122,25 +168,35 @@ class SeenOps:
         return True
 
     def get(self, key: Any) -> SeenOp | None:
-        """Return the entry of a key; None if the op was not seen."""
+        """Return the entry of a key; None if this trace has not had the op."""
         return self._seen.get(key)
 
-    def remember(self, key: Any, args: tuple[Any, ...], kwargs: Any, out: Any, seen: SeenOp) -> None:
-        """Keep the figures of an op, and its outputs if they can be made again from their layouts alone."""
+    def outputs(self, func: Any, key: Any) -> SeenOutputs | None:
+        """Return how an earlier trace made the outputs of an op that this one has not had; None if none has."""
+        found = self._kept.get(key)
+        return found if found is not None and found.func is func else None
+
+    def remember(self, key: Any, seen: SeenOp) -> None:
+        """Keep the figures and the outputs of an op for this trace."""
         self._seen[key] = seen
+
+    def observed(
+        self, func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, out: Any
+    ) -> SeenOutputs | None:
+        """Keep what an op has returned if it can be made again from layouts alone; None if not."""
         kind = type(out)
-        if kind is tuple or kind is list:
-            seen.wrap = kind
-        values = out if seen.wrap is not None else (out,)
+        wrap = kind if kind is tuple or kind is list else None
+        values = out if wrap is not None else (out,)
         inputs = {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs))}
         base = storage_key(args[0].untyped_storage()) if args and type(args[0]) is FakeTensor else None
         layouts = []
         for v in values:
             layout = self._layout(v, args, inputs, base)
             if layout is _UNLIKE:
-                return  # ``seen.outputs`` stays None: only the figures are looked up
+                return None  # only the figures are looked up
             layouts.append(layout)
-        seen.outputs = layouts
+        outputs = self._kept[key] = SeenOutputs(func, layouts, wrap)
+        return outputs
 
     def _layout(self, v: Any, args: tuple[Any, ...], inputs: set[int], base: int | None) -> Any:
         """Return how to make one output; ``_UNLIKE`` unless it is new, a view of the first argument, or that itself."""
@@ -168,8 +224,7 @@ class SeenOps:
         inputs.add(key)  # a second output on the same storage is no new one
         return layout
 
-    def make(self, seen: SeenOp, args: tuple[Any, ...]) -> Any:
+    def make(self, seen: SeenOutputs, args: tuple[Any, ...]) -> Any:
         """Return the outputs of an op that was seen, for other arguments of the same layout."""
-        assert seen.outputs is not None
         made = fake_tensors(self._mode, seen.outputs, args[0] if args else None)
         return made[0] if seen.wrap is None else seen.wrap(made)

@@ -58,6 +58,11 @@ def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterato
         FakeTensorMode.cache_clear()
 
 
+def entered_kernels() -> frozenset[tuple[int, tuple[FakeKernel, ...]]]:
+    """Return all kernels that are entered now, as a value to compare: fake outputs are the same where it is."""
+    return frozenset(_fake_kernels.items())
+
+
 def keep_to_this_thread(mode: FakeTensorMode, otherwise: Callable[[], Exception]) -> None:
     """Raise ``otherwise()`` where another thread runs an op on a tensor of the mode, inside ``fake_kernels``.
 

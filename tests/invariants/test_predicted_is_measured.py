@@ -23,8 +23,7 @@ from tests.support.recomputing import (
 )
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import LM, cross_entropy, tokens
-from tests.zoo.random_nets import NOT_FAKE, STEPS, batch, nets
-from tests.zoo.random_nets import RandomNet as Net
+from tests.zoo.random_nets import NOT_FAKE, STEPS, RandomNet, batch, nets
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_the_prediction_is_the_fake_step_and_the_measured_one(
 @pytest.mark.parametrize(
     ("name", "unplanned_tolerance", "planned_tolerance"),
     [
-        ("gpt2", 0.005, 0.01),
+        pytest.param("gpt2", 0.005, 0.01, marks=pytest.mark.slow),
         pytest.param("bert", 0.005, 0.01, marks=pytest.mark.slow),
         pytest.param("t5", 0.005, 0.01, marks=pytest.mark.slow),
         pytest.param("resnet", 0.03, 0.03, marks=pytest.mark.slow),
@@ -83,17 +82,6 @@ def test_the_optimizers_state_and_step_count(optimizer: Callable[..., torch.opti
 
 @fuzz(15)
 @given(nets([k for k in STEPS if k not in NOT_FAKE]), st.integers(0, 10**6))
-def test_the_replayed_peak_is_that_of_the_step(model: Net, seed: int) -> None:
+def test_the_replayed_peak_is_that_of_the_step(model: RandomNet, seed: int) -> None:
     x = batch()
     assert_peak_is_replayed(model, random_plan(sacplan.profile(model, x, device="cpu"), seed, fitting=True))
-
-
-@pytest.mark.xfail(
-    strict=True, reason="the peak is under by what a custom function that writes in place saves"
-)
-def test_what_a_custom_function_in_place_saves() -> None:
-    """A plan drawn at random, not by the planner, that discards ops around such a function."""
-    torch.manual_seed(0)
-    model = Net([(["inplace_function", "inplace_function"], "plain")], False, False)
-    plan = random_plan(sacplan.profile(model, batch(), device="cpu"), 3, fitting=True)
-    assert_peak_is_replayed(model, plan)

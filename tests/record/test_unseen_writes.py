@@ -1,0 +1,42 @@
+"""What a custom function marks as dirty is written once more than ops tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sacplan
+from tests.support.recomputing import all_sites, assert_peak_is_replayed, plan_of, random_plan
+from tests.zoo.random_nets import RandomNet, batch
+
+
+@pytest.fixture(scope="module")
+def model() -> RandomNet:
+    torch.manual_seed(0)
+    return RandomNet([(["inplace_function", "inplace_function"], "plain")], False, False)
+
+
+@pytest.fixture(scope="module")
+def profile(model: RandomNet) -> sacplan.Profile:
+    return sacplan.profile(model, batch(), device="cpu")
+
+
+def test_neither_the_marked_value_nor_the_one_before_may_run_again(profile: sacplan.Profile) -> None:
+    written = [op for op in profile.program.ops if op.name == "aten.mul_.Tensor"]
+    assert len(written) == 2
+    for op in written:
+        assert not op.recomputable
+        maker = profile.program.ops[profile.program.writer[op.mutates[0]]]
+        assert maker.name == "aten.mul.Tensor"
+        assert not maker.recomputable
+    assert all(op.recomputable for op in profile.program.ops if op.name == "aten.exp.default")
+
+
+def test_a_plan_that_discards_everything_around_it(model: RandomNet, profile: sacplan.Profile) -> None:
+    units = ("groups.0.steps.0", "groups.0.steps.1")
+    assert_peak_is_replayed(model, plan_of(profile, {fqn: all_sites(profile, fqn) for fqn in units}))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_drawn_at_random(model: RandomNet, profile: sacplan.Profile, seed: int) -> None:
+    assert_peak_is_replayed(model, random_plan(profile, seed, fitting=True))
