@@ -659,10 +659,11 @@ class _Sweep:
             warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed
             worst = self.recorded(self.batch, self.seq, routing="worst")
         step = next(iter(self.steps.values()))
-        whole = (one if step is None else with_optimizer(one, step) for one in (worst, self.base))
-        where, ranks = "the step as it is", Ranks.of(self.devices, units_of(self.model))
+        whole = [one if step is None else with_optimizer(one, step) for one in (worst, self.base)]
+        where = "the step as it is"
         if self.devices > 1:
-            whole, where = (one.on_ranks(ranks) for one in whole), "a rank of FSDP2"
+            ranks = Ranks.of(self.devices, units_of(self.model))
+            whole, where = [one.on_ranks(ranks) for one in whole], "a rank of FSDP2"
         peak, balanced = (one.peak_bytes for one in whole)
         more = f"{format_bytes(peak - balanced)} more" if peak > balanced else "no more"
         self.remarks.append(
