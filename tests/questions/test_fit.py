@@ -28,6 +28,7 @@ from sacplan._questions.largest import largest
 from sacplan._questions.scaled import sized
 from sacplan._questions.ways import host_ways, long_ways, quick_ways
 from sacplan._techniques import DEFAULT_TECHNIQUES
+from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import Then
 
@@ -110,7 +111,7 @@ def profiled(optimizer: str) -> sacplan.Profile:
     return sacplan.profile(model, tokens(8, 64, 1024), cross_entropy, BY_NAME[optimizer].make, "cpu")
 
 
-@pytest.mark.parametrize("budget", ["6MiB", "8MiB", "10MiB"])
+@pytest.mark.parametrize("budget", slow_after(2, ["6MiB", "10MiB", "8MiB"]))
 def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
     found = fitted(budget, batch=8, sizes=False)
     assert any(row.fits for row in found.rows)
