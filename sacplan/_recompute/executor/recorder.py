@@ -46,6 +46,7 @@ from sacplan._recompute.executor.schedule import (
     ScheduleDraft,
 )
 from sacplan._recompute.executor.slots import SlotTable
+from sacplan._record.calls import plain_tensors
 from sacplan._torch.autograd import autograd_sequence_number, in_backward
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan._torch.ops import tensors_in
@@ -214,7 +215,8 @@ class UnitRecorder(Watching):
     def _tell(self, marks: Sequence[Mark], args: Any, kwargs: Any, out: Any) -> None:
         """Tell those who wait for an op that it has run."""
         assert self._saved is not None
-        tensors = [*tensors_in((args, kwargs)), *tensors_in(out)]
+        # Counted as a recording counts them, which has only those with a storage of their own layout.
+        tensors = plain_tensors(args, kwargs, out)
         with OutsideForward():
             for mark in marks:
                 mark.ran(tensors, self._saved.of)
