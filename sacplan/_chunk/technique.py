@@ -31,6 +31,8 @@ class Chunking(Technique):
     """
 
     name = "chunk"
+    row = "chunked loss"
+    row_of_long_search = "chunks"
     decision = Chunk
     one_device = "slices are planned for tensors of one device"
     how = "however finely its ops are sliced"

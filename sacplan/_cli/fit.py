@@ -105,7 +105,7 @@ def fit(
             on_verdict=lambda verdict: say(f"{verdict.sentence} Largest sizes ..."),
         )
     line = _command(target, found, hf, [] if routing is None else ["--routing", routing])
-    shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice]
+    shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice, *found.remarks]
     if line:
         shown += ["", f"$ {line}"]
     if found.code:
@@ -132,6 +132,8 @@ def _positions(model: Any) -> int | None:
 
 def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> str:
     """Return the command line that makes the recommended plan; ``""`` if there is none."""
+    from sacplan._techniques import DEFAULT_TECHNIQUES
+
     best = found.recommended
     # Nothing fits, or no plan is needed.
     if best is None or best.way == "as it is":
@@ -146,18 +148,22 @@ def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> s
     words += [] if found.budget is None else ["--budget", found.budget]
     words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
     words += best.flags
-    if best.way != "plan":
+    if best.techniques != DEFAULT_TECHNIQUES:
         words += [word for name in found.techniques for word in ("--technique", name)]
     return " ".join([*map(shlex.quote, [*words, *more]), "-o", "plan.json"])
 
 
 def _table(found: Verdict, sizes: bool) -> Table:
+    # A plan that finds nothing to do at this size may still hold larger ones.
+    rows = [row for row in found.rows if row.same_as is None or sizes]
+    on_host = any(row.host_bytes for row in rows)
     columns: list[Column | str] = [
         "optimizer",
         *(["run by"] if found.devices > 1 else []),
         "",
         number("peak"),
         number("reserved"),
+        *([number("host")] if on_host else []),
         "fits",
         number("step ms"),
     ]
@@ -165,9 +171,7 @@ def _table(found: Verdict, sizes: bool) -> Table:
         columns.append(number("largest batch"))
     if sizes and found.seq is not None and found.devices == 1:
         columns.append(number("longest sequence"))
-    # A plan that finds nothing to do at this size may still hold larger ones.
-    rows = [row for row in found.rows if row.same_as is None or sizes]
-    shown = [_row(row)[: len(columns)] for row in rows]
+    shown = [_row(row, on_host)[: len(columns)] for row in rows]
     reserved = 4 if found.devices > 1 else 3
     if all(row.reserved_bytes is None for row in rows):  # on a CPU, or where nothing fits
         del columns[reserved]
@@ -176,7 +180,7 @@ def _table(found: Verdict, sizes: bool) -> Table:
     return table(columns, shown)
 
 
-def _row(row: FitRow) -> list[str]:
+def _row(row: FitRow, on_host: bool) -> list[str]:
     reserved = "" if row.reserved_bytes is None else show.rounded_size(row.reserved_bytes)
     return [
         row.optimizer,
@@ -184,6 +188,11 @@ def _row(row: FitRow) -> list[str]:
         row.way,
         show.rounded_size(row.peak_bytes) if row.same_as is None else "the same",
         reserved if row.same_as is None else "",
+        *(
+            [show.rounded_size(row.host_bytes) if row.host_bytes and row.same_as is None else ""]
+            if on_host
+            else []
+        ),
         "yes" if row.fits else f"no, by {show.rounded_size(row.over_bytes)}",
         "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}",
         "?" if row.largest_batch is None else str(row.largest_batch),

@@ -78,6 +78,7 @@ OPTIMIZERS = (
         "paged-adamw-8bit",
         "AdamW with 8-bit state in managed memory (bitsandbytes)",
         "bitsandbytes.optim:PagedAdamW8bit",
+        sizes="PagedAdamW8bit",
         **_BNB,
     ),
     NamedOptimizer("lion", "Lion (bitsandbytes)", "bitsandbytes.optim:Lion", aliases=("lion-32bit",), **_BNB),

@@ -1,9 +1,9 @@
 """Make optimizers by their names, from the classes of the libraries that have them.
 
-A class of another library is traced as it is: bitsandbytes registers fake kernels of its updates. Two
+A class of another library is traced as it is: bitsandbytes registers fake kernels of its updates. A few
 classes of ours stand in this table. ``AdamW8bitSizes`` has the sizes of bitsandbytes' AdamW8bit, so that other
 optimizers can be compared with it where that library is not installed (``tests/profile/test_optimizer_table.py`` checks
-the sizes). ``MuonAndAdamW`` steps two optimizers, as people do with Muon.
+the sizes), and so has its paged one. ``MuonAndAdamW`` steps two optimizers, as people do with Muon.
 """
 
 from __future__ import annotations
@@ -100,7 +100,18 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.step()
 
 
-_SIZES: dict[str, Factory] = {"AdamW8bit": AdamW8bitSizes, "CPUOffloadOptimizer": CPUOffloadSizes}
+class PagedAdamW8bitSizes(AdamW8bitSizes):
+    """The memory of ``bitsandbytes.optim.PagedAdamW8bit``; ``host_state.py`` says which state is paged."""
+
+    stands_for = "PagedAdamW8bit"
+    is_paged = True
+
+
+_SIZES: dict[str, Factory] = {
+    "AdamW8bit": AdamW8bitSizes,
+    "PagedAdamW8bit": PagedAdamW8bitSizes,
+    "CPUOffloadOptimizer": CPUOffloadSizes,
+}
 """In the place of classes of these names, for fake steps."""
 
 
@@ -121,11 +132,14 @@ class OptimizerCandidate:
     make: Factory
     code: str
     option: str = ""
+    steps_shards: bool = True
+    """Whether it steps parameters that are sharded (``DTensor``). Those of bitsandbytes do not."""
 
     @classmethod
     def of(cls, named: NamedOptimizer) -> OptimizerCandidate:
         """Return the candidate of a name."""
-        return cls(named.name, named.says, _factory(named), named.written, f"--optimizer {named.name}")
+        option, steps_shards = f"--optimizer {named.name}", named.install != "bitsandbytes"
+        return cls(named.name, named.says, _factory(named), named.written, option, steps_shards)
 
 
 def _factory(named: NamedOptimizer) -> Factory:
@@ -185,7 +199,11 @@ def _is_without_data(parameter: Any) -> bool:
 
 BY_NAME = {named.name: OptimizerCandidate.of(named) for named in OPTIMIZERS}
 CANDIDATES = tuple(BY_NAME[name] for name in ("adamw", "adamw-fused", "adamw-8bit", "sgd"))
-"""Those that advice and verdicts compare with the step's own."""
+"""Those that advice compares with the step's own."""
+COMPARED = ("adamw-fused", "adamw-8bit")
+"""Those that a verdict compares with Adam and AdamW."""
+COMPARED_ON_HOST = ("paged-adamw-8bit", "adamw-offload")
+"""Those that it adds where these do not fit: their state is on the host."""
 
 
 def candidate_named(name: str) -> OptimizerCandidate:

@@ -237,11 +237,13 @@ class Moment:
         op: the op; -1 for the state before the step.
         live_bytes: everything alive, its outputs and workspace included.
         by_kind: the same, by ``StorageKind``; the workspace counts as temporary.
+        host_bytes: what is alive in the memory of the host, which is in neither of these.
     """
 
     op: int
     live_bytes: int
     by_kind: tuple[int, ...]
+    host_bytes: int = 0
 
 
 class _FoldByKind(Fold):
@@ -462,7 +464,7 @@ class Liveness:
         for code, arg in self.program.events:
             fold.step(code, arg)
             if code == _OP:
-                found.append(Moment(arg, fold.noted, fold.while_running(arg)))
+                found.append(Moment(arg, fold.noted, fold.while_running(arg), fold.host))
         return tuple(found)
 
     @property

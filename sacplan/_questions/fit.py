@@ -41,7 +41,13 @@ from sacplan._plan.in_room import ROUNDS, InRoom, lowered, plan_in_room
 from sacplan._plan.limits import Limit, limit_of_device, looking_for_plans
 from sacplan._plan.planner import Planner
 from sacplan._plan.search import Candidate
-from sacplan._profile.optimizer_table import BY_NAME, OptimizerCandidate, candidate_named
+from sacplan._profile.optimizer_table import (
+    BY_NAME,
+    COMPARED,
+    COMPARED_ON_HOST,
+    OptimizerCandidate,
+    candidate_named,
+)
 from sacplan._profile.optimizers import (
     OptimizerStep,
     program_with_optimizer,
@@ -49,6 +55,7 @@ from sacplan._profile.optimizers import (
     with_optimizer,
 )
 from sacplan._profile.profile import Profile
+from sacplan._profile.remarks import types_of_shards
 from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
@@ -58,17 +65,24 @@ from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Routing
 from sacplan._questions.largest import largest
-from sacplan._questions.on_ranks import RankRows, read_devices
+from sacplan._questions.on_ranks import RankRows, read_devices, units_of
 from sacplan._questions.scaled import Peaks, Sized, sized
-from sacplan._questions.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
+from sacplan._questions.verdict import FitRow, Verdict, is_same_training, recommended
+from sacplan._questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
+from sacplan._ranks.ranks import Ranks
 from sacplan._record.fake_values import is_balanced
 from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan.errors import PlanError, SacplanWarning
 
 _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
+_NOT_TIMED = (
+    "Times are not predicted for optimizers on the host, whose state crosses the link, or which step there."
+)
 _LARGEST = 2**24  # the largest size to try
-_WAYS: tuple[Way, ...] = ("plan", "chunked loss", "plan + chunked loss")  # those that need no long search
+_DEAR = (
+    0.2  # share of the step that a plan adds, from which on one that takes the host's memory is tried as well
+)
 _TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 
 
@@ -192,13 +206,14 @@ class _Sweep:
     longest: int | None
     devices: int = 1
     notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     _planners: dict[tuple[Way, int], Planner] = field(default_factory=dict)  # by way and budget
     _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # likewise
     _smallest: dict[Way, Candidate] = field(default_factory=dict)
     _decided: dict[tuple[str, Way], frozenset[Decision]] = field(default_factory=dict)  # by optimizer and way
     _reserved: dict[tuple[str, int, int | None, frozenset[Decision]], int] = field(default_factory=dict)
     _expandables: dict[tuple[str, frozenset[Decision]], int] = field(default_factory=dict)
-    _sizes: dict[tuple[str, Way, str], int] = field(default_factory=dict)  # by optimizer, way and axis
+    _sizes: dict[tuple[str, str, str], int] = field(default_factory=dict)  # by optimizer, way and axis
     _known: dict[tuple[str, Way], Peaks] = field(default_factory=dict)  # by "batch" or "seq", and way
 
     @cached_property
@@ -242,8 +257,16 @@ class _Sweep:
             first = next((c for c in BY_NAME.values() if c.make is own), None) or OptimizerCandidate(
                 getattr(own, "__name__", type(own).__name__), "the optimizer", own, "..."
             )
-        others = ("adamw-fused", "adamw-8bit") if first.name.startswith("adam") else ()
+        others = COMPARED if first.name.startswith("adam") else ()
         return {one.name: one for one in (first, *(BY_NAME[o] for o in others))}
+
+    @property
+    def hosted(self) -> list[OptimizerCandidate]:
+        """Optimizers with their state on the host that are worth comparing with the one that was asked for."""
+        is_adam = next(iter(self.candidates), "").startswith("adam")
+        return [
+            BY_NAME[name] for name in (COMPARED_ON_HOST if is_adam else ()) if name not in self.candidates
+        ]
 
     @cached_property
     def steps(self) -> dict[str, OptimizerStep | None]:
@@ -255,36 +278,38 @@ class _Sweep:
     @cached_property
     def own(self) -> dict[str, tuple[int, int, float]]:
         """By optimizer, the bytes of its state, the peak of its own step in bytes, and the time of that step in ms."""
-        found = {}
-        for name, step in self.steps.items():
-            if step is None:
-                found[name] = 0, 0, 0.0
-                continue
-            program = with_optimizer(self.base, step).program
-            peak = max(
-                int(n)
-                for op, n in zip(program.ops, bytes_at_ops(program), strict=True)
-                if op.phase == Phase.OPTIMIZER
-            )
-            found[name] = step.state_bytes, peak, program.step_ms - self.base.step_ms
-        return found
+        return {name: self._own(step) for name, step in self.steps.items()}
+
+    def _own(self, step: OptimizerStep | None) -> tuple[int, int, float]:
+        if step is None:
+            return 0, 0, 0.0
+        program = with_optimizer(self.base, step).program
+        peak = max(
+            int(n)
+            for op, n in zip(program.ops, bytes_at_ops(program), strict=True)
+            if op.phase == Phase.OPTIMIZER
+        )
+        return step.state_bytes, peak, program.step_ms - self.base.step_ms
+
+    def on_host(self, name: str) -> int:
+        """Return the bytes of the host's memory that an optimizer takes."""
+        step = self.steps[name]
+        return 0 if step is None else step.host_bytes
 
     # --- ways
 
     @cached_property
     def ways(self) -> list[Way]:
-        """The ways that are tried; ``found`` adds one that takes long."""
-        # Where slices save nothing, or the loss cannot run in slices, ways with a chunked loss are none.
-        chunked = bool(self.smallest("chunked loss").decisions)
-        return ["as it is", *(way for way in _WAYS if chunked or "chunk" not in TECHNIQUES[way])]
+        """The ways that are tried with each optimizer; ``found`` adds those that take long or the host's memory."""
+        return quick_ways(lambda way: bool(self.smallest(way).decisions))
 
     def smallest(self, way: Way) -> Candidate:
         """Return the candidate with the smallest peak at the asked size. Other sizes use its decisions, too."""
         if way not in self._smallest:
-            if TECHNIQUES[way]:
+            if way.techniques:
                 # The quick solver: a peak that is a little smaller changes no row that fits.
-                planner = Planner.of(self.base, "greedy", techniques=TECHNIQUES[way])
-                self._smallest[way] = planner.smallest(0, quick=way in _WAYS)
+                planner = Planner.of(self.base, "greedy", techniques=way.techniques)
+                self._smallest[way] = planner.smallest(0, quick=not way.long)
             else:
                 self._smallest[way] = Planner.of(self.base).search(NO_PINS).smallest
         return self._smallest[way]
@@ -295,18 +320,24 @@ class _Sweep:
         best, peak = found.made, self._peak(name, found.made)
         steps = self.accumulation_steps
         recompute_ms, added_ms = steps * best.footprint.recompute_ms, steps * best.added_ms
-        # The smallest peak is found without regard to time, so its time would mislead.
-        is_timed = found.fits or not TECHNIQUES[way]
+        # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
+        # between host and device are not predicted.
+        is_timed = (found.fits or not way.techniques) and not self.on_host(name)
         self._decided[name, way] = frozenset(best.decisions)
-        same = next(w for w in self.ways if self._decided.get((name, w)) == self._decided[name, way])
+        same = next(
+            one
+            for (by, one), made in self._decided.items()
+            if by == name and made == frozenset(best.decisions)
+        )
         reserved = found.reserved_bytes
         needs = reserved if self.counts_segments and reserved is not None else peak
         return FitRow(
             optimizer=name,
-            way=way,
+            way=way.name,
+            techniques=way.techniques,
             fits=found.fits,
             peak_bytes=peak,
-            unplanned_peak_bytes=self._peak(name, self.smallest("as it is")),
+            unplanned_peak_bytes=self._peak(name, self.smallest(AS_IT_IS)),
             step_ms=steps * self.base.step_ms + recompute_ms + added_ms + self.own[name][2]
             if is_timed
             else None,
@@ -315,7 +346,8 @@ class _Sweep:
             reserved_bytes=reserved,
             over_bytes=max(0, needs - self.budget_bytes),
             expandable_bytes=None if found.fits or reserved is None else self._expandable(name, best),
-            same_as=None if same == way else same,
+            same_as=None if same == way else same.name,
+            host_bytes=self.on_host(name) + best.footprint.host_peak_bytes,
         )
 
     def _found(self, name: str, way: Way) -> InRoom[Candidate]:
@@ -368,16 +400,16 @@ class _Sweep:
 
     def _cheapest(self, way: Way, left: int) -> Candidate | None:
         """Return what ``plan`` finds for a budget; None if it finds nothing, or would have to search for long."""
-        if not TECHNIQUES[way]:  # as it is: nothing to plan
+        if not way.techniques:  # as it is: nothing to plan
             return None
         if (way, left) not in self._planned:
-            planner = Planner.of(self.base, techniques=TECHNIQUES[way])
+            planner = Planner.of(self.base, techniques=way.techniques)
             # A planner searches without offers first. Where that is what "plan" has searched, it goes on from there.
-            begun = self._planners.get(("plan", left))
+            begun = self._planners.get((PLAN, left))
             if begun is not None and begun.searches[0].context is planner.context(NO_PINS):
                 planner = replace(planner, begun=begun.searches[0])
             self._planners[way, left] = planner
-            self._planned[way, left] = planner.cheapest(left, quick=way in _WAYS)
+            self._planned[way, left] = planner.cheapest(left, quick=not way.long)
         return self._planned[way, left]
 
     def with_sizes(self, row: FitRow) -> FitRow:
@@ -441,10 +473,10 @@ class _Sweep:
         # 0 is a limit, too: a longest sequence shorter than the unit
         most = _LARGEST if axis == "batch" or self.longest is None else self.longest // unit
         if not self.counts_segments:
-            return unit * self._largest_peak(steps, axis, row.way, unit, most, left)
+            return unit * self._largest_peak(steps, axis, self._way(row), unit, most, left)
         if (row.optimizer, row.way, axis) not in self._sizes:
             # The step as it is counts for every way. Its row comes first.
-            known = self._sizes.get((row.optimizer, "as it is", axis), 0)
+            known = self._sizes.get((row.optimizer, AS_IT_IS.name, axis), 0)
             if row.fits:
                 known = max(known, self.batch if axis == "batch" else self.seq or 0)
             found = self._largest_reserved(steps, axis, row, unit, most, left, known)
@@ -458,17 +490,23 @@ class _Sweep:
 
         ``known`` is a size that fits; no smaller one is looked for.
         """
+        own = self._way(row)
         for tried in range(1, ROUNDS + 1):
-            n = unit * self._largest_peak(steps, axis, row.way, unit, most, left)
+            n = unit * self._largest_peak(steps, axis, own, unit, most, left)
             if n <= known:
                 break
-            peak, way = min((self._peak_at(steps, axis, one, n, left), one) for one in (row.way, "as it is"))
+            peaks = {one: self._peak_at(steps, axis, one, n, left) for one in (own, AS_IT_IS)}
+            peak, way = min((peak, one.name, one) for one, peak in peaks.items())[::2]
             at = (n, self.seq) if axis == "batch" else (self.batch, n)
             reserved = self._reserved_at(steps.at(n), *at, row.optimizer, self.smallest(way))
             if reserved <= self.budget_bytes:
                 return n
             left = lowered(min(left, peak), reserved - self.budget_bytes, self.budget_bytes, tried)
         return known
+
+    def _way(self, row: FitRow) -> Way:
+        """Return the way of a row."""
+        return next(way for name, way in self._decided if (name, way.name) == (row.optimizer, row.way))
 
     def _largest_peak(self, steps: Sized, axis: str, way: Way, unit: int, most: int, left: int) -> int:
         """Return the largest size, in units, at which the peak is at most ``left``."""
@@ -492,7 +530,7 @@ class _Sweep:
 
     def _excess(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> int:
         """Return by how many bytes a step exceeds ``left``, in this way or as it is, whichever takes less."""
-        return min(self._peak_at(steps, axis, one, n, left) for one in (way, "as it is")) - left
+        return min(self._peak_at(steps, axis, one, n, left) for one in (way, AS_IT_IS)) - left
 
     def _peak_at(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> int:
         """Return the peak of a way at a size, without an optimizer.
@@ -524,39 +562,88 @@ class _Sweep:
             return self._found_on_ranks(name, sizes, on_verdict)
         rows = [self.row(each, way) for each in self.steps for way in self.ways]
         self._say_worst_routing()
-        # Chunks of any module take long to search for, so they are tried last, and only if they could help.
-        if not any(row.fits for row in rows) and self._could_fit:
-            self.ways.append("plan + chunks")
-            rows += [self.row(each, "plan + chunks") for each in self.steps]
+        # What takes long to search for is tried last, and only if it could help.
+        long = not any(row.fits for row in rows) and self._could_fit
+        rows += [self.row(each, way) for way in (long_ways() if long else ()) for each in self.steps]
+        rows += self._on_the_host(rows)
         verdict = self._verdict(name, rows)
         if on_verdict is not None:
             on_verdict(verdict)
         return self._verdict(name, list(map(self.with_sizes, rows))) if sizes else verdict
 
+    def _on_the_host(self, rows: list[FitRow]) -> list[FitRow]:
+        """Return rows that take memory of the host, if none fits with the asked optimizer or those that do are dear."""
+        if self.spec.kind == "cpu":  # its memory is the host's
+            return []
+        fitting = [row for row in rows if row.fits and is_same_training(row.optimizer, rows[0].optimizer)]
+        cheapest = min(fitting, key=lambda row: row.step_ms or 0.0, default=None)
+        if cheapest is not None and cheapest.added_share < _DEAR:
+            return []
+        asked = rows[0].optimizer
+        names = [
+            name for name in self.steps if is_same_training(name, asked) or not any(row.fits for row in rows)
+        ]
+        found = []
+        for way in host_ways(self.ways) if self._could_fit else ():
+            found += self._on_the_host_with(way, names, rows, cheapest)
+        return found if fitting else found + self._with_state_on_host()
+
+    def _on_the_host_with(
+        self, way: Way, names: list[str], rows: list[FitRow], cheapest: FitRow | None
+    ) -> list[FitRow]:
+        """Return the rows of a way up to the first optimizer that fits, without those that gain nothing."""
+        found = []
+        for name in names:
+            row = self.row(name, way)
+            others = [other.over_bytes for other in rows if other.optimizer == name]
+            gains = row.is_quicker(cheapest) if cheapest is not None else row.over_bytes < min(others)
+            if gains and row.host_bytes:
+                found.append(row)
+            if row.fits or cheapest is not None:
+                break
+        return found
+
+    def _with_state_on_host(self) -> list[FitRow]:
+        """Return rows of optimizers whose state is on the host, each up to the first way that fits."""
+        found = []
+        for one in self.hosted:
+            step = recorded_step(self.base, one.make)
+            if step.host_bytes > self.spec.host_memory_bytes:
+                self.notes.append(
+                    f"{one.name} would take {format_bytes(step.host_bytes)} of the host's memory, of which common "
+                    f"machines have {format_bytes(self.spec.host_memory_bytes)} for each {self.spec.name}."
+                )
+                continue
+            self.steps[one.name] = step
+            self.own[one.name] = self._own(step)
+            for way in self.ways:
+                found.append(self.row(one.name, way))
+                if found[-1].fits:
+                    break
+        if found:
+            self.notes.append(_NOT_TIMED)
+        return found
+
     def _found_on_ranks(
         self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None
     ) -> Verdict:
-        """Return the verdict on several devices, with the optimizer that was asked for."""
-        optimizer = next(iter(self.candidates), "no optimizer")
-        step = recorded_step(self.base, self.candidates[optimizer].make) if self.candidates else None
-        made: dict[int, Profile] = {}
+        """Return the verdict on several devices."""
+        made: dict[int, Profile] = {self.batch: self.base}
 
-        def completed(bare: Profile) -> Profile:
-            return bare if step is None else with_optimizer(bare, step)
-
-        def whole(batch: int, ranks: Mapping[str, Any]) -> Profile:
-            if ranks:
-                return completed(self.recorded(batch, self.seq, **ranks))
+        def recorded(batch: int, more: Mapping[str, Any]) -> Profile:
+            if more:
+                return self.recorded(batch, self.seq, **more)
             if batch not in made:
-                made[batch] = completed(self.base if batch == self.batch else self.recorded(batch, self.seq))
+                made[batch] = self.recorded(batch, self.seq)
             return made[batch]
 
-        ranks = RankRows(
-            self.model, self.devices, optimizer, self.limit, self.batch, whole, completed, self.notes
-        )
+        ranks = RankRows(self.model, self.devices, self.steps, self.limit, self.batch, recorded, self.notes)
         rows = ranks.rows()
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
+        self._say_worst_routing()
+        if any("fsdp_units" in row.options for row in rows):
+            self.remarks += types_of_shards(self.base.fingerprint.parameters, self.devices)
         verdict = self._verdict(name, rows)
         if on_verdict is not None:
             on_verdict(verdict)
@@ -571,12 +658,17 @@ class _Sweep:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed
             worst = self.recorded(self.batch, self.seq, routing="worst")
-        state, own_peak, _ = next(iter(self.own.values()))
-        peak, balanced = (max(one.peak_bytes + state, own_peak) for one in (worst, self.base))
+        step = next(iter(self.steps.values()))
+        whole = [one if step is None else with_optimizer(one, step) for one in (worst, self.base)]
+        where = "the step as it is"
+        if self.devices > 1:
+            ranks = Ranks.of(self.devices, units_of(self.model))
+            whole, where = [one.on_ranks(ranks) for one in whole], "a rank of FSDP2"
+        peak, balanced = (one.peak_bytes for one in whole)
         more = f"{format_bytes(peak - balanced)} more" if peak > balanced else "no more"
-        self.notes.append(
-            "Routing is taken to be balanced. If all tokens go to the same experts, the step as it is needs "
-            f'{format_bytes(peak)}, {more}: routing="worst" (--routing worst) counts that.'
+        self.remarks.append(
+            f"routing is taken to be balanced. If all tokens go to the same experts, {where} needs "
+            f'{format_bytes(peak)}, {more}: routing="worst" (--routing worst) counts that'
         )
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
@@ -598,6 +690,7 @@ class _Sweep:
             recommended=best,
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),
             computed=(*self.notes, _COMPUTED),
+            remarks=tuple(f"{said[0].upper()}{said[1:]}." for said in self.remarks),
             accumulation_steps=self.accumulation_steps,
             devices=self.devices,
         )
@@ -609,7 +702,7 @@ class _Sweep:
         smallest = min(rows, key=lambda row: row.peak_bytes)
         needs = smallest.peak_bytes
         if self.spec.kind == "cuda":
-            found = self._found(smallest.optimizer, smallest.way).made
+            found = self._found(smallest.optimizer, self._way(smallest)).made
             needs = self._reserved_at(self.base, self.batch, self.seq, smallest.optimizer, found)
         named = [resolve_device(name) for name in devices().index]
         able = [spec for spec in named if spec.kind != "cpu" and Limit().bytes_on(spec) >= needs]

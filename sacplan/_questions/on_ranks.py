@@ -4,6 +4,8 @@ Each *arrangement* is a way to run one step on all devices: DDP, FSDP2 (with mix
 with ``CPUOffloadPolicy``), or a mesh with tensor parallelism that sacplan runs. They process the same samples:
 ``batch`` for each device. The step of one rank is a rewrite of the recorded step, so an arrangement needs no
 recording of its own, except for mixed precision, in which modules run other ops.
+
+Optimizers of bitsandbytes step whole parameters, so rows of shards have none of them.
 """
 
 from __future__ import annotations
@@ -23,12 +25,17 @@ from sacplan._plan.limits import Limit
 from sacplan._plan.meshes import Spread, names_by_role, resolve_mesh, spreads
 from sacplan._plan.outcome import Outcome
 from sacplan._plan.planner import Planner
+from sacplan._profile.optimizer_table import BY_NAME
+from sacplan._profile.optimizers import OptimizerStep, with_optimizer
 from sacplan._profile.profile import Profile
+from sacplan._program.program import Phase
 from sacplan._questions.largest import largest
-from sacplan._questions.scaled import Peaks, Sized
+from sacplan._questions.scaled import Peaks, Sized, sized_alike
 from sacplan._questions.sweep import PlanWithin, Row
 from sacplan._questions.verdict import FitRow
+from sacplan._questions.ways import AS_IT_IS, PLAN
 from sacplan._ranks.ranks import Ranks
+from sacplan._shard.mesh import Mesh
 from sacplan.errors import PlanError, TraceError
 
 _TENSOR = "megatron"  # in the name of a sharding that cuts tensors
@@ -45,6 +52,8 @@ class Arrangement:
         options: Arguments of ``sacplan.profile`` for it, as Python.
         flags: The same on the command line.
         spread: The step of one rank, from that of the whole model. It may raise ``TraceError`` or ``PlanError``.
+        recording: Arguments of ``profile`` with which the step is recorded: in mixed precision, modules run other ops.
+        has_whole_parameters: Whether each rank steps whole parameters, as optimizers of bitsandbytes have to.
         on_mesh: Whether sacplan runs it; the batch is then that of all devices, and ``options`` are those of ``plan``.
     """
 
@@ -52,6 +61,8 @@ class Arrangement:
     options: str
     flags: tuple[str, ...]
     spread: Callable[[Profile], Profile]
+    recording: Mapping[str, Any] = field(default_factory=dict)
+    has_whole_parameters: bool = False
     on_mesh: bool = False
 
 
@@ -69,8 +80,14 @@ def units_of(model: torch.nn.Module) -> tuple[str, ...]:
     return (*(f"{name}.*" for name in outer), "")
 
 
-def _taken(way: Spread, whole: Profile) -> Profile:
-    return way.profile
+def _on_mesh(mesh: Mesh, way: Spread, of: Profile, whole: Profile) -> Profile:
+    """Return the step of a rank with a named sharding, which is known of one step."""
+    if whole is of:
+        return way.profile
+    found = next((one for one in spreads(whole, mesh, (), (way.name,)) if one.name == way.name), None)
+    if found is None:
+        raise PlanError(f"a step of another size has no sharding {way.name!r}.")
+    return found.profile
 
 
 @dataclass
@@ -80,40 +97,66 @@ class RankRows:
     Attributes:
         model: The model.
         devices: How many there are.
-        optimizer: Name of the optimizer in the rows.
+        steps: The steps of optimizers by name: of the one that was asked for, then of those to try where it does not
+            fit. None stands for no optimizer.
         limit: The limit on each device.
         batch: Samples for each device.
-        whole: Makes the step of the whole model with the optimizer, from the samples in the batch and further
+        recorded: Makes the step of the whole model without an optimizer, from the samples in the batch and further
             arguments of ``profile``.
-        completed: Puts the optimizer behind a step without one.
         notes: Sentences on what could not be spread. They are added here.
     """
 
     model: torch.nn.Module
     devices: int
-    optimizer: str
+    steps: Mapping[str, OptimizerStep | None]
     limit: Limit
     batch: int
-    whole: Callable[[int, Mapping[str, Any]], Profile]
-    completed: Callable[[Profile], Profile]
+    recorded: Callable[[int, Mapping[str, Any]], Profile]
     notes: list[str]
-    _known: dict[str, tuple[Arrangement, Profile]] = field(default_factory=dict)
+    _known: dict[tuple[str, str], tuple[Arrangement, Profile]] = field(default_factory=dict)
+    _completed: dict[tuple[int, str], Profile] = field(default_factory=dict)
 
     def rows(self) -> list[FitRow]:
-        """Return the rows: for each arrangement as it is, and with a plan where it does not fit so."""
+        """Return the rows: for each arrangement as it is, and with a plan where it does not fit so.
+
+        Other optimizers are tried where the asked one does not fit with a plan either.
+        """
         found = []
         for one in self._arrangements():
-            try:
-                rank = one.spread(self.whole(self.batch * (self.devices if one.on_mesh else 1), {}))
-            except (TraceError, PlanError) as error:
-                self.notes.append(f"{one.name}: {error}")
-                continue
-            bare = self._row(one, rank, None)
-            found.append(bare)
-            if not bare.fits:
-                found.append(self._row(one, rank, Outcome.of(rank, PlanWithin(self.limit))))
-            self._known[one.name] = one, rank
+            for name in self.steps:
+                try:
+                    found += self._rows_with(one, name)
+                except (TraceError, PlanError) as error:
+                    self.notes.append(f"{one.name}: {error}")
+                    break
+                if found[-1].fits:
+                    break
         return found
+
+    def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
+        if self.shards_whole(one, name):
+            return []
+        samples = self.batch * (self.devices if one.on_mesh else 1)
+        rank = one.spread(self.completed(self.recorded(samples, one.recording), name))
+        self._known[one.name, name] = one, rank
+        bare = self._row(one, name, rank, None)
+        return (
+            [bare]
+            if bare.fits
+            else [bare, self._row(one, name, rank, Outcome.of(rank, PlanWithin(self.limit)))]
+        )
+
+    @staticmethod
+    def shards_whole(one: Arrangement, name: str) -> bool:
+        """Whether an optimizer that steps whole parameters would get shards."""
+        return not one.has_whole_parameters and name in BY_NAME and not BY_NAME[name].steps_shards
+
+    def completed(self, bare: Profile, name: str) -> Profile:
+        """Return a step with an optimizer behind it: each is made once."""
+        key, step = (id(bare), name), self.steps[name]
+        if key not in self._completed:
+            self._completed[key] = bare if step is None else with_optimizer(bare, step)
+        return self._completed[key]
 
     def _arrangements(self) -> Iterator[Arrangement]:
         n, units = self.devices, units_of(self.model)
@@ -122,7 +165,7 @@ class RankRows:
             return lambda whole: whole.on_ranks(ranks)
 
         size = ("--world-size", str(n))
-        yield Arrangement("DDP", f"world_size={n}", size, on(Ranks.of(n)))
+        yield Arrangement("DDP", f"world_size={n}", size, on(Ranks.of(n)), has_whole_parameters=True)
         options = f"world_size={n}, fsdp_units={list(units)!r}"
         flags = (*size, *(word for unit in units for word in ("--fsdp-unit", unit)))
         yield Arrangement("FSDP2", options, flags, on(Ranks.of(n, units)))
@@ -133,10 +176,7 @@ class RankRows:
             asked = {"world_size": n, "fsdp_units": units, "mp_policy": policy}
             text = "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
 
-            def mixed(whole: Profile) -> Profile:
-                return self.whole(self.batch, asked)  # recorded again: modules run other ops
-
-            yield Arrangement("FSDP2, bfloat16", f"{options}, {text}", (), mixed)
+            yield Arrangement("FSDP2, bfloat16", f"{options}, {text}", (), lambda whole: whole, asked)
         offloaded = Ranks.asked(n, units, offload_policy=CPUOffloadPolicy())
         yield Arrangement(
             "FSDP2, CPU offload", f"{options}, offload_policy=CPUOffloadPolicy()", (), on(offloaded)
@@ -145,7 +185,8 @@ class RankRows:
 
     def _on_meshes(self) -> Iterator[Arrangement]:
         """Yield the meshes with an axis for tensor parallelism; without one, DDP and FSDP2 do the same."""
-        whole = self.whole(self.batch * self.devices, {})
+        asked = next(iter(self.steps))
+        whole = self.completed(self.recorded(self.batch * self.devices, {}), asked)
         for mesh in resolve_mesh(self.devices, whole):
             if "tp" not in mesh.names:
                 continue
@@ -158,9 +199,10 @@ class RankRows:
             flags = ("--mesh", ",".join(f"{name}={size}" for name, size in axes.items()))
             for way in ways:
                 name = f"{' x '.join(f'{axis} {size}' for axis, size in axes.items())}, {way.name}"
-                yield Arrangement(name, f"mesh={axes!r}", flags, functools.partial(_taken, way), True)
+                spread = functools.partial(_on_mesh, mesh, way, whole)
+                yield Arrangement(name, f"mesh={axes!r}", flags, spread, on_mesh=True)
 
-    def _row(self, one: Arrangement, rank: Profile, outcome: Outcome | None) -> FitRow:
+    def _row(self, one: Arrangement, name: str, rank: Profile, outcome: Outcome | None) -> FitRow:
         """Return the row of a step as it is, or with what planning it has come to."""
         room = self.limit.bytes_on(rank.spec, rank.ranks.communicators)
         plan = None if outcome is None else outcome.plan
@@ -170,21 +212,21 @@ class RankRows:
             reserved = reserved_bytes(rank.with_plan(decisions))
         peak = rank.peak_bytes if outcome is None else outcome.peak_bytes
         needs = reserved if counts_segments and reserved is not None else peak
-        steps = rank.fingerprint.setup.accumulation_steps
-        taken = {} if outcome is None else Row.taken(outcome)
-        step_ms = rank.step_ms if outcome is None else outcome.step_ms
+        taken: dict[str, Any] = {"recompute_ms": 0.0, "added_ms": 0.0, "step_ms": rank.step_ms}
+        if outcome is not None:
+            taken |= Row.taken(outcome)
+        taken = _of_all_micro_steps(rank, taken)
         return FitRow(
             **{
                 "unplanned_peak_bytes": rank.peak_bytes,
-                "recompute_ms": 0.0,
-                "added_ms": 0.0,
                 **taken,
                 "fits": needs <= room if outcome is None else plan is not None,
                 "peak_bytes": peak,
-                "step_ms": step_ms if steps == 1 else None,
             },
-            optimizer=self.optimizer,
-            way="as it is" if outcome is None else "plan",
+            optimizer=name,
+            way=(AS_IT_IS if outcome is None else PLAN).name,
+            techniques=() if outcome is None else PLAN.techniques,
+            host_bytes=rank.host_bytes + rank.optimizer_host_bytes + (0 if plan is None else plan.host_bytes),
             spread=one.name,
             options=one.options,
             flags=one.flags,
@@ -194,23 +236,31 @@ class RankRows:
 
     def with_largest(self, row: FitRow, by_batch: Sized | None) -> FitRow:
         """Return a row with the largest batch for each device that fits with its plan, or 0 if none does."""
-        one, rank = self._known[row.spread]
-        # Only one size is known; sacplan's meshes cut the batch, so a rank's step is not linear in it.
-        if by_batch is None or one.on_mesh or rank.fingerprint.setup.mixed is not None:
+        one, rank = self._known[row.spread, row.optimizer]
+        if not row.fits and self.batch == 1:
+            return dataclasses.replace(row, largest_batch=0)
+        if by_batch is None:
             return row
         room = self.limit.bytes_on(rank.spec, rank.ranks.communicators)
         try:
-            steps = Sized(by_batch.sizes, self._two(one, by_batch))
-            smallest = (
-                Planner.of(rank, "greedy").smallest(0, quick=True).decisions if row.way == "plan" else ()
-            )
+            steps = sized_alike(by_batch.sizes, self._two(one, row.optimizer, by_batch))
+            if steps is None:  # a rank runs other ops at another size
+                return row
+            smallest = Planner.of(rank, "greedy").smallest(0, quick=True).decisions if row.techniques else ()
             peaks = steps.peaks(smallest, 1)
         except (TraceError, PlanError):
             return row  # the plan rewrites the step otherwise at another size
         return dataclasses.replace(row, largest_batch=self._largest(steps, smallest, peaks, room, row.fits))
 
-    def _two(self, one: Arrangement, by_batch: Sized) -> tuple[Profile, Profile]:
-        a, b = (one.spread(self.completed(each)) for each in by_batch.profiles)
+    def _two(self, one: Arrangement, optimizer: str, by_batch: Sized) -> tuple[Profile, Profile]:
+        """Return the steps of a rank at the two sizes."""
+        if one.recording:
+            bare = [self.recorded(n, one.recording) for n in by_batch.sizes]
+        elif one.on_mesh:  # the batch is that of all devices
+            bare = [by_batch.at(n * self.devices) for n in by_batch.sizes]
+        else:
+            bare = list(by_batch.profiles)
+        a, b = (one.spread(self.completed(each, optimizer)) for each in bare)
         return a, b
 
     def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, room: int, fits: bool) -> int:
@@ -231,6 +281,22 @@ class RankRows:
                 return n
             left = lowered(min(left, peak), needs - room, room, tried)
         return known
+
+
+def _of_all_micro_steps(rank: Profile, times: Mapping[str, Any]) -> dict[str, Any]:
+    """Return times of all micro-steps, from those of the last one, which has the optimizer's step.
+
+    Each communicates as the last one does: with ``no_sync`` the others would take less.
+    """
+    steps = rank.fingerprint.setup.accumulation_steps
+    if steps == 1 or times["step_ms"] is None:
+        return dict(times)
+    once_ms = sum(op.time_ms for op in rank.program.ops if op.phase == Phase.OPTIMIZER)
+    return {
+        **times,
+        "step_ms": steps * (times["step_ms"] - once_ms) + once_ms,
+        **{name: steps * times[name] for name in ("recompute_ms", "added_ms")},
+    }
 
 
 def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:

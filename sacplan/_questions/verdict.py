@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from sacplan._device.outside_allocator import Outside
 from sacplan._plan.limits import EXPANDABLE_SEGMENTS
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes
 from sacplan._questions.sweep import Row, frame
+from sacplan._techniques import DEFAULT_TECHNIQUES
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Way = Literal["as it is", "plan", "chunked loss", "plan + chunked loss", "plan + chunks"]
-
 _SHOWN_DEVICES = 3  # larger devices that are named; the others are counted
-
-TECHNIQUES: dict[Way, tuple[str, ...]] = {
-    "as it is": (),
-    "plan": ("recompute",),
-    "chunked loss": ("chunk",),
-    "plan + chunked loss": ("recompute", "chunk"),
-    "plan + chunks": ("recompute", "chunk"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +26,9 @@ class FitRow(Row):
 
     Attributes:
         optimizer: Its name.
-        way: "as it is", "plan" (recomputation), "chunked loss", or both; "plan + chunks" where only modules in slices
-            could help as well.
+        way: "as it is", "plan" (what ``plan`` does by default), "chunked loss", or both; "plan + chunks" where only
+            modules in slices could help as well; "plan + offload" and the like where memory of the host could.
+        techniques: ``techniques=`` of ``sacplan.plan`` for it; none for the step as it is.
         peak_bytes: With the plan that ``sacplan.plan`` finds; where none holds the budget, the smallest that was found.
         reserved_bytes: ``torch.cuda.max_memory_reserved()`` with it. None on a CPU, and where the tensors alone do not
             fit.
@@ -47,25 +40,28 @@ class FitRow(Row):
         spread: What runs the step on several devices: "DDP", "FSDP2", a mesh; empty on one. Peaks are those of a rank.
         options, flags: Arguments for it: of ``sacplan.profile`` (of ``sacplan.plan`` for a mesh), and on the command
             line. Empty where the command line has none.
+        host_bytes: Memory of the host that the plan and the optimizer take.
     """
 
     shown: ClassVar = (
         "optimizer", "spread", "way", "peak_bytes", "reserved_bytes", "fits", "over_bytes", "expandable_bytes",
-        "step_ms", "largest_batch", "longest_seq", "same_as",
+        "step_ms", "largest_batch", "longest_seq", "same_as", "host_bytes", "techniques",
     )  # fmt: skip
 
     optimizer: str
-    way: Way
+    way: str
+    techniques: tuple[str, ...] = ()
     peak_bytes: int
     reserved_bytes: int | None = None
     over_bytes: int = 0
     expandable_bytes: int | None = None
     largest_batch: int | None = None
     longest_seq: int | None = None
-    same_as: Way | None = None
+    same_as: str | None = None
     spread: str = ""
     options: str = ""
     flags: tuple[str, ...] = ()
+    host_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -76,7 +72,17 @@ class FitRow(Row):
     def memory(self) -> str:
         """The peak, and what is reserved for it, in words."""
         reserved = "" if self.reserved_bytes is None else f", {format_bytes(self.reserved_bytes)} reserved"
-        return f"{format_bytes(self.peak_bytes)}{reserved}"
+        host = f", {format_bytes(self.host_bytes)} on the host" if self.host_bytes else ""
+        return f"{format_bytes(self.peak_bytes)}{reserved}{host}"
+
+    @property
+    def added_share(self) -> float:
+        """Share of the step's time that the plan adds; 0 where the time is not known."""
+        return ((self.recompute_ms or 0.0) + (self.added_ms or 0.0)) / self.step_ms if self.step_ms else 0.0
+
+    def is_quicker(self, other: FitRow) -> bool:
+        """Whether it fits and takes less time than another row that fits."""
+        return self.fits and None not in (self.step_ms, other.step_ms) and self.step_ms < other.step_ms  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,8 @@ class Verdict:
         larger_devices: Known GPUs on which the smallest row would fit, the smallest first. Empty if something fits
             here.
         computed: Sentences on which figures were computed from recordings, and which were not.
+        remarks: Sentences on what is often taken for granted: how tokens are routed to experts, and what becomes of
+            the types of adapters and frozen weights that ``fully_shard`` shards.
         devices: How many devices there are. With several, ``batch`` is that of each, and the first row is DDP.
         accumulation_steps: Micro-batches of ``batch`` samples in a step. Largest batches are micro-batches, too.
     """
@@ -121,6 +129,7 @@ class Verdict:
     outside: tuple[Outside, ...] = ()
     accumulation_steps: int = 1
     devices: int = 1
+    remarks: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -144,7 +153,8 @@ class Verdict:
         asked, left = self._as_it_is, f"the budget of {format_bytes(self.budget_bytes)}"
         if self.outside:
             names = " and ".join(one.name for one in self.outside)
-            left = f"the {format_bytes(self.budget_bytes)} that the {names} leaves"
+            leave = "leave" if len(self.outside) > 1 else "leaves"
+            left = f"the {format_bytes(self.budget_bytes)} that the {names} {leave}"
         elif self.headroom_bytes is not None:
             free = self.headroom_bytes / self.memory_bytes
             left = f"the {format_bytes(self.budget_bytes)} that {free:.0%} headroom leaves"
@@ -206,7 +216,7 @@ class Verdict:
     @property
     def techniques(self) -> tuple[str, ...]:
         """The techniques of the recommended plan."""
-        return () if self.recommended is None else TECHNIQUES[self.recommended.way]
+        return () if self.recommended is None else self.recommended.techniques
 
     @property
     def code(self) -> str:
@@ -218,10 +228,10 @@ class Verdict:
         lines = [f"optimizer = {make}"] if best.optimizer != self.optimizer else []
         if best.spread:
             return "\n".join([*lines, *self._code_on_ranks(best)])
-        if best.way != "as it is":
-            techniques = TECHNIQUES[best.way]
+        if best.techniques:
+            techniques = best.techniques
             more = "" if self.budget is None else f', "{self.budget}"'
-            more += "" if techniques == ("recompute",) else f", techniques={techniques!r}"
+            more += "" if techniques == DEFAULT_TECHNIQUES else f", techniques={techniques!r}"
             steps = f", accumulation_steps={self.accumulation_steps}" if self.accumulation_steps > 1 else ""
             lines += [
                 f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}"{steps})',
@@ -265,7 +275,7 @@ class Verdict:
             for row in self.rows
             if row.same_as is None
         ]
-        return "\n".join([self.sentence, *rows, *self.advice, *self.computed])
+        return "\n".join([self.sentence, *rows, *self.advice, *self.remarks, *self.computed])
 
 
 def recommended(rows: Sequence[FitRow]) -> FitRow | None:
@@ -281,5 +291,10 @@ def recommended(rows: Sequence[FitRow]) -> FitRow | None:
     plain = [row for row in holding if row.way == "as it is" and row.optimizer == rows[0].optimizer]
     if plain:
         return plain[0]
-    same = [row for row in holding if row.optimizer in (rows[0].optimizer, "adamw-fused")]
-    return min(same or holding, key=lambda row: row.step_ms or 0.0)
+    same = [row for row in holding if is_same_training(row.optimizer, rows[0].optimizer)]
+    return min(same or holding, key=lambda row: math.inf if row.step_ms is None else row.step_ms)
+
+
+def is_same_training(name: str, optimizer: str) -> bool:
+    """Whether an optimizer is the asked one, or its fused version."""
+    return name in (optimizer, "adamw-fused")

@@ -97,6 +97,12 @@ class Technique(ABC):
     one_device: ClassVar[str] = ""
     """Why it does not go together with a mesh; empty if it does."""
 
+    row: ClassVar[str] = ""
+    """What it adds to a step, in the rows of ``fit``. A technique of the default plan needs none."""
+
+    row_of_long_search: ClassVar[str] = ""
+    """The same where all that it can do is searched for long; empty if that is no more."""
+
     how: ClassVar[str] = ""
     """How its own solver looked for plans, for the message that none fits a budget; empty if it has no solver."""
 

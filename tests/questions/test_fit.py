@@ -25,7 +25,9 @@ from sacplan._program.pins import NO_PINS
 from sacplan._questions.fit import _Sweep
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import sized
-from sacplan._questions.verdict import TECHNIQUES
+from sacplan._questions.ways import host_ways, long_ways, quick_ways
+from sacplan._techniques import DEFAULT_TECHNIQUES
+from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import Then
 
@@ -108,7 +110,7 @@ def profiled(optimizer: str) -> sacplan.Profile:
     return sacplan.profile(model, tokens(8, 64, 1024), cross_entropy, BY_NAME[optimizer].make, "cpu")
 
 
-@pytest.mark.parametrize("budget", ["6MiB", "8MiB", "10MiB"])
+@pytest.mark.parametrize("budget", slow_after(2, ["6MiB", "10MiB", "8MiB"]))
 def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
     found = fitted(budget, batch=8, sizes=False)
     assert any(row.fits for row in found.rows)
@@ -118,7 +120,7 @@ def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
             assert row.peak_bytes == profile.peak_bytes
             assert row.step_ms == pytest.approx(profile.step_ms)
         elif row.fits:
-            plan = sacplan.plan(profile, budget, techniques=TECHNIQUES[row.way])
+            plan = sacplan.plan(profile, budget, techniques=row.techniques)
             assert row.peak_bytes == plan.peak_bytes
             assert row.recompute_ms == pytest.approx(plan.recompute_ms)
             assert row.added_ms == pytest.approx(plan.added_ms)
@@ -175,7 +177,7 @@ def test_rows_on_a_gpu_without_a_budget_are_what_plan_says() -> None:
     planned = [row for row in found.rows if row.fits and row.way != "as it is"]
     assert planned
     for row in planned:
-        plan = sacplan.plan(profile, techniques=TECHNIQUES[row.way])
+        plan = sacplan.plan(profile, techniques=row.techniques)
         assert plan.device_memory is not None
         assert (row.peak_bytes, row.reserved_bytes) == (plan.peak_bytes, plan.device_memory.reserved_bytes())
         assert row.recompute_ms == pytest.approx(plan.recompute_ms)
@@ -346,3 +348,85 @@ def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
         whole = search.recorded(8, None, BY_NAME[name].make)
         assert max(search.base.peak_bytes + state, own) == whole.peak_bytes
         assert search.base.step_ms + ms == pytest.approx(whole.step_ms)
+
+
+# --- memory of the host
+
+
+def wide() -> LM:
+    with torch.device("meta"):
+        return LM(layers=3, dim=256, vocab=4096, dropout=0.0)
+
+
+@cache
+def on_gpu(budget: str, optimizer: str, batch: int) -> sacplan.Verdict:
+    made = lambda n: tokens(n, 256, 4096)  # noqa: E731
+    gpu = "h100 without workspaces"
+    return sacplan.fit(wide(), made, gpu, cross_entropy, optimizer, budget, batch=batch, sizes=False)
+
+
+def on_host(found: sacplan.Verdict) -> list[sacplan.FitRow]:
+    return [row for row in found.rows if row.host_bytes]
+
+
+def test_ways_follow_from_what_the_registry_says_of_techniques() -> None:
+    ways = [*quick_ways(lambda way: True), *long_ways()]
+    assert [way.name for way in ways] == [
+        "as it is", "plan", "chunked loss", "plan + chunked loss", "plan + chunks",
+    ]  # fmt: skip
+    assert ways[1].techniques == DEFAULT_TECHNIQUES
+    assert not any(way.takes_host for way in ways)
+    (with_slices,) = host_ways(ways)
+    (without,) = host_ways(quick_ways(lambda way: False))
+    assert (with_slices.name, with_slices.techniques) == (
+        "plan + chunked loss + offload", ("recompute", "chunk", "offload"),
+    )  # fmt: skip
+    assert (without.name, without.techniques) == ("plan + offload", ("recompute", "offload"))
+
+
+def test_what_fits_on_the_device_takes_nothing_of_the_host() -> None:
+    found = on_gpu("2GiB", "sgd", 16)
+    assert found.fits
+    assert not on_host(found)
+
+
+@pytest.mark.parametrize(
+    ("budget", "optimizer", "batch"),
+    [("95MiB", "sgd", 16), ("105MiB", "sgd", 16), ("40MiB", "adamw", 2)],
+    ids=["nothing else fits", "the others are dear", "state on the host"],
+)
+def test_rows_on_the_host_are_what_profile_and_plan_say(budget: str, optimizer: str, batch: int) -> None:
+    rows = [row for row in on_host(on_gpu(budget, optimizer, batch)) if row.fits]
+    assert rows
+    for row in rows:
+        make = BY_NAME[row.optimizer].make
+        profile = sacplan.profile(
+            wide(), tokens(batch, 256, 4096), cross_entropy, make, "h100 without workspaces"
+        )
+        plan = sacplan.plan(profile, budget, techniques=row.techniques)
+        assert row.peak_bytes == plan.peak_bytes
+        assert row.host_bytes == plan.host_bytes + profile.optimizer_host_bytes
+        if profile.optimizer_host_bytes:
+            assert row.step_ms is None  # copies between host and device are not predicted
+        else:
+            assert row.step_ms == pytest.approx(plan.step_ms + plan.recompute_ms + plan.added_ms)
+
+
+def test_what_is_on_the_host_is_in_the_verdict_and_its_code() -> None:
+    found = on_gpu("95MiB", "sgd", 16)
+    assert found.recommended is not None
+    assert "on the host" in found.sentence
+    assert "techniques=('recompute', 'chunk', 'offload')" in found.code
+    paged = on_gpu("40MiB", "adamw", 2)
+    assert {row.optimizer for row in on_host(paged)} == {"paged-adamw-8bit", "adamw-offload"}
+    assert "bitsandbytes.optim.PagedAdamW8bit(params)" in paged.code
+    assert any("Times are not predicted" in sentence for sentence in paged.computed)
+
+
+def test_an_optimizer_that_the_host_cannot_hold_is_named() -> None:
+    spec = replace(resolve_device("h100 without workspaces"), host_memory_bytes=32 * 2**20)
+    found = sacplan.fit(
+        wide(), lambda n: tokens(n, 256, 4096), spec, cross_entropy, "adamw", "40MiB", batch=2, sizes=False
+    )
+    assert {row.optimizer for row in on_host(found)} == {"paged-adamw-8bit"}
+    assert any("adamw-offload would take 68.00 MiB of the host's memory" in each for each in found.computed)

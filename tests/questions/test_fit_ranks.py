@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import sacplan
+from sacplan._plan.meshes import spreads
 from sacplan._profile.optimizer_table import BY_NAME
-from sacplan._program.budget import parse_budget
+from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._questions.on_ranks import read_devices, units_of
+from sacplan._shard.mesh import Mesh
 from sacplan.errors import PlanError
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
@@ -80,14 +82,88 @@ def test_a_mesh_gets_the_batch_of_all_devices() -> None:
     )  # a search may have found another sharding with a lower one
 
 
-def test_the_largest_batch_is_that_of_a_rank() -> None:
-    row = next(row for row in found().rows if row.spread == "FSDP2" and row.way == "as it is")
+@pytest.mark.parametrize("spread", ["DDP", "FSDP2", "FSDP2, bfloat16", "FSDP2, CPU offload"])
+def test_the_largest_batch_is_that_of_a_rank(spread: str) -> None:
+    row = next(row for row in found().rows if row.spread == spread and row.way == "as it is")
     limit = parse_budget(BUDGET, 0)
     n = row.largest_batch
     assert n
     assert (
-        profiled(n, **ranks_of("FSDP2")).peak_bytes <= limit < profiled(n + 1, **ranks_of("FSDP2")).peak_bytes
+        profiled(n, **ranks_of(spread)).peak_bytes <= limit < profiled(n + 1, **ranks_of(spread)).peak_bytes
     )
+
+
+def test_the_largest_batch_of_a_mesh_is_that_of_a_device() -> None:
+    row = next(row for row in found().rows if row.options == "mesh={'tp': 2}" and row.way == "as it is")
+    n, limit = row.largest_batch, parse_budget(BUDGET, 0)
+    assert n
+
+    def peak(batch: int) -> int:
+        ways = spreads(profiled(2 * batch), Mesh((("tp", 2),)), (), ("megatron",))
+        return next(way.profile.peak_bytes for way in ways if way.name == "megatron")
+
+    assert peak(n) <= limit < peak(n + 1)
+
+
+def test_times_are_those_of_all_micro_steps() -> None:
+    """Each runs forward, backward and its communication, and one of them the optimizer."""
+    accumulated = sacplan.fit(
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", BUDGET,
+        batch=4, accumulation_steps=3, sizes=False,
+    )  # fmt: skip
+    for spread in ("DDP", "FSDP2"):
+        row = next(row for row in accumulated.rows if row.spread == spread)
+        ranks = {"accumulation_steps": 3, **ranks_of(spread)}
+        with_it = profiled(**ranks).step_ms
+        without = sacplan.profile(model(), tokens(4, 64, 512), cross_entropy, None, DEVICE, **ranks).step_ms
+        assert row.step_ms == pytest.approx(2 * without + with_it, rel=1e-3)
+
+
+def test_other_optimizers_are_tried_where_the_asked_one_does_not_fit() -> None:
+    """The 8-bit one of bitsandbytes steps whole parameters: DDP has it, and shards have not."""
+    small = sacplan.fit(
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", "5MiB", batch=4,
+        sizes=False,
+    )  # fmt: skip
+    by_spread: dict[str, list[sacplan.FitRow]] = {}
+    for row in small.rows:
+        by_spread.setdefault(row.spread, []).append(row)
+    ddp = by_spread["DDP"]
+    assert {row.optimizer for row in ddp} >= {"adamw", "adamw-8bit"}
+    eight = next(row for row in ddp if row.optimizer == "adamw-8bit")
+    make = BY_NAME["adamw-8bit"].make
+    rank = sacplan.profile(model(), tokens(4, 64, 512), cross_entropy, make, DEVICE, world_size=2)
+    assert eight.peak_bytes == rank.peak_bytes
+    assert {row.optimizer for row in small.rows if row.spread != "DDP"} <= {"adamw", "adamw-fused"}
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer in bfloat16, with an adapter in float32 beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.frozen = torch.nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False)
+            self.adapter = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(x.bfloat16()).float() + self.adapter(x)
+
+
+def test_the_verdict_says_what_becomes_of_frozen_types() -> None:
+    """People report that FSDP2 upcasts LoRA: the verdict has the bytes, with what runs the step there."""
+
+    def made(n: int) -> torch.Tensor:
+        return torch.empty(n, 64, device="meta")
+
+    many = sacplan.fit(Adapted(), made, f"2x{DEVICE}", lambda m, x: m(x).sum(), "adamw", "1MiB", sizes=False)
+    (said,) = many.remarks
+    more = 2 * (64 * 64 + 64)
+    assert said.startswith("Frozen parameters in bfloat16 stay so beside trained ones in float32")
+    assert f"{format_bytes(more)} more, {format_bytes(more // 2)} on each of 2 ranks" in said
+    assert said in str(many)
+    one = sacplan.fit(Adapted(), made, DEVICE, lambda m, x: m(x).sum(), "adamw", "1MiB", sizes=False)
+    assert not one.remarks
 
 
 def test_the_verdict_names_what_runs_the_step() -> None:
