@@ -82,7 +82,7 @@ class SavedStorage:
 
 
 class SavedStorages:
-    """What a call has saved, by storage.
+    """The storages of which a call has saved tensors.
 
     An op may have a mark before autograd saves its tensor, so what nobody holds yet is kept alive here. From its first
     holder on it lives with its holders alone: code may drop part of a graph in the middle of a forward pass, and what

@@ -1,4 +1,4 @@
-"""What a call has saved lives as long as somebody holds it, and until its first holder comes."""
+"""A saved storage lives as long as somebody holds it, and until its first holder comes."""
 
 from __future__ import annotations
 
