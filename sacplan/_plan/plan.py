@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from sacplan._plan.provenance import LOOK
 from sacplan._plan.reading import as_text, plan_sections
 from sacplan._plan.value import PlanValue
 from sacplan._program import files
@@ -77,18 +76,13 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields. ``units`` is a mapping proxy, which cannot be pickled, so it is made again."""
-        self.look_beyond()
         fields = {name: getattr(self, name) for name in Plan.__struct_fields__}
         return _plan, (fields | {"units": dict(self.units)},)
 
-    def saying(self, look: Callable[[Plan], tuple[str, ...]]) -> Plan:
-        """Return the plan, of which ``look`` says what techniques would save that it was not allowed to use.
-
-        To look takes about as long as to plan, so it is done when ``beyond`` is first asked for, and when the plan is
-        printed, saved or pickled. Until then the provenance holds the function.
-        """
-        vars(self.provenance)[LOOK] = look
-        return self
+    def saying(self, beyond: tuple[str, ...]) -> Plan:
+        """Return the plan with sentences on what techniques would save that it was not allowed to use."""
+        provenance = msgspec.structs.replace(self.provenance, beyond=beyond or msgspec.UNSET)
+        return msgspec.structs.replace(self, provenance=provenance)
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with one row for each unit."""
@@ -179,7 +173,6 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
 
 def _plain(plan: Plan) -> dict[str, Any]:
     """Return the fields of a plan in types that JSON has."""
-    plan.look_beyond()
     found: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_as_dict)
     # Left out, so that the checksums of files from before there was this field still hold.
     if found["device_memory"] is None:

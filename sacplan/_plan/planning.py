@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from sacplan._device.device_memory import reserved_bytes
@@ -138,7 +137,7 @@ def plan(
         found = plan_within(asked, limit)
         # Whoever names the techniques has chosen. In inference, nothing else helps.
         if techniques is None and profile.mode == "train":
-            found = found.saying(partial(beyond, asked))
+            found = found.saying(beyond(asked, found))
     return handed_out(found, profile.spec)
 
 

@@ -25,11 +25,8 @@ from sacplan._techniques import DEFAULT_TECHNIQUES
 Scalar = bool | int | float | str | None
 _SCALARS = (bool, int, float, str, type(None))
 
-LOOK = "_look"
-"""Under this name a provenance holds, in its ``__dict__``, the function that fills in ``beyond`` later."""
 
-
-class Provenance(Struct, frozen=True, kw_only=True, dict=True, forbid_unknown_fields=True):
+class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a plan was made: by which solver, with which arguments and versions, and when.
 
     It has no influence on what the plan does.

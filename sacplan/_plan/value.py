@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Literal
 
 import msgspec
-from msgspec import UNSET, Struct, structs
+from msgspec import UNSET, Struct
 
 from sacplan._device.device_memory import DeviceMemory
-from sacplan._plan.provenance import LOOK, Provenance
+from sacplan._plan.provenance import Provenance
 from sacplan._program.decisions import Chunk, Decision, Offload, Recompute, Site, discarded_by
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
@@ -140,16 +140,8 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     @property
     def beyond(self) -> tuple[str, ...]:
         """Sentences on what techniques would save that the plan was not allowed to use."""
-        self.look_beyond()
         found = self.provenance.beyond
         return () if found is UNSET else found
-
-    def look_beyond(self) -> None:
-        """Fill in ``provenance.beyond`` where that was left for later."""
-        left = vars(self.provenance)
-        if LOOK in left:
-            structs.force_setattr(self.provenance, "beyond", left[LOOK](self) or UNSET)
-            del left[LOOK]
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:

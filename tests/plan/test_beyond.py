@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 
 import pytest
 import torch
@@ -58,26 +57,6 @@ def test_a_line_says_what_other_techniques_would_save(profile: sacplan.Profile) 
 def test_no_line_where_there_is_little_to_save(profile: sacplan.Profile) -> None:
     assert not sacplan.plan(profile, "100%").beyond
     assert not sacplan.plan(profile, f"{profile.peak_bytes - 1}B").beyond
-
-
-def test_nothing_is_looked_for_until_someone_asks(
-    profile: sacplan.Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def look(planner: object, plan: sacplan.Plan) -> tuple[str, ...]:
-        asked.append(plan.device)
-        return ("a line",)
-
-    monkeypatch.setattr("sacplan._plan.planning.beyond", look)
-    plan, other = sacplan.plan(profile, "93%"), sacplan.plan(profile, "93%")
-    assert plan == other
-    assert not asked
-    assert plan.beyond == plan.beyond == ("a line",)
-    assert asked == ["h100"]
-    # Another process has only the fields, so they are filled in first.
-    assert pickle.loads(pickle.dumps(other)).provenance.beyond == ("a line",)
-    assert len(asked) == 2
 
 
 def test_the_line_is_saved_with_the_plan(profile: sacplan.Profile, tmp_path: object) -> None:
