@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Not every module of torch is imported: those that are, are compiled then.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --rooms
 
 NOTEBOOKS := $(patsubst notebooks/%.ipynb,out/%.ipynb,$(wildcard notebooks/*.ipynb))
@@ -16,9 +18,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "1 of 2: torch"
-	$(BIN)/python -m pip install --quiet torch --constraint constraints.txt
+	$(INSTALL) torch
 	@echo "2 of 2: sacplan, and what its tests, notebooks and documentation need"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,highs,plot,notebook,examples,docs,dev]'
+	$(INSTALL) --editable '.[hf,highs,plot,notebook,examples,docs,dev]'
 	touch $@
 
 demo: $(VENV)/.installed  ## the end-to-end example

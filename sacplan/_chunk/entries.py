@@ -24,6 +24,7 @@ from sacplan._chunk.chunk_entry import CannotChunk, ChunkEntry
 from sacplan._chunk.rest import training_chunk
 from sacplan._chunk.training_patch import Rewrite
 from sacplan._device.devices import DeviceSpec
+from sacplan._device.kernels import registered
 from sacplan._program.decisions import Accumulate, Chunk
 from sacplan._program.derived import derived
 from sacplan._program.elements import is_inside, pattern_of
@@ -124,6 +125,13 @@ def loss_chunks(
 
     Worked out once for a program.
     """
+    with registered(device):  # once for all rehearsals
+        return _loss_chunks(program, device, accumulate)
+
+
+def _loss_chunks(
+    program: Program, device: DeviceSpec, accumulate: Accumulate
+) -> ChunkOptions | tuple[Refusal, ...]:
     best: tuple[int, Chunk] | None = None
     refused: list[Refusal] = []
     for unit in _last_modules(program):
@@ -179,6 +187,13 @@ def module_chunks(
 
     Worked out once for a program.
     """
+    with registered(device):  # once for all rehearsals
+        return _module_chunks(program, scope, device, accumulate)
+
+
+def _module_chunks(
+    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate
+) -> tuple[ChunkOptions, ...]:
     found: Chunk | None = None
     # Outwards: the last one that works is the largest.
     for around in (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ():

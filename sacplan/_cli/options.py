@@ -89,8 +89,9 @@ Techniques = Annotated[
     option(
         "--technique",
         metavar="NAME",
-        help="What a plan may do: recompute, or chunk (run ops in slices; gradients are then close, not bit-equal). "
-        "May be repeated. Default: all that keep gradients bit-equal.",
+        help="What a plan may do: recompute, offload (let tensors wait in the host's memory), or chunk (run ops in "
+        "slices; gradients are then close, not bit-equal). May be repeated. Default: all that keep gradients "
+        "bit-equal.",
     ),
 ]
 Keep = Annotated[

@@ -147,6 +147,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "ranks": msgspec.to_builtins(plan.ranks),
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
+        "host_bytes": plan.host_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "device_memory": msgspec.to_builtins(plan.device_memory),
         "recompute_ms": plan.recompute_ms,
@@ -169,7 +170,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[Table]:
     """Return the figures of a plan, its sharding, its chunks, and what its units discard."""
-    from sacplan._plan.reading import whence
+    from sacplan._plan.reading import host_text, whence
 
     summary = pairs(
         [
@@ -188,6 +189,7 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
             ("step", f"{_planned_ms(plan)}, {plan.step_ms:.2f} ms without a plan"),
             ("lower bound", f"{plan.lower_bound_ms:.2f} ms, for any schedule with that peak"),
             *chunk_pairs(plan),
+            *([("on the host", host_text(plan))] if plan.offloaded else []),
             *([("cheaper", ". ".join(plan.beyond))] if plan.beyond else []),
             ("solver", f"{plan.solver}, {plan.status}"),
             *_sharding_pairs(plan),
@@ -350,6 +352,7 @@ def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any])
             ("budget", size(seen.budget_bytes)),
             ("planned", size(seen.predicted_peak_bytes)),
             ("seen", f"{size(seen.peak_bytes)}, {seen.source}"),
+            *([("on the host", seen.host_text)] if seen.predicted_host_bytes else []),
             ("difference", f"{seen.error:+.3%}, planned against seen"),
             ("recompute", f"{seen.recompute_flops / 1e9:.2f} GFLOP"),
             ("step", f"{seen.step_ms:.2f} ms ({_whose_time(seen, plan)})"),

@@ -196,7 +196,7 @@ def _changes_of(program: Program) -> _Changes:
     reader = _Reader(program)
     for code, arg in program.events:
         reader.step(code, arg)
-    kinds, initial = program.storage_kinds, [s for s in program.initial if program.storage_bytes[s]]
+    kinds, initial = program.storage_kinds, [s for s in program.initial if program.device_bytes[s]]
     end = len(reader.changes)
     optimizer_at = reader.begins.get(Phase.OPTIMIZER, end)
     backward_at = min(reader.begins.get(Phase.BACKWARD, end), optimizer_at)
@@ -276,10 +276,10 @@ class _Reader:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.sizes = list(program.storage_bytes)
+        self.sizes = list(program.device_bytes)
         self.streams: dict[int, int] = {}
         self.changes: list[int] = []
-        self.block_of = {s: s for s in program.initial if program.storage_bytes[s]}
+        self.block_of = {s: s for s in program.initial if program.device_bytes[s]}
         self.begins: dict[Phase, int] = {}
         # No op makes a workspace, and no tensor is on it.
         seen = {tensor.storage for tensor in program.tensors}

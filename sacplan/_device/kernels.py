@@ -35,7 +35,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -184,12 +184,18 @@ def device_kernels(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> 
         DeviceError: an unknown device; inside, attention that no enabled backend can run.
     """
     spec = resolve_device(device)
-    if spec.kind != "cuda":
-        with _layouts, _active(spec):
-            yield spec
-        return
-    with _layouts, _cuda_kernels, _active(spec), autocast.outer_autocast():
+    with registered(spec), _active(spec), autocast.outer_autocast() if spec.kind == "cuda" else nullcontext():
         yield spec
+
+
+@contextmanager
+def registered(spec: DeviceSpec) -> Iterator[None]:
+    """Keep the kernels of a device registered, so that ``device_kernels`` inside need not do it each time.
+
+    No device is made active, so that ops run as they did.
+    """
+    with _layouts, _cuda_kernels if spec.kind == "cuda" else nullcontext():
+        yield
 
 
 @contextmanager

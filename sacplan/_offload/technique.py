@@ -12,7 +12,7 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._offload.options import Away, offloads
 from sacplan._offload.rewrite import moved
 from sacplan._offload.sites import decision_of, moves_of
-from sacplan._offload.timing import exposed_ms
+from sacplan._offload.timing import clocked
 from sacplan._program.decisions import Decision, Offload
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
@@ -72,9 +72,8 @@ class Offloading(Technique):
         spec = device or resolve_device("cpu")
         patch = moved(program, moves_of(program, own), spec.host_bytes)
         draft = PatchBuilder.continuing(program, patch)
-        for op, ms in exposed_ms(
-            draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec
-        ).items():
+        found = clocked(draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec)
+        for op, ms in found.waits.items():
             draft.ops[op] = replace(draft.ops[op], time_ms=ms)
         return draft.patch()
 

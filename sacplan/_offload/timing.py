@@ -1,6 +1,7 @@
 """How long computation waits for the copies of a program: three clocks, of computation and of the link each way.
 
-    exposed = exposed_ms(program.ops.__getitem__, program.events, program.storage_bytes.__getitem__, spec)
+    found = clocked(program.ops.__getitem__, program.events, program.storage_bytes.__getitem__, spec)
+    found.waits[op]  # ms
 
 The copies of one direction follow on each other. A copy back begins when the one out has ended. Waiting is exact for
 these rules, with the predicted times of the ops and ``PLANNED_SHARE`` of the link's bandwidth: a schedule that leaves
@@ -10,6 +11,7 @@ the link no room is late as soon as anything is slower than predicted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from sacplan._device.clocks import Clocks
 from sacplan._device.devices import DeviceSpec
@@ -28,13 +30,33 @@ def copy_ms(spec: DeviceSpec, n_bytes: int) -> float:
     return (n_bytes / (PLANNED_SHARE * link.bandwidth_bytes_per_s) + link.latency_s) * 1e3
 
 
-def exposed_ms(
+class Copy(NamedTuple):
+    """A copy over the link: the op that begins it, and from when to when it takes the link, in ms."""
+
+    op: int
+    begin_ms: float
+    end_ms: float
+
+
+class Clocked(NamedTuple):
+    """The times that the clocks give for a program.
+
+    Attributes:
+        waits: by op that waits for a copy, how long it waits, in ms.
+        copies: in the order in which they begin.
+    """
+
+    waits: dict[int, float]
+    copies: list[Copy]
+
+
+def clocked(
     op_of: Callable[[int], Op],
     events: Iterable[tuple[int, int]],
     bytes_of: Callable[[int], int],
     spec: DeviceSpec,
-) -> dict[int, float]:
-    """Return by op that waits for a copy how long it waits.
+) -> Clocked:
+    """Run the clocks through a program.
 
     Args:
         op_of: gives the ops of a program by index.
@@ -44,18 +66,26 @@ def exposed_ms(
     """
     clocks = Clocks()
     arrives: dict[int, float] = {}  # by storage of a copy
-    found: dict[int, float] = {}
+    waits: dict[int, float] = {}
+    copies: list[Copy] = []
+
+    def send(op: int, n_bytes: int, storage: int, since: float | None, link: str) -> None:
+        ms = copy_ms(spec, n_bytes)
+        end = arrives[storage] = clocks.send(ms, since, link)
+        copies.append(Copy(op, end - ms, end))
+
     for code, arg in events:
         if code != _OP:
             continue
         op = op_of(arg)
         if op.name == TO_HOST:
-            arrives[op.writes[0]] = clocks.send(copy_ms(spec, bytes_of(op.reads[0])), link="out")
+            send(arg, bytes_of(op.reads[0]), op.writes[0], None, "out")
         elif op.name == TO_DEVICE:
+            # What is still on its way out cannot begin to come back.
             since = max(clocks.now, arrives[op.reads[0]])
-            arrives[op.writes[0]] = clocks.send(copy_ms(spec, bytes_of(op.writes[0])), since, "back")
+            send(arg, bytes_of(op.writes[0]), op.writes[0], since, "back")
         elif op.name in (WAIT_OUT, WAIT_BACK):
-            found[arg] = clocks.wait(arrives[op.reads[0]])
+            waits[arg] = clocks.wait(arrives[op.reads[0]])
         else:
             clocks.compute(op.time_ms)
-    return found
+    return Clocked(waits, copies)

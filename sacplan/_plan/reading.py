@@ -128,15 +128,7 @@ def read_layers(plan: PlanValue) -> list[LayerReading]:
     for chunk in plan.chunks:
         layer, inner = _layer_of(chunk.unit)
         sliced[layer].append(f"{f'{inner}: ' if inner else ''}{what_runs(chunk)}, in {chunk.slices} slices")
-    away: dict[str, Counter[str]] = defaultdict(Counter)
-    for one in plan.offloaded:
-        layer, inner = _layer_of(one.unit)
-        away[layer][f"{short_op(one.op)}{f' of {inner}' if inner else ''}"] += 1
-    words = {
-        layer: (", ".join(f"{op} x{n}" if n > 1 else op for op, n in ops.items()),)
-        for layer, ops in away.items()
-    }
-    return _folded(kept, recomputed, sliced, words)
+    return _folded(kept, recomputed, sliced, _away(plan))
 
 
 def kept_layers(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> list[LayerReading]:
@@ -164,6 +156,24 @@ def _values(plan: PlanValue) -> tuple[list[_SiteValue], list[_SiteValue]]:
             _SiteValue(*places.of(site), n, ms) for site, n, ms in zip(sites, n_bytes, times, strict=True)
         ]
     return list(_kept_values(plan.units, plan.sequences)), recomputed
+
+
+def _away(plan: PlanValue) -> dict[str, tuple[str, ...]]:
+    """Return by layer, in words, the tensors that wait on the host: the ops that make or read them."""
+    places = {
+        fqn: _ModelSites(index, fqn, unit, plan.sequences)
+        for index, (fqn, unit) in enumerate(plan.units.items())
+    }
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in plan.offloaded:
+        # A plan that was written by hand may name a unit of which it holds no calls.
+        known = places.get(one.unit)
+        layer, inner = _layer_of(known.of(one.sites[0])[0].module if known is not None else one.unit)
+        found[layer][f"{short_op(one.op)}{f' of {inner}' if inner else ''}"] += 1
+    return {
+        layer: (", ".join(f"{op} x{n}" if n > 1 else op for op, n in ops.items()),)
+        for layer, ops in found.items()
+    }
 
 
 def _kept_values(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> Iterable[_SiteValue]:
@@ -291,7 +301,7 @@ def plan_sections(plan: PlanValue) -> list[Section]:
             ("keeps", _amount(layer.kept, len(layer.layers))),
             ("recomputes", _amount(layer.recomputed, len(layer.layers), with_time=True)),
             *(("in slices", text) for text in layer.sliced),
-            *(("on the host", text) for text in layer.away),
+            *(("on the host", f"of what it keeps: {text}") for text in layer.away),
         ]
         sections.append(Section(layer.name, tuple((label, text) for label, text in rows if text)))
     if "" not in plan.units:
@@ -304,6 +314,16 @@ def plan_sections(plan: PlanValue) -> list[Section]:
 def kept_sections(layers: Sequence[LayerReading]) -> list[Section]:
     """Return in words what a step keeps in its layers."""
     return [Section(one.name, (("keeps", _amount(one.kept, len(one.layers))),)) for one in layers]
+
+
+def host_text(plan: PlanValue) -> str:
+    """Return what a plan has in the memory of the host; ``""`` for nothing."""
+    if not plan.offloaded:
+        return ""
+    return (
+        f"{format_bytes(plan.host_bytes)}, {len(plan.offloaded)} tensors; with waits and slices the step takes "
+        f"{plan.added_ms:+.2f} ms"
+    )
 
 
 def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
@@ -332,13 +352,7 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
             if plan.chunks
             else "",
         ),
-        (
-            "on the host",
-            f"{format_bytes(plan.host_bytes)}, {len(plan.offloaded)} tensors; with waits and slices the step takes "
-            f"{plan.added_ms:+.2f} ms"
-            if plan.offloaded
-            else "",
-        ),
+        ("on the host", host_text(plan)),
         ("gradients", f"{plan.gradients}: {plan.why_gradients}" if plan.provenance.mode == "train" else ""),
         ("cheaper", ". ".join(plan.beyond)),
         ("technique", ", ".join(plan.provenance.techniques)),

@@ -88,8 +88,14 @@ def shown_module(program: Program, op: int, model: str) -> str:
 
 
 def short_op(name: str) -> str:
-    """Return an op in few words: ``"aten.mm.default"`` becomes ``"matmul"``, ``"aten.add_.Tensor"`` ``"add_"``."""
+    """Return an op in few words.
+
+    ``"aten.mm.default"`` becomes ``"matmul"``, ``"aten.add_.Tensor"`` ``"add_"``, ``"sacplan.copy_to_host"`` ``"copy to
+    host"``.
+    """
     parts = name.split(".")
+    if parts[0] == "sacplan":  # an op that a plan adds
+        return parts[1].replace("_", " ")
     if parts[0] != "aten" or len(parts) < 2:
         return name.removesuffix(".default")
     bare, backward, _ = parts[1].partition("_backward")

@@ -70,10 +70,22 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
         )
 
     @cached_property
+    def instance_storages(self) -> tuple[int, ...]:
+        """By unpacked instance, the storage of its handle."""
+        return tuple(map(self.handle_storages.__getitem__, self.instance_handles))
+
+    @cached_property
     def on_host(self) -> frozenset[int]:
         """Storages in the memory of the host; none in a recorded step without a plan."""
         kinds = self.storage_kinds
         return frozenset(s for s, kind in enumerate(kinds) if kind == StorageKind.HOST)
+
+    @cached_property
+    def device_bytes(self) -> tuple[int, ...]:
+        """Bytes of each storage in the device's memory: 0 for one in the memory of the host."""
+        if not self.on_host:
+            return self.storage_bytes
+        return tuple(0 if s in self.on_host else n for s, n in enumerate(self.storage_bytes))
 
     def storage_of(self, code: int, arg: int) -> int:
         """Return the storage of an event that is neither an op nor a module call."""

@@ -22,8 +22,11 @@ GENERATOR_STATE = "generator state"
 
 
 def alive_at(program: Program, op: int) -> frozenset[int]:
-    """Return the storages that are alive while an op runs: with its outputs, without the one that it overwrites."""
-    return frozenset(program.liveness.alive(op)) - {program.ops[op].replaces}
+    """Return the storages on the device that are alive while an op runs.
+
+    Its outputs are among them, the one that it overwrites is not.
+    """
+    return frozenset(program.liveness.alive(op)) - {program.ops[op].replaces} - program.on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,8 @@ class Origins:
         writer = program.writer.get(s)
         if writer is not None:
             module, name, recomputed = self.made_by(writer)
-            if not recomputed and program.ops[writer].phase == Phase.BACKWARD:
+            # What a plan adds, such as a copy that comes back, is named for what it does.
+            if not recomputed and s < self.n_recorded and program.ops[writer].phase == Phase.BACKWARD:
                 name = _once(f"{name} backward")
             return module, name, for_what, recomputed
         # From here on, no op of the program has written the storage.

@@ -176,8 +176,8 @@ class _Writer:
         for storage in gone:
             self._free(self.alive.pop(storage))
         for storage in come:
-            n_bytes = self.program.storage_bytes[storage]
-            # The allocator gives no block for 0 bytes.
+            n_bytes = self.program.device_bytes[storage]
+            # The allocator gives no block for 0 bytes, and none in the memory of the host.
             if n_bytes:
                 kind = self.program.storage_kinds[storage].name.lower()
                 self.alive[storage] = self._allocate(n_bytes, self.stacks.of_storage(storage), kind)

@@ -28,6 +28,7 @@ class Timeline:
         end_ms: when the last one ends.
         live_bytes: everything alive while it runs.
         kind_bytes: the same by ``StorageKind``, one row per op.
+        host_bytes: what is alive in the memory of the host, which is in neither of these.
         phases: the phase; for a recomputed op, that of the op that waits.
     """
 
@@ -38,6 +39,7 @@ class Timeline:
     end_ms: float
     live_bytes: NDArray[np.int64]
     kind_bytes: NDArray[np.int64]
+    host_bytes: NDArray[np.int64]
     phases: NDArray[np.int64]
 
     @property
@@ -92,6 +94,7 @@ def timeline_of(program: Program) -> Timeline:
         end_ms=float(ends[-1]) if len(ends) else 0.0,
         live_bytes=np.array([m.live_bytes for m in moments], dtype=np.int64),
         kind_bytes=kind_bytes,
+        host_bytes=np.array([m.host_bytes for m in moments], dtype=np.int64),
         phases=np.array([program.ops[op].phase for op in during], dtype=np.int64),
     )
 

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sacplan._device.devices import DeviceSpec
+from sacplan._offload.rewrite import TO_HOST
+from sacplan._offload.timing import clocked
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
@@ -24,8 +27,9 @@ from sacplan._report.timeline import Timeline, timeline_of
 from sacplan.errors import PlanError
 
 _PROCESS = 1
-_MODULES, _OPS, _AGAIN = 1, 2, 3
+_MODULES, _OPS, _AGAIN, _OUT, _BACK = 1, 2, 3, 4, 5
 _THREADS = {_MODULES: "modules", _OPS: "ops", _AGAIN: "recomputed ops"}
+_LINKS = {_OUT: "copies to the host", _BACK: "copies to the device"}
 _AGAIN_COLOUR = "terrible"  # the name that chrome://tracing has for a strong red
 
 
@@ -36,8 +40,10 @@ def write_memory_trace(path: str | Path, profile: ProfileOrPath, plan: PlanOrPat
         sacplan.write_memory_trace("step.json.gz", profile, plan)  # open it in https://ui.perfetto.dev
 
     Ops follow one another, each as long as it is predicted to take (views take no time). Three threads: the module
-    calls, forward and backward; the ops; and those that the plan runs a second time. The counter "memory" has
-    the bytes of each kind while an op runs, its outputs and its workspace included; their sum is what is alive.
+    calls, forward and backward; the ops; and those that the plan runs a second time. A plan that offloads has two more,
+    for the copies to the host and back, each as long as it takes the link. The counter "memory" has the bytes of each
+    kind while an op runs, its outputs and its workspace included; their sum is what is alive on the device. "host
+    memory" is what waits on the host.
 
     Args:
         path: JSON, compressed where the name ends in ``.gz``.
@@ -55,8 +61,9 @@ def write_memory_trace(path: str | Path, profile: ProfileOrPath, plan: PlanOrPat
     program, model = planned(profile, plan), profile.fingerprint.model_class
     timeline = timeline_of(program)
     data = {
-        "traceEvents": [*_names(profile), *_op_slices(program, timeline, model),
+        "traceEvents": [*_names(profile, program), *_op_slices(program, timeline, model),
                         *_module_slices(program, timeline, model),
+                        *_copy_slices(program, profile.spec, model),
                         *_counters(timeline)],
         "displayTimeUnit": "ms",
         "otherData": {
@@ -72,10 +79,10 @@ def write_memory_trace(path: str | Path, profile: ProfileOrPath, plan: PlanOrPat
     return path
 
 
-def _names(profile: Profile) -> Iterator[dict[str, Any]]:
+def _names(profile: Profile, program: Program) -> Iterator[dict[str, Any]]:
     title = f"{profile.fingerprint.model_class} on {profile.device}, predicted"
     yield {"ph": "M", "name": "process_name", "pid": _PROCESS, "tid": 0, "args": {"name": title}}
-    for tid, name in _THREADS.items():
+    for tid, name in (_THREADS | _LINKS if program.on_host else _THREADS).items():
         yield {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": tid, "args": {"name": name}}
         order = {"sort_index": tid}
         yield {"ph": "M", "name": "thread_sort_index", "pid": _PROCESS, "tid": tid, "args": order}
@@ -112,6 +119,27 @@ def _op_slices(program: Program, timeline: Timeline, model: str) -> Iterator[dic
             event["cname"] = _AGAIN_COLOUR
             event["args"]["for"] = shown_module(program, int(timeline.during[i]), model)
         yield event
+
+
+def _copy_slices(program: Program, spec: DeviceSpec, model: str) -> Iterator[dict[str, Any]]:
+    """Yield the copies over the link, from when to when they take it."""
+    found = clocked(program.ops.__getitem__, program.events, program.storage_bytes.__getitem__, spec)
+    for copy in found.copies:
+        op = program.ops[copy.op]
+        out = op.name == TO_HOST
+        yield {
+            "ph": "X",
+            "name": short_op(op.name),
+            "cat": op.phase.name.lower(),
+            "pid": _PROCESS,
+            "tid": _OUT if out else _BACK,
+            "ts": round(copy.begin_ms * 1e3, 3),
+            "dur": round((copy.end_ms - copy.begin_ms) * 1e3, 3),
+            "args": {
+                "module": shown_module(program, copy.op, model),
+                "bytes": program.storage_bytes[op.reads[0] if out else op.writes[0]],
+            },
+        }
 
 
 def _module_slices(program: Program, timeline: Timeline, model: str) -> Iterator[dict[str, Any]]:
@@ -153,3 +181,8 @@ def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for stamp, row in zip(_stamps(timeline), rows, strict=False):
         values = dict(zip(names, row, strict=True))
         yield {"ph": "C", "name": "memory", "pid": _PROCESS, "tid": 0, "ts": stamp, "args": values}
+    if timeline.host_bytes.any():
+        for stamp, n_bytes in zip(_stamps(timeline), timeline.host_bytes.tolist(), strict=False):
+            yield {
+                "ph": "C", "name": "host memory", "pid": _PROCESS, "tid": 0, "ts": stamp, "args": {"bytes": n_bytes},
+            }  # fmt: skip

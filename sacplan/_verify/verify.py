@@ -40,6 +40,11 @@ from sacplan._shard.process_groups import pretended_ranks
 from sacplan._verify.measure import measured_step
 from sacplan.errors import PlanError, SumOfOutputsWarning
 
+_IN_ONE_MEMORY = (
+    "a CPU has one memory: what waits on the host is in the peak and in the budget. Predicted is the sum of both "
+    "peaks, which the step reaches only if both are at the same time"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:
@@ -59,6 +64,9 @@ class Verification:
         differences: where the step differed from the one that the plan was made for, see ``Handle.differences``.
         setup_differences: where the setup differs from that of the planned step: cache, attention, dropout, modes,
             loss, optimizer, autocast.
+        predicted_host_bytes: the plan's own figure for the memory of the host, ``Plan.host_bytes``.
+        host_bytes: the most that the step had there (fake); None for a measured step. A CPU has one memory, so what
+            waits on the host is then in the peak, the predicted peak and the budget, see ``assumptions``.
     """
 
     peak_bytes: int
@@ -71,6 +79,8 @@ class Verification:
     differences: tuple[StepDifference, ...] = ()
     assumptions: tuple[str, ...] = ()
     setup_differences: tuple[SetupDifference, ...] = ()
+    predicted_host_bytes: int = 0
+    host_bytes: int | None = None
 
     @property
     def within_budget(self) -> bool:
@@ -82,11 +92,18 @@ class Verification:
         """Predicted over observed peak, minus one."""
         return self.predicted_peak_bytes / self.peak_bytes - 1
 
+    @property
+    def host_text(self) -> str:
+        """The memory of the host in words, planned and seen."""
+        seen = "in the peak" if self.host_bytes is None else f"{format_bytes(self.host_bytes)} seen"
+        return f"{format_bytes(self.predicted_host_bytes)} planned, {seen}"
+
     def _repr_html_(self) -> str:
         rows = [
             ("budget", format_bytes(self.budget_bytes)),
             ("planned", format_bytes(self.predicted_peak_bytes)),
             ("seen", f"{format_bytes(self.peak_bytes)}, {self.source}"),
+            *([("on the host", self.host_text)] if self.predicted_host_bytes else []),
             ("difference", f"{self.error:+.3%}, planned against seen"),
             ("recompute", f"{self.recompute_flops / 1e9:.2f} GFLOP"),
             ("step", f"{self.step_ms:.2f} ms ({'wall time' if self.run == 'real' else 'predicted'})"),
@@ -101,6 +118,7 @@ class Verification:
             f"Verification({'within' if self.within_budget else 'OVER'} budget {format_bytes(self.budget_bytes)}: peak "
             f"{format_bytes(self.peak_bytes)} ({self.source}), predicted {format_bytes(self.predicted_peak_bytes)} "
             f"({self.error:+.2%}), recompute {self.recompute_flops / 1e9:.2f} GFLOP, step {self.step_ms:.2f} ms"
+            + (f", on the host {self.host_text}" if self.predicted_host_bytes else "")
             + "".join(f"; not the step planned for: {found}" for found in self.differences[:1])
             + "".join(f"; set up otherwise: {found}" for found in self.setup_differences)
             + ")"
@@ -193,6 +211,8 @@ def _verify_fake(
         differences=applied.differences,
         assumptions=seen.assumptions,
         setup_differences=plan.fingerprint.setup.differences(seen.fingerprint.setup),
+        predicted_host_bytes=plan.host_bytes,
+        host_bytes=seen.program.footprint.host_peak_bytes,
     )
 
 
@@ -226,10 +246,11 @@ def _verify_real(
             planned_flops = measured_step(step, tensors, count_flops=True).flops
         # After the runs, and with the model still as it trains: ``preserved_state`` is about to restore it.
         setup = step.setup(current_autocast(here))
+    in_one = plan.host_bytes if here == "cpu" else 0
     return Verification(
         peak_bytes=seen.peak_bytes,
-        predicted_peak_bytes=plan.peak_bytes,
-        budget_bytes=_budget_of(plan, spec),
+        predicted_peak_bytes=plan.peak_bytes + in_one,
+        budget_bytes=_budget_of(plan, spec) + in_one,
         recompute_flops=planned_flops - unplanned.flops,
         step_ms=seen.wall_ms,
         run="real",
@@ -237,6 +258,7 @@ def _verify_real(
         differences=differences,
         assumptions=(
             *plan.provenance.assumed,
+            *([_IN_ONE_MEMORY] if in_one else []),
             *filter(None, [summed_outputs(setup)]),
             *(
                 []
@@ -245,6 +267,7 @@ def _verify_real(
             ),
         ),
         setup_differences=plan.fingerprint.setup.differences(setup),
+        predicted_host_bytes=plan.host_bytes,
     )
 
 

@@ -417,7 +417,9 @@ def test_max_batch(saved: Path) -> None:
     n = facts["batch_size"]
     assert n > facts["unplanned_batch_size"] > 0
     assert run(f"verify train.py:make largest.json --batch {n}").exit_code == 0
-    assert run(f"plan train.py:make --device cpu --budget 1MiB --batch {n + 1}").exit_code == 3
+    assert run(f"profile train.py:make --device cpu --batch {n + 1} -o more.json.gz").exit_code == 0
+    with pytest.raises(sacplan.InfeasibleBudget):
+        sacplan.plan(sacplan.Profile.load("more.json.gz"), "1MiB")
     assert "make_batch" in error_line(run("max-batch train.py:wider --device cpu --budget 1MiB"))
 
 
@@ -650,7 +652,7 @@ def test_progress_is_for_terminals(saved: Path) -> None:
             sys.executable,
             "-m",
             "sacplan",
-            *shlex.split("plan profile.json.gz --budget 1KiB --solver greedy --json"),
+            *shlex.split("plan profile.json.gz --budget 85% --never nothing.like.it --json"),
         ],
         stdout=subprocess.PIPE,
         stderr=terminal,
@@ -664,8 +666,8 @@ def test_progress_is_for_terminals(saved: Path) -> None:
         assert started.stdout is not None
         results = started.stdout.read()
     os.close(controller)
-    assert started.returncode == 3
-    assert json.loads(results)["error"]["type"] == "InfeasibleBudget"
+    assert started.returncode == 2
+    assert json.loads(results)["error"]["type"] == "PlanError"
     assert b"reading" in seen
     assert b"planning" in seen
     assert b"\x1b[1;31merror" in seen

@@ -124,7 +124,12 @@ def given(tmp_path_factory):
         "advise": (sacplan.advise, {"profile": profile}),
         "fit": (
             sacplan.fit,
-            {"model": model, "make_batch": lambda n, seq=8: torch.ones(n, 8), "device": "cpu"},
+            {
+                "model": model,
+                "make_batch": lambda n, seq=8: torch.ones(n, 8),
+                "device": "cpu",
+                "sizes": False,
+            },
         ),
         "module_table": (sacplan.module_table, {"profile": profile}),
         "chunk_table": (sacplan.chunk_table, {"profile": profile, "plan": plan}),

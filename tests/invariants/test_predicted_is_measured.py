@@ -47,7 +47,7 @@ def test_the_prediction_is_the_fake_step_and_the_measured_one(
 @pytest.mark.parametrize(
     ("name", "unplanned_tolerance", "planned_tolerance"),
     [
-        ("gpt2", 0.005, 0.01),
+        pytest.param("gpt2", 0.005, 0.01, marks=pytest.mark.slow),
         pytest.param("bert", 0.005, 0.01, marks=pytest.mark.slow),
         pytest.param("t5", 0.005, 0.01, marks=pytest.mark.slow),
         pytest.param("resnet", 0.03, 0.03, marks=pytest.mark.slow),

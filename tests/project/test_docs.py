@@ -17,6 +17,7 @@ The README is one of the pages.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import io
 import json
@@ -30,6 +31,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -182,16 +184,47 @@ def commands(code: str) -> list[str]:
     ]
 
 
+class Ran(NamedTuple):
+    """What a command has said and written."""
+
+    code: int
+    output: str
+    said: str
+    files: dict[str, bytes]
+
+
+_ran: dict[tuple[str, ...], Ran] = {}
+"""Commands of the README are on other pages, too: each runs once, on the same files."""
+
+
+def run_sacplan(words: list[str]) -> Ran:
+    from typer.testing import CliRunner
+
+    from sacplan._cli.app import app
+
+    before = files_here()
+    given = (f"{name}={hashlib.sha256(before[name]).hexdigest()}" for name in words if name in before)
+    key = (*words, *given)
+    # What a script defines is more than its text: it may read other files.
+    if key not in _ran or any(".py" in word for word in words):
+        result = CliRunner().invoke(app, words[1:])
+        written = {name: contents for name, contents in files_here().items() if before.get(name) != contents}
+        _ran[key] = Ran(result.exit_code, result.stdout, result.stderr, written)
+    for name, contents in _ran[key].files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(contents)
+    return _ran[key]
+
+
+def files_here() -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
 def run_command(block: Block, line: str) -> str:
     expected = re.search(r"# exits with (\d+)", line)
     words = shlex.split(line, comments=True)
     if words[0] == "sacplan":
-        from typer.testing import CliRunner
-
-        from sacplan._cli.app import app
-
-        result = CliRunner().invoke(app, words[1:])
-        code, output, said = result.exit_code, result.stdout, result.stderr
+        code, output, said, _ = run_sacplan(words)
     else:
         python = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
         assert words[0] in python, f"{block.where}: nobody knows how to run {line!r}"

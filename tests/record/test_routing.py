@@ -118,11 +118,21 @@ def test_fit_says_what_the_worst_costs_beside_the_balanced_one() -> None:
     model = Padded()
     options: Any = {"loss_fn": mean_square, "optimizer": None, "batch": 64, "sizes": False}
     found = sacplan.fit(model, lambda n: torch.randn(n, 16), "cpu", **options)
-    (said,) = (sentence for sentence in found.computed if "Routing" in sentence)
+    (said,) = found.remarks
     worst = sacplan.fit(model, lambda n: torch.randn(n, 16), "cpu", routing="worst", **options)
     assert worst.rows[0].peak_bytes > found.rows[0].peak_bytes
     assert format_bytes(worst.rows[0].peak_bytes) in said
-    assert not any("Routing" in sentence for sentence in worst.computed)
+    assert said.startswith("Routing is taken to be balanced.")
+    assert not worst.remarks
+
+
+def test_fit_says_what_the_worst_costs_on_a_rank() -> None:
+    model, ranks = Padded(), {"world_size": 2, "fsdp_units": [""]}
+    options: Any = {"loss_fn": mean_square, "optimizer": None, "batch": 64, "sizes": False}
+    found = sacplan.fit(model, lambda n: torch.randn(n, 16), "cpu", devices=2, **options)
+    (said,) = found.remarks
+    worst = profile_of(model, torch.randn(64, 16), routing="worst", **ranks)
+    assert f"a rank of FSDP2 needs {format_bytes(worst.peak_bytes)}, " in said
 
 
 @pytest.mark.parametrize("options", [{"routing": "fair"}, {"routing": "worst", "trace": "real"}], ids=str)

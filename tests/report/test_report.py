@@ -347,7 +347,7 @@ def test_buckets_show_the_highest_moment_in_each(times: list[float], count: int,
     n = len(times)
     line = Timeline(
         np.arange(n), np.arange(n), np.zeros(n, bool), starts[:-1], float(starts[-1]), live,
-        np.zeros((n, len(StorageKind)), np.int64), np.zeros(n, np.int64),
+        np.zeros((n, len(StorageKind)), np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64),
     )  # fmt: skip
     width = line.end_ms / count or 1.0
     entries = buckets_of(line, width)

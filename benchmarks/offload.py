@@ -1,0 +1,133 @@
+"""What does it cost to hold a budget by recomputation, by offloading, by both, and with chunks?
+
+    python -m benchmarks.offload [--models llama resnet50] [--device h100]
+
+Models: the nine of ``gpu_models.py`` at the size of the famous ones, and eight layers of Llama-3-8B's shape on 8,192
+tokens; bfloat16, on the meta device, nothing is computed. A row is a model with its smallest peak by each choice of
+techniques, and three budgets: 60 % and 20 % of the way from the smallest peak by recomputation alone to the step's own
+peak, and that smallest peak. For each budget and choice: whether it is held, and by how much the step becomes longer
+(recomputation, waits for copies and slices together), with the memory of the host.
+
+A plan with a choice that contains another one must cost no more. ``worse`` lists where it does, beyond 1e-6 ms.
+The peaks of the plans that offload are those of a fake step with the plan, on the device and on the host: ``exact``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+import sacplan
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.plans import budget_at, plan_or_least
+from benchmarks.harness.results import GIB, Row
+from benchmarks.models import chunk_models, gpu_models
+from benchmarks.models.cases import Case
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "recompute": ("recompute",),
+    "offload": ("offload",),
+    "both": ("recompute", "offload"),
+    "all": ("recompute", "offload", "chunk"),
+}
+BUDGETS = {"60%": 0.6, "20%": 0.2, "smallest": 0.0}
+_TIE_MS = 1e-6
+
+
+def _built(name: str) -> Case:
+    return Case(*gpu_models.build(name, "gpu", "meta", torch.bfloat16, autocast=False))
+
+
+def llama_3_8b() -> Case:
+    """Build eight layers of Llama-3-8B's shape, with 8,192 tokens."""
+    return chunk_models.llama_3_8b(8192, layers=8)
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    **{name: lambda name=name: _built(name) for name in gpu_models.MODELS},  # type: ignore[misc]
+    "llama-3-8b": llama_3_8b,
+}
+
+
+def planned(case: Case, profile: sacplan.Profile, budget_bytes: int, choice: str) -> Row:
+    """Return what a budget costs by a choice of techniques."""
+    plan, peak = plan_or_least(profile, budget_bytes, techniques=CHOICES[choice])
+    if plan is None:
+        return {"held": False, "peak_bytes": peak}
+    row: Row = {
+        "held": True,
+        "peak_bytes": peak,
+        "longer_ms": plan.recompute_ms + plan.added_ms,
+        "recompute_ms": plan.recompute_ms,
+        "host_bytes": plan.host_bytes,
+        "offloaded": len(plan.offloaded),
+        "chunks": len(plan.chunks),
+        "status": plan.status,
+    }
+    if plan.offloaded:
+        seen = case.verify(plan)
+        row["exact"] = (seen.peak_bytes, seen.host_bytes) == (plan.peak_bytes, plan.host_bytes)
+    return row
+
+
+def worse(found: dict[str, Row]) -> list[str]:
+    """Return the choices that cost more than one that they contain."""
+    return [
+        f"{more} costs more than {less}"
+        for more in CHOICES
+        for less in CHOICES
+        if more != less and set(CHOICES[less]) < set(CHOICES[more]) and found[less]["held"]
+        if not found[more]["held"] or found[more]["longer_ms"] > found[less]["longer_ms"] + _TIE_MS
+    ]
+
+
+def rows_of(name: str, device: str) -> Iterator[Row]:
+    """Yield the row of a model."""
+    case = MODELS[name]()
+    profile = case.profile(device)
+    smallest = {
+        choice: sacplan.plan_smallest(profile, techniques=techniques).peak_bytes
+        for choice, techniques in CHOICES.items()
+    }
+    budgets = {}
+    for budget, share in BUDGETS.items():
+        budget_bytes = budget_at(share, smallest["recompute"], profile.peak_bytes)
+        found = {choice: planned(case, profile, budget_bytes, choice) for choice in CHOICES}
+        budgets[budget] = {"budget_bytes": budget_bytes, **found, "worse": worse(found)}
+    yield {
+        "model": name,
+        "device": device,
+        "plain_peak_bytes": profile.peak_bytes,
+        "plain_step_ms": profile.step_ms,
+        "smallest_peak_bytes": smallest,
+        "budgets": budgets,
+    }
+
+
+def _line(row: Row) -> str:
+    smallest = ", ".join(f"{choice} {n / GIB:.2f}" for choice, n in row["smallest_peak_bytes"].items())
+    lines = [
+        f"{row['model']} on {row['device']}: {row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.1f} ms; "
+        f"smallest: {smallest}"
+    ]
+    for budget, found in row["budgets"].items():
+        costs = [
+            f"{choice} {'+' + format(found[choice]['longer_ms'], '.2f') if found[choice]['held'] else 'over':>8}"
+            for choice in CHOICES
+        ]
+        lines.append(f"  {budget:>8} {found['budget_bytes'] / GIB:7.2f} GiB  {'  '.join(costs)}")
+        lines += [f"           {sentence}" for sentence in found["worse"]]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = Parser(__doc__, "offload.json")
+    parser.choice("--models", MODELS)
+    parser.add_argument("--device", default="h100")
+    arguments = parser.begin(silence=True)
+    run_cases(arguments.models, lambda name: rows_of(name, arguments.device), _line, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

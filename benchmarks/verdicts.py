@@ -1,0 +1,188 @@
+"""What does ``sacplan fit`` say of twelve things that people train, and what have others measured of them?
+
+    python -m benchmarks.verdicts [--only ID ...]
+
+Full training, LoRA and QLoRA of models from 1B to 70B parameters, on one GPU of 12 GB up to eight of 80 GB. Each case
+is a command, run in a process of its own. Where somebody has published what the same step reserves, the row has both
+figures; ``benchmarks/data/peaks.jsonl`` says who, and how they came about. The table in ``docs/fit.md`` is made from
+the results, and written once all cases have one. With ``--only``, the rows of other cases stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.command import Parser
+from benchmarks.harness.results import GIB, RESULTS, ROOT, Row, read_results, write_results
+from benchmarks.published import published_rows
+
+PAGE = ROOT / "docs" / "fit.md"
+FIGURES = RESULTS / "verdicts.json"
+MARK, END = "<!-- made by python -m benchmarks.verdicts -->", "<!-- end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing that people train.
+
+    Attributes:
+        command: Arguments of ``sacplan fit``.
+        published: The id of a published figure of the step as it is, in bytes, and its name there.
+    """
+
+    command: str
+    published: tuple[str, str] | None = None
+
+
+_ADAPTERS = "--lora r=16"
+_QLORA = f"{_ADAPTERS} --load-in-4bit"
+_PEFT = "--device l40s --batch 4 --seq 768"  # the longest batch of PEFT's comparison of methods
+
+CASES = {
+    "1B, full": Case("hf:meta-llama/Llama-3.2-1B --device rtx-4090 --batch 4 --seq 2048"),
+    "3B, full": Case(
+        f"hf:meta-llama/Llama-3.2-3B {_PEFT}",
+        ("peft-full-finetuning--llama-3.2-3B-lr_0.00001", "max_reserved"),
+    ),
+    "3B, LoRA": Case(
+        f"hf:meta-llama/Llama-3.2-3B {_PEFT} --lora r=32,alpha=64,targets=q_proj+v_proj",
+        ("peft-lora--llama-3.2-3B-rank32", "max_reserved"),
+    ),
+    "3B, QLoRA": Case(f"hf:meta-llama/Llama-3.2-3B --device 12GB --batch 2 --seq 1024 {_QLORA}"),
+    "8B, full": Case("hf:meta-llama/Meta-Llama-3-8B --device l40s --seq 2048"),
+    "8B, full, one of 80 GB": Case("hf:meta-llama/Meta-Llama-3-8B --device h100 --seq 8192"),
+    "8B, LoRA": Case(f"hf:meta-llama/Meta-Llama-3-8B --device rtx-4090 --seq 2048 {_ADAPTERS}"),
+    "8B, QLoRA": Case(f"hf:meta-llama/Meta-Llama-3-8B --device rtx-4090 --batch 4 --seq 1024 {_QLORA}"),
+    "8B, full, eight of 80 GB": Case("hf:meta-llama/Meta-Llama-3-8B --device 8xh100 --seq 8192"),
+    "13B, LoRA": Case(f"hf:meta-llama/Llama-2-13b-hf --device a100-40gb --seq 4096 {_ADAPTERS}"),
+    "70B, QLoRA": Case(f"hf:meta-llama/Meta-Llama-3-70B --device h100 --seq 2048 {_QLORA}"),
+    "70B, LoRA, eight of 80 GB": Case(
+        f"hf:meta-llama/Meta-Llama-3-70B --device 8xh100 --seq 4096 {_ADAPTERS}"
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(__doc__, "verdicts.json")
+    parser.choice("--only", CASES)
+    arguments = parser.begin(argv)
+    path: Path | None = arguments.json
+    known = {} if path is None or not path.exists() else {row["id"]: row for row in read_results(path)[1]}
+    for name in arguments.only:
+        known[name] = row_of(name, CASES[name])
+        print(f"{name}: {known[name]['verdict']}", flush=True)
+        write_results(path, [known[one] for one in CASES if one in known])
+    if path is not None and path == FIGURES and known.keys() == CASES.keys():
+        PAGE.write_text(
+            with_table(PAGE.read_text(encoding="utf-8"), [known[one] for one in CASES]), encoding="utf-8"
+        )
+
+
+def row_of(name: str, case: Case) -> Row:
+    """Return what the command says, and what was published."""
+    words = [sys.executable, "-m", "sacplan", "fit", *shlex.split(case.command), "--no-sizes", "--json"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    facts = json.loads(done.stdout)
+    if "error" in facts:
+        raise RuntimeError(f"{name}: {facts['error']['message']}")
+    row: Row = {
+        "id": name,
+        "command": f"sacplan fit {case.command}",
+        "fits": facts["fits"],
+        "verdict": facts["verdict"],
+    }
+    row |= {"as_it_is": _figures(facts["rows"][0]), "recommended": _figures(facts["recommended"])}
+    row["remarks"] = facts["remarks"]
+    if case.published is not None:
+        key, figure = case.published
+        entry, predicted = published_rows()[key], facts["rows"][0]["reserved_bytes"]
+        measured = entry["measured"][figure]
+        row["published"] = {
+            "id": key, "measured_bytes": measured, "predicted_bytes": predicted, "error": predicted / measured - 1,
+        }  # fmt: skip
+    return row
+
+
+def _figures(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    names = (
+        "optimizer",
+        "spread",
+        "way",
+        "peak_bytes",
+        "reserved_bytes",
+        "host_bytes",
+        "fits",
+        "over_bytes",
+        "step_ms",
+    )
+    return {name: row[name] for name in names}
+
+
+# --- the table on the page
+
+
+_SECTION = f"""## What people train
+
+`python -m benchmarks.verdicts` asks `sacplan fit` about twelve of them. "As it is" is the step without a plan, with
+AdamW; "what to do" is the recommended row, and "reserved" what torch reserves with it on a device. Where somebody has
+measured the step as it is, the last column has what was reserved, and how far the prediction for it is off. These
+figures are of PEFT's [comparison of methods](https://github.com/huggingface/peft/tree/main/method_comparison), whose
+batches are of up to 768 tokens. [Predicted beside measured](measured.md) has many more steps. The figures are in
+`benchmarks/results/verdicts.json`.
+
+{MARK}
+{END}
+
+"""
+_NEXT = "## What is recorded, and what is computed"
+
+
+def with_table(page: str, rows: Sequence[Row]) -> str:
+    """Return the page with the table in its section, which is added if the page has none."""
+    if MARK not in page:
+        page = page.replace(_NEXT, _SECTION + _NEXT)
+    head, mark, rest = page.partition(MARK)
+    assert mark, f"docs/fit.md has neither {MARK} nor {_NEXT}"
+    return f"{head}{MARK}\n\n{markdown(rows)}\n\n{END}{rest.partition(END)[2]}"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the table: a line for each case."""
+    head = "| training | `sacplan fit ...` | as it is | what to do | reserved | published |\n|---|---|---|---|---|---|"
+    return "\n".join([head, *map(_line, rows)])
+
+
+def _line(row: Row) -> str:
+    first, best = row["as_it_is"], row["recommended"]
+    command = row["command"].removeprefix("sacplan fit ").removeprefix("hf:")
+    as_it_is = "fits" if first["fits"] else f"{_gib(first['over_bytes'])} too much"
+    if best is None:
+        todo, reserved = "nothing fits", ""
+    else:
+        named = ", ".join(filter(None, (best["optimizer"], best["spread"], best["way"])))
+        todo = "nothing" if best == first else named
+        reserved = _gib(best["reserved_bytes"])
+    published = row.get("published")
+    beside = (
+        ""
+        if published is None
+        else f"{_gib(published['measured_bytes'])} ({published['error']:+.1%} predicted)"
+    )
+    return f"| {row['id']} | `{command}` | {as_it_is} | {todo} | {reserved} | {beside} |"
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.1f} GiB"
+
+
+if __name__ == "__main__":
+    main()

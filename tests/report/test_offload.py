@@ -1,0 +1,102 @@
+"""What reports, traces, snapshots and ``verify`` say of tensors that wait on the host."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import sacplan
+from sacplan._cli.show import plan_facts, plan_tables
+from sacplan._device.device_memory import device_memory
+from sacplan._plan.reading import host_text, read_layers
+from sacplan._program.program import Program
+from sacplan._questions.planned import planned
+from sacplan._report.snapshot import snapshot_of
+from tests.zoo import language_models as models
+
+
+@pytest.fixture(scope="module")
+def step() -> tuple[models.LM, torch.Tensor, sacplan.Profile, sacplan.Plan]:
+    model, batch = models.LM(layers=4, vocab=32), torch.randint(0, 32, (8, 64))
+    profile = sacplan.profile(model, batch, models.cross_entropy, device="cpu")
+    plan = sacplan.plan(profile, "50%", techniques=("recompute", "offload"))
+    assert plan.offloaded
+    return model, batch, profile, plan
+
+
+@pytest.fixture(scope="module")
+def program(step: tuple[models.LM, torch.Tensor, sacplan.Profile, sacplan.Plan]) -> Program:
+    _, _, profile, plan = step
+    return planned(profile, plan)
+
+
+def test_layers_are_named_where_the_tensors_are(step) -> None:  # type: ignore[no-untyped-def]
+    plan = step[3]
+    away = {name: layer.away for layer in read_layers(plan) for name in layer.layers if layer.away}
+    assert set(away) == {f"layers.{i}" for i in range(4)}
+    assert "on the host  of what it keeps: " in str(plan)
+
+
+def test_a_plan_on_the_command_line(step) -> None:  # type: ignore[no-untyped-def]
+    _, _, profile, plan = step
+    facts = plan_facts(plan)
+    assert facts["host_bytes"] == plan.host_bytes
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(plan_tables(plan, profile, {})[0])
+    assert f"on the host    {host_text(plan)}" in shown.get()
+
+
+def test_what_is_alive_at_the_peak_is_on_the_device(step) -> None:  # type: ignore[no-untyped-def]
+    _, _, profile, plan = step
+    assert int(sacplan.alive_at_peak(profile, plan)["bytes"].sum()) == plan.peak_bytes
+
+
+def test_the_snapshot_has_the_device_alone(step, program: Program) -> None:  # type: ignore[no-untyped-def]
+    _, _, profile, plan = step
+    alive = most = 0
+    for entry in snapshot_of(profile, program)["device_traces"][0]:
+        change = {"alloc": 1, "free_completed": -1}.get(entry["action"], 0)
+        alive += change * entry["size"]
+        most = max(most, alive)
+    assert most == plan.peak_bytes
+
+
+def test_the_allocator_of_the_device_gives_no_block_to_the_host(program: Program) -> None:
+    assert program.on_host
+    assert {program.device_bytes[s] for s in program.on_host} == {0}
+    # On a fresh allocator, a step has at most its peak and what the blocks of the peak are rounded up to.
+    assert device_memory(program).steps.max_memory_allocated <= 1.02 * program.footprint.peak_bytes
+
+
+def test_the_trace_has_copies_on_threads_of_their_own(step, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    _, _, profile, plan = step
+    path = sacplan.write_memory_trace(tmp_path / "trace.json", profile, plan)
+    events = json.loads(path.read_text())["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    host = [e["args"]["bytes"] for e in events if e.get("name") == "host memory"]
+    assert max(host) == plan.host_bytes
+    for name in ("copies to the host", "copies to the device"):
+        copies = [e for e in events if e["ph"] == "X" and threads.get(e["tid"]) == name]
+        assert len(copies) == len(plan.offloaded)
+        assert sum(e["args"]["bytes"] for e in copies) > 0
+        for one, after in itertools.pairwise(copies):  # they follow on each other
+            assert one["ts"] + one["dur"] <= after["ts"] + 0.002
+
+
+def test_verify_says_both_peaks(step) -> None:  # type: ignore[no-untyped-def]
+    model, batch, _, plan = step
+    fake = sacplan.verify(model, batch, plan, models.cross_entropy)
+    assert (fake.peak_bytes, fake.host_bytes) == (plan.peak_bytes, plan.host_bytes)
+    assert f"on the host {fake.host_text}" in repr(fake)
+    real = sacplan.verify(model, batch, plan, models.cross_entropy, run="real")
+    assert real.host_bytes is None
+    assert real.within_budget
+    assert real.peak_bytes <= real.predicted_peak_bytes == plan.peak_bytes + plan.host_bytes
+    assert any("one memory" in sentence for sentence in real.assumptions)
