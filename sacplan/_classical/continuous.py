@@ -78,7 +78,9 @@ class _LinearProgram:
         for i, (unit, offered) in enumerate(zip(tree.units, self._offered, strict=True)):
             y = program.variable(upper=float(allowed is None or i in allowed), integer=True)
             share, ms = program.variable(upper=1.0), program.variable(cost=1.0)
+            # Only a unit that is chosen discards a share.
             program.row([(y, 1.0), (share, -1.0)], lower=0.0)
+            # The time is at least that of each line, so at least their maximum. Of a unit that is not chosen all are 0.
             for slope, intercept in unit.segments:
                 terms = [(ms, self.ms_scale), (share, -slope * offered.ratio), (y, -intercept)]
                 program.row([(variable, factor / self.ms_scale) for variable, factor in terms], lower=0.0)
@@ -97,6 +99,7 @@ class _LinearProgram:
             if solution.values[self._chosen[i]] > 0.5:
                 share = min(1.0, max(0.0, solution.values[self._shares[i]]))
                 discard = unit.at(share * offered.ratio)
+                # A share of less than half a byte is none.
                 if discard.freed > 0:
                     plan[i] = discard
         return plan
@@ -116,6 +119,7 @@ class _LinearProgram:
             # Nothing to free: the row holds for every plan.
             if n_bytes <= budget_bytes:
                 continue
+            # Each row adds its units to the total of the row before, which keeps the program sparse.
             total = self._program.variable(lower=(n_bytes - budget_bytes) / self._byte_scale - _SLACK)
             terms = [
                 (self._shares[i], self._offered[i].freed / self._byte_scale) for i in range(added, n_units)

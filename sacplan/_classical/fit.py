@@ -110,6 +110,7 @@ def pwlf_fit(points_xy: Iterable[tuple[float, float]], segments: int | None = No
         raise PlanError(f"segments={segments}: use 2, 3 or 4")
     points = _clean(points_xy)
     most = len({x for x, _ in points}) - 1
+    # Ratio 0 alone: nothing can be discarded, so there is no line.
     if most < 1:
         return Fit(0, (), (), (), "pwlf")
     if most == 1:
@@ -182,6 +183,7 @@ def _through(vertices: list[tuple[float, float]], kind: FitKind) -> Fit:
     for (x0, y0), (x1, y1) in itertools.pairwise(vertices):
         slopes.append((y1 - y0) / (x1 - x0))
         intercepts.append(y0 - slopes[-1] * x0)
+    # A single vertex has no segment that could begin or end.
     breakpoints = tuple(x for x, _ in vertices) if slopes else ()
     return Fit(len(slopes), tuple(slopes), tuple(intercepts), breakpoints, kind)
 

@@ -192,6 +192,7 @@ class Graph:
         for segment in self.segments:
             if not 0 <= segment.position <= len(names):
                 raise PlanError(f"{segment} is not within a step of {len(names)} modules")
+        # The class is frozen: its look-ups are made once, here.
         object.__setattr__(self, "_index", index)
         object.__setattr__(self, "_parent", tuple(_parent_of(fqn, self.root, index) for fqn in names))
         object.__setattr__(self, "_position", {fqn: p for p, fqn in enumerate(self.fw_post_order)})
@@ -300,6 +301,7 @@ class Graph:
         return pd.DataFrame(rows).set_index("fqn")
 
     def _suggest(self, name: str) -> str:
+        # Whoever leaves out the beginning of a name means one that ends so.
         ends_so = [fqn for fqn in self._index if fqn.endswith("." + name)]
         near = difflib.get_close_matches(name, list(self._index), n=5, cutoff=0.5)
         shown = list(dict.fromkeys(ends_so[:3] + near))[:5] or list(self._index)[:5]

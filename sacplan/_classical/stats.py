@@ -59,6 +59,7 @@ def module_info(
         parameters = root_parameters if fqn == "" else own_parameters.get(fqn, 0)
         tradeoff = tradeoffs.get(fqn)
         time = times.get(fqn, _Times())
+        # The model has no call of its own where only parts of it were called: its time is that of the passes.
         if fqn == "" and not scopes:
             time = _Times(
                 sum(t.time_ms for t in runtime.ops if t.phase == Phase.FORWARD),
@@ -96,10 +97,13 @@ def _tradeoff_fields(
     kind: FitKind,
     segments: int | None,
 ) -> dict[str, Any]:
+    # No unit, or one that can discard nothing: the fields keep their defaults.
     if tradeoff is None or not tradeoff.points:
         return {}
+    # A forward pass that takes no time has shares of 0, and not of 0 / 0.
     whole = tradeoff.runtime_ms or 1.0
     curve = tuple((p.discard_ratio, p.recompute_ms / whole) for p in tradeoff.points)
+    # Repeated layers have equal curves, and a fit by least squares takes long.
     fitted = fits.get(curve)
     if fitted is None:
         fitted = fits[curve] = fit_tradeoff(curve, kind, segments)
@@ -147,6 +151,7 @@ def _times(program: Program) -> dict[str, _Times]:
         if op.phase == Phase.OPTIMIZER:
             continue
         total = forward if op.phase == Phase.FORWARD else backward
+        # The time of an op is in that of every module around it.
         for fqn in names[op.scope]:
             total[fqn] += op.time_ms
     return {fqn: _Times(forward[fqn], backward[fqn]) for fqn in {*forward, *backward}}
@@ -178,6 +183,7 @@ def _backward_peaks(program: Program, span: tuple[int, int] | None) -> tuple[int
     Gradients before it; activations at the peak within it; and what it has added by then: gradients of activations, and
     of the module's own parameters so far.
     """
+    # No op of the backward pass runs for the module.
     if span is None:
         return 0, 0, 0
     moments = program.liveness.moments[1:]  # the first is the state before the step
@@ -226,6 +232,7 @@ def segments_of(program: Program) -> tuple[MemorySegment, ...]:
         elif code == Event.OP:
             op = program.ops[arg]
             if op.phase == Phase.OPTIMIZER:
+                # Every backward has begun by now.
                 position = 0
             elif op.phase == Phase.BACKWARD:
                 # What a module discarded is being computed again from its backward on, so it counts no longer.

@@ -87,6 +87,7 @@ def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
         if subtree.around:
             groups[subtree.kind].append(c)
     n_memory, n_rows = len(tree.base), len(tree.base) + len(groups)
+    # Rows of memory come first, then one of nesting for each kind of subtree under the same modules.
     base, limits = np.zeros((2, n_rows), dtype=np.int64)
     base[:n_memory], limits[:n_memory] = tree.base, budget_bytes
     uses = [np.zeros((len(subtree.ways), n_rows), dtype=np.int64) for subtree in subtrees]
@@ -100,6 +101,7 @@ def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
     for row, group in enumerate(groups.values(), start=n_memory):
         limits[row] = len(group)  # all of them may be taken, or one unit around them
         for c in group:
+            # From option 1 on: option 0 takes no unit, and what is not taken cannot nest.
             uses[c][1:, row] = 1
         for unit in subtrees[group[0]].around:
             uses[choice_of[unit]][1:, row] = len(group)
@@ -137,6 +139,7 @@ def _subtrees(tree: UnitTree) -> list[_Subtree]:
         if ways is not None:
             found.append(_Subtree((number, around), inside, ways, around))
             return
+        # Too large, or too many ways: the module is a choice of its own, beside those of what is in it.
         found.append(_Subtree((unit,), [unit], [_nothing(1), *_own(units[unit], 0, 1)], around))
         for child in children[unit]:
             visit(child, (*around, unit))
@@ -157,6 +160,7 @@ def _nothing(size: int) -> _Way:
 
 def _own(unit: Unit, place: int, size: int) -> list[_Way]:
     """Return the ways to take one unit of a subtree."""
+    # What a unit discards is free from the end of its forward on.
     ended = np.arange(size + 1) > place
     return [
         _Way(option.ms, ((place, o),), np.where(ended, option.freed, 0))

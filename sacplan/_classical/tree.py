@@ -85,6 +85,7 @@ class UnitTree:
         freed = np.zeros(len(self.units) + 1, dtype=np.int64)
         for unit, discard in plan.items():
             freed[unit + 1] = discard.freed
+        # Units are in the order of their ends, so the first n of them have freed the sum of their discards.
         used: Amounts = self.base - freed.cumsum()[self.n_units]
         return used
 
@@ -111,6 +112,7 @@ def tree_of(
     allowed = None if ac_units is None else graph.match(ac_units, "ac_units")
     sharded = graph.match(fsdp_units or (), "fsdp_units")
     holds_sharded = {ancestor for fqn in sharded for ancestor in graph.ancestors(fqn)}
+    # Statistics without reachable points have nothing but their fit to plan with.
     continuous = continuous or not any(node.points for node in graph.nodes)
     units: list[Unit] = []
     for fqn in graph.fw_post_order:

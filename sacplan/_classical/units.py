@@ -63,6 +63,7 @@ def unit_tradeoffs(program: Program) -> dict[str, UnitTradeoff]:
         if fqn in program.leaf_fqns:
             continue
         cut = _cut_out(program, fqn)
+        # It keeps nothing, or has too many ops.
         if cut is None:
             continue
         if cut.problem not in solved:
@@ -72,6 +73,7 @@ def unit_tradeoffs(program: Program) -> dict[str, UnitTradeoff]:
 
 
 def _tradeoff(fqn: str, cut: _UnitGraph, points: tuple[closure.TradeoffPoint, ...]) -> UnitTradeoff:
+    # The first point discards nothing, so it keeps the whole.
     whole = points[0].kept_bytes
     return UnitTradeoff(
         fqn=fqn,

@@ -70,6 +70,7 @@ def fit(
     """
     import sacplan
     from sacplan._cli.answers import fit_answer
+    from sacplan._program.progress import stages_go_to
     from sacplan._questions.on_ranks import read_devices
 
     one, number = read_devices(device or o.DEFAULT_DEVICE, devices or 1)
@@ -85,7 +86,16 @@ def fit(
     optimizer: Any = loaded.optimizer
     if loaded.facts:
         optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
-    with stage("recording and planning", long=True) as say, users_code(f"the step of {target}"):
+    known: list[str] = []  # the verdict, as soon as it is known: shown while the largest sizes are looked for
+
+    def show(stage: str) -> None:
+        say(" ".join((*known, f"{stage} ...")))
+
+    with (
+        stage("recording and planning", long=True) as say,
+        stages_go_to(show),
+        users_code(f"the step of {target}"),
+    ):
         found = sacplan.fit(
             loaded.model,
             loaded.make_batch if seq is None else functools.partial(_of_length, loaded.make_batch, seq),
@@ -102,7 +112,7 @@ def fit(
             longest=None if seq is None else _positions(loaded.model),
             name=target.removeprefix("hf:"),
             sizes=sizes,
-            on_verdict=lambda verdict: say(f"{verdict.sentence} Largest sizes ..."),
+            on_verdict=lambda verdict: known.append(verdict.sentence),
         )
     line = _command(target, found, hf, [] if routing is None else ["--routing", routing])
     shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice, *found.remarks]

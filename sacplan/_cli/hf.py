@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import re
 from dataclasses import replace
@@ -128,6 +129,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         "attn": model.config._attn_implementation,
         "optimizer": options.optimizer,
     }
+    gc.freeze()  # recordings collect what they leave behind, and need not look through all of transformers
     return Target(target, model, found.batch, loss_fn, optimizer, make_batch, facts)
 
 

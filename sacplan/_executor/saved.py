@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from sacplan._executor.tensors import View
+from sacplan._torch.private import storage_key
 
 
 class Holder(Protocol):
@@ -37,6 +38,10 @@ class Stand(Protocol):
 class SavedStorage:
     """A storage of which a unit's call has saved tensors. It lives as long as one of its holders.
 
+    Args:
+        storage: as long as it is alive.
+        awaited: those of the call that nobody holds yet; this is one of them until it has a holder.
+
     Attributes:
         storage: as long as it is alive.
         holders: who holds a tensor on it.
@@ -45,10 +50,12 @@ class SavedStorage:
         on_ask: what is called when autograd first asks for one of the tensors.
     """
 
-    __slots__ = ("__weakref__", "holders", "is_away", "on_ask", "stand", "storage")
+    __slots__ = ("__weakref__", "_awaited", "holders", "is_away", "on_ask", "stand", "storage")
 
-    def __init__(self, storage: Any) -> None:
+    def __init__(self, storage: Any, awaited: set[SavedStorage]) -> None:
         self.storage = weakref.ref(storage)
+        self._awaited = awaited
+        awaited.add(self)
         self.holders: list[weakref.ref[Any]] = []
         self.stand: Stand | None = None
         self.is_away = False
@@ -57,6 +64,7 @@ class SavedStorage:
     def add(self, holder: Holder) -> None:
         """Note that something holds a tensor on it."""
         self.holders.append(weakref.ref(holder))
+        self._awaited.discard(self)
 
     def asked(self) -> None:
         """Call those who wait for the first time that autograd asks for one of the tensors."""
@@ -71,6 +79,32 @@ class SavedStorage:
             if holder is not None and holder.let_go(version):
                 self.is_away = True
         self.holders = []
+
+
+class SavedStorages:
+    """The storages of which a call has saved tensors.
+
+    An op may have a mark before autograd saves its tensor, so what nobody holds yet is kept alive here. From its first
+    holder on it lives with its holders alone: code may drop part of a graph in the middle of a forward pass, and what
+    stands for its tensors has to go with it.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._awaited: set[SavedStorage] = set()
+
+    def of(self, tensor: torch.Tensor) -> SavedStorage:
+        """Return what the call has saved on the storage of a tensor."""
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        found = self._known.get(key)
+        if found is None or found.storage() is not storage:  # else the address was reused
+            found = self._known[key] = SavedStorage(storage, self._awaited)
+        return found
+
+    def end(self) -> None:
+        """End the call: let go of what nobody has come to hold."""
+        self._awaited.clear()
 
 
 SavedOf = Callable[[torch.Tensor], SavedStorage]

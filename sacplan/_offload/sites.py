@@ -46,6 +46,8 @@ def place_of(program: Program, op: int, storage: int) -> int | None:
 
 def seen_at(program: Program, unit: str, storage: int) -> int | None:
     """Return the first op of a unit that has a storage among its tensors when nothing writes to it any more."""
+    if storage in split_apart(program):
+        return None  # its parts count their writes apart, so who holds one cannot tell whether the copy is as new
     written = last_writes(program).get(storage, -1)
     for op in sites_of(program, unit):
         if op > written and program.ops[op].replaces < 0 and storage in tensors_of(program, op):
@@ -57,6 +59,17 @@ def seen_at(program: Program, unit: str, storage: int) -> int | None:
 def last_writes(program: Program) -> dict[int, int]:
     """Return by storage the last op that writes to it in place."""
     return {s: i for i, op in enumerate(program.ops) for s in op.mutates}
+
+
+@derived
+def split_apart(program: Program) -> frozenset[int]:
+    """Return the storages that are written in place and have been split into parts with versions of their own.
+
+    The gates of recurrent layers are: ``unsafe_chunk`` gives parts that autograd does not take for views.
+    """
+    split = (op for op in program.ops if op.name.startswith("aten.unsafe_split"))
+    parts = {program.tensors[t].storage for op in split for t in op.outputs if t >= 0}
+    return frozenset(parts.intersection(last_writes(program)))
 
 
 _WEIGHTS = {"aten.mm.default": 1, "aten.addmm.default": 2, "aten.convolution.default": 1}
@@ -165,7 +178,9 @@ def decision_of(
     fetch: SeenTensor | None = None
     if anchor is not None:
         site = site_of(anchor)
-        if site is not None:
+        # In the unit of a plan, which may be around the one that the option was made for, the weight may have other
+        # uses: then this op is not the one for which it is asked first.
+        if site is not None and anchor in weights_asked_for(program, site.unit).values():
             fetch = SeenTensor(*site, weight_of(program, anchor))
     return Offload(
         unit=sent.unit,

@@ -34,7 +34,7 @@ from sacplan._profile.profile import Profile
 from sacplan._program.budget import parse_budget
 from sacplan._program.decisions import Accumulate, Decision
 from sacplan._program.derived import derived
-from sacplan._program.liveness import Footprint
+from sacplan._program.liveness import Footprint, bytes_at_ops, summits
 from sacplan._program.pins import NO_PINS, Pins, resolve_pins
 from sacplan._program.program import Phase, Program
 from sacplan._rotor.sequences import Rotor
@@ -57,6 +57,8 @@ from sacplan.errors import PlanError
 
 _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
 _FURTHER = 3  # how often techniques are asked for further offers that would lower the smallest peak
+_NEAR_PEAK = 0.8  # share of the smallest peak from which on a moment is near it
+_WORTH_OFFERING = 0.01  # share of the smallest peak that an offer about a lower moment has to free somewhere
 _WORTH_ASKING = 0.998  # times the smallest peak before: a search is asked again if it lowers it this far
 ROTOR_STAGES = 48
 """Length of the chain that Rotor is given if no other solver holds the budget."""
@@ -173,17 +175,27 @@ class Planner:
     def searches(self) -> list[PlanSearch]:
         """A search without offers, and if there are offers that may pay at any budget, one with them.
 
-        Options that free memory otherwise stand beside others, of which a search may then try fewer. So there is a
-        search without them, too, and no technique makes a plan dearer. ``smallest`` appends further searches.
+        The searches of the planner with ``fewer`` techniques are among them. ``smallest`` appends further searches.
         """
         found = [self.begun or self.search(self.pins)]
-        fewer = tuple(name for name in self.techniques if not TECHNIQUES[name].frees_otherwise)
-        if fewer and fewer != self.techniques:
-            found.append(replace(self, techniques=fewer, begun=None).search(self.pins))
+        if self.fewer is not None:
+            found += self.fewer.searches
         offers = self._offers(None)
         if offers:
             found.append(self._with_offers(offers))
         return found
+
+    @cached_property
+    def fewer(self) -> Planner | None:
+        """The planner without techniques that free memory otherwise than by running ops again; None if there are none.
+
+        Their options stand beside others, of which a search may then try fewer. So it is asked as well, and no
+        technique makes a plan dearer.
+        """
+        names = tuple(name for name in self.techniques if not TECHNIQUES[name].frees_otherwise)
+        if not names or names == self.techniques:
+            return None
+        return replace(self, techniques=names, last=None, begun=None)
 
     def search(
         self, pins: Pins, offers: tuple[Offer, ...] = (), peaks: tuple[Footprint, ...] = ()
@@ -248,20 +260,75 @@ class Planner:
 
         What is settled costs little, and leaves the other techniques their choices, so it is asked for first.
         """
+        if search.context.frees_otherwise:
+            return self._further_nearby(search)
         settled = self._further_settled(search)
         asked = self.with_settled(settled)
         known, peaks = search.context.offers, search.peaks
         if settled != search.settled:
-            if not known:
-                return asked.search(asked.pins)
-            # The same offers, about a step that is numbered anew.
-            offers = asked._offers(None)
-            for peak in peaks:
-                offers = asked._offers(peak, offers)
-            return asked._with_offers(offers, peaks)
+            return asked._again_with_offers(peaks) if known else asked.search(asked.pins)
         peak = search.smallest.footprint
         offers = asked._offers(peak, known)
         return asked._with_offers(offers, (*peaks, peak)) if len(offers) > len(known) else None
+
+    def _again_with_offers(self, peaks: tuple[Footprint, ...]) -> PlanSearch:
+        """Return a search with the offers that pay at any budget, and with those about these peaks."""
+        offers = self._offers(None)
+        for peak in peaks:
+            offers = self._offers(peak, offers)
+        return self._with_offers(offers, peaks)
+
+    def _further_nearby(self, search: PlanSearch) -> PlanSearch | None:
+        """Return a search that settles and offers more about all moments near the smallest peak; None if there is none.
+
+        What frees memory otherwise was chosen for the step as it is. So the same choices with something else settled,
+        or the moment at which the peak is, say little about what another search will find.
+        """
+        plain, decisions = search.plain.program, search.smallest.decisions
+        near = tuple(summits(rewritten(plain, decisions, self.profile.spec), _NEAR_PEAK))
+        settled = self._settled_nearby(search, near)
+        asked = self.with_settled(settled)
+        known, peaks = search.context.offers, search.peaks
+        for peak in near:
+            further = asked._offers(peak, known)[len(known) :]
+            if further and asked._frees(further[0], _WORTH_OFFERING * near[0].peak_bytes):
+                peaks, known = (*peaks, peak), (*known, *further)
+        if settled == search.settled and peaks == search.peaks:
+            return None
+        return asked._again_with_offers(peaks)
+
+    def _frees(self, offer: Offer, least_bytes: float) -> bool:
+        """Whether an offer makes that much less be alive at some op of the step."""
+        program = self.program
+        try:
+            now = bytes_at_ops(rewritten(program, (offer.furthest,), self.profile.spec))
+        except PlanError:
+            return False  # it does not go together with what is settled
+        before = bytes_at_ops(program)
+        now = now[: len(before)]
+        freed: int = (before - now)[now > 0].max(initial=0)
+        return freed >= least_bytes
+
+    def _settled_nearby(self, search: PlanSearch, near: Sequence[Footprint]) -> tuple[Decision, ...]:
+        """Return what techniques settle about moments near a peak, beside what is settled there."""
+        settled = asked = search.settled
+        others = tuple(one for one in search.smallest.decisions if one not in settled)
+        step = replace(self, settled=()).step(self.pins)
+        for peak in near:
+            known = {one.unit for one in asked}
+            found = [
+                one
+                for name in self.techniques
+                for one in TECHNIQUES[name].settled(step, peak, (*asked, *others))
+                if peak is near[0] or one.unit not in known  # a lower moment settles nothing twice
+            ]
+            units = {one.unit for one in found}
+            asked = (*(one for one in asked if one.unit not in units), *found)
+        try:
+            rewritten(step.program, (*asked, *others), step.device)
+        except PlanError:
+            return settled  # it does not go together with what the plan has in slices beside it
+        return asked
 
     def _further_settled(self, search: PlanSearch) -> tuple[Decision, ...]:
         """Return what techniques settle about the smallest peak of a search, beside what is settled there.
@@ -351,21 +418,29 @@ class Planner:
             budget_bytes: No smaller peak is looked for.
             quick: Ask only the searches that there are, and not what else techniques could do about the peak.
         """
-        searches = self.searches
+        fewer = () if self.fewer is None else self.fewer.searches
+        searches = [one for one in self.searches if all(one is not other for other in fewer)]
+        first = searches[0]
         for search in reversed(searches):  # the one with offers first: it usually reaches the smaller peak
             search.minimise(self._solvers(search), budget_bytes)
             if search.smallest.footprint.peak_bytes <= budget_bytes:
                 break
+        if self.fewer is not None:
+            self.fewer.smallest(budget_bytes, quick=quick)
+            self.searches.extend(self.fewer.searches[len(fewer) :])
         if quick:
-            return min(searches, key=smallest_bytes).smallest
+            return min(self.searches, key=smallest_bytes).smallest
         # Further offers are about the op at the peak. Once they have lowered it, the peak is elsewhere: ask again.
+        best = min(searches, key=smallest_bytes)
         for _ in range(_FURTHER):
-            best = min(searches, key=smallest_bytes)
             further = self._further(best) if smallest_bytes(best) > budget_bytes else None
             if further is None:
                 break
             further.minimise(self._solvers(further), budget_bytes)
             searches.append(further)
+            self.searches.append(further)
+            # What is nearby was settled before it is known whether that is enough: go on from there.
+            best = further if further.context.frees_otherwise else min(searches, key=smallest_bytes)
         # ``minimise`` and the closed loop go about it differently. With offers, asking for a budget of one byte less
         # may find a plan with a smaller peak, and then the reported peak would not be the smallest.
         # Each round may lower it by a few bytes only, so it has to be worth the next one.
@@ -374,8 +449,8 @@ class Planner:
         while best.context.offers and budget_bytes < smallest_bytes(best) <= _WORTH_ASKING * known:
             known = smallest_bytes(best)
             self._solve(best, known - 1)
-        self._ask_last(searches[0], best, budget_bytes)
-        return min(searches, key=smallest_bytes).smallest
+        self._ask_last(first, best, budget_bytes)
+        return min(self.searches, key=smallest_bytes).smallest
 
     def _ask_last(self, search: PlanSearch, best: PlanSearch, budget_bytes: int) -> None:
         """Ask Rotor for its smallest peak if no other solver holds the budget, and if that holds it, for a plan.

@@ -209,6 +209,7 @@ class PlanSearch:
             asked = budget_bytes - off
 
     def _noted(self, solution: Solution, solver: Solver) -> Solution:
+        # With more work it might find a cheaper plan, and the plan says so.
         if solution.limited:
             self.limits_reached[solver.name] = None
         return solution

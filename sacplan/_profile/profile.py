@@ -140,6 +140,7 @@ class Profile:
         return (*found, *filter(None, [without_bfloat16(self.recorded, self.spec)]))
 
     def _types_of_shards(self) -> tuple[str, ...]:
+        # No unit is sharded, so no types have to agree.
         if self.ranks.fsdp_units is None:
             return ()
         shards = self.ranks.world_size // self.ranks.options.replicas

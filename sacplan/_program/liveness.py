@@ -14,14 +14,14 @@ peak of a program is that of the step, byte for byte. Storages on the host follo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._program.elements import ROOT_SCOPE, Event, Patch, Phase, StorageKind
+from sacplan._program.elements import ROOT_SCOPE, Event, Patch, Phase, StorageKind, pattern_of
 from sacplan._program.recording import Recording
 
 Bytes = npt.NDArray[np.int64]
@@ -47,10 +47,9 @@ class Fold:
 
     __slots__ = (
         "_handles",
-        "_inside",
+        "_instances",
         "_n_ops",
         "_on_host",
-        "_ops",
         "_patch",
         "_program",
         "_sizes",
@@ -66,47 +65,39 @@ class Fold:
         self._program = program
         self._patch = patch
         self._n_ops = len(program.ops)
+        # Those of the program, followed by those of the patch. A fold asks for one at almost every event.
+        self._sizes: Sequence[int] = program.storage_bytes
+        self._handles: Sequence[int] = program.handle_storages
+        self._instances: Sequence[int] = program.instance_storages
+        if patch is not _NO_PATCH:
+            self._sizes = sizes = [*program.storage_bytes, *patch.storage_bytes]
+            for storage, n_bytes in patch.resized.items():
+                sizes[storage] = n_bytes
+            self._handles = handles = (*program.handle_storages, *patch.handle_storages)
+            self._instances = (*program.instance_storages, *map(handles.__getitem__, patch.instance_handles))
         self.holders: dict[int, int] = defaultdict(int)
         self.live = self.noted = self.host = 0
         self._on_host = host_storages(program, patch)
         for s in program.initial if initial is None else initial:
             self.hold(s)
 
-    def size(self, storage: int) -> int:
-        """Bytes of a storage of the program or the patch."""
-        known = len(self._program.storage_bytes)
-        if storage >= known:
-            return self._patch.storage_bytes[storage - known]
-        return self._patch.resized.get(storage, self._program.storage_bytes[storage])
-
-    def handle_storage(self, handle: int) -> int:
-        """The storage of a handle of the program or the patch."""
-        known = self._program.handle_storages
-        return known[handle] if handle < len(known) else self._patch.handle_storages[handle - len(known)]
-
-    def instance_storage(self, instance: int) -> int:
-        """The storage of an instance of the program or the patch."""
-        known = self._program.instance_handles
-        new = instance - len(known)
-        return self.handle_storage(known[instance] if new < 0 else self._patch.instance_handles[new])
-
     def hold(self, storage: int) -> None:
         """Count one more holder."""
-        self.holders[storage] += 1
-        if self.holders[storage] == 1:
+        self.holders[storage] = n = self.holders[storage] + 1
+        if n == 1:
             if storage in self._on_host:
-                self.host += self.size(storage)
+                self.host += self._sizes[storage]
             else:
-                self.live += self.size(storage)
+                self.live += self._sizes[storage]
 
     def release(self, storage: int) -> None:
         """Count one holder less."""
-        self.holders[storage] -= 1
-        if not self.holders[storage]:
+        self.holders[storage] = n = self.holders[storage] - 1
+        if not n:
             if storage in self._on_host:
-                self.host -= self.size(storage)
+                self.host -= self._sizes[storage]
             else:
-                self.live -= self.size(storage)
+                self.live -= self._sizes[storage]
 
     def step(self, code: int, arg: int) -> None:
         """Go on by one event. Module calls hold nothing."""
@@ -116,7 +107,7 @@ class Fold:
                 op, inside = program.ops[arg], program.inside_bytes[arg]
             else:
                 op = self._patch.ops[arg - self._n_ops]
-                inside = op.workspace_bytes - (self.size(op.replaces) if op.replaces >= 0 else 0)
+                inside = op.workspace_bytes - (self._sizes[op.replaces] if op.replaces >= 0 else 0)
             # Outputs are allocated while all inputs are alive, and the workspace with them. It is gone after the op, so
             # it is in ``noted`` but not in ``live``. An in-place version takes over the bytes of the old one, which is
             # freed by the next event: until then both are in ``live``, and one of them is taken off.
@@ -126,13 +117,13 @@ class Fold:
         elif code == _FREE:
             self.release(arg)
         elif code == _PACK:
-            self.hold(self.handle_storage(arg))
+            self.hold(self._handles[arg])
         elif code == _RELEASE:
-            self.release(self.handle_storage(arg))
+            self.release(self._handles[arg])
         elif code == _UNPACK:
-            self.hold(self.instance_storage(arg))
+            self.hold(self._instances[arg])
         elif code == _DROP:
-            self.release(self.instance_storage(arg))
+            self.release(self._instances[arg])
         elif code == _ALLOC:
             self.hold(arg)
 
@@ -216,6 +207,35 @@ def footprint_of(program: Recording) -> Footprint:
         again=tuple(ops[i].recomputes for i in again),
         host_peak_bytes=host,
     )
+
+
+def summits(program: Recording, share: float) -> Iterator[Footprint]:
+    """Yield the footprint once for each kind of module, as if the peak were at its highest moment, the highest first.
+
+    The first one is the footprint of the program. Layers that are alike are of one kind.
+
+    Args:
+        program: the program.
+        share: of the peak; lower moments are left out.
+    """
+    peak, at_op = footprint_of(program), bytes_at_ops(program)
+    yield peak
+    seen = {pattern_of(peak.peak_fqn)}
+    for op in map(int, np.argsort(-at_op, kind="stable")):
+        if at_op[op] < share * peak.peak_bytes:
+            break
+        scope = program.ops[op].scope
+        fqn = program.scopes[scope].fqn if scope != ROOT_SCOPE else ""
+        if pattern_of(fqn) not in seen:
+            seen.add(pattern_of(fqn))
+            yield replace(
+                peak,
+                peak_bytes=int(at_op[op]),
+                peak_op=op,
+                peak_phase=_phase_at(program, op),
+                peak_fqn=fqn,
+                peak_scope=scope,
+            )
 
 
 def bytes_at_ops(program: Recording) -> Bytes:

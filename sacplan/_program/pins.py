@@ -206,6 +206,7 @@ class _Names:
                     dotted.partition(".")[2], {n.partition(".")[2]: n for n in self._packets()}
                 ) or ("none that runs in the forward pass comes near")
             raise PlanError(message + ". See sacplan.plan for how patterns are read.")
+        # A view has no memory of its own, so to keep it would keep nothing.
         if not any(self._program.ops[i].writes or self._program.ops[i].mutates for i in found):
             raise PlanError(
                 f"keep: {pattern!r} names ops that make nothing of their own, only views of what other ops made. Name "

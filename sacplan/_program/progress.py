@@ -10,6 +10,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 from sacplan.errors import PlanError
@@ -17,6 +18,8 @@ from sacplan.errors import PlanError
 Progress: TypeAlias = bool | Callable[[Any], Any] | None
 """``progress=`` of a call: None for a bar in a notebook or on a terminal, True for one anywhere, False for none, or a
 function that is called with each result as soon as it is known."""
+
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
 _PATIENCE_S = 0.5  # a call that is over by then shows nothing
 
@@ -51,6 +54,23 @@ def reported(progress: Progress, what: str, total: int | None = None) -> Iterato
             bar.update()
 
         yield step
+
+
+@contextlib.contextmanager
+def stages_go_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Have ``begins`` call a function, as on a command line that shows which stage of a long call runs."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def begins(stage: str) -> None:
+    """Say that a stage of a call begins, in a few words; nothing happens where nobody listens."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(stage)
 
 
 def wanted() -> bool:

@@ -70,6 +70,11 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
         )
 
     @cached_property
+    def instance_storages(self) -> tuple[int, ...]:
+        """By unpacked instance, the storage of its handle."""
+        return tuple(map(self.handle_storages.__getitem__, self.instance_handles))
+
+    @cached_property
     def on_host(self) -> frozenset[int]:
         """Storages in the memory of the host; none in a recorded step without a plan."""
         kinds = self.storage_kinds

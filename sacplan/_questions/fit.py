@@ -63,6 +63,7 @@ from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
+from sacplan._program.progress import begins
 from sacplan._program.setup import Routing
 from sacplan._questions.largest import largest
 from sacplan._questions.on_ranks import RankRows, read_devices, units_of
@@ -241,6 +242,7 @@ class _Sweep:
     @cached_property
     def base(self) -> Profile:
         """The step at the size that was asked for, without an optimizer."""
+        begins("the step")
         return self.recorded(self.batch, self.seq)
 
     # --- optimizers
@@ -273,7 +275,12 @@ class _Sweep:
         """By name, the step of each optimizer; None stands for no optimizer."""
         if not self.candidates:
             return {"no optimizer": None}
-        return {one.name: recorded_step(self.base, one.make) for one in self.candidates.values()}
+        return {one.name: self._step(one) for one in self.candidates.values()}
+
+    def _step(self, one: OptimizerCandidate) -> OptimizerStep:
+        base = self.base
+        begins(f"the step of {one.name}")
+        return recorded_step(base, one.make)
 
     @cached_property
     def own(self) -> dict[str, tuple[int, int, float]]:
@@ -306,6 +313,7 @@ class _Sweep:
     def smallest(self, way: Way) -> Candidate:
         """Return the candidate with the smallest peak at the asked size. Other sizes use its decisions, too."""
         if way not in self._smallest:
+            begins(f"smallest peak: {way.name}")
             if way.techniques:
                 # The quick solver: a peak that is a little smaller changes no row that fits.
                 planner = Planner.of(self.base, "greedy", techniques=way.techniques)
@@ -316,6 +324,7 @@ class _Sweep:
 
     def row(self, name: str, way: Way) -> FitRow:
         """Return the row of one way with one optimizer, at the asked size."""
+        begins(f"{name}, {way.name}")
         found = self._found(name, way)
         best, peak = found.made, self._peak(name, found.made)
         steps = self.accumulation_steps
@@ -414,6 +423,7 @@ class _Sweep:
 
     def with_sizes(self, row: FitRow) -> FitRow:
         """Return the row with its largest batch and sequence."""
+        begins(f"largest sizes: {row.optimizer}, {row.way}")
         none = not row.fits and self.batch == 1  # no batch fits, so no other one has to be recorded
         batch = 0 if none else self.largest(row, "batch")
         return replace(row, largest_batch=batch, longest_seq=self.largest(row, "seq"))
@@ -479,7 +489,10 @@ class _Sweep:
             known = self._sizes.get((row.optimizer, AS_IT_IS.name, axis), 0)
             if row.fits:
                 known = max(known, self.batch if axis == "batch" else self.seq or 0)
-            found = self._largest_reserved(steps, axis, row, unit, most, left, known)
+            # Nothing larger may be tried than what is known to fit, as where a model has no more positions.
+            found = known
+            if known < unit * most:
+                found = self._largest_reserved(steps, axis, row, unit, most, left, known)
             self._sizes[row.optimizer, row.way, axis] = found
         return self._sizes[row.optimizer, row.way, axis]
 

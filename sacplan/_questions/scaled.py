@@ -33,6 +33,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._profile.profile import Decided, Profile
+from sacplan._program.derived import derived
 from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.program import Event, Op, Program, Tensor
 from sacplan.errors import PlanError
@@ -196,7 +197,7 @@ def _sizes(
     If the size of a storage is that of its largest tensor, rounded by the allocator, in both recordings, it is so at
     any size. Interpolating the rounded bytes would be wrong by up to a block. Only other storages are interpolated.
     """
-    whole = [_largest_on(program.tensors, len(a.storage_bytes)) for program in (a, b)]
+    whole = [_largest_on(program) for program in (a, b)]
     found = []
     for s, (x, y) in enumerate(zip(a.storage_bytes, b.storage_bytes, strict=True)):
         if x == y and whole[0][s][0] == whole[1][s][0]:
@@ -218,10 +219,11 @@ def _bytes(tensor: Tensor) -> int:
     return math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize  # type: ignore[no-any-return]
 
 
-def _largest_on(tensors: Sequence[Tensor], n_storages: int) -> list[tuple[int, int]]:
+@derived
+def _largest_on(program: Program) -> list[tuple[int, int]]:
     """Return by storage the bytes and the index of its largest tensor, not counting expanded ones (stride 0)."""
-    found = [(0, -1)] * n_storages
-    for i, tensor in enumerate(tensors):
+    found = [(0, -1)] * len(program.storage_bytes)
+    for i, tensor in enumerate(program.tensors):
         size = _bytes(tensor) if 0 not in tensor.stride else 0
         if size > found[tensor.storage][0]:
             found[tensor.storage] = size, i

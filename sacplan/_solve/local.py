@@ -97,8 +97,8 @@ def descend(
     scales = problem.scales
     excess = problem.excess(start)
     best, least = taken.copy(), np.inf
-    # Each move costs more, so a choice makes fewer moves than it has options. Linked choices could go round in
-    # a circle; the bound ends that, too.
+    # Most moves cost more, so a choice makes fewer moves than it has options. Linked choices, and moves that cost
+    # nothing, could go round in a circle; the bound ends that, too.
     for _ in range(len(costs)):
         at = int((excess / scales).argmax())
         if excess[at] / scales[at] < least:
@@ -114,14 +114,20 @@ def descend(
         if not beyond:
             freed = np.minimum(freed, excess[at])
         more = costs - costs[now]
-        worth = (freed > 0) & allowed & ((more > 0) | linked)
+        worth = (freed > 0) & allowed
         if linked.any():
             picks = dict(enumerate((taken - first).tolist()))
             by_link = np.concatenate([link_costs(problem, choice, picks) for choice in picks])
+            dearer = (more > 0) | linked
             more = more + by_link - by_link[now]
+        else:
+            dearer = more > 0
         price = np.full(len(costs), np.inf)
         np.divide(more, freed, out=price, where=worth)
-        for move in price.argsort(kind="stable")[: int(worth.sum())]:
+        in_order = price.argsort(kind="stable")
+        # A move that costs nothing is for where no other is left: it may take the way from those that free more.
+        paid, free = in_order[(worth & dearer)[in_order]], in_order[(worth & ~dearer & (more == 0))[in_order]]
+        for move in (*paid, *free):
             change = uses[move] - uses[now[move]]
             # Prices are in order, so the first move that keeps the ceiling is the cheapest.
             if np.all(excess + change <= ceiling):

@@ -52,6 +52,7 @@ class PlanStep:
     @property
     def key(self) -> tuple[Hashable, ...]:
         """A key that is equal for steps of one program with the same requirements."""
+        # The program is not in it: what is kept by this key lies with the program.
         return (
             self.objective,
             self.device,
@@ -75,6 +76,7 @@ class PlanStep:
 
     def added_cost(self, added_ms: float) -> float:
         """Return the cost of time that a technique adds without running an op again. Time that it saves is worth 0."""
+        # Where FLOPs are minimised, time only decides between equals.
         return max(0.0, added_ms) * (1.0 if self.objective == "time" else _TIE)
 
 

@@ -23,6 +23,7 @@ from sacplan._plan.policies import _discarded_by
 from sacplan._plan.search import PlanSearch
 from sacplan._program.decisions import Chunk, Decision, as_decisions
 from sacplan._program.pins import NO_PINS, resolve_pins
+from sacplan._record.host_state import CPUOffloadSizes
 from sacplan._techniques import rewritten
 from tests.chunk.test_memory import fake
 from tests.zoo.language_models import TokenModel
@@ -205,3 +206,15 @@ def test_the_work_grows_weakly_with_the_depth(monkeypatch: pytest.MonkeyPatch) -
     assert rehearsed_in_many <= rehearsed + 8
     for each in (plan, deep):
         assert "backward" in {chunk.span for chunk in each.chunks}
+
+
+def test_gradients_that_are_let_go_of_at_once() -> None:
+    """A hook of the optimizer moves each gradient to the host as soon as it is there, which is behind the loop."""
+    optimizer = functools.partial(CPUOffloadSizes, offload_gradients=True, minimal_size=16)
+    model, batch = make_case()
+    profile = sacplan.profile(model, batch, loss_fn, optimizer, device="h100 without workspaces")
+    expected = rewritten(profile.program, NORMS, profile.spec)
+    provenance = sacplan.policy("none", profile=profile).provenance
+    plan = made_plan(profile, NORMS, expected.footprint, provenance, NO_PINS, status="policy")
+    assert expected.footprint.end_bytes == profile.program.footprint.end_bytes
+    assert sacplan.verify(model, batch, plan, loss_fn, optimizer).peak_bytes == plan.peak_bytes

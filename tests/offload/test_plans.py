@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._program.liveness import Fold
-from sacplan._program.program import Event, Program
 from sacplan._techniques import rewritten
+from tests.support.both_memories import in_one_place
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 
@@ -19,16 +18,6 @@ def step(device: str) -> tuple[models.LM, torch.Tensor, sacplan.Profile]:
     torch.manual_seed(0)
     model, batch = models.LM(layers=4, vocab=32), torch.randint(0, 32, (8, 64))
     return model, batch, sacplan.profile(model, batch, models.cross_entropy, device=device)
-
-
-def in_one_place(program: Program) -> int:
-    """Return the peak of device and host together, as of a step on a CPU."""
-    fold, most = Fold(program), 0
-    for code, arg in program.events:
-        fold.step(code, arg)
-        if code == Event.OP:
-            most = max(most, fold.noted + fold.host)
-    return most
 
 
 @pytest.mark.parametrize("techniques", [("offload",), BOTH], ids=["alone", "with recomputation"])

@@ -156,8 +156,10 @@ def smallest_of(case: str, solver: str = "best", objective: Any = "time") -> sac
     return sacplan.plan_smallest(profile_of(name), solver, objective, **pins)
 
 
-@pytest.mark.parametrize("objective", ["time", "flops"])
-@pytest.mark.parametrize("solver", ["best", "milp", "greedy", "uniform"])
+@pytest.mark.parametrize(
+    ("solver", "objective"),
+    [("best", "time"), ("milp", "time"), ("milp", "flops"), ("greedy", "flops"), ("uniform", "time")],
+)
 @pytest.mark.parametrize("case", PINS)
 def test_no_plan_touches_what_is_pinned(case: str, solver: str, objective: Any) -> None:
     name, pins, _, _ = PINS[case]

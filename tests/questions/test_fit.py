@@ -22,11 +22,13 @@ from sacplan._profile import tracing
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.pins import NO_PINS
+from sacplan._program.progress import stages_go_to
 from sacplan._questions.fit import _Sweep
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import sized
 from sacplan._questions.ways import host_ways, long_ways, quick_ways
 from sacplan._techniques import DEFAULT_TECHNIQUES
+from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import Then
 
@@ -109,7 +111,7 @@ def profiled(optimizer: str) -> sacplan.Profile:
     return sacplan.profile(model, tokens(8, 64, 1024), cross_entropy, BY_NAME[optimizer].make, "cpu")
 
 
-@pytest.mark.parametrize("budget", ["6MiB", "8MiB", "10MiB"])
+@pytest.mark.parametrize("budget", slow_after(2, ["6MiB", "10MiB", "8MiB"]))
 def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
     found = fitted(budget, batch=8, sizes=False)
     assert any(row.fits for row in found.rows)
@@ -193,6 +195,18 @@ def test_the_verdict_is_told_before_sizes_are_computed() -> None:
     assert None not in {row.largest_batch for row in found.rows}
     assert (first.sentence, first.advice, first.code) == (found.sentence, found.advice, found.code)
     assert first.rows == tuple(replace(row, largest_batch=None) for row in found.rows)
+
+
+def test_stages_are_told_in_the_order_in_which_they_begin() -> None:
+    told: list[str] = []
+    with stages_go_to(told.append):
+        found = fitted("8MiB", batch=8)
+    fitted("8MiB", batch=8, sizes=False)  # nobody listens any more
+    rows = [f"{row.optimizer}, {row.way}" for row in found.rows]
+    assert told[0] == "the step"
+    assert [stage for stage in told if stage in rows] == rows
+    last = [f"largest sizes: {row}" for row in rows]
+    assert [stage for stage in told if stage in last] == last
 
 
 @pytest.mark.slow

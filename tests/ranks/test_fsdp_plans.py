@@ -15,6 +15,8 @@ from torch import nn
 
 import sacplan
 from sacplan._ranks.shards import resolve_units
+from sacplan._techniques import rewritten
+from tests.support.both_memories import in_one_place
 from tests.support.processes import run_ranks
 from tests.support.ranks import (
     RankMemory,
@@ -104,8 +106,11 @@ def kind_of(name: str) -> str:
     return name.partition(",")[0]
 
 
-Made = tuple[int, Path, tuple[str, ...]]
-"""The peak of a rank without a plan, the file of its plan, and the modules that are sharded."""
+Made = tuple[int, Path, tuple[str, ...], int]
+"""The peak of a rank without a plan, the file of its plan, the modules that are sharded, and the peak with the plan.
+
+That one has both memories: what waits on the host is on a CPU in the memory that is measured.
+"""
 
 
 def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> Made:
@@ -118,17 +123,22 @@ def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> 
     else:
         mesh = {"replicate": 2, "shard": ranks // 2} if "replicas" in name else {"shard": ranks}
         profile = sacplan.profile(model, batch, **step, fsdp_units=units, mesh=mesh, **how_of(name))
-    plan = sacplan.plan(profile, BUDGET)
+    away = "activations away" in name
+    plan = sacplan.plan(profile, BUDGET, techniques=("recompute", "offload") if away else None)
     assert plan.units
+    assert bool(plan.offloaded) == away
     sharded = () if units is None else resolve_units(units, whole.program)
     assert units is None or set(plan.units) <= set(sharded) - {""}
     file = directory / f"{name}-{ranks}-{bool(units)}.json"
     plan.save(file)
-    return profile.peak_bytes, file, sharded
+    peak_bytes = plan.peak_bytes
+    if away:
+        peak_bytes = in_one_place(rewritten(profile.program, plan.decisions, profile.spec))
+    return profile.peak_bytes, file, sharded, peak_bytes
 
 
 def check_fully_sharded(name: str, rank: int, made: Made, orders: Sequence[str]) -> None:
-    peak_bytes, file, units = made
+    peak_bytes, file, units, planned_bytes = made
     plan = sacplan.Plan.load(file)
     ranks, names = (dist.get_world_size(),), ("replicate", "shard")
     if "replicas" in name:
@@ -152,16 +162,16 @@ def check_fully_sharded(name: str, rank: int, made: Made, orders: Sequence[str])
         assert list(model.state_dict()) == keys, what
         assert [n for n, _ in model.named_parameters()] == keys, what
         assert bit_equal(gradients_of(model, model, batch, loss_fn), expected), what
-        check_peak(model, batch, loss_fn, plan.peak_bytes, what)
+        check_peak(model, batch, loss_fn, planned_bytes, what)
 
 
 def check_replicated(name: str, rank: int, made: Made) -> None:
-    peak_bytes, file, _ = made
+    peak_bytes, file, _, planned_bytes = made
     plan = sacplan.Plan.load(file)
     base, batch = model_and_batch(name, rank)
     loss_fn = LOSSES[name]
     found = []
-    for expected in (peak_bytes, plan.peak_bytes):
+    for expected in (peak_bytes, planned_bytes):
         model = copy.deepcopy(base)
         if found:
             sacplan.apply(model, plan)
@@ -202,8 +212,9 @@ def on_rank(rank: int, ranks: int, directory: str, made: dict[str, Made]) -> Non
             if name == "replicas":
                 check_replicated("gpt", rank, found)
             else:
+                both = ranks == 2 and "activations away" not in name
                 check_fully_sharded(
-                    name, rank, found, ("plan first", "plan last") if ranks == 2 else ("plan first",)
+                    name, rank, found, ("plan first", "plan last") if both else ("plan first",)
                 )
     finally:
         dist.destroy_process_group()
@@ -228,6 +239,14 @@ def test_plans_of_a_rank_in_mixed_precision(tmp_path: Path) -> None:
 def test_plans_of_a_rank_with_adapters_or_offloaded(tmp_path: Path) -> None:
     """The same with frozen layers and low-rank adapters, and with shards that are offloaded to the CPU."""
     names = ("lora", "lora, mixed", "lora, mixed, offloaded", "mlp, mixed, offloaded")
+    made = {name: planned(name, 2, UNITS, tmp_path) for name in names}
+    run_ranks(on_rank, (2, str(tmp_path), made), 2)
+
+
+@pytest.mark.slow
+def test_plans_of_a_rank_that_offload_activations(tmp_path: Path) -> None:
+    """The same with tensors that wait on the host between forward and backward, with and without mixed precision."""
+    names = ("gpt, activations away", "mlp, activations away", "gpt, mixed, activations away")
     made = {name: planned(name, 2, UNITS, tmp_path) for name in names}
     run_ranks(on_rank, (2, str(tmp_path), made), 2)
 

@@ -30,6 +30,7 @@ from sacplan._shard.costs import Costs
 from sacplan._shard.mesh import Mesh
 from sacplan.errors import TraceError
 from tests.support.ranks import RANKS, RankMemory, cross_entropy_in_two, fully_sharded, levels, optimizer_of
+from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 from tests.zoo import language_models as models
 from tests.zoo.layers import FromFunction, HeavyLayers, Shared, Stack, Towers
@@ -236,7 +237,10 @@ def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mixed", "mixed, padded", "mixed, low-rank adapters", "shards of four", "replicas, mixed"]
+    "name",
+    slow_after(
+        3, ["mixed", "mixed, padded", "replicas, mixed", "mixed, low-rank adapters", "shards of four"]
+    ),
 )
 def test_a_planned_step_has_the_planned_peak(name: str, mesh: Any, tmp_path: Path) -> None:
     """Traced with the plan, and measured with the plan applied before ``fully_shard`` and behind it."""

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sacplan
 from benchmarks.rotor_reference import ENGINES
 from sacplan._recompute.rewrite import recomputed
+from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import convnets
 from tests.zoo.language_models import LM, cross_entropy, tokens
@@ -40,7 +41,7 @@ def resnet18() -> tuple[nn.Module, torch.Tensor, sacplan.Profile]:
     return model, batch, sacplan.profile(model, batch, device="cpu")
 
 
-@pytest.mark.parametrize("budget", ["80%", "50%", "smallest"])
+@pytest.mark.parametrize("budget", slow_after(2, ["80%", "smallest", "50%"]))
 def test_a_gpt_for_real(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile], budget: str) -> None:
     model, batch, profile = gpt
     plan = (

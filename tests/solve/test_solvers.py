@@ -60,6 +60,12 @@ def test_the_descent_is_not_misled_by_a_move_that_only_shifts_the_peak() -> None
     assert found.picks == {0: 1, 1: 1}
 
 
+def test_the_descent_takes_what_costs_nothing() -> None:
+    """Slices of a loss may even save time, which is worth nothing."""
+    problem = problem_of([1000, 1000], [[(0.0, [-700, 0])], [(1.0, [0, -400])]], 650)
+    assert descend(problem) == {0: 1, 1: 1}
+
+
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.name)
 def test_each_row_has_its_limit(solver: Solver) -> None:
     """To move a tensor to the host is cheap, but the host has room for one."""

@@ -21,7 +21,7 @@ import torch
 
 from sacplan._executor.alignment import RecordedUnit
 from sacplan._executor.recording import here
-from sacplan._executor.saved import Mark, SavedStorage
+from sacplan._executor.saved import Mark, SavedStorages
 from sacplan._executor.tensors import TAKES_A_NUMBER, with_lent_number
 from sacplan._program.elements import CallSite
 from sacplan._program.places import StepDifference
@@ -46,10 +46,11 @@ from sacplan._recompute.executor.schedule import (
     ScheduleDraft,
 )
 from sacplan._recompute.executor.slots import SlotTable
+from sacplan._record.calls import plain_tensors
 from sacplan._torch.autograd import autograd_sequence_number, in_backward
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import is_plain, storage_key
+from sacplan._torch.private import is_plain
 from sacplan.errors import RecipeError
 
 _DETACH = torch.ops.aten.detach.default
@@ -119,9 +120,9 @@ class UnitRecorder(Watching):
         self._unit = recorded.fqn
         self._first_step = first_step or FirstStep(False, False)
         # By storage, what this call has saved; only where something may be taken away.
-        self._saved: dict[int, SavedStorage] | None = {} if recorded.has_marks else None
+        self._saved = SavedStorages() if recorded.has_marks else None
         self._slots = SlotTable(
-            self._unit, self._first_step.digests, None if self._saved is None else self._saved_of
+            self._unit, self._first_step.digests, None if self._saved is None else self._saved.of
         )
         self._hooks = UnitHooks()
         # While a schedule is followed: it, the others that the call may turn out to follow, and the next op.
@@ -172,6 +173,8 @@ class UnitRecorder(Watching):
         self._hooks.end()
         self._lookup.leave()
         self._slots.clear()
+        if self._saved is not None:
+            self._saved.end()
         self._saved = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,20 +214,12 @@ class UnitRecorder(Watching):
 
     def _tell(self, marks: Sequence[Mark], args: Any, kwargs: Any, out: Any) -> None:
         """Tell those who wait for an op that it has run."""
-        tensors = [*tensors_in((args, kwargs)), *tensors_in(out)]
+        assert self._saved is not None
+        # Counted as a recording counts them, which has only those with a storage of their own layout.
+        tensors = plain_tensors(args, kwargs, out)
         with OutsideForward():
             for mark in marks:
-                mark.ran(tensors, self._saved_of)
-
-    def _saved_of(self, tensor: torch.Tensor) -> SavedStorage:
-        """Return what this call has saved on the storage of a tensor."""
-        assert self._saved is not None
-        storage = tensor.untyped_storage()
-        key = storage_key(storage)
-        found = self._saved.get(key)
-        if found is None or found.storage() is not storage:  # else the address was reused
-            found = self._saved[key] = SavedStorage(storage)
-        return found
+                mark.ran(tensors, self._saved.of)
 
     def _action_of(self, op: ScheduledOp, func: Any, args: Any, kwargs: Any) -> Action:
         """Return what to do about an op in this call: one that was not recorded follows its inputs."""
@@ -323,7 +318,7 @@ class UnitRecorder(Watching):
             and self._last.precedes_save_by_custom_function(slot)
         ):
             slot = None  # its backward pass was not recorded, and may overwrite what it saved
-        saved = self._saved_of(local) if self._saved is not None and is_plain(local) else None
+        saved = self._saved.of(local) if self._saved is not None and is_plain(local) else None
         if self._draft is not None:
             self._draft.note_saved(discarded=slot is not None)
         if slot is not None:

@@ -1,0 +1,109 @@
+"""Random models, random options of all regions: bits stay the same, and both peaks are those of the fake step."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+import sacplan
+from sacplan._plan.context import planning_context
+from sacplan._plan.make import made_plan
+from sacplan._plan.plan import Plan
+from sacplan._plan.provenance import Provenance
+from sacplan._plan.search import decisions_of
+from sacplan._profile.tracing import trace_step
+from sacplan._technique.step import PlanStep
+from sacplan._techniques import rewritten
+from tests.support.recomputing import fuzz, same_bits, step
+from tests.zoo.random_nets import NOT_FAKE, STEPS, RandomNet, batch, nets
+
+BOTH = ("recompute", "offload")
+
+
+def mixed_plan(profile: sacplan.Profile, seed: int) -> Plan:
+    """A plan that takes a random option of each region, more often than not one that offloads."""
+    draw = random.Random(seed)
+    effects = planning_context(PlanStep(profile.program, device=profile.spec), BOTH).effects(1)
+    picks = {}
+    for i, region in enumerate(effects.regions):
+        away = [o for o, option in enumerate(region.options) if option.technique == "offload"]
+        picks[i] = draw.choice(away) if away and draw.random() < 0.7 else draw.randrange(len(region.options))
+    decisions = decisions_of(profile.program, effects.taken(picks), profile.spec)
+    found = rewritten(profile.program, decisions, profile.spec).footprint
+    made = Provenance.now(profile, "none")
+    return made_plan(profile, decisions, found, made, status="feasible")
+
+
+def assert_right(model: RandomNet, seed: int) -> int:
+    """Check one plan; return how many tensors it offloads."""
+    x = batch()
+    profile = sacplan.profile(model, x, device="cpu")
+    plan = mixed_plan(profile, seed)
+    program = rewritten(profile.program, plan.decisions, profile.spec)
+    seen = trace_step(
+        model, x, None, None, "cpu", "cost-model", "fake",
+        prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
+    ).program.footprint  # fmt: skip
+    assert seen.peak_bytes == plan.peak_bytes
+    assert seen.host_peak_bytes == program.footprint.host_peak_bytes == plan.host_bytes
+    planned = copy.deepcopy(model)
+    sacplan.apply(planned, plan)
+    for seed in (1, 2):
+        assert same_bits(step(model, x, seed), step(planned, x, seed))
+    return len(plan.offloaded)
+
+
+@pytest.mark.parametrize(
+    ("groups", "tie"),
+    [
+        ([(["gru"], "dict")], False),
+        ([(["complex", "conv"], "dict")], False),
+        ([(["linear"], "plain"), (["dropout"], "plain")], True),
+    ],
+    ids=[
+        "gates of one matmul",
+        "a conjugate view",
+        "a weight that is used twice",
+    ],
+)
+def test_what_models_do_with_tensors(groups: list[tuple[list[str], str]], tie: bool) -> None:
+    torch.manual_seed(0)
+    model = RandomNet(groups, False, tie)
+    assert sum(assert_right(model, seed) for seed in (0, 1, 3)) > 3
+
+
+@fuzz(6)
+@given(nets([k for k in STEPS if k not in NOT_FAKE]), st.integers(0, 10**6))
+def test_random_models(model: RandomNet, seed: int) -> None:
+    assert_right(model, seed)
+
+
+def test_threads_that_train_copies_at_once() -> None:
+    """Each thread has entries of its own on the boards of a plan, and nothing stays there."""
+    torch.manual_seed(0)
+    model, x = RandomNet([(["linear", "softmax"], "plain")], False, False), batch()
+    profile = sacplan.profile(model, x, device="cpu")
+    plan = next(p for p in (mixed_plan(profile, seed) for seed in range(9)) if len(p.offloaded) > 2)
+    # No step of the model draws a number, so threads do not change each other's.
+    plain = step(model, x)[:-1]
+    planned = [copy.deepcopy(model) for _ in range(3)]
+    for one in planned:
+        sacplan.apply(one, plan)
+    found: list[list[torch.Tensor]] = []
+
+    def train(one: RandomNet) -> None:
+        found.extend(step(one, x)[:-1] for _ in range(10))
+
+    threads = [threading.Thread(target=train, args=(one,)) for one in planned]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 30
+    assert all(same_bits(plain, one) for one in found)

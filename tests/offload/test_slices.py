@@ -1,0 +1,90 @@
+"""Offloading together with slices: norms whose backward pass runs in slices, and what they read on the host."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import sacplan
+from sacplan._plan.make import made_plan
+from sacplan._program.decisions import Offload
+from sacplan._program.liveness import bytes_at_ops, footprint_of, summits
+from sacplan._program.pins import NO_PINS
+from sacplan._techniques import rewritten
+from tests.chunk.test_backward import gradients, loss_fn, make_case
+from tests.offload.test_plans import in_one_place
+from tests.support.steps import bit_equal
+
+LAYERS = 2
+WITHOUT = ("recompute", "chunk")
+WITH = (*WITHOUT, "offload")
+
+
+@functools.cache
+def smallest(device: str, techniques: tuple[str, ...]) -> tuple[sacplan.Profile, sacplan.Plan]:
+    profile = sacplan.profile(*make_case(LAYERS), loss_fn, device=device)
+    return profile, sacplan.plan_smallest(profile, techniques=techniques)
+
+
+def test_what_sliced_norms_read_waits_on_the_host() -> None:
+    profile, plan = smallest("cpu", WITH)
+    sliced = {chunk.unit for chunk in plan.chunks if chunk.span == "backward"}
+    assert {f"layers.{i}.norm{k}" for i in range(LAYERS) for k in (1, 2)} <= sliced
+    # The first op of a layer that has its input is the norm's cast.
+    read = [one for one in plan.offloaded if one.place == "norm1" and one.op == "aten._to_copy.default"]
+    assert read
+    kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
+    assert rewritten(profile.program, kept, profile.spec).footprint.peak_bytes > plan.peak_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("h100 without workspaces", marks=pytest.mark.slow)])
+def test_the_smallest_peak_is_no_larger_for_the_choice(device: str) -> None:
+    assert smallest(device, WITH)[1].peak_bytes < smallest(device, WITHOUT)[1].peak_bytes
+
+
+def test_the_prediction_is_the_fake_step_and_the_measured_one() -> None:
+    profile, plan = smallest("cpu", WITH)
+    model, batch = make_case(LAYERS)
+    for _ in range(2):
+        seen = sacplan.verify(model, batch, plan, loss_fn, run="fake")
+        assert seen.peak_bytes == plan.peak_bytes
+        assert not seen.differences
+    real = sacplan.verify(model, batch, plan, loss_fn, run="real")
+    assert real.peak_bytes == in_one_place(rewritten(profile.program, plan.decisions, profile.spec))
+
+
+def test_bits_are_those_of_the_same_slices_without_copies() -> None:
+    profile, plan = smallest("cpu", WITH)
+    model, batch = make_case(LAYERS)
+    kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
+    footprint = rewritten(profile.program, kept, profile.spec).footprint
+    with sacplan.apply(model, made_plan(profile, kept, footprint, plan.provenance, NO_PINS, status="policy")):
+        expected = gradients(model, batch)
+    with sacplan.apply(model, plan) as handle:
+        for _ in range(3):
+            found = gradients(model, batch)
+            assert found.keys() == expected.keys()
+            assert bit_equal(list(expected.values()), list(found.values()))
+        assert not handle.differences
+
+
+def test_summits_are_the_highest_moments_of_each_kind_of_module() -> None:
+    profile, _ = smallest("cpu", WITHOUT)
+    program = profile.program
+    first, *lower = summits(program, 0.0)
+    assert first == footprint_of(program)
+    at_op = bytes_at_ops(program)
+    heights = [one.peak_bytes for one in (first, *lower)]
+    assert heights == sorted(heights, reverse=True)
+    assert all(at_op[one.peak_op] == one.peak_bytes for one in lower)
+    for kind in ("norm1", "norm2", "mix"):
+        heights_of_kind = [
+            int(at_op[i])
+            for i, op in enumerate(program.ops)
+            if op.scope >= 0 and program.scopes[op.scope].fqn.endswith(f".{kind}")
+        ]
+        (found,) = [one for one in (first, *lower) if one.peak_fqn.endswith(f".{kind}")]
+        assert found.peak_bytes == max(heights_of_kind)
+    near = [one.peak_bytes for one in summits(program, 0.9)]
+    assert near == [height for height in heights if height >= 0.9 * first.peak_bytes]
