@@ -33,6 +33,7 @@ def tensors_of(program: Program, op: int) -> tuple[int, ...]:
     Of a tensor that is written in place, only the version that the op itself reads or makes is known.
     """
     found = program.ops[op]
+    # An argument that an earlier op has replaced has the storage of the old version: nobody could find it at run time.
     there = {*found.reads, *found.writes}
     storages = (program.tensors[t].storage if t >= 0 else -1 for t in (*found.inputs, *found.outputs))
     return tuple(s if s in there else -1 for s in storages)
@@ -87,6 +88,7 @@ def weights_asked_for(program: Program, unit: str) -> Mapping[int, int]:
     found = {}
     for op in sites_of(program, unit):
         if program.ops[op].name in _WEIGHTS and op in first:
+            # The executor learns of the backward pass only where autograd asks for what it saved.
             weight = tensors_of(program, op)[weight_of(program, op)]
             if weight >= 0 and program.storage_kinds[weight] == StorageKind.PARAMETER and uses[weight] == 1:
                 found[int(program.liveness.op_events[first[op]])] = op
@@ -132,6 +134,7 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
         sent, let_go = op_at(one.site), op_at(one.let_go)
         seen = tensors_of(program, sent) if sent >= 0 else ()
         storage = seen[one.tensor] if one.tensor < len(seen) else -1
+        # The op does not run here, or is another one's by now; or an earlier decision moves the storage already.
         if storage < 0 or storage in taken:
             continue
         taken.add(storage)

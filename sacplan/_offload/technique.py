@@ -59,6 +59,7 @@ class Offloading(Technique):
             return next(calls[a] for a in (scope, *program.ancestors(scope)) if a in calls)
 
         found = []
+        # A region may name ops by a module inside of another unit of the plan, and units do not nest.
         for _, option in taken:
             away: Away = option.remembered
             unit_of = {op: outer_unit(unit) for op, unit in away.unit_of}
@@ -68,6 +69,7 @@ class Offloading(Technique):
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
         """Return the patch that moves the tensors, with the time that computation waits for copies."""
+        # Two passes: events are placed first, and how long each wait takes depends on all of them.
         own = [one for one in decisions if isinstance(one, Offload)]
         spec = device or resolve_device("cpu")
         patch = moved(program, moves_of(program, own), spec.host_bytes)

@@ -47,6 +47,7 @@ class Send:
 
     def ran(self, tensors: Sequence[torch.Tensor], saved_of: SavedOf) -> None:
         """Copy the tensor, unless this step has none such here: then it is kept."""
+        # A step that differs may have fewer tensors here, or a tensor subclass that no copy of a storage stands for.
         tensor = tensors[self.tensor] if self.tensor < len(tensors) else None
         if tensor is None or not is_plain(tensor) or tensor.is_inference():
             return
@@ -55,6 +56,7 @@ class Send:
         if not storage.nbytes() or storage.nbytes() % tensor.element_size():
             return
         saved = saved_of(tensor)
+        # Another decision may have sent it from another op: one copy is enough.
         if saved.stand is None:
             saved.stand = Parcel(tensor)
             self.board.enter(self.number, saved)
@@ -101,6 +103,7 @@ class _Fetching:
         self._saved = saved
 
     def __call__(self) -> None:
+        # It may have been needed and released before, as in a backward pass through a part of the graph.
         saved = self._saved()
         if saved is not None and saved.is_away and isinstance(saved.stand, Parcel):
             saved.stand.fetch()

@@ -68,6 +68,7 @@ class Parcel:
             self._host.copy_(whole)
             return
         streams = _streams_of(self.device)
+        # Only what has been launched so far: the copy runs beside everything that comes later.
         streams.out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(streams.out):
             self._host.copy_(whole, non_blocking=True)
@@ -110,6 +111,7 @@ class Parcel:
         """
         self.fetch()
         self._settle()
+        # The host's memory is free once the copy is there; pinned blocks wait for the streams that use them.
         self._host = None
         copy = self._copy
         assert copy is not None
@@ -119,6 +121,7 @@ class Parcel:
                 "backward pass that asked for it, and is needed again. Write to a copy, tensor.clone(); or plan with "
                 "other techniques than offload."
             )
+        # All views that autograd and recipes held lie on one copy, as they lay on one storage.
         size, stride, offset, dtype = view
         if copy.dtype != dtype:
             copy = copy.view(dtype)
