@@ -1,6 +1,7 @@
 """What does it cost to hold a budget by recomputation, by offloading, by both, and with chunks?
 
     python -m benchmarks.offload [--models llama resnet50] [--device h100]
+    python -m benchmarks.offload --table      # the table of docs/offload.md, from the figures that are there
 
 Models: the nine of ``gpu_models.py`` at the size of the famous ones, and eight layers of Llama-3-8B's shape on 8,192
 tokens; bfloat16, on the meta device, nothing is computed. A row is a model with its smallest peak by each choice of
@@ -14,14 +15,15 @@ The peaks of the plans that offload are those of a fake step with the plan, on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import budget_at, plan_or_least
-from benchmarks.harness.results import GIB, Row
+from benchmarks.harness.results import GIB, Row, read_results
+from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models import chunk_models, gpu_models
 from benchmarks.models.cases import Case
 
@@ -77,7 +79,7 @@ def worse(found: dict[str, Row]) -> list[str]:
         f"{more} costs more than {less}"
         for more in CHOICES
         for less in CHOICES
-        if more != less and set(CHOICES[less]) < set(CHOICES[more]) and found[less]["held"]
+        if set(CHOICES[less]) < set(CHOICES[more]) and found[less]["held"]
         if not found[more]["held"] or found[more]["longer_ms"] > found[less]["longer_ms"] + _TIE_MS
     ]
 
@@ -121,11 +123,36 @@ def _line(row: Row) -> str:
     return "\n".join(lines)
 
 
+def table(rows: Iterable[Row]) -> str:
+    """Return the table of the page: for each model and budget, by how many ms the step becomes longer."""
+    lines = markdown_head(("model", "step", "budget", *CHOICES, "host, both"))
+    for row in rows:
+        for budget, found in row["budgets"].items():
+            both = found["both"]
+            cells = (
+                f"`{row['model']}`",
+                f"{row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.1f} ms",
+                f"{found['budget_bytes'] / GIB:.2f} GiB",
+                *(
+                    f"{found[choice]['longer_ms']:.2f}" if found[choice]["held"] else "over"
+                    for choice in CHOICES
+                ),
+                f"{both['host_bytes'] / GIB:.2f} GiB" if both["held"] else "",
+            )
+            # A model is named once.
+            lines.append(markdown_line(cells if budget == next(iter(BUDGETS)) else ("", "", *cells[2:])))
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = Parser(__doc__, "offload.json")
+    parser.add_argument("--table", action="store_true", help="print the table from the file, run nothing")
     parser.choice("--models", MODELS)
     parser.add_argument("--device", default="h100")
     arguments = parser.begin(silence=True)
+    if arguments.table:
+        print(table(read_results(arguments.json)[1]))
+        return
     run_cases(arguments.models, lambda name: rows_of(name, arguments.device), _line, arguments.json)
 
 

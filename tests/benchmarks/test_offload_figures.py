@@ -1,0 +1,28 @@
+"""What the recorded figures of offloading show, and the table that the page makes of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import offload
+from benchmarks.harness.results import RESULTS, ROOT, Row, read_results
+
+ROWS: list[Row] = read_results(RESULTS / "offload.json")[1]
+
+
+def test_all_models_are_there() -> None:
+    assert [row["model"] for row in ROWS] == list(offload.MODELS)
+    assert len(ROWS) == 10
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["model"])
+def test_peaks_are_exact_and_no_choice_costs_more_for_being_wider(row: Row) -> None:
+    for budget in row["budgets"].values():
+        plans = {choice: budget[choice] for choice in offload.CHOICES}
+        assert budget["worse"] == offload.worse(plans) == []
+        assert all(plan["peak_bytes"] <= budget["budget_bytes"] for plan in plans.values() if plan["held"])
+        assert all(plan.get("exact", True) for plan in plans.values())
+
+
+def test_the_table_of_the_page() -> None:
+    assert offload.table(ROWS) in (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
