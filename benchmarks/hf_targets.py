@@ -18,7 +18,6 @@ A row is a model type. One without a step says why, in the words of the last err
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
@@ -98,8 +97,10 @@ def outcome_of(model_type: str) -> Outcome:
     except Exception as error:  # whatever it is, it is what the row is about
         reason = _line(error)
     if shallow(defaults) != defaults:
-        with contextlib.suppress(Exception):  # some need all of their layers
+        try:  # some need all of their layers
             return _profiled(model_type, "default", defaults)
+        except Exception as error:
+            reason = _line(error)
     return _small(model_type, reason)
 
 

@@ -15,8 +15,8 @@ device are copies of them (``_fsdp_param.py`` and ``_fsdp_collectives.py`` of to
 
 Pinned memory comes from an allocator that rounds up to powers of two (``ATen/core/CachingHostAllocator.h``).
 
-Times: copies use PCIe at the bandwidth of ``_device/links.py``. Those of pinned memory run behind computation, as the
-collectives do that they precede or follow. The optimizer's time is that of its bytes at 25 GB/s: a socket's memory,
+Times: copies take the link to the host that the device's row names (``DeviceSpec.host_link``). Those of pinned memory
+run behind computation, as the collectives do that they precede or follow. The optimizer's time is that of its bytes at 25 GB/s: a socket's memory,
 which four ranks share. Both are assumptions.
 
 If the device is a CPU, there is no other memory: nothing is copied, and nothing moves. Only ``host_memory`` says then
@@ -29,7 +29,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._device.links import LINKS
 from sacplan._program.program import Op, Phase, Program, StorageKind
 from sacplan._ranks.shard_sizes import shards_of_a_rank
 from sacplan._ranks.shards import Parameter
@@ -37,7 +36,7 @@ from sacplan._ranks.shards import Parameter
 _OPTIMIZER_BYTES_PER_S = 25e9
 """100 GB/s of a socket, which four ranks share."""
 _UNPINNED = 0.5
-"""Share of the bandwidth of PCIe for memory that is not pinned: the driver copies it into pinned memory first."""
+"""Share of the bandwidth of that link for memory that is not pinned: the driver copies it into pinned memory first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class HostShards:
     def __init__(self, n_bytes: dict[int, int], spec: DeviceSpec, *, pinned: bool) -> None:
         self.n_bytes = n_bytes
         self.pinned = pinned
-        self._bytes_per_s = _pcie_bytes_per_s(spec) * (1.0 if pinned else _UNPINNED)
+        self._bytes_per_s = spec.host_link.bandwidth_bytes_per_s * (1.0 if pinned else _UNPINNED)
 
     @classmethod
     def of(
@@ -152,12 +151,3 @@ def gather_inputs_bytes(
 def host_bytes_of(parameters: Iterable[Parameter], shards: int) -> int:
     """Return the bytes that are copied to the device before an all-gather."""
     return sum(p.shard_bytes(shards) for p in parameters)
-
-
-def _pcie_bytes_per_s(spec: DeviceSpec) -> float:
-    """Return the bandwidth of a GPU's own slot: PCIe 5.0 from Hopper on, 4.0 on Ampere, Ada and ROCm, else 3.0."""
-    if spec.capability is None or (8, 0) <= spec.capability < (9, 0):
-        generation = "PCIe 4.0"
-    else:
-        generation = "PCIe 5.0" if spec.capability >= (9, 0) else "PCIe 3.0"
-    return LINKS[generation].bandwidth_bytes_per_s
