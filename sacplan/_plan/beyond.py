@@ -25,6 +25,8 @@ def beyond(asked: Planner, made: Plan) -> tuple[str, ...]:
         asked: The planner of the plan.
         made: The plan, made for a limit.
     """
+    # What the plan adds to the step is all that another technique could save, and a line is worth it only for a share
+    # of the whole step.
     step_ms = made.step_ms + made.recompute_ms + made.added_ms
     again_ms, worth_ms = made.recompute_ms + made.added_ms, _WORTH * step_ms
     # Too little to save; FLOPs were minimised, and not time; or nothing limits the plan.
@@ -32,8 +34,11 @@ def beyond(asked: Planner, made: Plan) -> tuple[str, ...]:
         return ()
     said = []
     for name, technique in TECHNIQUES.items():
+        # Asked for already. Or it takes memory of the host, whose use the user has to grant first.
         if name in asked.techniques or technique.takes_host:
             continue
+        # A search of its own: the limits of work that it reaches are not the plan's, Rotor is not asked, and no search
+        # of the plan is taken over, since its regions have other options.
         more = replace(asked, techniques=(*asked.techniques, name), limits_reached={}, last=None, begun=None)
         found = more.cheapest_beyond(asked, made.budget_bytes, again_ms - worth_ms)
         if found is None:

@@ -54,6 +54,7 @@ class Bound:
         # Building the problem of one moment takes time linear in the ops, so a long step gets fewer moments.
         count = max(2, min(_MOMENTS, _EFFORT // max(1, len(liveness.at_op))))
         self._ops: list[int] = []
+        # The moments with most bytes first. One that is close to a moment already chosen is passed over.
         for op in np.argsort(-liveness.at_op, kind="stable").tolist():
             if all(abs(op - other) >= _APART for other in self._ops):
                 self._ops.append(op)
@@ -90,6 +91,7 @@ class _OpBound:
         fixed = {s for s in pending if program.writer.get(s) in pinned}
         held = [s for s in pending if s not in fixed]
         self._all = sum(program.storage_bytes[s] for s in held)
+        # What is alive at this moment whatever a schedule keeps: the other side of the inequality.
         self._rest = int(liveness.at_op[moment]) - self._all
 
         writers: dict[int, list[int]] = defaultdict(list)
@@ -97,6 +99,7 @@ class _OpBound:
             if op.phase == Phase.FORWARD:
                 for s in (*op.writes, *op.mutates):
                     writers[s].append(i)
+        # Ops that run again read these at no cost, since something holds them at this moment anyway.
         free = liveness.held_otherwise(moment) | fixed
         makers: dict[int, int] = {}  # storage to the op that makes it
         reads: dict[int, list[int]] = {}  # op that can run again to the storages that it needs
@@ -109,11 +112,14 @@ class _OpBound:
             if len(writers[s]) != 1 or writers[s][0] in pinned:
                 continue
             maker = makers[s] = writers[s][0]
+            # Left out are inputs that are in memory anyway, and inputs that are written in place, which count as
+            # available.
             reads[maker] = [
                 read for read in program.ops[maker].reads if read not in free and len(writers[read]) <= 1
             ]
             stack += (read for read in reads[maker] if read not in wanted)
             wanted.update(reads[maker])
+        # The closure problem numbers its storages from 0, so those that matter here are renumbered.
         place = {s: i for i, s in enumerate(sorted(wanted))}
         made: dict[int, list[int]] = defaultdict(list)
         for s, maker in makers.items():
@@ -143,6 +149,8 @@ class _OpBound:
         # Refine the edge around ``room``. The chord between two known vertices is never below the hull, which is
         # convex. Once no vertex lies below the chord, the chord is an edge of the hull.
         while True:
+            # The two known vertices on either side of ``room``. There are two: the checks above have dealt with room
+            # outside of the first and the last vertex.
             at = next(i for i, vertex in enumerate(vertices) if vertex.kept <= room)
             left, right = vertices[at - 1], vertices[at]
             slope = Fraction(right.cost - left.cost, left.kept - right.kept)

@@ -50,11 +50,14 @@ class PlanningContext:
         With one offer, each of its options is a step of its own: the bound is the smallest cost of an option together
         with the recomputation that is left. With several, the offers count as free, each at its lowest peak.
         """
+        # With no offer or several, the step is the one in which every offer is at its lowest peak, at no cost.
         if len(self.offers) != 1:
             return self.bound.at(peak_bytes)
         (offer,) = self.offers
+        # The offer not taken comes first: it is an option, too, and limits which of the others have to be looked at.
         least = self._bound_with(()).at(peak_bytes)
         for option in offer.region.options[1:]:
+            # An option that costs as much by itself cannot lower the minimum, so its step is not rewritten.
             if option.cost < least and option.decision is not None:
                 least = min(least, option.cost + self._bound_with((option.decision,)).at(peak_bytes))
         return least
@@ -63,6 +66,8 @@ class PlanningContext:
         """Return lower bounds on the recomputation of the step in which these offers are taken."""
         if decisions not in self._bounds:
             program, costs = rewritten(self.program, decisions, self.step.device), self.step.costs
+            # The rewritten program begins with the recorded ops, whose costs stay as they are. With FLOPs as the
+            # objective, a new conversion rate would change them. Only the ops behind them get costs here.
             if decisions:
                 costs = costs + op_costs(program, self.step.objective)[len(costs) :]
             self._bounds[decisions] = Bound(program.liveness, costs, self.step.pins.kept_ops)
@@ -95,6 +100,8 @@ class PlanningContext:
         joining them changes nothing.
         """
         run = longest_run(self.step) if self.techniques else 1
+        # Joining more than the longest run changes nothing. ``run`` may be one of the other sizes, so each size is
+        # taken once, in this order.
         sizes = (1, 2, run, *_SIZES)
         return tuple(dict.fromkeys(size for size in sizes if size <= run))
 
@@ -118,6 +125,8 @@ def planning_context(
     """
     known = _contexts(step.program)
     techniques = tuple(name for name in techniques if TECHNIQUES[name].is_about_regions)
+    # Offers are told apart by the decision of their first option. They cannot be hashed themselves, since patches have
+    # dicts in them.
     key = (techniques, tuple(offer.first for offer in offers), *step.key)
     if key not in known:
         known[key] = PlanningContext(step, techniques, offers)

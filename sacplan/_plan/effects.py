@@ -99,6 +99,7 @@ class _Events:
         self.at = {position: k for k, (position, _, _) in enumerate(events)}
         self.about: dict[int, list[int]] = defaultdict(list)
         storage_of = program.storage_of
+        # Events are indexed by the storage whose count of holders they change. Calls of modules hold nothing.
         for k, (_, code, arg) in enumerate(events):
             if code == _OP:
                 for s in program.ops[arg].writes:
@@ -108,6 +109,8 @@ class _Events:
 
     def touched(self, patch: Patch, storages: Iterable[int]) -> list[int]:
         """Return the indices of the events that a patch replaces or that concern these storages."""
+        # A patch that replaced an event outside of its region would end in a KeyError here. Techniques must not make
+        # one.
         found = {self.at[position] for position in patch.events}
         return sorted(found.union(*map(self.about.__getitem__, storages)))
 
@@ -143,6 +146,8 @@ def effects_of(
     """
     found = _Effects(program, regions)
     kept, changes = found.without_dominated()
+    # Choices are of one kind if their regions are, and if the same options are left after the dominated ones are gone.
+    # Solvers that treat layers alike go by this number.
     kinds: dict[object, int] = {}
     on_host = any(option.host_bytes for region in kept for option in region.options)
     choices = tuple(
@@ -155,11 +160,13 @@ def effects_of(
         )
         for region, change in zip(kept, changes, strict=True)
     )
+    # If a plan takes any of these options, the cost of a wide unit is due, and only once.
     wide = frozenset(
         (i, o) for i, region in enumerate(kept) for o, is_wide in enumerate(region.wide) if is_wide
     )
     ends = [*found.first_op[1:], len(program.ops)]
     rows = [ResourceRow(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)]
+    # Where a plan is sought for a budget, the search puts it in the place of these limits (``Problem.with_limit``).
     base, limits = found.base, np.full_like(found.base, found.base.max())
     if on_host:
         rows.append(ResourceRow(HOST_MEMORY, 0, len(program.ops)))
@@ -197,6 +204,7 @@ class _Effects:
         self._last_event = self.liveness.op_events[ends - 1]
 
     def _with_first(self, by_interval: Bytes) -> Bytes:
+        # No op runs in interval 0, so its base is what is alive before the first event.
         return np.concatenate([np.array([self.liveness.initial_bytes], dtype=np.int64), by_interval])
 
     def _intervals(self) -> list[int]:
@@ -215,6 +223,8 @@ class _Effects:
             if region_of_scope.setdefault(scope, region) != region:
                 several.add(scope)
         starts, before = [-1], None
+        # A new interval begins where the phase or the region changes. An op that is in no region itself goes to the
+        # region of its module call.
         for i, op in enumerate(program.ops):
             region = region_of_op.get(i, -1)
             # The module call alone does not say which region a backward op belongs to. Its forward op does.
@@ -232,17 +242,21 @@ class _Effects:
         """Return for each region the effects of its options, options x intervals. The first option changes nothing."""
         patterns: dict[tuple[object, ...], list[_LocalEffect]] = {}
         found = []
+        # Regions with one pattern of events have the same effects at these events, so these are computed once. Where
+        # the events lie in the step differs, and is worked out for each region.
         for region in self.regions:
             changes = np.zeros((len(region.options), len(self.base)), dtype=np.int64)
             if len(region.options) > 1:
                 events = self._events_for(region)
                 pattern = self._pattern(events)
+                # Two kinds of regions may have the same events and other options, so the kind is part of the key.
                 key = (region.kind, self.known.patterns.setdefault(pattern, len(self.known.patterns)))
                 if key not in patterns:
                     own = _Events(self.program, region, events)
                     patterns[key] = [
                         self._local_effect_of(key[1], region, option, own) for option in region.options[1:]
                     ]
+                # The first option stays at zero: it changes nothing.
                 self._spread(patterns[key], np.array([event[0] for event in events]), changes[1:])
             found.append(changes)
         return tuple(found)
@@ -255,6 +269,8 @@ class _Effects:
         ``_ALIKE`` of the peak and of the cost of discarding everything.
         """
         regions, left = [], []
+        # Near duplicates are dropped region by region. Each region gets an equal part of what all of them together may
+        # lose.
         share = _ALIKE / len(self.regions) if self.regions else 0.0
         nearly_bytes = int(share * self.base.max())
         nearly_cost = share * sum(self._member_costs())
@@ -286,6 +302,8 @@ class _Effects:
         handles: dict[int, int] = {}
         instances: dict[int, int] = {}
         pattern: list[object] = []
+        # What a fold and a rewrite look at. Names of modules and numbers of ops are left out, since they differ between
+        # equal layers.
         for _, code, arg in events:
             pattern.append(code)
             if code == _OP:
@@ -295,11 +313,14 @@ class _Effects:
             elif code not in _CALLS:
                 storage = program.storage_of(code, arg)
                 pattern.append(local.setdefault(storage, len(local)))
+                # Autograd may unpack one handle several times, so an unpacked instance has a number of its own beside
+                # its handle's.
                 if code in _INSTANCES:
                     pattern.append(instances.setdefault(arg, len(instances)))
                     arg = program.instance_handles[arg]
                 if code in _INSTANCES or code in _HANDLES:
                     pattern.append(handles.setdefault(arg, len(handles)))
+        # A handle without an op and a tensor belongs to code that runs in slices, and a rewrite treats it as such.
         held = ((program.handle_ops[h] < 0, program.handle_tensors[h] < 0) for h in handles)
         return (*pattern, *(program.storage_bytes[s] for s in local), *held)
 
@@ -343,11 +364,15 @@ class _Effects:
             made.update(option.reach.storages)
         for s in made:
             positions.update(liveness.events_of[s])
+        # A rewrite may put events where the unit's calls begin and end.
         for scope in program.calls.get(region.unit, ()):
             positions.update((liveness.entered[scope], liveness.exited[scope]))
         events = [(p, *program.events[p]) for p in positions]
+        # Whatever the last event of a storage from outside is, a free stands for it: both folds begin with one holder
+        # of each.
         outside = {s for op in ops for s in program.ops[op].reads} - made
         died = ((liveness.died[s], _FREE, s) for s in outside)
+        # Those that are alive when the step ends have no such event.
         events += [event for event in died if event[0] < len(program.events)]
         return sorted(events)
 
@@ -355,6 +380,7 @@ class _Effects:
         """Fold the events that the option's rewrite touches, with and without it. All other events cancel out."""
         program, storage_of, events = self.program, self.program.storage_of, own.events
         patch = TECHNIQUES[option.technique].option_patch(program, region, option)
+        # Handles of the patch may be on storages that it adds. Those have no events in the plain step.
         touched = {s for s in patch.handle_storages if s < len(program.storage_bytes)} | set(patch.resized)
         touched.update(
             storage_of(code, arg)
@@ -369,6 +395,8 @@ class _Effects:
         plain, planned = Fold(program, initial=outside), Fold(program, patch, outside)
         places, after, during = own.touched(patch, touched), [], []
         again: list[tuple[int, int]] = []
+        # ``noted`` is what the fold with the rewrite says of the op of this event, and ``most`` the largest of the ops
+        # that run again before it.
         noted, n_ops = 0, len(program.ops)
         for k in places:
             position, code, arg = events[k]
@@ -385,6 +413,7 @@ class _Effects:
                         most = max(most, planned.noted)
             after.append(planned.live - plain.live)
             during.append(noted - plain.noted)
+            # Counted from what the plain step has alive before the event, to which ``_spread`` adds it.
             if most:
                 again.append((k, most - before))
         # Extend the result from the touched events to all events of the region: between two of them nothing changes.
@@ -411,23 +440,33 @@ class _Effects:
             changes: Options x intervals. This is filled in; interval 0, before the step, stays 0.
         """
         liveness, starts = self.liveness, self._starts
+        # The region's events before an interval begins and those up to its end, as counts. If they are equal, no event
+        # lies in the interval.
         before = np.searchsorted(where, liveness.op_events[starts], side="left")
         until = np.searchsorted(where, self._last_event, side="right")
         own = np.flatnonzero(before != until)
+        # The ops of all intervals with events in one flat array, so that NumPy goes through all of them at once. The
+        # ops of the i-th such interval begin at ``offsets[i]``.
         lengths = self._lengths[own]
         offsets = np.cumsum(lengths) - lengths
         ops = np.arange(int(lengths.sum())) + np.repeat(starts[own] - offsets, lengths)
         at_op, positions = liveness.at_op[ops], liveness.op_events[ops]
+        # The event that has happened last when an op runs. If that is the op's own event, what is alive during it
+        # counts, else what is alive after the event.
         last = np.searchsorted(where, positions, side="right") - 1
         exact = where[np.maximum(last, 0)] == positions
         for row, effect in zip(changes, effects, strict=True):
+            # The constant effect first, for every interval. Those with events are overwritten below.
             row[1:] = np.where(before > 0, effect.after[before - 1], 0)
             if len(own):
                 by_op = np.where(exact, effect.during[last], effect.after[last])
                 by_op[last < 0] = 0  # before the region's first event
+                # A difference of two peaks, which may be at two different ops.
                 row[own + 1] = np.maximum.reduceat(at_op + by_op, offsets) - self.base[own + 1]
             # Ops that run again may set the peak of the interval that they run in.
             for k, n_bytes in effect.again:
+                # The first interval that ends at the event or behind it; one more, since interval 0 is before the step.
+                # What follows the last op counts in the last interval.
                 interval = int(np.searchsorted(self._last_event, where[k])) + 1
                 interval = min(interval, len(row) - 1)
                 row[interval] = max(
@@ -443,6 +482,8 @@ def _undominated(
     Options are taken by rising cost, so every option that is already kept costs no more than the one in question.
     """
     keep = [0]
+    # Of options of equal cost, one that dominates another has fewer bytes in sum. So it comes first, and is there when
+    # the other one is looked at.
     for option in sorted(range(1, len(costs)), key=lambda o: (costs[o], changes[o].sum(), o)):
         better = (changes[keep] <= changes[option]).all(axis=1)
         nearly = (changes[keep] <= changes[option] + nearly_bytes).all(axis=1)

@@ -62,9 +62,13 @@ def plan_in_room(
             return InRoom(made, room_bytes, None, fits=False)
         reserved = reserved_of(made)
         if best is None or best.reserved_bytes is None or reserved < best.reserved_bytes:
+            # If no plan holds the budget, the one with the smallest peak is above it. Then its peak is the limit that
+            # it keeps.
             best = InRoom(made, max(budget_bytes, peak), reserved, reserved <= room_bytes)
         if best.fits or peak > budget_bytes:  # it fits, or there is no smaller peak
             break
+        # Counted from the peak and not from the budget. A plan may be well below its budget, and a budget between the
+        # two might give the same plan again.
         budget_bytes = max(1, lowered(peak, reserved - room_bytes, room_bytes, i))
     assert best is not None
     return best
@@ -75,5 +79,7 @@ def lowered(peak_bytes: int, excess_bytes: int, room_bytes: int, tried: int) -> 
 
     The first step is what would be enough if the holes stayed. Later ones are at least a share of the room.
     """
+    # If the first step was not enough, the holes have moved. From then on, the least step grows with each plan, by 1/64
+    # of the room.
     least = 0 if tried == 1 else room_bytes * tried // 64
     return peak_bytes - max(excess_bytes, least)

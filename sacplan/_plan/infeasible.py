@@ -32,6 +32,7 @@ def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
 
     Trying alternatives takes as long as planning. So they are tried only when the message is read.
     """
+    # The search that came nearest to the budget is the one to explain.
     search = min(asked.searches, key=smallest_bytes)
     run = search.smallest.footprint
     inference = asked.profile.mode == "inference"
@@ -52,6 +53,7 @@ def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
         )
     else:
         names = " and ".join(s.name for s in asked.solvers)
+        # Rotor counts as tried only if it made a plan: a model that is no chain gives it nothing to do.
         if asked.last is not None and any(each.has_found(asked.last) for each in asked.searches):
             names += f", then {asked.last.name}"
         how = f", {', '.join(own)}" if own else f" (solvers: {names})"
@@ -91,6 +93,8 @@ def segments_do_not_fit(asked: Planner, nearest: Candidate, room_bytes: int) -> 
     profile, run = asked.profile, nearest.footprint
     program = profile.with_plan(nearest.decisions)
     reserved = reserved_bytes(program)
+    # ``reserved`` is with the setting of this process. If its segments expand already, both figures are equal, and
+    # there is nothing to advise.
     expandable = reserved_bytes(program, expandable=True)
     outside = outside_allocator(profile.spec, profile.ranks.communicators)
     helps = (
@@ -115,6 +119,7 @@ def _binding(run: Footprint, *, inference: bool) -> str:
     """Return the module that runs at the peak, or ``"optimizer step"``."""
     if run.peak_phase == Phase.OPTIMIZER:
         return "optimizer step"
+    # The op at the peak is in no module call, or in that of the model itself, whose name is empty.
     outside = (
         "the loss, outside of any module" if run.peak_scope < 0 and not inference else "the model itself"
     )
@@ -123,11 +128,13 @@ def _binding(run: Footprint, *, inference: bool) -> str:
 
 def _with_rotor(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
     """Return a sentence on what Rotor, which may recompute a value several times, would reach; ``""`` if nothing."""
+    # A new search: what Rotor finds for the advice must not count as found by the search that the error is about.
     free, rotor = PlanSearch(search.context), Rotor(stages=ROTOR_STAGES)
     if asked.last is not None:
         return ""  # Rotor was asked already
     try:
         free.solve(rotor, budget_bytes)
+        # The advice names what was tried: plain ``"rotor"`` would solve a longer chain with more stages.
         named = f"sacplan.Rotor(stages={ROTOR_STAGES})" if is_longer(search.program, rotor) else '"rotor"'
     except PlanError:
         return ""  # the model is not a chain
@@ -154,6 +161,7 @@ def _with_techniques(asked: Planner, budget_bytes: int) -> str:
             if f"{abs(share):.1%}" == "0.0%":
                 takes = "takes as long as"
             return f"With {named} the budget holds, and the step {takes} without a plan. "
+        # This technique does not hold the budget either, but its smallest peak may be worth knowing.
         smallest = min(map(smallest_bytes, more.searches))
         if smallest < smallest_bytes(more.searches[0]):
             said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
@@ -166,6 +174,8 @@ def _with_optimizers(asked: Planner, search: PlanSearch, budget_bytes: int) -> s
     # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
     if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
         return ""
+    # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so the
+    # model does not run again.
     bare = without_optimizer(profile)
     peaks = {}
     for one in (BY_NAME["adamw-fused"], BY_NAME["adamw-8bit"]):
@@ -184,6 +194,7 @@ def _pinned_share(asked: Planner, search: PlanSearch) -> str:
     if not asked.pins:
         return ""
     free = asked.search(NO_PINS)
+    # A budget of 0 asks for the smallest peak, whatever budget the message is about.
     free.minimise(asked.solvers, 0)
     smallest = free.smallest.footprint.peak_bytes
     if smallest >= search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up

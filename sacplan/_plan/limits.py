@@ -53,6 +53,7 @@ class Limit:
 
     def is_gpu(self, spec: DeviceSpec) -> bool:
         """Whether the limit is what a GPU has room for, so that reserved segments count."""
+        # Only if neither a budget nor a headroom was given: both limit the tensors, whatever the allocator reserves.
         return self == Limit() and spec.kind == "cuda"
 
     def bytes_of(self, profile: Profile) -> int:
@@ -106,7 +107,10 @@ def limit_of_device(budget: float | str | None, headroom: float | str | None, sp
     if budget is None:
         limit = Limit(headroom=headroom)
         n_bytes = limit.bytes_on(spec)
+        # What a GPU has room for depends on the plan, so that limit stays open. A headroom, or the memory of a CPU,
+        # gives a number of bytes now.
         return limit if limit.is_gpu(spec) else Limit.exactly(n_bytes)
+    # Refused before it is parsed: ``parse_budget`` would take it as a share of the device's memory.
     refuse_share(budget)
     found = parse_budget(budget, spec.memory_bytes)
     if found > spec.memory_bytes:
@@ -155,6 +159,8 @@ def memory_less(headroom: float | str | None, spec: DeviceSpec) -> int:
     """Return the device's memory less the headroom, which is a share of it or bytes. None is ``DEFAULT_HEADROOM``."""
     memory = spec.memory_bytes
     headroom = DEFAULT_HEADROOM if headroom is None else headroom
+    # A headroom in words is read like a budget, as a share of the memory or as bytes. A number is a share, and not GiB
+    # as for a budget. True and False are numbers to Python, and no shares.
     if isinstance(headroom, str):
         try:
             found = parse_budget(headroom, memory)
@@ -208,8 +214,10 @@ def _does_not_fit(made: Plan, spec: DeviceSpec) -> str:
     rank = " on each rank" if made.ranks.world_size > 1 else ""
     has = f"{spec.name} has {format_bytes(spec.memory_bytes)}"
     advice = "Try a smaller batch, several devices, or a device with more memory."
+    # Not even the tensors fit, so no setting of the allocator helps.
     if made.peak_bytes > spec.memory_bytes:
         return f"its step takes {format_bytes(made.peak_bytes)}{rank}, and {has}. {advice}"
+    # A plan for a CPU, or one from an older file: there are no figures of an allocator to compare.
     if made.device_memory is None:
         return ""
     outside = outside_allocator(spec, made.ranks.communicators)
@@ -218,6 +226,8 @@ def _does_not_fit(made: Plan, spec: DeviceSpec) -> str:
     if reserved <= room:
         return ""
     expandable = made.device_memory.reserved_bytes(expandable=True)
+    # In a process whose segments expand already, ``expandable`` is ``reserved`` again, and does not fit either. Then a
+    # budget may be the cause: it limits the tensors alone.
     if expandable <= room:
         advice = f"With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
     elif made.budget_bytes is not None:

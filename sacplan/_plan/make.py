@@ -54,6 +54,8 @@ def made_plan(
         PlanError: A unit that cannot be one under ``fully_shard``.
     """
     discarded = discarded_by(decisions)
+    # ``fully_shard`` may free the parameters of a module after its forward, so a unit around several such modules
+    # could not run their ops again.
     wide = sorted(too_wide(profile.program).intersection(discarded))
     if wide:
         raise PlanError(
@@ -115,9 +117,13 @@ def _check_updates(profile: Profile, decisions: tuple[Decision, ...]) -> None:
 
 def _lower_bound(profile: Profile, decisions: Sequence[Decision], pins: Pins, peak_bytes: int) -> float:
     """Return the least that any schedule recomputes with this peak, given what the plan does besides recomputing."""
+    # With recomputation alone, the bound is that of the plain step. It is kept with the program, so further plans with
+    # the same pins find it there.
     others = [one for one in decisions if not isinstance(one, Recompute)]
     if not others:
         return planning_context(PlanStep(profile.program, "time", pins)).bound.at(peak_bytes)
+    # Else it is that of the step that the other techniques leave. Costs are times whatever the objective was, since the
+    # bound is reported in ms.
     program = rewritten(profile.program, others, profile.spec)
     return Bound(program.liveness, op_costs(program, "time"), pins.kept_ops).at(peak_bytes)
 
@@ -131,19 +137,25 @@ def unit_plans(
     """
     units = {}
     sequences: dict[OpSequence, int] = {}
+    # Only what autograd has a handle on is kept for the backward pass. Other outputs are gone with the code that made
+    # them.
     held = set(program.handle_storages)
     for fqn in fqns:
         times = discarded.get(fqn, {})
         kept: dict[CallSite, int] = {}
+        # Every decision has an entry here, in order, even if its op made nothing that autograd keeps. The figures of a
+        # unit are read side by side with its decisions.
         dropped = dict.fromkeys(times, (0, 0.0))
         saved_bytes = 0
         calls: dict[int, None] = {}
+        # A decision holds for all calls of a unit, so bytes and times add up over the calls.
         for scope in program.calls[fqn]:
             calls[sequences.setdefault(program.sequence(scope), len(sequences))] = None
             for i, site in program.sites(scope).items():
                 op = program.ops[i]
                 n_bytes = sum(program.storage_bytes[s] for s in op.writes if s in held)
                 saved_bytes += n_bytes
+                # Rotor may drop a value several times, and its op then runs as many times again.
                 if site in times:
                     before, ms = dropped[site]
                     dropped[site] = before + n_bytes, ms + times[site] * op.time_ms
@@ -165,6 +177,7 @@ def unit_plans(
 def kept_by_layer(profile: Profile) -> list[LayerReading]:
     """Return what autograd keeps in each layer of a step without a plan."""
     program = profile.program
+    # A loss function may call parts of the model and never the model itself. Then these parts take its place.
     outermost = [""] if "" in program.calls else [fqn for fqn in program.calls if "." not in fqn]
     return kept_layers(*unit_plans(program, {}, outermost))
 

@@ -101,6 +101,7 @@ def devices_of(text: str, profile: Profile) -> int:
     found = re.fullmatch(r"(\d+)\s*x\s*(\S+)", text.strip())
     if found is None:
         raise PlanError(f"{text!r} cannot be read as a number of devices; give '8x{profile.device}', or 8.")
+    # The name of a device may have several words; the first one is compared.
     if found[2] != profile.device.split()[0]:
         raise PlanError(
             f"{text!r} is of {found[2]}, and the profile is of a step on {profile.device}: make a profile with "
@@ -133,9 +134,11 @@ def resolve_mesh(mesh: Any, profile: Profile) -> tuple[Mesh, ...]:
 def meshes_of(devices: int, spec: DeviceSpec) -> tuple[Mesh, ...]:
     """Return the meshes of a number of devices: one data parallel axis, and a tensor parallel axis within a node."""
     found = []
+    # The tensor parallel axis communicates most, so it stays within a node, where links are fastest.
     for n in range(1, min(devices, spec.ranks_per_node) + 1):
         if devices % n == 0:
             axes = (("dp", devices // n), ("tp", n))
+            # Axes of one rank are left out. If none remains, the data parallel axis stays, since a mesh needs one.
             found.append(Mesh(tuple((name, size) for name, size in axes if size > 1) or axes[:1]))
     return tuple(found)
 
@@ -159,11 +162,13 @@ def spreads(
         PlanError: The step cannot be spread over this mesh in any of the ways. It says why for each.
     """
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    # Each sharding is made in the loop below, where an error becomes the reason why its way is left out.
     makers: list[tuple[str, Callable[[], Sought]]] = [
         (name, functools.partial(named_sharding, profile, parameters, mesh, name))
         for name in (_names(mesh) if names is None else names)
     ]
     makers += [("search", functools.partial(searched, profile, parameters, mesh, limit)) for limit in limits]
+    # Several ways are often refused for one reason, which the error then gives once.
     refused: dict[str, list[str]] = {}  # by reason
     seen, is_any = set[str](), False
     for name, make in makers:
@@ -209,6 +214,7 @@ def described_name(name: str, mesh: Mesh) -> str:
     words = name.split(" + ")
     if not set(words) <= set(POLICIES):
         return name
+    # As in ``named_sharding``, tensor parallelism has the last axis, and data parallelism all others.
     axes = list(mesh.names)
     tensor = [axes.pop()] if _TENSOR in words else []
     parts = [f"batch cut over {' and '.join(axes)}"] if axes else []
@@ -231,6 +237,8 @@ def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh
     if _TENSOR in words:
         found, limited = tensor_parallel(profile, parameters, mesh)
         axes = axes[:-1]
+    # The other axes are for data parallelism. Beside ``megatron`` alone it is that of ``ddp``, in which every rank has
+    # all parameters.
     data = words[0] if words[0] != _TENSOR else "ddp"
     for axis in axes:
         found = with_data_parallel(
@@ -286,8 +294,10 @@ def asks_for_mesh(
         PlanError: Arguments that contradict each other.
     """
     asked = techniques or ()
+    # Neither way of asking for a mesh was used.
     if mesh is None and SHARD not in asked:
         return False
+    # A mesh without the technique, or the technique without a mesh. Without a list of techniques, the mesh is enough.
     if mesh is None or SHARD not in (techniques or (SHARD,)):
         raise PlanError(
             f'to shard, give a mesh, such as mesh={{"dp": 2, "tp": 4}}, and "{SHARD}" among the techniques.'
@@ -330,6 +340,7 @@ def _smallest(profile: Profile, meshes: Sequence[Mesh], known: Sequence[Spread])
     The search for the fastest under a budget works with estimated peaks, so its result may miss the budget by a little.
     """
     found = {repr(way.sharding): way for mesh in meshes for way in _found(profile, mesh)}
+    # Those are planned for already, and the same sharding gives the same plan.
     for way in known:
         found.pop(repr(way.sharding), None)
     return list(found.values())
@@ -337,6 +348,7 @@ def _smallest(profile: Profile, meshes: Sequence[Mesh], known: Sequence[Spread])
 
 def _found(profile: Profile, mesh: Mesh) -> list[Spread]:
     try:
+        # No sharding keeps a limit of one byte, and the search then returns the one with the smallest peak.
         return [way for way in spreads(profile, mesh, (1,)) if way.name == "search"]
     except PlanError:  # the same reasons are in the error about the other ways
         return []
@@ -388,6 +400,7 @@ def plan_on_meshes(
     limit.bytes_of(profile)  # a budget that cannot be read is refused before the long search
     with looking_for_plans():
         found = _fastest(profile, mesh, limit, careful, quick)
+    # The planner of a rank knows nothing of ``shard``, which the plan names among its techniques.
     names = (SHARD, *found.provenance.techniques)
     return structs.replace(found, provenance=structs.replace(found.provenance, techniques=names))
 
@@ -411,17 +424,23 @@ def _fastest(
             # The user has named the axes of a single mesh, so any role is possible on it. The meshes of a number of
             # devices are our own, and so are the names of their axes.
             names = names_by_role(each) if isinstance(mesh, (int, str)) else None
+            # A share refers to a peak that is known only with the sharding, so the search gets no limit for it.
             limits = (0,) if shared else (0, limit.bytes_on(profile.spec, each.communicators))
             ways += spreads(profile, each, limits, names)
         except PlanError as error:
             refused.append(str(error))
+    # One mesh may be refused as long as there is another. The reasons count only if there is none.
     if not ways:
         raise PlanError(" ".join(refused))
     found = tried(ways, quick)
+    # The search for shardings knows of no recomputation, and its peaks are estimates: the sharding with the smallest
+    # peak gives a plan the most room.
     if all(one.outcome.plan is None for one in found):
         found += tried(_smallest(profile, meshes, ways), quick)
     fastest = min(one.step_ms for one in found)
     near = [one for one in found if one.step_ms <= fastest * (1 + _CLOSE)]  # all, if none holds the budget
+    # Planned again with the solver that was asked for. The quick plans stay in the list, since they may turn out
+    # cheaper.
     found += tried([one.spread for one in near if _may_improve(one)], plan_rank)
     best = min(found, key=lambda one: one.step_ms)
     if best.outcome.plan is not None:

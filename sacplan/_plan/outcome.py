@@ -32,9 +32,11 @@ class Outcome:
     @classmethod
     def of(cls, profile: Profile, planner: PlanMaker) -> Outcome:
         """Plan a step, and turn ``InfeasibleBudget`` into an outcome without a plan."""
+        # Any other error is about what was asked for, and not about the budget, so it comes through.
         try:
             made = planner(profile)
         except InfeasibleBudget as error:
+            # The error carries the peak that a caller compares if no plan holds the budget.
             return cls(profile, None, error.smallest_feasible_bytes, error)
         return cls(profile, made, made.peak_bytes)
 

@@ -71,6 +71,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
+        # Provenance has the date and the solver in it, which say nothing about what the plan does.
         names = (name for name in Plan.__struct_fields__ if name != "provenance")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -81,6 +82,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
 
     def saying(self, beyond: tuple[str, ...]) -> Plan:
         """Return the plan with sentences on what techniques would save that it was not allowed to use."""
+        # Unset and not empty, so that the field is absent from the file.
         provenance = msgspec.structs.replace(self.provenance, beyond=beyond or msgspec.UNSET)
         return msgspec.structs.replace(self, provenance=provenance)
 
@@ -122,6 +124,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
             PlanError: The file is not a plan, is damaged, was edited, or has another schema version.
         """
         file = files.load(path, PlanFile, "plan", SCHEMA_VERSION, PlanError)
+        # The version and the checksum of the file are no fields of a plan.
         return Plan(**{name: getattr(file, name) for name in Plan.__struct_fields__})
 
     def _chunked(self) -> str:
@@ -166,6 +169,7 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
 
     def __post_init__(self) -> None:
         data = _plain(self)
+        # The checksum is over the fields of the plan alone, without those that ``_plain`` has left out.
         if self.sha256 != _digest({name: data[name] for name in Plan.__struct_fields__ if name in data}):
             raise PlanError("its contents do not have the checksum in `sha256`: it was damaged or edited.")
         super().__post_init__()
@@ -177,6 +181,7 @@ def _plain(plan: Plan) -> dict[str, Any]:
     # Left out, so that the checksums of files from before there was this field still hold.
     if found["device_memory"] is None:
         del found["device_memory"]
+    # Left out for the same reason: older files do not have it, and 0 is its default.
     if not found["host_bytes"]:
         del found["host_bytes"]
     return found
@@ -189,5 +194,7 @@ def _as_dict(value: Any) -> dict[Any, Any]:
 
 
 def _digest(data: Mapping[str, Any]) -> str:
+    # Sorted and without spaces, so that neither the order of keys nor the layout of a file changes the checksum. JSON
+    # has no form for NaN and infinity: the ValueError for them becomes the error of ``save``.
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -120,8 +120,12 @@ class Planner:
         if accumulate not in get_args(Accumulate):
             known = " and ".join(map(repr, get_args(Accumulate)))
             raise PlanError(f"accumulate is {accumulate!r}; known are {known}.")
+        # Rotor as the last resort is part of ``"best"`` alone, and only if the user allows the technique that its plans
+        # use.
         last = Rotor(stages=ROTOR_STAGES)
         usable = solver == "best" and set(last.techniques) <= set(names)
+        # Several offers, such as those of all layers, make the integer program of the whole step slow. These two stay
+        # quick.
         crowded = (Alike(), Greedy()) if solver == "best" else solvers
         host_bytes = (
             None if host_budget is None else parse_budget(host_budget, profile.spec.host_memory_bytes)
@@ -177,6 +181,7 @@ class Planner:
 
         The searches of the planner with ``fewer`` techniques are among them. ``smallest`` appends further searches.
         """
+        # The search without offers is always the first one, and others rely on that: ``smallest`` asks Rotor in it.
         found = [self.begun or self.search(self.pins)]
         if self.fewer is not None:
             found += self.fewer.searches
@@ -195,12 +200,14 @@ class Planner:
         names = tuple(name for name in self.techniques if not TECHNIQUES[name].frees_otherwise)
         if not names or names == self.techniques:
             return None
+        # Rotor is asked by the planner with all techniques, and the begun search is of other techniques.
         return replace(self, techniques=names, last=None, begun=None)
 
     def search(
         self, pins: Pins, offers: tuple[Offer, ...] = (), peaks: tuple[Footprint, ...] = ()
     ) -> PlanSearch:
         """Return a new search with these pins and offers."""
+        # Candidates are measured on the step as it was recorded, where pins do not matter any more.
         recorded = replace(self, settled=(), begun=None).step(NO_PINS) if self.settled else None
         return PlanSearch(
             self.context(pins, offers),
@@ -225,6 +232,7 @@ class Planner:
         ] = {}  # by kind, since layers that are alike go with what is settled, or none does
         for name in self.techniques:
             for offer in TECHNIQUES[name].offers(step, peak):
+                # The user's patterns name an op of the offer, or it replaces events that a known offer replaces, too.
                 if not self.pins.named_ops.isdisjoint(offer.ops) or not all(map(offer.goes_with, known)):
                     continue
                 kind = offer.region.kind
@@ -237,6 +245,8 @@ class Planner:
     def _goes_with_settled(self, name: str, offer: Offer) -> bool:
         """Whether a technique can carry out an offer in the recorded step together with what is settled."""
         technique, profile = TECHNIQUES[name], self.profile
+        # Other techniques rewrite the program one after the other. Only decisions of the same technique can be in the
+        # way.
         own = [one for one in self.settled if isinstance(one, technique.decision)]
         if not own:
             return True
@@ -249,6 +259,7 @@ class Planner:
     def _with_offers(self, offers: tuple[Offer, ...], peaks: tuple[Footprint, ...] = ()) -> PlanSearch:
         """Return a search in which pins keep the other techniques away from the ops and modules of these offers."""
         profile, pins = self.profile, self.pins
+        # The other techniques see these modules as if the user had named them in ``never``, and the ops in ``keep``.
         alone = [unit for offer in offers for unit in offer.alone]
         if alone:
             pins = resolve_pins(self.program, profile.fingerprint, pins.keep, (*pins.never, *alone))
@@ -260,11 +271,14 @@ class Planner:
 
         What is settled costs little, and leaves the other techniques their choices, so it is asked for first.
         """
+        # A plan that also frees memory otherwise may well have its next peak elsewhere, so all moments near the peak
+        # are asked about.
         if search.context.frees_otherwise:
             return self._further_nearby(search)
         settled = self._further_settled(search)
         asked = self.with_settled(settled)
         known, peaks = search.context.offers, search.peaks
+        # The ops of the settled step have other numbers, so offers are asked for anew, about the same peaks.
         if settled != search.settled:
             return asked._again_with_offers(peaks) if known else asked.search(asked.pins)
         peak = search.smallest.footprint
@@ -289,8 +303,10 @@ class Planner:
         settled = self._settled_nearby(search, near)
         asked = self.with_settled(settled)
         known, peaks = search.context.offers, search.peaks
+        # From the highest moment to the lowest, each adding to what the ones before it have offered.
         for peak in near:
             further = asked._offers(peak, known)[len(known) :]
+            # Offers about one moment are about modules that are alike, so the first one speaks for all of them.
             if further and asked._frees(further[0], _WORTH_OFFERING * near[0].peak_bytes):
                 peaks, known = (*peaks, peak), (*known, *further)
         if settled == search.settled and peaks == search.peaks:
@@ -305,6 +321,8 @@ class Planner:
         except PlanError:
             return False  # it does not go together with what is settled
         before = bytes_at_ops(program)
+        # Ops that the offer adds come behind the recorded ones, and are left out. A recorded op that no longer runs has
+        # 0 bytes, which does not mean that anything was freed at it.
         now = now[: len(before)]
         freed: int = (before - now)[now > 0].max(initial=0)
         return freed >= least_bytes
@@ -313,6 +331,7 @@ class Planner:
         """Return what techniques settle about moments near a peak, beside what is settled there."""
         settled = asked = search.settled
         others = tuple(one for one in search.smallest.decisions if one not in settled)
+        # Asked about the recorded step, since that is what decisions are carried out on.
         step = replace(self, settled=()).step(self.pins)
         for peak in near:
             known = {one.unit for one in asked}
@@ -322,6 +341,7 @@ class Planner:
                 for one in TECHNIQUES[name].settled(step, peak, (*asked, *others))
                 if peak is near[0] or one.unit not in known  # a lower moment settles nothing twice
             ]
+            # What is found takes the place of what was settled about the same units.
             units = {one.unit for one in found}
             asked = (*(one for one in asked if one.unit not in units), *found)
         try:
@@ -339,6 +359,8 @@ class Planner:
         settled, best = search.settled, search.smallest
         others = tuple(one for one in best.decisions if one not in settled)
         step, peak = replace(self, settled=()).step(self.pins), best.footprint
+        # Each round has a lower peak than the one before it, so the loop ends. What did not lower the peak is not
+        # settled.
         while True:
             found = [
                 one
@@ -373,10 +395,13 @@ class Planner:
             budget_bytes: The budget.
             quick: Do not look for the smallest peak where the first searches hold no budget. That takes far longer.
         """
+        # Every search is asked, even if the first has a plan: another one may have a cheaper one.
         for search in self.searches:
             self._solve(search, budget_bytes)
         found = _cheapest(self.searches, budget_bytes)
         if found is None and not quick:
+            # Searches that ``smallest`` has added know the plan with the smallest peak, and are now asked for a cheap
+            # one.
             known = len(self.searches)
             self.smallest(budget_bytes)
             for search in self.searches[known:]:
@@ -392,6 +417,7 @@ class Planner:
 
         Searches that both make are left out, and so are those whose lower bound is at the limit.
         """
+        # Contexts are shared by all planners of a program. A search with this one has been made for the other planner.
         known = other.context(other.pins)
         searches = [
             search
@@ -418,6 +444,7 @@ class Planner:
             budget_bytes: No smaller peak is looked for.
             quick: Ask only the searches that there are, and not what else techniques could do about the peak.
         """
+        # The planner with fewer techniques runs its own searches below, further ones included.
         fewer = () if self.fewer is None else self.fewer.searches
         searches = [one for one in self.searches if all(one is not other for other in fewer)]
         first = searches[0]
@@ -425,6 +452,7 @@ class Planner:
             search.minimise(self._solvers(search), budget_bytes)
             if search.smallest.footprint.peak_bytes <= budget_bytes:
                 break
+        # Its further searches become candidates here, too; those that it began with are in the list already.
         if self.fewer is not None:
             self.fewer.smallest(budget_bytes, quick=quick)
             self.searches.extend(self.fewer.searches[len(fewer) :])
@@ -473,6 +501,7 @@ class Planner:
     def as_plan(self, found: Candidate, limit: Limit | None = None, budget_bytes: int | None = None) -> Plan:
         """Return a candidate as a plan; ``limit`` and ``budget_bytes`` say what was asked for."""
         known = (*self.solvers, *self.crowded, *(() if self.last is None else (self.last,)))
+        # A solver that a technique brings itself is in none of these lists, and its options are not noted.
         used = next((options_of(solver) for solver in known if solver.name == found.solver), None)
         made_by = Provenance.now(
             self.profile,
@@ -514,6 +543,7 @@ def _cheapest(searches: Sequence[PlanSearch], budget_bytes: int) -> Candidate | 
     holding = [
         (search.cost(best), best.footprint.peak_bytes, best) for search, best in found if best is not None
     ]
+    # By cost, then by peak. Candidates have no order, so they must not be compared.
     return min(holding, key=lambda each: each[:2])[2] if holding else None
 
 

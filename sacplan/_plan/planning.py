@@ -110,6 +110,7 @@ def plan(
             was reached.
     """
     profile = opened(profile, Profile)
+    # ``wanted``, since the inner functions have a ``solver`` of their own.
     limit, wanted = Limit(budget, headroom), solver
 
     def planner_of(
@@ -127,6 +128,7 @@ def plan(
     # The mesh of ``fully_shard`` is another thing than one over which sacplan spreads the step.
     of_fsdp = mesh if fsdp_units is not None and SHARD not in (techniques or ()) else None
     if asks_for_mesh(None if of_fsdp is not None else mesh, techniques, world_size, fsdp_units):
+        # Only ``"best"`` is several solvers, of which one is quick. Another solver is asked for every sharding.
         quick = "greedy" if wanted == "best" else None
         found = plan_on_meshes(profile, mesh, limit, techniques, planned, quick)
     else:
@@ -183,11 +185,14 @@ def _of_one_rank(
 ) -> Profile:
     """Return the profile of a rank as asked for. What is not asked for is as in the profile."""
     of_units = (mp_policy, reshard_after_forward, offload_policy)
+    # Without arguments about ranks, the profile stays as it is, with all that is cached in it.
     if all(value is None for value in (world_size, fsdp_units, mesh, *of_units)):
         return profile
     now = profile.ranks
+    # These arguments mean nothing without units, so they are about the units of the profile.
     if fsdp_units is None and any(value is not None for value in of_units):
         fsdp_units = now.fsdp_units
+    # The mesh of the profile is rebuilt from its sizes: replicas and, within each of them, shards.
     if mesh is None and world_size is None:
         replicas, world_size = now.options.replicas, now.world_size
         mesh = None if replicas == 1 else {"replicate": replicas, "shard": world_size // replicas}
@@ -214,6 +219,7 @@ def plan_within(planner: Planner, limit: Limit) -> Plan:
     budget_bytes = limit.bytes_of(profile)
     if limit.is_gpu(profile.spec):
         return _plan_on_gpu(planner, limit, budget_bytes)
+    # A budget limits the tensors alone, so the first plan that holds it is the answer, and nothing has to be repeated.
     found = planner.cheapest(budget_bytes)
     if found is None:
         raise infeasible(planner, budget_bytes)
@@ -228,6 +234,7 @@ def _plan_on_gpu(planner: Planner, limit: Limit, room_bytes: int) -> Plan:
         # A planner for each budget: the result is then what the user gets who asks for that budget.
         asked = replace(planner, limits_reached={})
         found = asked.cheapest(budget_bytes)
+        # If nothing holds the budget, the plan with the smallest peak says how far it is off.
         return asked, found or min(asked.searches, key=smallest_bytes).smallest
 
     found = plan_in_room(
@@ -239,6 +246,7 @@ def _plan_on_gpu(planner: Planner, limit: Limit, room_bytes: int) -> Plan:
     asked, candidate = found.made
     if found.fits:
         return asked.as_plan(candidate, limit, found.budget_bytes)
+    # The tensors of no plan fit the room, so segments were not looked at.
     if found.reserved_bytes is None:
         raise infeasible(asked, room_bytes)
     raise segments_do_not_fit(asked, candidate, room_bytes)

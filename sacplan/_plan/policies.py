@@ -103,12 +103,14 @@ def policy(
             matches nothing, or a loss that cannot run in these slices. The message says why.
     """
     profile = opened(profile, Profile)
+    # A mesh makes it another kind of policy: it decides where parameters lie, and discards nothing.
     if mesh is not None:
         if option is not None or layers is not None or slices is not None or keep or never:
             raise PlanError("a policy on a mesh takes no option, layers, slices, keep or never.")
         with looking_for_plans():
             spread = spread_policy(profile, mode, mesh)
         return handed_out(spread, profile.spec)
+    # A policy of a mesh, but without one. Unknown modes come after it, since their message says less.
     if mode in POLICIES or " + " in mode:
         raise PlanError(f"policy {mode!r} spreads a step over ranks: give them, mesh={{'dp': 8}}.")
     if mode not in MODES:
@@ -131,6 +133,7 @@ def policy(
     elif mode != "none":
         decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
     provenance = Provenance.now(profile, name, asked, pins=pins, techniques=techniques)
+    # The peak and the time are those of the rewritten program, as for a plan that a search has found.
     with_plan = rewritten(program, decisions, profile.spec)
     found = with_plan.footprint
     made = made_plan(
@@ -170,6 +173,7 @@ def _discarded_by(
             f"({_shortened(found)}), so none. Known options: an integer from 1 to {len(found)}, {_listed(_BY_OP)}."
         )
     discarded: dict[str, dict[CallSite, int]] = defaultdict(dict)
+    # The layers number k, 2k, ..., so that with k = 1 every layer is checkpointed.
     for fqn in found[k - 1 :: k]:
         for unit, sites in _discarded_in(program, fqn, selects, pins).items():
             discarded[unit].update(sites)
@@ -210,6 +214,7 @@ def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
             "mode 'chunked-loss' is for training, and this profile is of inference, which computes no gradients. "
             "sacplan.profile(model, batch, loss_fn) records a step of training."
         )
+    # Either what can run in slices, or the reasons why nothing can, module by module.
     found = loss_chunks(profile.program, profile.spec)
     if not isinstance(found, ChunkOptions):
         why = [f"from {refused.unit!r} on: {refused.why}" for refused in found[:_MOST_REASONS]]
@@ -217,6 +222,7 @@ def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
             "there is no module from which on the loss could be computed in slices. "
             + ("; ".join(why) + "." if why else "No module with a name is called once in the step.")
         )
+    # Within a chunk no op makes its whole output, so nothing in it can be kept.
     if not pins.named_ops.isdisjoint(found.ops):
         op = profile.program.ops[min(pins.named_ops & found.ops)]
         given = (("keep", pins.keep), ("never", pins.never))
@@ -263,6 +269,7 @@ def _read_option(option: object) -> tuple[_Selects, int]:
     if isinstance(option, str):
         if option in _BY_OP:
             return _BY_OP[option], 1
+        # ``isdigit`` alone also accepts digits such as ``"²"``, which ``int`` refuses.
         k = int(option) if option.isascii() and option.isdigit() else 0
     else:
         k = option if isinstance(option, int) and not isinstance(option, bool) else 0
@@ -292,6 +299,7 @@ def layers_of(program: Program, pattern: str | None = None) -> list[str]:
             )
         return _in_order(program, (fqn for run in runs for fqn in run))
     matching = {fqn for fqn in program.calls if fqn and fnmatchcase(fqn, pattern)}
+    # Of nested matches only the outermost is a layer, since units of a plan do not nest.
     outermost = [f for f in matching if not any(is_inside(f, other) for other in matching)]
     if not outermost:
         known = [f"{run[0].rpartition('.')[0]}.*" for run in runs]
@@ -329,12 +337,14 @@ def _runs(program: Program) -> list[list[str]]:
         return program.ops_in(program.calls[fqn][0])
 
     def follows(one: str, other: str) -> bool:
+        # Half of the names is enough: layers of one model may differ, such as dense ones and mixtures of experts.
         alike = 2 * len(members[one] & members[other]) >= len(members[one] | members[other])
         return alike and program.depends(first_call(other), first_call(one))
 
     runs: list[list[str]] = []
     for fqns in siblings.values():
         run = fqns[:1]
+        # A run is extended as long as neighbours follow each other, and ends at the first pair that does not.
         for one, other in pairwise(fqns):
             if not follows(one, other):
                 runs.append(run)
@@ -361,8 +371,10 @@ def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> 
     """
     chosen: set[int] = set()
     for scope in program.calls[fqn]:
+        # Selected by position within one call, so that every call of a layer counts its matmuls anew.
         order = [i for i in program.sites(scope) if program.ops[i].phase == Phase.FORWARD]
         chosen.update(order[at] for at in selects([program.ops[i] for i in order]))
+    # Pinned ops go after the selection, so that they do not change how matmuls are counted.
     chosen -= pins.kept_ops
     found = {}
     for unit in pins.units_in(program, fqn):
@@ -382,6 +394,7 @@ def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> 
 
 def _saved_by_call(program: Program, fqn: str) -> dict[int, tuple[set[int], set[int]]]:
     """Return by call of a module the storages that autograd saves in it, and those that it saves anywhere else."""
+    # A handle counts as inside a call if autograd took it in that call or in one within it.
     scopes = {scope for scope in program.liveness.handle_scopes if scope != ROOT_SCOPE}
     around = {scope: {scope, *program.ancestors(scope)} for scope in scopes}
     by_call: dict[int, tuple[set[int], set[int]]] = {call: (set(), set()) for call in program.calls[fqn]}
@@ -401,6 +414,7 @@ def _again(
     """
     ops = program.ops
     inside = [i for i in program.sites(scope) if i in chosen and ops[i].recomputable]
+    # Storages that something else holds have no entry, so the walk ends at them.
     maker = {s: i for i in inside for s in ops[i].writes if s not in held}
     stack = [maker[s] for s in saved if s in maker]
     again = set(stack)

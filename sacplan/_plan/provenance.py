@@ -85,6 +85,9 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         limits_reached: tuple[str, ...] = (),
     ) -> Provenance:
         """Return the provenance of a plan made now, by this version. Options that are not JSON scalars become text."""
+        # Values of options are told apart by exact type. A subclass, such as ``numpy.float64``, becomes text like any
+        # other object. Of the rules of the profile, only those about sizes count: an assumed value alone makes no
+        # tensor larger. Seconds are enough for the date.
         return cls(
             solver=solver,
             options={k: v if type(v) in _SCALARS else repr(v) for k, v in (options or {}).items()},
@@ -138,11 +141,13 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def _as_written(size: Any) -> int | float | str | None:
     if size is None or isinstance(size, str):
         return size
+    # Numbers of NumPy count as Integral or Real, too. A file has Python's.
     return int(size) if isinstance(size, Integral) else float(size)
 
 
 def options_of(solver: object) -> dict[str, Any]:
     """Return the fields of a solver object."""
+    # Solvers of sacplan are dataclasses. One of the user's own may be any object.
     if dataclasses.is_dataclass(solver):
         return {f.name: getattr(solver, f.name) for f in dataclasses.fields(solver)}
     return dict(getattr(solver, "__dict__", {}))

@@ -147,9 +147,11 @@ def _values(plan: PlanValue) -> tuple[list[_SiteValue], list[_SiteValue]]:
     """Return the values that are kept, and those that are recomputed, in the units of a plan."""
     discarded = plan.discarded
     recomputed = []
+    # The place of a unit in the plan comes first in the order of its values, and their place in the unit second.
     for index, (fqn, unit) in enumerate(plan.units.items()):
         sites = discarded.get(fqn, {})
         places = _ModelSites(index, fqn, unit, plan.sequences)
+        # Plans from older files have no figures for single call sites.
         n_bytes = unit.discarded_bytes or (None,) * len(sites)
         times = unit.discarded_ms or (None,) * len(sites)
         recomputed += [
@@ -189,6 +191,7 @@ class _ModelSites:
     def __init__(self, index: int, fqn: str, unit: UnitPlan, sequences: Sequence[OpSequence]) -> None:
         self.index, self.fqn = index, fqn
         self.known: dict[str, tuple[int, str]] = {}  # place to (order, module around it)
+        # If calls of a unit differ, a place has the position of the first call that has it.
         for i in unit.calls:
             for caller, place, _ in sequences[i]:
                 self.known.setdefault(place, (len(self.known), caller))
@@ -200,6 +203,7 @@ class _ModelSites:
         around = inner.rpartition(".")[0] if after else inner
         order, caller = self.known.get(site.place, (len(self.known), around))
         place = f"after {self._named(inner)}" if after else self._named(inner)
+        # A second call of a module has " (2)" behind its name, but it is the same module.
         module = self._named(re.sub(r" \(\d+\)$", "", caller))
         return _ModelSite(module, place, site.op, site.occurrence), (self.index, order)
 
@@ -213,6 +217,7 @@ def _layer_of(module: str) -> tuple[str, str]:
     A module inside no numbered one is its own layer.
     """
     parts = module.split(".")
+    # A name without a number is a layer as a whole: the index of its last part leaves nothing for the rest.
     number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1]), ".".join(parts[number + 1 :])
 
@@ -241,8 +246,11 @@ def _folded(
     alike: dict[object, list[tuple[str, tuple[LayerOps, ...], tuple[LayerOps, ...]]]] = defaultdict(list)
     for layer in sorted(by_layer, key=order):
         again, held = map(_parts, by_layer[layer])
+        # The words that a reader would see decide whether two layers are alike, and the bytes beside them.
         words = tuple((str(part), part.n_bytes) for part in (*again, *held))
         others = (tuple(sliced.get(layer, ())), away.get(layer, ()))
+        # The number of recomputed parts is in the key, since ``words`` alone does not tell where they end and the kept
+        # ones begin.
         alike[pattern_of(layer), len(again), words, others].append((layer, held, again))
     return [
         LayerReading(
@@ -274,6 +282,7 @@ def _parts(values: Iterable[_SiteValue]) -> tuple[LayerOps, ...]:
         )
         for (ops, _), same in alike.items()
     ]
+    # The largest first. Of parts that keep nothing, the one that takes longest.
     return tuple(sorted(parts, key=lambda part: (-(part.n_bytes or 0), -(part.ms or 0.0))))
 
 
@@ -284,6 +293,7 @@ def _ops_in_words(values: Iterable[_SiteValue]) -> str:
 
 def _sum(numbers: Iterable[float | int | None]) -> int | None:
     found = list(numbers)
+    # A sum with an unknown part would be wrong, so it is unknown as well.
     return None if None in found else sum(found)  # type: ignore[arg-type]
 
 
@@ -304,6 +314,7 @@ def plan_sections(plan: PlanValue) -> list[Section]:
             *(("on the host", f"of what it keeps: {text}") for text in layer.away),
         ]
         sections.append(Section(layer.name, tuple((label, text) for label, text in rows if text)))
+    # If the model itself is a unit, nothing is left outside of the units.
     if "" not in plan.units:
         sections.append(
             Section("All else runs as without a plan." if plan.units else "Runs as without a plan.", ())
@@ -391,6 +402,7 @@ def whence(plan: PlanValue, memory_bytes: int | None = None) -> str:
     if plan.budget_bytes is None or plan.provenance.budget is not None:
         return ""
     of_device = f", the memory of {plan.device} less "
+    # The tensors may take all of the memory but a headroom: the one that the user gave, or the default.
     if not fills_gpu(plan):
         headroom = plan.provenance.headroom
         return of_device + ("15%" if headroom is None else str(headroom))
@@ -398,6 +410,7 @@ def whence(plan: PlanValue, memory_bytes: int | None = None) -> str:
     found = f"{of_device}{outside_text(outside)}"
     if memory_bytes is None:
         return f"{found} and what torch reserves beyond the peak"
+    # What remains between the memory and the limit is what torch reserves beyond the peak.
     beyond = memory_bytes - sum(one.n_bytes for one in outside) - plan.budget_bytes
     return (
         f"{found}, and less {format_bytes(beyond)} that torch reserves beyond the peak" if beyond else found
@@ -471,6 +484,7 @@ def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
 def _unit(pattern: str, program: Program | None) -> str:
     if not pattern:
         return "the model"
+    # Without a wildcard, the pattern is the name of one module. Without a program, nobody knows how many match.
     if program is None or not re.search(r"[*?[]", pattern):
         return pattern
     return f"{len(resolve_units([pattern], program))} x {pattern}"
@@ -525,8 +539,10 @@ def difference(first: PlanValue, second: PlanValue) -> PlanDifference:
     for name in dict.fromkeys((*homes[0], *homes[1])):
         if homes[0].get(name) != homes[1].get(name):
             figures[f"{name} lies as"] = (homes[0].get(name, "replicated"), homes[1].get(name, "replicated"))
+    # Compared by call sites as seen from the model, so it does not matter which units the two plans have.
     again = [{value.at: value for value in _values(plan)[1]} for plan in (first, second)]
     only = [[value for at, value in one.items() if at not in other] for one, other in (again, again[::-1])]
+    # The two lists take the places of what is kept and what is recomputed, so that equal layers are folded here, too.
     changed = [
         LayerDifference(layer.layers, layer.kept, layer.recomputed) for layer in _folded(only[0], only[1], {})
     ]
@@ -540,6 +556,7 @@ def _sliced_otherwise(first: PlanValue, second: PlanValue) -> list[LayerDifferen
             for name in layer.layers:
                 slices.setdefault(name, ([], []))[which].extend(layer.sliced)
     alike: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    # Layers whose slices changed in the same way share one line.
     for name, both in slices.items():
         if both[0] != both[1]:
             texts = ["; ".join(one) or "nothing" for one in both]

@@ -30,6 +30,7 @@ def schemas() -> dict[Path, dict[str, Any]]:
     }
 
 
+# The tests compare the files in the package with what this writes.
 if __name__ == "__main__":
     for path, schema in schemas().items():
         files.write(path, schema)

@@ -110,6 +110,8 @@ class PlanSearch:
             return
         if budget_bytes < self.context.floor_bytes:  # no choice of options holds this budget
             return
+        # Sizes are tried until the plan is near the bound, or until ``_IN_VAIN`` sizes in a row have found nothing
+        # cheaper. Costs never rise from one size to the next, since the best of all candidates counts.
         cheapest: float | None = None
         in_vain = 0
         for size in self.context.sizes:
@@ -126,6 +128,7 @@ class PlanSearch:
 
     def minimise(self, solvers: Sequence[Solver | StepSolver], budget_bytes: int) -> None:
         """Look for the smallest peak, with larger and larger regions, until one holds the budget."""
+        # A peak near the floor is enough as well: larger regions cannot lower it by much.
         enough = max(budget_bytes, _AT_FLOOR * self.context.floor_bytes)
         for solver in solvers:
             if isinstance(solver, StepSolver):
@@ -151,6 +154,8 @@ class PlanSearch:
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """Return the cheapest candidate that holds the budget, or None. On a tie, the lower peak wins."""
+        # A solver has the host's memory as a sum in one row. What counts is the peak of the rewritten program, there as
+        # well.
         room = self.context.step.host_bytes
         holding = [
             t
@@ -194,6 +199,8 @@ class PlanSearch:
             # No choice holds this budget in the model, or the solver ended before it had found one.
             if solution is None or self._noted(solution, solver).status == "unknown":
                 break
+            # The proposal is kept whether it holds the budget or not: it may hold another one, or have the smallest
+            # peak.
             tried = self._add(effects, solution, solver.name)
             # An exact solver has also minimised the one-time cost of wide units. That is an estimate, and recomputes
             # nothing. So we also try the same picks less what the budget does not need, with that cost left out.
@@ -215,6 +222,7 @@ class PlanSearch:
         return solution
 
     def _add(self, effects: RegionProblem, solution: Solution, solver: str) -> Candidate:
+        # The gap is relative to the solver's own model, with the cost of wide units included.
         cost = effects.problem.cost(solution.picks)
         gap = None
         if solution.bound is not None:
@@ -227,11 +235,13 @@ class PlanSearch:
     ) -> Candidate:
         # Figures are those of the recorded step with all decisions, not of the one that has the settled ones in it.
         decisions = (*self.settled, *decisions)
+        # Candidates are told apart by what they decide, in whatever order.
         key = frozenset(decisions)
         if key not in self.tried:
             plain = self.plain.program
             program = rewritten(plain, decisions, self.plain.device)
             found = program.footprint
+            # Time beyond the recorded step that no op running again explains: slices, and waits for copies.
             added_ms = program.step_ms - plain.step_ms - found.recompute_ms if decisions else 0.0
             self.tried[key] = Candidate(decisions, found, added_ms, status, gap, solver)
         return self.tried[key]
@@ -252,6 +262,7 @@ def decisions_of(
     The techniques go in their listed order. Each names call sites of the program that those before it have rewritten.
     """
     found: list[Decision] = []
+    # Recomputation and copies run under one recorder in each unit, so their units are chosen together, and do not nest.
     sharing = [(region, option) for region, option in taken if TECHNIQUES[option.technique].shares_units]
     units = units_of(sharing)
     for technique in TECHNIQUES.values():

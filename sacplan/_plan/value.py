@@ -88,6 +88,8 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
         for fqn, unit in self.units.items():
             if unit.calls and max(unit.calls) >= len(self.sequences):
                 raise PlanError(f"unit {fqn!r} refers to a sequence of ops that the plan does not have.")
+        # Two decisions to recompute at one call site would contradict each other. Several copies at one do not: an op
+        # may have several tensors.
         seen: set[Site] = set()
         for decision in self.decisions:
             if decision.unit not in self.units:
@@ -115,6 +117,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
 
     def _check_sites(self) -> None:
         """Raise ``PlanError`` for a decision about a call site that no call of its unit has."""
+        # Many units run the same sequence, so its call sites are worked out once, and units refer to it by index.
         sites = [{site for _, _, site in ops_of(sequence)} for sequence in self.sequences]
         for decision in self.decisions:
             there = [sites[i] for i in self.units[decision.unit].calls]
@@ -187,6 +190,7 @@ def _not_run(unit: str, site: CallSite, run: Iterable[CallSite]) -> str:
     """Return the message that no call of a unit has a call site. It lists what there is instead."""
     in_place = Counter(one.op for one in run if one.place == site.place)
     places = sorted({one.place for one in run})
+    # If the place exists, its ops are what the user may have meant. Else its places are.
     if in_place:
         there = ", ".join(op if n == 1 else f"{op} x{n}" for op, n in sorted(in_place.items()))
         there = f"there it runs {there}"
@@ -203,6 +207,7 @@ def _check_nesting(units: Collection[str]) -> None:
     """Raise ``PlanError`` if a unit is inside another: their recipes would overlap."""
     for fqn in units:
         parts = fqn.split(".")
+        # The empty name at depth 0 is the model itself, which is around every other unit.
         for depth in range(len(parts)):
             outer = ".".join(parts[:depth])
             if outer in units and outer != fqn:

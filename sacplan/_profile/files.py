@@ -60,6 +60,7 @@ def save(path: str | Path, **fields: Any) -> None:
         TraceError: a field holds what no file may.
     """
     digest = _digest(_Fields(**fields))
+    # Not laid out for people, unlike a plan: a program has many thousands of numbers.
     files.write_compact(
         path, {"what": "profile", "schema_version": SCHEMA_VERSION, "sha256": digest, **fields}
     )
@@ -72,6 +73,7 @@ def load(path: str | Path) -> dict[str, Any]:
         TraceError: the file is damaged, of another version, or holds something else.
     """
     found = files.load(path, ProfileFile, "profile", SCHEMA_VERSION, TraceError)
+    # The fields of the file itself have done their work when it was read.
     return {name: getattr(found, name) for name in _Fields.__struct_fields__}
 
 
@@ -83,5 +85,6 @@ def schema() -> dict[str, Any]:
 def _digest(fields: _Fields) -> str:
     """Hash the values, independently of the order of keys and of sets."""
     values = {name: getattr(fields, name) for name in _Fields.__struct_fields__}
+    # Some mappings have numbers as keys, which JSON does not allow.
     plain = msgspec.to_builtins(values, str_keys=True, order="deterministic")
     return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()

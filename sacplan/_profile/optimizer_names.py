@@ -44,6 +44,7 @@ class NamedOptimizer:
         return self.code or f"{self.path.replace(':', '.')}(params{more})"
 
 
+# An optimizer of another library without ``sizes`` is traced with its own class, so the library has to be installed.
 _BNB: dict[str, Any] = {"install": "bitsandbytes"}
 _AO: dict[str, Any] = {"install": "torchao"}
 
@@ -67,6 +68,7 @@ OPTIMIZERS = (
     NamedOptimizer("sgd", "SGD without momentum", "torch.optim:SGD"),
     NamedOptimizer("sgd-momentum", "SGD with momentum", "torch.optim:SGD", {"momentum": 0.9}, ("sgdm",)),
     NamedOptimizer("adam", "Adam", "torch.optim:Adam"),
+    # Managed memory may be on the host when the device is full, so that is where this state counts (``host_state.py``).
     NamedOptimizer(
         "paged-adamw",
         "AdamW with float32 state in managed memory (bitsandbytes)",
@@ -102,11 +104,13 @@ OPTIMIZERS = (
         "adafactor",
         "Adafactor of transformers, as the Trainer makes it",
         "transformers.optimization:Adafactor",
+        # By default the class works out its own learning rate (``relative_step``). The Trainer switches that off.
         {"lr": 1e-3, "scale_parameter": False, "relative_step": False},
         ("adafactor-transformers",),
         install="transformers",
     ),
     NamedOptimizer("adafactor-torch", "Adafactor of torch", "torch.optim:Adafactor"),
+    # The class is our own, so ``code`` says what a user would write instead of its path.
     NamedOptimizer(
         "muon",
         "Muon for matrices, AdamW for embeddings, heads and vectors",
@@ -161,6 +165,7 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+# Aliases lead to the same entry. Names are compared without case and punctuation.
 _BY_KEY = {_key(name): one for one in OPTIMIZERS for name in (one.name, *one.aliases)}
 NAMES = tuple(one.name for one in OPTIMIZERS)
 
@@ -174,6 +179,7 @@ def named_optimizer(name: str) -> NamedOptimizer:
     found = _BY_KEY.get(_key(name))
     if found is None:
         near = difflib.get_close_matches(_key(name), _BY_KEY, n=3, cutoff=0.8)
+        # Two similar keys may be aliases of one optimizer, which is suggested once.
         like = [_BY_KEY[key].name for key in near]
         known = (
             f"Did you mean {' or '.join(dict.fromkeys(like))}?" if like else f"Known are {', '.join(NAMES)}."

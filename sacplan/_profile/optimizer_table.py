@@ -50,10 +50,12 @@ class AdamW8bitSizes(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Make the state at the first call; touch it."""
+        # As in the real class, frozen parameters and those that got no gradient have no state.
         with_gradient = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for p in with_gradient:
             if not self.state[p]:
                 self._make(self.state[p], p)
+        # One op that reads and writes the state and allocates nothing, as the fused kernel does.
         states = [t for p in with_gradient for t in self.state[p].values()]
         torch.ops.sacplan.fused_update_(with_gradient, [p.grad for p in with_gradient], states)
 
@@ -62,7 +64,9 @@ class AdamW8bitSizes(torch.optim.Optimizer):
         if p.numel() < SMALLEST:
             state |= {name: new(p.shape, dtype=torch.float32) for name in ("state1", "state2")}
             return
+        # bitsandbytes makes its two tables once, and all parameters share them.
         tables = next((s for s in self.state.values() if "qmap1" in s), None)
+        # Rounded up, since the last block may be shorter.
         blocks = -(-p.numel() // BLOCK)
         for i in "12":
             # A float of one byte in the place of an integer: ``data_rules`` follows the values of integers, and would
@@ -85,9 +89,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
         given = [p for group in self.param_groups for p in group["params"]]
+        # Muon takes matrices alone. Those that are long or wide are left to AdamW: embeddings, heads and adapters.
         hidden = [p for p in given if p.dim() == 2 and max(p.shape) < _LONG * min(p.shape)]
         chosen = {id(p) for p in hidden}
         others = [p for p in given if id(p) not in chosen]
+        # torch refuses an optimizer without parameters, so either of the two may be missing.
         self._parts: list[torch.optim.Optimizer] = []
         self._parts += [torch.optim.Muon(hidden)] if hidden else []
         self._parts += [torch.optim.AdamW(others)] if others else []
@@ -158,6 +164,8 @@ class _Make:
 
     def __call__(self, params: Any) -> torch.optim.Optimizer:
         given, named = list(params), self.named
+        # The sizes stand in only where nothing is computed. A real step runs the real class, and so does a fake one for
+        # which there are no sizes.
         if self._has_sizes_for(active_device()) and all(map(_is_without_data, given)):
             return _SIZES[named.sizes](given, **named.arguments)
         made: torch.optim.Optimizer = self._class()(given, **named.arguments)
@@ -223,6 +231,7 @@ def factory_of(optimizer: Any, spec: DeviceSpec) -> Any:
     Raises:
         TraceError: no optimizer has this name, or its library is not installed.
     """
+    # A name first: it may stand for a factory of this table, which is prepared below like one that the user gave.
     if isinstance(optimizer, str):
         try:
             optimizer = candidate_named(optimizer).make

@@ -71,16 +71,21 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.parameters = parameters
+        # The only scalar among the outputs is taken for the loss (``DefaultLoss``). It reads nothing, so the forward
+        # pass keeps nothing.
         return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        # Gradients of the right sizes; nothing is computed for them.
         return tuple(map(torch.empty_like, ctx.parameters))
 
 
 class _Parameters(torch.nn.Module):
     def __init__(self, like: Iterable[Tensor]) -> None:
         super().__init__()
+        # On the meta device there is nothing to allocate. Strides are those that were recorded, since an optimizer's
+        # state takes them over.
         empty = functools.partial(torch.empty_strided, device="meta")
         self.all = torch.nn.ParameterList(
             torch.nn.Parameter(empty(t.shape, t.stride, dtype=getattr(torch, t.dtype))) for t in like
@@ -97,11 +102,13 @@ def trained(program: Program) -> tuple[int, ...]:
 
 def recorded_step(of: Profile, make: Factory) -> OptimizerStep:
     """Record an optimizer's step on the parameters of a profile that get a gradient."""
+    # Shapes and types are those of the gradients, in the order of ``trained``.
     like = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
     found = profile(_Parameters(like), torch.empty(1, device="meta"), None, make, of.spec)
     step = OptimizerStep(
         found.recorded, trained(found.recorded), found.fingerprint.setup.optimizer_host_bytes
     )
+    # A hook has dropped gradients in the backward pass, such as that of an optimizer which offloads them.
     if len(step.parameters) < len(like):
         raise TraceError(
             "the optimizer lets gradients go in the backward pass, so its step cannot be put behind that of another. "
@@ -117,6 +124,7 @@ def without_optimizer(of: Profile) -> Profile:
     """Return the step up to the end of the backward pass, without an optimizer and its state."""
     program = of.recorded
     tail = _first_of_optimizer(program)
+    # There is none to take out.
     if tail is None:
         return of
     # Indices stay, so that nothing else has to change: the optimizer's events go, and its storages (state, what it
@@ -161,6 +169,7 @@ def _end_of_backward(program: Program) -> int:
 
     That is the end, except for a last event that frees the loss, which the step holds until it is over.
     """
+    # The writer of the last freed storage tells whether that is the loss: an op of the forward pass made it.
     code, arg = program.events[-1]
     writer = program.writer.get(arg, -1) if code == _FREE else -1
     is_loss = writer >= 0 and program.ops[writer].phase == Phase.FORWARD
@@ -177,6 +186,8 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
         known[theirs] = ours
         gradients = source.gradients[theirs], program.gradients[ours]
         known[source.tensors[gradients[0]].storage] = program.tensors[gradients[1]].storage
+    # The recording begins with a forward and a backward pass of its own. Only what follows its first optimizer op is
+    # taken.
     first = _first_of_optimizer(source)
     assert first is not None
     tail = source.events[first:]
@@ -184,16 +195,19 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
     made |= {s for op in step.ops for s in op.writes}
     used = {s for op in step.ops for s in (*op.reads, *op.mutates)} | made
     state = {s for s, kind in enumerate(source.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE}
+    # State that no op of this step touches is alive all the same.
     new = sorted((used | (state & set(source.initial))) - known.keys())
     draft, initial = PatchBuilder(program), set(source.initial)
     for s in new:
         known[s] = draft.new_storage(source.storage_bytes[s], source.storage_kinds[s])
+    # State that is there when the recorded step begins is there when this one begins.
     draft.initial += [known[s] for s in new if s in initial]
     # Tensors first, then ops that refer to them; module calls and forward ops of the recording mean nothing here.
     place: dict[int, int] = {}
     for t in sorted({t for op in step.ops for t in (*op.inputs, *op.outputs) if t >= 0}):
         tensor = source.tensors[t]
         place[t] = draft.tensors.add(msgspec.structs.replace(tensor, storage=known[tensor.storage]))
+    # Neither is known in the program that the ops come into: the recording had modules and a forward pass of its own.
     ops = [msgspec.structs.replace(op, scope=-1, forward_of=-1) for op in source.ops]
     happened = [
         (code, arg)
@@ -202,5 +216,6 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
         or (code in (_ALLOC, _FREE) and arg in made)
     ]
     events = draft.put(happened, ops, Indices(known.__getitem__, tensor=place.__getitem__))
+    # In front of the event that frees the loss; if there is none, at the very end.
     draft.events[at] = (*events, *program.events[at : at + 1])
     return draft.patch()

@@ -109,6 +109,7 @@ class Profile:
     @cached_property
     def program(self) -> Program:
         """The step of one rank on its device: the recorded one, rewritten for ranks and for library workspaces."""
+        # Ranks first: workspaces are added where the first product runs in the rank's own program.
         program = self.ranks.program(self.recorded, self.fingerprint.local_parameters, self.spec)
         return program.with_(library_workspaces(program, self.spec))
 
@@ -143,6 +144,7 @@ class Profile:
         # No unit is sharded, so no types have to agree.
         if self.ranks.fsdp_units is None:
             return ()
+        # Replicas hold the same shards, so only the ranks of one replica divide the parameters.
         shards = self.ranks.world_size // self.ranks.options.replicas
         return types_of_shards(self.fingerprint.parameters, shards)
 
@@ -198,6 +200,7 @@ class Profile:
 
     def fitted_graph(self, fit: FitKind = "hull", n_segments: int | None = None) -> Graph:
         """Return ``graph`` with another fit of the trade-off curves: ``"hull"``, or ``"pwlf"`` with 2 to 4 segments."""
+        # Computed anew for each fit, from trade-offs that are worked out once.
         info = module_info(self.program, self.program, self.tradeoffs, fit_kind=fit, segments=n_segments)
         return dataclasses.replace(parse_module_info(info, root=""), segments=segments_of(self.program))
 
@@ -242,6 +245,7 @@ class Profile:
         ``peak_bytes`` is the sum of everything that is alive. A GPU's allocator hands out blocks and reserves segments,
         and both take more: see :class:`sacplan.DeviceMemory`. None if the device is a CPU.
         """
+        # There is no caching allocator on a CPU, so nothing is reserved beyond the tensors.
         if self.spec.kind != "cuda":
             return None
         return device_memory(self.program if plan is None else self.with_plan(plan))
@@ -260,6 +264,7 @@ class Profile:
         program = self.program if plan is None else self.with_plan(plan)
         ops, scopes = program.ops, program.scopes
         rows = []
+        # The first moment is the state before the step, at which no op runs.
         for moment in program.liveness.moments[1:]:
             op = ops[moment.op]
             rows.append(

@@ -36,6 +36,7 @@ def adamw_state_bytes(trained: Iterable[int], spec: DeviceSpec) -> int:
     Two moments of each parameter's size, and a float32 count of steps, each rounded as the allocator does. On a GPU the
     counts are on the host.
     """
+    # By default ``torch.optim`` makes ``step`` on the CPU, whatever device the parameters are on.
     counter = 0 if spec.kind == "cuda" else spec.round_up(_STEPS_BYTES)
     return sum(2 * spec.round_up(n_bytes) + counter for n_bytes in trained)
 
@@ -77,14 +78,17 @@ def types_of_shards(parameters: Iterable[FingerprintEntry], world_size: int) -> 
         world_size: ranks that the shards are on.
     """
     found = list(parameters)
+    # Types are written as ``"frozen torch.bfloat16"`` for parameters that are not trained.
     frozen = [(shape, dtype.split()[-1]) for _, shape, dtype in found if dtype.startswith("frozen ")]
     trained = {dtype for _, _, dtype in found if not dtype.startswith("frozen ")}
+    # Low-precision floats may be upcast by a trainer. What is no float is a packed weight, which cannot be.
     low, packed = (
         [(shape, dtype) for shape, dtype in frozen if test(dtype)]
         for test in (_LOW.__contains__, lambda dtype: not _is_float(dtype))
     )
     said = []
     if low and trained == {"torch.float32"}:
+        # Two bytes more for each element: from 16 bits to 32.
         more = 2 * sum(math.prod(shape) for shape, _ in low)
         said.append(
             f"frozen parameters in {low[0][1].removeprefix('torch.')} stay so beside trained ones in float32: "
@@ -93,6 +97,7 @@ def types_of_shards(parameters: Iterable[FingerprintEntry], world_size: int) -> 
             f"{format_bytes(more // world_size)} on each of {world_size} ranks"
         )
     if packed:
+        # Without ``"torch."``, the six letters in front, it is the name of the type in that module.
         whole = sum(math.prod(shape) * getattr(torch, dtype[6:]).itemsize for shape, dtype in packed)
         said.append(
             f"frozen weights in {packed[0][1].removeprefix('torch.')} count as shards, which bitsandbytes cannot use: "
@@ -109,6 +114,7 @@ def _is_float(dtype: str) -> bool:
 
 def without_bfloat16(program: Program, spec: DeviceSpec) -> str:
     """Say that the step is in bfloat16 and the device has no arithmetic for it; empty if that is not so."""
+    # Either the device has the arithmetic, or the step does not use the type.
     if spec.has_bfloat16 or all(tensor.dtype != "bfloat16" for tensor in program.tensors):
         return ""
     why = f" (compute capability {'.'.join(map(str, spec.capability))}, not 8.0)" if spec.capability else ""

@@ -75,6 +75,7 @@ Trace = Literal["fake", "real"]
 _MOST_STEPS = 4
 """Most steps that are recorded until two in a row run the same ops."""
 
+# The longer names are those of torch's ``RuntimeEstimator``.
 _RUNTIMES = {
     "cost-model": "cost-model",
     "operator-level-cost-model": "cost-model",
@@ -156,6 +157,7 @@ def profile(
         SumOfOutputsWarning: the step trains the sum of the outputs, for want of a loss.
         SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
     """
+    # A world size of 1 is the default and says nothing. Given as such, it would contradict a mesh.
     ranks = Ranks.asked(
         None if world_size == 1 else world_size,
         fsdp_units,
@@ -164,6 +166,7 @@ def profile(
         reshard_after_forward,
         offload_policy,
     )
+    # Anything that is not a module is refused by ``trace_step``, with a better message.
     if fsdp_units is not None and isinstance(model, torch.nn.Module):
         _check_gradient_hooks(model)
     if accumulation_steps is None:
@@ -254,6 +257,7 @@ def trace_step(
     scripted = scripted_inside(model)
     as_written = told_of_scripted(model, scripted, trace)
     with preserved_rng(), _no_garbage_collection(), explained_limits(), as_written:
+        # Made inside of these contexts, since a callable or a data set may draw random numbers for the batch.
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
         loss = loss_or_default(loss_fn, mode)
@@ -274,6 +278,7 @@ def trace_step(
 
 
 def _reserves(spec: DeviceSpec) -> Any:
+    # On a CPU, torch's fake kernels of an LSTM return tensors of the wrong size (``measured_reserves``).
     return measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext()
 
 
@@ -363,12 +368,14 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
         made = make_optimizer(optimizer, model)
     elif optimizer is not None:
         check_optimizer(optimizer, model)
+    # What the loss function holds, and optimizers in hooks of parameters, may change in the step as well.
     with preserved_state(
         model, made, asked.batch, *held_by_function(asked.loss_fn), *optimizers_in_backward(model)
     ):
         step = Step(model, asked.batch, asked.loss_fn, made, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
+            # The casts are hooks on the user's own modules here, so they must be gone when the step is over.
             with lowered(model, asked.mixed) as parameters:
                 program, calls = _record_settled_step(
                     step, lambda: device_recorder(spec, asked.cost, how), parameters, handle
@@ -376,6 +383,7 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
                 _check_units_called(parameters, program)
             return program, (), _with_host_bytes(step.setup(asked.autocast), step, spec), calls
         finally:
+            # After an error, too: a plan must not stay on the user's own model.
             if handle is not None:
                 handle.remove()
 
@@ -393,6 +401,7 @@ def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None
         TraceError: some are on the meta device.
         DeviceError: they are on another kind of device.
     """
+    # A model without tensors counts as one on the CPU.
     kinds = {t.device.type for t in (*model.parameters(), *model.buffers())} or {"cpu"}
     if "meta" in kinds:
         raise TraceError(f"{what} needs real parameters, some are on the meta device.")
@@ -423,11 +432,14 @@ def _record_settled_step(
     program: Program | None = None
     is_usual = not step.accumulates  # it begins with what later steps begin with
     for _ in range(_MOST_STEPS + step.accumulates + bool(step.optimizers_in_backward)):
+        # Of a plan that is applied, only the differences of the last recorded step count.
         if handle is not None:
             handle.forget_differences()
         before, plain, kept = program, plain_attributes(step.model), step.state_in_backward
         recording = recorder()
         recording.storages.track_alive(left)
+        # Steps write running statistics. Those of one number whose value is not known any more get one that the model
+        # can ask for.
         if rules is not None:
             rules.assume_statistics(step.model)
         # A layer that is dropped at random is dropped again.
@@ -462,6 +474,7 @@ def _record_settled_step(
 
 
 def _check_units_called(parameters: LoweredParameters, program: Program) -> None:
+    # The casts are hooks of a unit's forward. If that never runs, the unit silently keeps its own type.
     for unit in parameters.units:
         if unit not in program.calls:
             raise TraceError(
@@ -471,6 +484,7 @@ def _check_units_called(parameters: LoweredParameters, program: Program) -> None
 
 
 def _ops_run(program: Program) -> list[tuple[str, int]]:
+    # Views are left out, since they make no values.
     forward = (op for op in program.ops if op.phase == Phase.FORWARD)
     return [(op.name, op.scope) for op in forward if is_computation(op.name)]
 
@@ -486,6 +500,8 @@ def _record(
     def make_state() -> None:
         """Run the optimizer once so that it makes its state, which the recorded step then finds, as later steps do."""
         assert optimizer is not None
+        # The recorded step must find this state as if it had been there before. Of floats, only single ones are
+        # followed: the count of steps, and no moments.
         with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
             optimizer.step()
         recorder.track_optimizer(optimizer, initial=True)
