@@ -62,10 +62,12 @@ class _LinearProgram:
     def __init__(self, tree: UnitTree, budget_bytes: int, allowed: frozenset[int] | None = None) -> None:
         self._tree = tree
         self._program = program = LinearProgram()
+        # Rows rise, so this is the most that any of them is over the budget.
         largest_need = int(tree.base[-1]) - budget_bytes
         self._offered = [
             # beyond what is needed there is nothing to gain
             unit.at(largest_need / unit.memory)
+            # Lines of a least-squares fit may fall. Then the largest discard may cost less than a smaller one.
             if unit.options[-1].freed > largest_need and all(slope >= 0 for slope, _ in unit.segments)
             else unit.options[-1]
             for unit in tree.units

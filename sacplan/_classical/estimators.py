@@ -41,6 +41,7 @@ from sacplan.errors import TraceError
 if TYPE_CHECKING:
     import pandas as pd
 
+# The prototype's name comes first, then a short one.
 _COST_MODEL = ("operator-level-cost-model", "cost-model")
 _BENCHMARK = ("operator-level-benchmark", "benchmark")
 
@@ -80,6 +81,7 @@ class _Estimator:
         saved: SavedMode = self._saved
         if saved == "virtual" and not fake:
             saved = "clone"
+        # If the step fails, the program of an earlier one must not be taken for its own.
         self._program = None
         self._recorder = Recorder(
             cost=times.cost,
@@ -99,6 +101,7 @@ class _Estimator:
                 f"this {type(self).__name__} is not recording: it was left already, or never entered."
             )
         self._recorder.__exit__(kind, error, trace)
+        # After an error the step is not complete, so there is no program of it.
         if kind is None:
             self._program = self._recorder.program()
         self._recorder.forget()
@@ -180,6 +183,7 @@ class MemTracker(_Estimator):
 
         return pd.DataFrame(
             [
+                # The state before the step has no op (-1), and is shown with the phase of the first one.
                 {"phase": self.program.ops[max(m.op, 0)].phase.name.lower(), "total": m.live_bytes}
                 | {k.name.lower(): m.by_kind[k] for k in StorageKind}
                 for m in self.program.liveness.moments
@@ -238,14 +242,18 @@ def sac_stats(program: Program, fqn: str) -> SACStats:
         raise TraceError(f"module {fqn!r} was not called; called were {', '.join(map(repr, program.calls))}.")
     ops = [op for op in map(program.ops.__getitem__, program.ops_in(calls[0])) if op.phase == Phase.FORWARD]
     saved = set(program.handle_storages)
+    # By storage, the op of the list that made it. Those that are missing were made outside of the module.
     place = {s: at for at, op in enumerate(ops) for s in op.writes}
     return SACStats(
         func_names=tuple(op.name for op in ops),
         runtimes=tuple(op.time_ms for op in ops),
+        # An in-place version takes over the bytes of the version before, so it adds none.
         memory=tuple(sum(program.storage_bytes[s] for s in op.writes if op.replaces < 0) for op in ops),
         view_like_ops=tuple(at for at, op in enumerate(ops) if not op.writes and not op.mutates),
         rand_ops=tuple(at for at, op in enumerate(ops) if op.writes and _is_random(op.name)),
         saved_autograd_ops=tuple(at for at, op in enumerate(ops) if saved.intersection(op.writes)),
+        # Either a new version of a storage (``replaces``) or a plain write in place. An op stands for itself where what
+        # it writes was made outside of the module.
         inplace_ops=tuple(
             (at, place.get(op.replaces if op.replaces >= 0 else op.mutates[0], at))
             for at, op in enumerate(ops)
@@ -256,6 +264,7 @@ def sac_stats(program: Program, fqn: str) -> SACStats:
 
 def _is_random(name: str) -> bool:
     _, op, overload = name.split(".", 2)
+    # Looked up in aten whatever the namespace is. What aten does not have counts as not random.
     packet = getattr(torch.ops.aten, op, None)
     func = getattr(packet, overload, None)
     return func is not None and op_traits(func).random
@@ -293,6 +302,7 @@ def aggregate_stats(
     Raises:
         TraceError: an estimator recorded nothing, or another model.
     """
+    # A shared module has several names, and a recording may have taken any of them.
     names = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     for estimator in (mem_tracker, runtime_estimator, sac_estimator):
         if not estimator.program.scopes:

@@ -28,6 +28,7 @@ from sacplan.errors import PlanError
 
 FitKind = Literal["hull", "pwlf"]
 
+# Relative: well above the rounding of doubles (1e-16), and far below any share that matters.
 _ROUNDING = 1e-12
 _GOOD_R_SQUARED = 0.99
 
@@ -58,6 +59,7 @@ class Fit:
         if len(hull) < 2:
             return 0.0
         # The difference is linear between neighbouring kinks of the two functions, so its maximum is at a kink.
+        # The zero line is one of the lines, since ``at`` is never below 0.
         lines = [(0.0, 0.0), *zip(self.slopes, self.intercepts, strict=True)]
         kinks = {x for x, _ in hull}
         for (slope, intercept), (other_slope, other_intercept) in itertools.combinations(lines, 2):
@@ -109,6 +111,7 @@ def pwlf_fit(points_xy: Iterable[tuple[float, float]], segments: int | None = No
     if segments is not None and not 2 <= segments <= 4:
         raise PlanError(f"segments={segments}: use 2, 3 or 4")
     points = _clean(points_xy)
+    # Each segment needs a further ratio to determine it.
     most = len({x for x, _ in points}) - 1
     # Ratio 0 alone: nothing can be discarded, so there is no line.
     if most < 1:
@@ -129,6 +132,7 @@ def pwlf_fit(points_xy: Iterable[tuple[float, float]], segments: int | None = No
     spread = float(((y - y.mean()) ** 2).sum())
     state = np.random.get_state()  # pwlf seeds the global generator, which is the caller's
     try:
+        # From the fewest segments up: the first fit that explains enough is taken, else the last one.
         for count in tried:
             model = pwlf.PiecewiseLinFit(x, y, seed=0)
             breakpoints = model.fit(count)
@@ -151,6 +155,7 @@ def _clean(points_xy: Iterable[tuple[float, float]]) -> list[tuple[float, float]
     for x, y in points_xy:
         if not (math.isfinite(x) and math.isfinite(y) and x >= 0 and y >= 0):
             raise PlanError(f"point ({x}, {y}): ratio and recompute share must be finite and not negative")
+        # A point at ratio 0 discards nothing, which (0, 0) does at no cost.
         if x > 0:
             points.add((float(x), float(y)))
     return sorted(points)
@@ -169,6 +174,7 @@ def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
             continue
         while len(hull) > 1:
             (x0, y0), (x1, y1) = hull[-2:]
+            # How far the last vertex lies below the chord from the one before it to the new point.
             depth = y0 + (y - y0) * (x1 - x0) / (x - x0) - y1
             if depth > straight:
                 break

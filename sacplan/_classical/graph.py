@@ -119,6 +119,7 @@ class ModuleStats:
             f"module {self.fqn!r}",
             PlanError,
             **{name: getattr(self, name) for name in _BYTES_AND_TIMES},
+            # Intercepts may be negative, so of these only that they are finite is checked.
             slopes_and_intercepts=[abs(x) for x in (*self.slopes, *self.intercepts)],
         )
 
@@ -242,6 +243,8 @@ class Graph:
             raise PlanError(f"{argument} is the string {names!r}; give a list of module names")
         found = set()
         for name in names:
+            # The root may be a class name. The graph then has it before all names or before none, and users write
+            # either.
             prefixed = f"{self.root}.{name}"
             if name in self._index:
                 found.add(name)
@@ -266,6 +269,7 @@ class Graph:
             rows = [
                 MemoryRow(
                     self._position[node.fqn],
+                    # Rounded up, since where shards differ in size the largest one counts.
                     -(-(parameters + node.grad_total) // world_size)
                     + node.act_total
                     + node.act_grad_per_module,
@@ -274,6 +278,7 @@ class Graph:
                 for node in self.nodes
             ]
             return sorted(rows)
+        # ``running[position]`` is the module that ends next. Behind the last one only the root is left to name.
         running = (*self.fw_post_order, self.root)
         largest: dict[int, MemoryRow] = {}
         for segment in self.segments:
@@ -325,6 +330,7 @@ def parse_module_info(module_info: ModuleInfo, *, root: str | None = None) -> Gr
     for argument in ("fw_pre_order", "fw_post_order", "bw_pre_order", "bw_post_order"):
         order: tuple[str, ...] = getattr(module_info, argument)
         _check_unique(order, argument)
+        # Every module that ran has a forward, but not every one has a backward.
         if argument.startswith("fw"):
             _check_same(order, stats, argument, "the module statistics")
         elif unknown := [fqn for fqn in order if fqn not in stats]:

@@ -56,6 +56,7 @@ def get_optimal_checkpointing_policy_per_module(
     backend = check_options(solver, gap, work_limit, seed, time_limit)
     group = _op_groups(sac_stats)
     ops = range(len(group))
+    # An in-place op that is paired with itself: it is not known what made the tensor that it writes, so it is kept.
     saved = {group[op] for op, parent in sac_stats.inplace_ops if op == parent}
     if sac_stats.force_store_random:
         saved |= {group[op] for op in sac_stats.rand_ops}
@@ -123,6 +124,7 @@ def _knapsack(
 
     A knapsack problem, solved as an integer program to the asked gap.
     """
+    # What takes no memory is saved in any case.
     free = {key for key, n_bytes, _ in items if n_bytes == 0}
     fitting = [item for item in items if 0 < item[1] <= budget_bytes]
     # Everything that fits alone fits together: there is nothing to choose.

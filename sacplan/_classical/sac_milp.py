@@ -120,9 +120,11 @@ def sac_milp(
     tree = tree_of(graph, world_size, ac_units, fsdp_units, continuous=choices == "continuous")
     unplanned_bytes = int(tree.base[-1])
     budget_bytes = parse_budget(memory_budget, unplanned_bytes)
+    # Rows rise strictly, so the last one is the peak. If it fits, nothing has to be discarded.
     if unplanned_bytes <= budget_bytes:
         return SacMilpResult({}, 0.0, unplanned_bytes, "optimal", 0.0)
 
+    # Units have lines only where plans are made on the fit, as asked for or for lack of reachable points.
     if any(unit.segments for unit in tree.units):
         answer = solve_continuous(tree, budget_bytes, options)
     else:
@@ -139,6 +141,7 @@ def sac_milp(
         recompute_ms,
         peak_bytes,
         "optimal" if proved else "feasible",
+        # A tolerance may put the bound above the plan's own time. Below 0 it would say nothing.
         None if answer.bound_ms is None else min(recompute_ms, max(0.0, answer.bound_ms)),
     )
 
@@ -161,6 +164,7 @@ def _smallest(tree: UnitTree, budget_bytes: int, options: Milp, infeasible: bool
     """
     offered = tree_problem(tree.at_most(), budget_bytes)
     picks, exact = Refinement(options, offered.problem).smallest()
+    # ``at_most`` leaves each unit its last option alone. The plan takes it from the tree itself, with its true time.
     plan = {i: tree.units[i].options[-1] for i in offered.plan(picks)}
     used = tree.used(plan)
     smallest_bytes = int(used.max())

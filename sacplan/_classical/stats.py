@@ -46,6 +46,7 @@ def module_info(
     spans = _backward_spans(memory)
     times = _times(runtime)
     fits: dict[tuple[object, ...], Fit] = {}
+    # By storage, so that parameters which several modules share count once.
     root_parameters = sum(
         memory.storage_bytes[s] for s in memory.initial if memory.storage_kinds[s] == StorageKind.PARAMETER
     )
@@ -160,6 +161,7 @@ def _times(program: Program) -> dict[str, _Times]:
 def _names_around(program: Program) -> dict[int, tuple[str, ...]]:
     """Return, by scope, the distinct modules that it is in, itself included."""
     names: dict[int, tuple[str, ...]] = {ROOT_SCOPE: ()}
+    # A call comes after the one around it, whose names are known by then.
     for i, scope in enumerate(program.scopes):
         around = names[scope.parent]
         names[i] = around if scope.fqn in around else (*around, scope.fqn)

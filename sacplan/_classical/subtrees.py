@@ -22,6 +22,8 @@ import numpy.typing as npt
 from sacplan._classical.tree import TreePlan, Unit, UnitTree
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, Picks, Problem, ResourceRow
 
+# A tree has up to exponentially many antichains. Beyond these limits they are not enumerated, and the module becomes a
+# choice of its own.
 _LARGEST = 12  # units of a subtree
 _MOST_OPTIONS = 300  # of a subtree
 _MOST_COMBINED = 6000  # ways of two subtrees together
@@ -105,6 +107,7 @@ def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
             uses[c][1:, row] = 1
         for unit in subtrees[group[0]].around:
             uses[choice_of[unit]][1:, row] = len(group)
+    # A row holds from the number of ended units that it stands for up to that of the next row.
     ends = [*tree.n_units[1:].tolist(), len(tree.units) + 1]
     rows = [ResourceRow(DEVICE_MEMORY, *units) for units in zip(tree.n_units.tolist(), ends, strict=True)]
     rows += [ResourceRow("nesting", 0, len(tree.units)) for _ in groups]

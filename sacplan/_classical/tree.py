@@ -145,6 +145,7 @@ def tree_of(
 
 
 def _on_fit(memory: int, segments: Sequence[tuple[float, float]], ratio: float) -> Discard:
+    # A line of the fit may lie below 0; a time may not.
     ms = max(0.0, max(slope * ratio + intercept for slope, intercept in segments))
     return Discard(ratio, round(memory * ratio), ms)
 
@@ -174,6 +175,7 @@ def _largest(node: ModuleStats, segments: Sequence[tuple[float, float]]) -> tupl
     """Return the largest discard of the fit, if there is a fit."""
     if not segments:
         return ()
+    # The fit is good up to the largest ratio that it was made from. Bare lines are taken up to 1.
     ratios = node.breakpoints or tuple(ratio for ratio, _ in node.tradeoff_curve) or (1.0,)
     discard = _on_fit(node.sac_memory, segments, min(1.0, max(ratios)))
     return (discard,) if discard.freed > 0 else ()

@@ -22,6 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="Saved")
 
+# What ``typing.get_origin`` gives for ``Sequence[...]`` and ``Iterable[...]``.
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable)
 
 
@@ -42,10 +43,12 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True  # pytest shows the line of the caller
+            # Bound before the call, so that a missing or an unknown argument is an error of the family as well.
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as wrong:
                 raise error(f"{name_of}: {wrong}.") from wrong
+            # Annotations are evaluated at the first call, when all names of the module are defined.
             for name, hint in _hints(function).items():
                 if name in given and name not in skip and not fits(given[name], hint):
                     asked = signature.parameters[name].annotation
@@ -60,6 +63,7 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
 @functools.cache
 def _hints(function: Any) -> Mapping[str, Any]:
     """Return the annotations of the parameters, without those that are only there for type checkers."""
+    # ``**kwargs`` is left out: its annotation is that of each value, and it is bound as one dictionary.
     return {
         name: hint
         for name, parameter in inspect.signature(function).parameters.items()
@@ -122,6 +126,7 @@ def _fits_items(value: Any, item: Any) -> bool:
     # Iterables all, but as a sequence of patterns or budgets each is a mistake.
     if isinstance(value, (bytes, Mapping, torch.Tensor)) or not isinstance(value, collections.abc.Iterable):
         return False
+    # Only lists and tuples are looked into. To look into an iterator would use it up.
     return not isinstance(value, (list, tuple)) or all(fits(v, item) for v in value)
 
 
@@ -148,6 +153,7 @@ def opened(value: S | str | Path | None, kind: type[S]) -> S | None:
 
 def _misfit(name: str, value: Any, hint: Any, asked: Any) -> str:
     """Say what is wrong with a value that does not fit; of a sequence, with the first item that does not."""
+    # The annotation may be a union of such a type with ``str`` and ``Path``.
     saved = next((one for one in (hint, *typing.get_args(hint)) if hasattr(one, "MADE_BY")), None)
     if saved is not None:
         given = f"a {type(value).__name__}" if value is not None else "None"
@@ -162,10 +168,12 @@ def _misfit(name: str, value: Any, hint: Any, asked: Any) -> str:
 def check_statistics(what: str, error: type[SacplanError], **figures: Any) -> None:
     """Raise ``error`` unless these numbers, and those in these sequences, are finite and not negative."""
     for name, figure in figures.items():
+        # These can be iterated over as well, but what they yield are no figures.
         if isinstance(figure, (str, bytes, Mapping)):
             raise error(
                 f"{what}: {name} must be a number, or a sequence of numbers, not {type(figure).__name__}."
             )
         for value in figure if isinstance(figure, collections.abc.Iterable) else (figure,):
+            # NaN fails the comparison, too.
             if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
                 raise error(f"{what}: {name} has {value!r}; it must be a finite number that is not negative.")

@@ -20,11 +20,13 @@ _UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+# No two units differ by case alone, so ``gib`` can only be GiB.
 _BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _KNOWN = ", ".join([*_UNITS, "%"])
 
 _LARGEST_GIB = 2**20  # one PiB: a plain number above it was meant as bytes
 
+# A decimal number, with underscores and an exponent if there are any, and then a unit or a percent sign.
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]*)\s*")
 
 
@@ -122,6 +124,7 @@ def exact_bytes(n_bytes: int, argument: str = "budget") -> str:
 def format_bytes(n_bytes: int) -> str:
     """Write bytes for people, in the largest binary unit that leaves at least one: ``"2.41 GiB"``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
+        # Differences are written as well, and may be negative.
         if abs(n_bytes) >= _UNITS[unit]:
             return f"{n_bytes / _UNITS[unit]:.2f} {unit}"
     return f"{n_bytes} B"

@@ -53,6 +53,7 @@ def _index(program: Program) -> str | None:
         ("tensor", tensors, -1, n_tensors),
         ("handle", program.instance_handles, 0, n_handles),
         ("op", made_again, -1, n_ops),
+        # ``end_op`` may be one past the last op.
         ("op", (at for scope in scopes for at in (scope.first_op, scope.end_op)), 0, n_ops + 1),
         ("module call", (op.scope for op in ops), -1, n_scopes),
         ("module call", program.backward_order, 0, n_scopes),
@@ -65,6 +66,7 @@ def _index(program: Program) -> str | None:
     # The types of fields keep codes and indices of events from being negative.
     if any(code >= len(limits) or arg >= limits[code] for code, arg in program.events):
         return "an event refers to something that it does not have"
+    # A call comes after the one around it. With parents that come first, the way outwards always ends.
     if any(not ROOT_SCOPE <= scope.parent < i for i, scope in enumerate(scopes)):
         return "a module call is inside of itself"
     return None
@@ -83,6 +85,7 @@ def _length(program: Program) -> str | None:
 
 def _figure(program: Program) -> str | None:
     """Find sums that a 64-bit counter cannot hold."""
+    # Times are summed as nanoseconds. ``min`` keeps infinity away from ``ceil``, which has no integer for it.
     sums = (
         sum(program.storage_bytes)
         + sum(op.workspace_bytes + op.state_bytes for op in program.ops)
@@ -120,10 +123,12 @@ def _order(program: Program) -> str | None:
             if (code, arg) in once:
                 return "a tensor is saved, or taken back, twice"
             once.add((code, arg))
+        # At each event, since a later allocation could hide it.
         if fold.live < 0:
             return "it frees more than there is"
     if ran != len(program.ops) or entered or len(begun) != len(program.scopes):
         return "an op or a module call is not in its events"
+    # A storage of 0 bytes leaves the sum as it is, so the counts are looked at as well.
     return "it frees more than there is" if min(fold.holders.values(), default=0) < 0 else None
 
 
@@ -146,6 +151,7 @@ def unknown_type(names: Iterable[str]) -> str | None:
 def _arguments(program: Program) -> str | None:
     """Find an op whose arguments are no call."""
     for op in program.ops:
+        # No JSON, JSON that is no pair, or lists within lists without end.
         try:
             args, kwargs = op.call
         except (RecursionError, TypeError, ValueError):
@@ -162,6 +168,7 @@ def _tensors_in(value: object) -> Iterable[int]:
         for item in value:
             yield from _tensors_in(item)
     elif isinstance(value, dict):
+        # An object with this key alone is a tag of ``Op.call``. ``type``, since True is an integer to Python.
         if value.keys() == {"tensor"}:
             index = value["tensor"]
             yield index if type(index) is int else -1

@@ -128,6 +128,7 @@ class SeenTensor(NamedTuple):
     @property
     def site(self) -> Site:
         """The call site."""
+        # The first four fields are those of a ``Site``, in its order.
         return Site(*self[:4])
 
 
@@ -164,6 +165,7 @@ def discarded_by(decisions: Iterable[Decision]) -> dict[str, dict[CallSite, int]
     """Return the call sites that decisions recompute, by unit."""
     found: dict[str, dict[CallSite, int]] = {}
     for one in decisions:
+        # Only recomputation discards what single call sites make; the other techniques have nothing to add.
         if isinstance(one, Recompute):
             found.setdefault(one.unit, {})[CallSite(one.op, one.occurrence, one.place)] = one.times
     return found

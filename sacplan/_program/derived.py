@@ -29,6 +29,7 @@ def derived(
     def kept(subject: Subject, /, *args: Rest.args, **kwargs: Rest.kwargs) -> T:
         # ``vars``: a frozen struct refuses ``setattr``, but has a ``__dict__`` (``dict=True``) for cached values.
         results: dict[Hashable, Any] = vars(subject).setdefault(_KEPT_UNDER, {})
+        # All derived functions share one dictionary, so the function is part of the key.
         key = function, args, tuple(sorted(kwargs.items()))
         if key not in results:
             results[key] = function(subject, *args, **kwargs)

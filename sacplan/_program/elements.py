@@ -13,11 +13,13 @@ import msgspec
 
 from sacplan._program.files import Count, MaybeIndex, Milliseconds, Name
 
+# The scope of ops outside of all module calls, and the parent of an outermost call.
 ROOT_SCOPE = -1
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V", bound=Hashable)
 
+# A part of a dotted name that is a number and nothing else: a dot or an end is on either side.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -34,6 +36,7 @@ def by_pattern(values: Mapping[K, V], among: Mapping[K, V], pattern: Callable[[K
     alike: dict[K, set[V]] = defaultdict(set)
     for key, value in among.items():
         alike[pattern(key)].add(value)
+    # A pattern stands for every entry of ``among`` that has it, and these may be more than ``values`` has.
     return {pattern(key) if len(alike[pattern(key)]) == 1 else key: value for key, value in values.items()}
 
 
@@ -52,6 +55,7 @@ class CallSite(NamedTuple):
     place: str = ""
 
 
+# Files hold the numbers of these three enumerations, so a new member gets the next number.
 class StorageKind(IntEnum):
     """The purpose of a storage."""
 

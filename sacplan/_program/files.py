@@ -63,6 +63,7 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
     again = f"Make the {what} again and `.save()` it."
     try:
         data = read(path)
+        # The head first: a file of another kind or version would fail validation, with an error about some field.
         head = msgspec.json.decode(data, type=_FileHead)
         if (head.what, head.schema_version) == (what, schema_version):
             found = msgspec.json.decode(data, type=kind)
@@ -83,6 +84,7 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
 def read(path: Path) -> bytes:
     """Read the JSON in a file. Its size is bounded, since a few bytes of gzip may expand to any number."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        # One byte more than allowed is enough to know that the file is too large.
         data: bytes = file.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
         raise ValueError(f"it has more than {LARGEST_FILE // 2**20} MiB")
@@ -125,6 +127,7 @@ def write_compact(path: str | Path, value: Any) -> None:
 def _laid_out(value: Any, indent: int = 0, key: str = "") -> str:
     """Return ``value`` as JSON: on one line if it fits, else one entry per line."""
     line = key + json.dumps(value, allow_nan=False)
+    # Text, numbers and empty containers cannot be broken up, however long the line is.
     if not value or not isinstance(value, (dict, list, tuple)) or indent + len(line) < _WIDTH:
         return line
     inner = indent + 2

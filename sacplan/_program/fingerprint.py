@@ -65,6 +65,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     def dtype(self) -> str:
         """Type that most elements of parameters have, such as ``"bfloat16"``; empty without parameters."""
         elements = Counter[str]()
+        # By elements, since norms and biases of another type may be many parameters of few elements.
         for _, shape, dtype in self.parameters:
             elements[dtype.removeprefix("frozen ").removeprefix("torch.")] += prod(shape)
         return elements.most_common(1)[0][0] if elements else ""
@@ -73,6 +74,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     def batch_in_words(self) -> str:
         """``"16 sequences of 1,024 tokens"``, ``"64 images of 224 x 224"``, or type and shape of the first tensor."""
         shapes = {path: shape for path, shape, _ in self.batch}
+        # The names that models of transformers give to tokens and to images.
         ids = next((s for path, s in shapes.items() if "input_ids" in path and len(s) == 2), None)
         images = next((s for path, s in shapes.items() if "pixel_values" in path and len(s) == 4), None)
         if ids is not None:
@@ -114,6 +116,7 @@ def _local_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None:
     found = {
         name: tuple(local_part(p).shape) for name, p in model.named_parameters() if stands_for_another(p)
     }
+    # None is the default, so that files of models without DTensors do without the field.
     return found or None
 
 
@@ -124,6 +127,7 @@ def _leaves(value: Any, path: str) -> list[FingerprintEntry]:
         return [e for k, v in value.items() for e in _leaves(v, f"{path}[{k!r}]")]
     if isinstance(value, (tuple, list)):
         return [e for i, v in enumerate(value) for e in _leaves(v, f"{path}[{i}]")]
+    # Numbers, texts and other objects in a batch are not part of its identity.
     return []
 
 
@@ -137,6 +141,7 @@ def _compare(
                 f"this plan was made for {whose}: the first {what} that differs is {old[0]!r} {old[1]} {old[2]} in "
                 f"the plan, here {new[0]!r} {new[1]} {new[2]}. Make a plan for this one with sacplan.plan."
             )
+    # They agree as far as the shorter one goes, so the difference is the first entry behind it.
     if len(planned) != len(here):
         longer = planned if len(planned) > len(here) else here
         name = longer[min(len(planned), len(here))][0]

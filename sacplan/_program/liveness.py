@@ -69,11 +69,13 @@ class Fold:
         self._sizes: Sequence[int] = program.storage_bytes
         self._handles: Sequence[int] = program.handle_storages
         self._instances: Sequence[int] = program.instance_storages
+        # Only a patch needs lists of its own. Without one the program's tuples serve as they are.
         if patch is not _NO_PATCH:
             self._sizes = sizes = [*program.storage_bytes, *patch.storage_bytes]
             for storage, n_bytes in patch.resized.items():
                 sizes[storage] = n_bytes
             self._handles = handles = (*program.handle_storages, *patch.handle_storages)
+            # An added instance may be on a handle of the program or on an added one, so both are looked up.
             self._instances = (*program.instance_storages, *map(handles.__getitem__, patch.instance_handles))
         self.holders: dict[int, int] = defaultdict(int)
         self.live = self.noted = self.host = 0
@@ -84,6 +86,7 @@ class Fold:
     def hold(self, storage: int) -> None:
         """Count one more holder."""
         self.holders[storage] = n = self.holders[storage] + 1
+        # The first holder adds the bytes and the last one takes them off; those between them change nothing.
         if n == 1:
             if storage in self._on_host:
                 self.host += self._sizes[storage]
@@ -93,6 +96,7 @@ class Fold:
     def release(self, storage: int) -> None:
         """Count one holder less."""
         self.holders[storage] = n = self.holders[storage] - 1
+        # At zero, and not below it: counts below zero show ``checks.py`` that a file was changed by hand.
         if not n:
             if storage in self._on_host:
                 self.host -= self._sizes[storage]
@@ -106,6 +110,7 @@ class Fold:
             if arg < self._n_ops:
                 op, inside = program.ops[arg], program.inside_bytes[arg]
             else:
+                # ``inside_bytes`` covers the ops of the program alone; for an added op the same sum is made here.
                 op = self._patch.ops[arg - self._n_ops]
                 inside = op.workspace_bytes - (self._sizes[op.replaces] if op.replaces >= 0 else 0)
             # Outputs are allocated while all inputs are alive, and the workspace with them. It is gone after the op, so
@@ -164,10 +169,12 @@ class Footprint:
 
 def _phase_at(program: Recording, index: int) -> Phase:
     """Return the phase of the op at the peak: backward for an optimizer that steps before that pass is over."""
+    # No op runs at all in this step.
     if index < 0:
         return Phase.FORWARD
     phase = program.ops[index].phase
     if phase is Phase.OPTIMIZER:
+        # From the end: an op of the backward pass that is met before the op at the peak runs after it.
         for code, arg in reversed(program.events):
             if code == _OP and arg == index:
                 break
@@ -182,6 +189,7 @@ def footprint_of(program: Recording) -> Footprint:
     # that uses it.
     fold = Fold(program)
     step, ops = fold.step, program.ops
+    # A step that is at its highest before any op is put down to the first one.
     peak, peak_op = fold.live, next((arg for code, arg in program.events if code == _OP), -1)
     again: list[int] = []
     host = fold.host
@@ -221,6 +229,8 @@ def summits(program: Recording, share: float) -> Iterator[Footprint]:
     peak, at_op = footprint_of(program), bytes_at_ops(program)
     yield peak
     seen = {pattern_of(peak.peak_fqn)}
+    # From the highest op down. So the first op of a kind is its highest moment, and the first one below the share ends
+    # the search.
     for op in map(int, np.argsort(-at_op, kind="stable")):
         if at_op[op] < share * peak.peak_bytes:
             break
@@ -272,10 +282,12 @@ class _FoldByKind(Fold):
     __slots__ = ("by_kind",)
 
     def __init__(self, program: Recording) -> None:
+        # Before the base class, whose ``__init__`` calls ``hold`` for what is alive at first.
         self.by_kind = [0] * len(StorageKind)
         super().__init__(program)
 
     def hold(self, storage: int) -> None:
+        # The change of ``live`` is what counts: it is 0 for a further holder, and for a storage on the host.
         before = self.live
         super().hold(storage)
         self.by_kind[self._program.storage_kinds[storage]] += self.live - before
@@ -337,6 +349,7 @@ class Liveness:
         fold = Fold(program)
         step, holders = fold.step, fold.holders
         self.initial_bytes = fold.live
+        # Lists while events are gone through, since setting single elements of arrays is slower.
         before, at_op, op_events = [0] * len(program.events), [0] * len(program.ops), [-1] * len(program.ops)
         for s in program.initial:
             self.made[s] = -1
@@ -386,6 +399,7 @@ class Liveness:
 
     def alive(self, op: int) -> dict[int, int]:
         """Return the storages alive while an op runs, its outputs included, with their numbers of holders."""
+        # Numbers of holders are kept for no op, so the events up to this one are folded again.
         fold = Fold(self.program)
         for code, arg in self.program.events[: int(self.op_events[op]) + 1]:
             fold.step(code, arg)
@@ -448,6 +462,7 @@ class Liveness:
     def end_of_forward(self) -> int:
         """The position of the first op after the forward pass."""
         ops = self.program.ops
+        # Ops that a rewrite has left out have position -1, which would be before all others.
         behind = (
             p
             for op, p in zip(ops, self.op_events.tolist(), strict=True)
@@ -470,6 +485,7 @@ class Liveness:
         """Storages that autograd has unpacked by the time of the backward pass's peak."""
         program = self.program
         backward = [i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD]
+        # A recording of the forward pass alone has no such peak.
         if not backward:
             return frozenset()
         at = int(self.op_events[max(backward, key=lambda i: self.at_op[i])])

@@ -34,6 +34,7 @@ class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
+        # Values may come from a file, with a type that this torch does not have.
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             value = getattr(self, name)
             dtype = None if value is None else getattr(torch, value, None)
@@ -74,6 +75,7 @@ class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     @property
     def recorded(self) -> MixedPrecision | None:
         """The part of the policy that changes what modules run, and not only how gradients are reduced."""
+        # ``cast_forward_inputs`` casts to ``param_dtype``, so without that type it changes nothing.
         if self.param_dtype is None and self.output_dtype is None:
             return None
         return structs.replace(self, reduce_dtype=None)

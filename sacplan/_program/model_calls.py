@@ -42,6 +42,7 @@ def shapes_of(args: Any, kwargs: Mapping[str, Any]) -> Shapes:
 
 def _add(found: list[tuple[str, tuple[int, ...]]], value: Any, path: str) -> None:
     if isinstance(value, torch.Tensor):
+        # A tensor of no dimension is a number, which is as large in every call.
         if value.dim():
             found.append((path, tuple(value.shape)))
     elif isinstance(value, Mapping):
@@ -67,6 +68,7 @@ class Larger(NamedTuple):
     @property
     def name(self) -> str:
         """The path in words: ``input_ids``, ``argument 0``, ``batch['images'][1]``."""
+        # A bracket that is left between the outer ones means that the tensor is inside of an argument.
         inner = self.path[1:-1]
         if "[" in inner:
             return f"batch{self.path}"
@@ -82,6 +84,7 @@ def larger_than(here: Shapes, planned: Iterable[Shapes]) -> Larger | None:
     """
     deep = [(path, shape) for path, shape in here if len(shape) > 1]
     first = None
+    # One planned call that is as large settles it. Otherwise the first difference is the one to report.
     for shapes in planned:
         known = dict(shapes)
         beyond = (

@@ -12,6 +12,7 @@ from sacplan._program.program import ROOT_SCOPE, Phase, Program
 OUTSIDE = "(outside the model)"
 OPTIMIZER = "(optimizer)"
 
+# By the name without namespace, overload and ``_backward``, as ``short_op`` looks it up.
 _NAMES = {
     "mm": "matmul",
     "addmm": "matmul",
@@ -41,6 +42,7 @@ def pattern_over(fqns: Iterable[str]) -> str:
     names = list(dict.fromkeys(fqns))
     parts = zip(*(name.split(".") for name in names), strict=True)
     pattern = ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+    # A pattern of stars alone, as in an ``nn.Sequential``, tells nothing, so a few names are listed instead.
     return pattern if any(c.isalpha() for c in pattern) or len(names) > 6 else ", ".join(names)
 
 
@@ -48,6 +50,7 @@ def numbers_of(fqns: Iterable[str]) -> str:
     """Return the numbers by which modules of a pattern differ, as ranges: ``"0-2, 5"``; "" if several parts differ."""
     paths = [fqn.split(".") for fqn in fqns]
     differing = [set(part) for part in zip(*paths, strict=True) if len(set(part)) > 1]
+    # Where several parts differ, ranges of each would also name modules that are not meant.
     if len(differing) != 1:
         return ""
     numbers = sorted(map(int, differing[0]))
@@ -59,6 +62,7 @@ def numbers_of(fqns: Iterable[str]) -> str:
 
 def one_name(names: Sequence[str]) -> str:
     """Return one name for names of one pattern: with the numbers by which they differ, or ``*`` if several parts do."""
+    # Several ranges stand in braces, as a shell would expand them.
     numbers = numbers_of(names).replace("–", "-").replace(", ", ",") if len(names) > 1 else ""
     shown = f"{{{numbers}}}" if "," in numbers else numbers or "*"
     columns = zip(*(name.split(".") for name in names), strict=True)
@@ -98,6 +102,7 @@ def short_op(name: str) -> str:
         return parts[1].replace("_", " ")
     if parts[0] != "aten" or len(parts) < 2:
         return name.removesuffix(".default")
+    # What follows ``_backward`` in a name such as ``_softmax_backward_data`` is dropped.
     bare, backward, _ = parts[1].partition("_backward")
     said = "attention" if "attention" in bare else _NAMES.get(bare, bare)
     return f"{said} backward" if backward else said
@@ -105,4 +110,5 @@ def short_op(name: str) -> str:
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Return a sort key under which ``layers.10`` comes after ``layers.9``."""
+    # Numbers compare by value, and come before words.
     return tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in name.split("."))

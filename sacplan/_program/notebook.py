@@ -30,6 +30,7 @@ class Section:
 
     def text(self, width: int) -> str:
         """Return lines of at most ``width`` characters, except for words that are longer."""
+        # Two spaces before each label, and two behind the longest one.
         margin = max((len(label) for label, _ in self.rows), default=0) + 4
         lines = [self.title]
         for label, said in self.rows:
@@ -62,6 +63,7 @@ def frame_html(frame: pd.DataFrame) -> str:
     shown = frame.copy()
     for column in shown.columns:
         if str(column).endswith("_bytes"):
+            # NaN, a cell without a figure, is the one value that does not equal itself.
             shown[column] = [format_bytes(int(n)) if n == n else "" for n in shown[column]]
         elif str(column).endswith("_share"):
             shown[column] = [f"{share:.1%}" for share in shown[column]]

@@ -11,6 +11,7 @@ from sacplan._program.program import Program
 def steps_in_backward(program: Program) -> bool:
     """Whether an op of an optimizer runs before one of the backward pass, as with optimizers in hooks of parameters."""
     stepped = False
+    # In the order of events: in a rewritten program indices do not tell what runs first.
     for code, arg in program.events:
         if code == Event.OP:
             phase = program.ops[arg].phase
@@ -32,6 +33,7 @@ def recomputed_from_updated(program: Program) -> int | None:
         if code != Event.OP:
             continue
         op = program.ops[arg]
+        # Only what was updated before an op runs again matters, so both are looked at in one pass.
         if op.phase is Phase.OPTIMIZER:
             updated.update(op.mutates)
         elif op.recomputes >= 0 and not updated.isdisjoint(op.reads):

@@ -62,6 +62,7 @@ class Pins:
         """The arguments, in words, for a message."""
         named = (("keep", self.keep), ("never", self.never))
         words = [f"{argument}={list(patterns)!r}" for argument, patterns in named if patterns]
+        # Modules may be left alone without a pattern, because of how the model was made.
         if not words or (self.widest_units is not None and not self.never):
             words.append(
                 "modules compiled on their own or made by TorchScript, around which there is no unit"
@@ -91,6 +92,7 @@ class Pins:
         """Return the module; if it must not be a unit, the outermost modules in it that may be, in execution order."""
         if self.may_be_a_unit(program, fqn):
             return [fqn]
+        # Calls that are their own widest unit are the outermost ones that may be units.
         widest_units = [scope for scope in range(len(program.scopes)) if self.widest_unit(scope) == scope]
         inside = [s for s in widest_units if not set(program.calls[fqn]).isdisjoint(program.ancestors(s))]
         return list(dict.fromkeys(program.scopes[scope].fqn for scope in inside))
@@ -138,6 +140,7 @@ def resolve_pins(
 
 
 def _patterns(argument: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    # A string is a sequence, too: it would be read as patterns of one letter each.
     if isinstance(patterns, str):
         raise PlanError(
             f"{argument}={patterns!r} is one string. Give a list of patterns: {argument}=[{patterns!r}]."
@@ -187,6 +190,7 @@ class _Names:
         if not found:
             message = f"{argument}: {pattern!r} matches nothing. It was read as the name of a module; "
             message += _near(pattern, _by_part(self._modules)) or "no name comes near"
+            # Whoever writes ``topk`` or ``*.topk`` may have meant the op, and left out its namespace.
             ops = [name for name in self._packets() if name.partition(".")[2] == pattern.strip("*.")]
             if ops:
                 message += f"; to name an op, write {ops[0]!r}"
@@ -239,6 +243,7 @@ def _with_outer(names: Iterable[str]) -> Iterable[str]:
 def _by_part(modules: Iterable[str]) -> dict[str, str]:
     """Return names, and last parts of names, that a mistyped pattern may resemble, each with the right pattern."""
     found: dict[str, str] = {}
+    # Full names first, since ``setdefault`` keeps what is there. A number is the end of many names and tells nothing.
     for name in modules:
         if name:
             found.setdefault(name, name)
@@ -263,6 +268,7 @@ def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
     wanted = set(modules)
     found: set[int] = set()
     for i, scope in enumerate(program.scopes):  # a call comes after the one around it
+        # Inside by call or by name, since a module may also be called outside of the one that it is in.
         if scope.parent in found or not wanted.isdisjoint(_with_outer((scope.fqn,))):
             found.add(i)
     return found

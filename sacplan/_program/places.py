@@ -32,6 +32,7 @@ def op_of(description: str) -> str:
 
 def ops_of(sequence: OpSequence) -> Iterator[tuple[str, str, CallSite]]:
     """Yield the ops of a call in order: the module call around each, the op as ``described``, and its call site."""
+    # Counted by place and name as in ``Program.sites``, so that both give the same call sites.
     seen: dict[tuple[str, str], int] = defaultdict(int)
     for caller, place, descriptions in sequence:
         for description in descriptions:
@@ -155,5 +156,6 @@ class CallSites:
 
 
 def _named(call: Call) -> str:
+    # Most modules are called once, so the first call goes without its number. People count from 1.
     name, number = call
     return f"{name} ({number + 1})" if number else name

@@ -116,6 +116,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         # The ops of a module call are now those between its events, wherever a rewrite has moved them.
         first: dict[int, int] = {}
         end: dict[int, int] = {}
+        # Handles and instances whose events are gone lose their numbers; the others keep their order.
         taken = sorted({arg for code, arg in self.events if code == Event.PACK})
         handles = {handle: i for i, handle in enumerate(taken)}
         unpacked = sorted({arg for code, arg in self.events if code == Event.UNPACK})
@@ -215,6 +216,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             None  # the path, from the outermost call inwards, that all scopes so far share
         )
         for scope in scopes:
+            # An op outside of all calls has an empty path, so that nothing is common from there on.
             path = [scope, *self.ancestors(scope)][::-1] if scope != ROOT_SCOPE else []
             if common is None:
                 common = path
@@ -272,6 +274,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         places = CallSites()
         for i in self.ops_in(scope):
             op = self.ops[i]
+            # The range of a call still has the ops that a rewrite has left out.
             if op.phase == Phase.FORWARD and i not in self.left_out:
                 if is_computation(op.name):
                     places.at(calls(op.scope))
@@ -297,6 +300,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         """Whether one of the ops ``later`` reads, directly or through others, an output of one of ``earlier``."""
         # One pass in the order of execution: what follows from ``earlier`` is marked, until one of ``later`` reads it.
         made: set[int] = set()
+        # Nothing can depend on nothing, and ``min`` and ``max`` need an element.
         if not later or not earlier:
             return False
         for i in range(min(earlier), max(later) + 1):
@@ -305,6 +309,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             if reads and i in later:
                 return True
             if reads or i in earlier:
+                # A write in place hands values on just as an output does.
                 made.update(op.writes, op.mutates)
         return False
 
@@ -330,6 +335,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
 def _changed(things: tuple[T, ...], by: Mapping[int, T]) -> tuple[T, ...]:
     """Return a tuple with some of its entries replaced."""
+    # Most patches leave most fields alone. Those are shared between the programs.
     if not by:
         return things
     found = list(things)

@@ -37,6 +37,7 @@ def reported(progress: Progress, what: str, total: int | None = None) -> Iterato
         PlanError: ``progress`` is neither a bool nor None nor a function.
     """
     if progress is not None and not isinstance(progress, bool):
+        # A class can be called as well, but it would only make objects that nobody looks at.
         if isinstance(progress, type) or not callable(progress):
             raise PlanError(
                 f"progress is {progress!r}; give True, False, None, or a function of one result, such as print."
@@ -47,6 +48,7 @@ def reported(progress: Progress, what: str, total: int | None = None) -> Iterato
     if not (wanted() if progress is None else progress):
         yield lambda result, said: None
         return
+    # A bar that was asked for shows at once.
     with _bar(what, total, 0.0 if progress else _PATIENCE_S) as bar:
 
         def step(result: Any, said: str) -> None:
@@ -75,10 +77,12 @@ def begins(stage: str) -> None:
 
 def wanted() -> bool:
     """Whether someone watches: a notebook, or a terminal behind stderr."""
+    # ``sys.stderr`` is None in a process without a console, such as one of ``pythonw``.
     return _in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def _in_notebook() -> bool:
+    # Where IPython is not imported there is no notebook. With it there may be a terminal, which has no kernel.
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and "IPKernelApp" in shell.config

@@ -83,6 +83,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
     @cached_property
     def device_bytes(self) -> tuple[int, ...]:
         """Bytes of each storage in the device's memory: 0 for one in the memory of the host."""
+        # The common case makes no second tuple.
         if not self.on_host:
             return self.storage_bytes
         return tuple(0 if s in self.on_host else n for s, n in enumerate(self.storage_bytes))
@@ -93,4 +94,5 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
             return self.handle_storages[arg]
         if code in _UNPACKS:
             return self.handle_storages[self.instance_handles[arg]]
+        # An allocation and a free name the storage itself.
         return arg

@@ -47,10 +47,12 @@ class Table(Generic[T]):
 
     def __getitem__(self, index: int) -> T:
         if index >= len(self._known):
+            # Added things are numbered on from those that are known, so the index tells them apart.
             return self.new[index - len(self._known)]
         return self.changed[index] if index in self.changed else self._known[index]
 
     def __setitem__(self, index: int, thing: T) -> None:
+        # The known things belong to the program, which stays as it is. Their new values are noted beside them.
         if index >= len(self._known):
             self.new[index - len(self._known)] = thing
         else:
@@ -92,6 +94,7 @@ class PatchBuilder:
         draft = cls(program)
         draft.events.update(patch.events)
         draft.initial += patch.initial
+        # A patch does not say on which tensors its new handles are, and may leave out their ops: -1, as in ``with_``.
         unknown = (-1,) * len(patch.handle_storages)
         draft.ops.new += patch.ops
         draft.storage_bytes.new += patch.storage_bytes
@@ -144,6 +147,7 @@ class PatchBuilder:
         """Yield the events of the program as rewritten so far."""
         for position, event in enumerate(self.program.events):
             yield from self.events.get(position, (event,))
+        # The position behind the last event is the end of the step, where only a rewrite can have put events.
         yield from self.events.get(len(self.program.events), ())
 
     def put(
@@ -223,11 +227,13 @@ class Indices:
 
     def moved(self, op: Op) -> Op:
         """Translate the storages and tensors of an op."""
+        # The scope and the ops that it refers to (``forward_of``, ``recomputes``) are left to the caller.
         return msgspec.structs.replace(
             op,
             reads=tuple(map(self.storage, op.reads)),
             writes=tuple(map(self.storage, op.writes)),
             mutates=tuple(map(self.storage, op.mutates)),
+            # -1 stands for none, here and below, and is no index to translate.
             replaces=self.storage(op.replaces) if op.replaces >= 0 else -1,
             inputs=tuple(self.tensor(t) if t >= 0 else -1 for t in op.inputs),
             outputs=tuple(self.tensor(t) if t >= 0 else -1 for t in op.outputs),

@@ -132,6 +132,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
                 "What the cache holds is alive until the step is over: set model.config.use_cache = False, or plan "
                 "the model as it is. (Nothing to do if each call passes use_cache=False.)"
             )
+            # Only a cache that is on here takes more than was planned. The other way round the peak can only be lower.
             found.append(
                 SetupDifference(
                     "key-value cache",
@@ -243,6 +244,8 @@ def optimizer_name(optimizer: Any) -> str:
     for name in _MEMORY_OPTIONS:
         for group in optimizer.param_groups:
             value = group.get(name)
+            # An option that is off is left out, as if the optimizer did not have it. ``foreach=False`` is shown, since
+            # with None torch chooses, and may take the implementation that makes large temporaries.
             if value or (name == "foreach" and value is not None):
                 options[name] = value
     shown = ", ".join(f"{name}={value}" for name, value in options.items())
@@ -269,6 +272,7 @@ def _configurations(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, A
     for module in model.modules():
         config = getattr(module, "config", None)
         of_text = getattr(config, "get_text_config", None)
+        # ``get_text_config`` is of transformers; an older or other configuration is taken as it is.
         if config is not None:
             yield module, of_text(decoder=True) if callable(of_text) else config
 
@@ -297,6 +301,7 @@ def _attention(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _in_eval(model: torch.nn.Module) -> tuple[str, ...]:
     modes = {fqn: module.training for fqn, module in model.named_modules()}
+    # A module whose parent is in eval mode as well is inside of one that is named.
     top = (
         fqn for fqn, training in modes.items()
         if not training and (not fqn or modes[fqn.rpartition(".")[0]])
@@ -311,6 +316,7 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for fqn, module in model.named_modules():
+        # In eval mode it drops nothing.
         if not module.training:
             continue
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
@@ -322,6 +328,7 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
         p = max((float(value) for value in held if 0 < value <= 1), default=0.0)
         if p > 0:
             pattern = pattern_of(fqn)
+            # One name stands for all layers of a pattern, and of these the one that drops most counts.
             found[pattern] = max(p, found.get(pattern, 0.0))
     return found
 
@@ -330,6 +337,7 @@ def scripted_inside(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the outermost modules made by ``torch.jit.script`` or ``torch.jit.trace``; "" is the model itself."""
     found: list[str] = []
     for fqn, module in model.named_modules():
+        # ``named_modules`` yields a module before those inside of it, so the outer one is known by then.
         if isinstance(module, torch.jit.ScriptModule) and not any(fqn.startswith(f"{o}.") for o in found):
             found.append(fqn)
     return tuple(found)

@@ -34,6 +34,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
+        # A new file has no permissions to keep, and gets those of the process.
         mode = None
     if mode is not None and not stat.S_ISREG(mode):
         yield path
@@ -58,4 +59,5 @@ def replacing(path: str | Path) -> Iterator[Path]:
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write a file as ``replacing`` does, compressed where its name ends in ``.gz``."""
     with replacing(path) as part:
+        # Without a time stamp, so that equal contents give equal files.
         part.write_bytes(gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)

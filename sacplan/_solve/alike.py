@@ -67,14 +67,17 @@ class Alike:
         if tied.is_whole:
             return self.milp.smallest(problem)
         picks = self._lowest(problem, tied)
+        # This peak can be reached, so what is left is to reach it for less.
         return self.solve(problem.with_limit(DEVICE_MEMORY, problem.peak(picks))) or Solution(
             picks, "feasible"
         )
 
     def _lowest(self, problem: Problem, tied: TiedProblem) -> Picks:
+        # With a limit of 0 every byte is too many, so a descent goes on until no move lowers the peak.
         lowest = problem.with_limit(DEVICE_MEMORY, 0)
         picks, _ = Refinement(self.milp, tied.problem).smallest()
         runs = tied.spread(picks)
+        # From the answer for the runs and from the plain start, since either may end lower.
         found = [descend(lowest, start, beyond=True) for start in (runs, starts(problem))]
         return min(found, key=problem.peak)
 
@@ -97,8 +100,10 @@ class TiedProblem:
         runs = _runs(problem, groups)
         choices = []
         for run in runs:
+            # Costs are the same all over a run. Uses are not: they depend on where in the step a choice lies.
             first = problem.choices[run[0]]
             uses = np.sum([problem.choices[c].uses for c in run], axis=0)
+            # Runs of different lengths have different costs, so they are of different kinds.
             kind = (first.kind, len(run))
             choices.append(Choice(kind, first.costs * len(run), uses, first.kept_bytes * len(run)))
         run_of = {choice: i for i, run in enumerate(runs) for choice in run}
@@ -109,6 +114,7 @@ class TiedProblem:
                 replace(link, first=run_of[link.first], second=run_of[link.second]) for link in problem.links
             ),
             once_costs=tuple(
+                # What is paid once is the same for a run as for one choice.
                 OnceCost(once.cost, frozenset((run_of[choice], option) for choice, option in once.pairs))
                 for once in problem.once_costs
             ),
@@ -154,6 +160,8 @@ def _without_implied(problem: Problem) -> Problem:
         limits = problem.limits[rows]
         # The larger a row's base, the fewer others can imply it.
         for row in rows[np.lexsort((rows, -problem.base[rows], limits))]:
+            # By a row whose limit is no higher and whose use is no lower, in the base (the first column) and in every
+            # option.
             implied = (problem.limits[kept] <= problem.limits[row]) & (uses[kept] >= uses[row]).all(axis=1)
             if not implied.any():
                 kept.append(int(row))

@@ -7,6 +7,7 @@ import numpy as np
 from sacplan._solve.problem import DEVICE_MEMORY, Costs, Picks, Problem
 from sacplan.errors import SolverError
 
+# Above any use, and with room below the largest 64-bit integer for differences.
 NO_LIMIT = 2**62
 
 
@@ -81,6 +82,7 @@ def descend(
     """
     if not problem.choices:
         return {}
+    # The options of all choices lie side by side, so that NumPy looks at all moves of a step at once.
     sizes = [len(choice.costs) for choice in problem.choices]
     owner = np.repeat(np.arange(len(sizes)), sizes)  # a column is an option of a choice
     first = np.cumsum([0, *sizes[:-1]])
@@ -111,10 +113,12 @@ def descend(
             ceiling[rows] = max(0, excess[rows].max())
         now = taken[owner]
         freed = uses[now, at] - uses[:, at]
+        # What is freed below the limit is of no use for this row, so it must not make a move look cheap.
         if not beyond:
             freed = np.minimum(freed, excess[at])
         more = costs - costs[now]
         worth = (freed > 0) & allowed
+        # The cost of a link depends on what the other end takes now, so it is worked out anew at each step.
         if linked.any():
             picks = dict(enumerate((taken - first).tolist()))
             by_link = np.concatenate([link_costs(problem, choice, picks) for choice in picks])
@@ -135,6 +139,7 @@ def descend(
                 taken[owner[move]] = move
                 break
         else:
+            # Stuck: no move is left, or each would raise some resource above its ceiling.
             break
     return {choice: option for choice, option in enumerate((best - first).tolist()) if option}
 

@@ -105,6 +105,7 @@ class Milp:
         search = Refinement(self, problem)
         picks, _ = search.smallest()
         found = self.solve(problem.with_limit(DEVICE_MEMORY, problem.peak(picks)))
+        # The second search may end without an answer. The first one's keeps the limits all the same.
         if found is None or found.status == "unknown":
             return Solution(picks, "feasible", limited=search.limited or found is not None)
         return replace(found, limited=found.limited or search.limited)
@@ -212,6 +213,7 @@ class Refinement:
                 best = min(best, picks, key=problem.peak)
                 scale = float(lowest.scales[device[0]]) / _SCALE
                 bound = scale * (0.0 if found.bound is None else found.bound)
+                # ``_rows`` relaxes each row by half a byte or by ``_SLACK``, so the bound may be too low by that much.
                 proved = problem.peak(best) <= bound * (1 + gap) + max(0.75, 2 * _SLACK * scale)
                 over = int(device[problem.total(picks)[device].argmax()])
                 if proved or not self._split(over):
@@ -224,6 +226,7 @@ class Refinement:
         if not proved:
             greedy = descend(lowest, starts(problem), beyond=True)
             best = min(best, greedy, key=problem.peak)
+            # No option lowers a row below its least use, so a peak of that size is the smallest.
             proved = problem.peak(best) <= problem.least_uses()[device].max()
         return best, proved
 
@@ -231,6 +234,7 @@ class Refinement:
         self, problem: Problem, gap: float, *, smallest: bool = False
     ) -> tuple[LinearSolution, _Encoding]:
         encoding = _Encoding(problem, self._blocks, self._cuts, smallest=smallest)
+        # All rounds share one limit of work, and the rounds before have used it up.
         if self._work <= 0:
             self.limited = True
             return LinearSolution("unknown"), encoding
@@ -252,6 +256,7 @@ class Refinement:
             return False
         cost = self.problem.cost(best)
         largest = max((float(choice.costs.max()) for choice in self.problem.choices), default=0.0)
+        # Near a cost of 0 a relative gap allows nothing, so a small part of the largest cost is allowed as well.
         return cost - bound <= max(self.options.gap * cost, _SLACK * largest)
 
     def _lay_out(self, counts: list[list[int]], problem: Problem) -> dict[int, int]:
@@ -292,6 +297,7 @@ class Refinement:
             for amount in np.unique(uses):
                 options = np.flatnonzero(uses <= amount).tolist()
                 at_most[sum(own[option] for option in options)] = frozenset(options)
+            # All choices of the block may use at most that amount already. Then no more of them can.
             cut += [
                 _AtLeast(frozenset(block), options, count + 1)
                 for count, options in at_most.items()
@@ -321,6 +327,7 @@ class _Encoding:
         ]
         self.cost_scale = max((float(each.max()) for each in costs), default=0.0) or 1.0
         self._variables = [self._variables_of(block) for block in blocks]
+        # Where the peak is minimised costs are 0, so what only adds costs is left out.
         if not smallest:
             self._once_costs()
             self._links()
@@ -330,6 +337,7 @@ class _Encoding:
 
     def counts(self, solution: LinearSolution) -> list[list[int]]:
         """Return, by block and option, how many choices take it."""
+        # The first option has no variable: the choices that are left take it.
         found = [[round(solution.values[n]) for n in own] for own in self._variables]
         return [[len(block) - sum(own), *own] for block, own in zip(self._blocks, found, strict=True)]
 
@@ -343,6 +351,7 @@ class _Encoding:
             self.program.variable(upper=size, integer=True, cost=self._cost(cost))
             for cost in self._problem.choices[block[0]].costs[1:]
         ]
+        # For a single variable its upper bound says the same.
         if len(own) > 1:
             self.program.row([(n, 1.0) for n in own], upper=size)
         return own
@@ -368,6 +377,7 @@ class _Encoding:
                 ]
             )
             for end, by_option in ((link.first, shares), (link.second, shares.T)):
+                # A choice with one option is in no block, so the pairs with that option have all the shares.
                 variables = own.get(end, [])
                 self.program.row(
                     [*((int(w), 1.0) for w in by_option[0]), *((n, 1.0) for n in variables)],
@@ -403,6 +413,7 @@ class _Encoding:
                     terms.append((before[1], 1.0))
                 self.program.row([(total, -1.0), *terms], lower=0.0, upper=0.0)
                 if peak is not None:
+                    # What is not freed here is part of the peak.
                     self.program.row([(total, 1.0), (peak, 1.0)], lower=need)
                 before = int(row), total
 

@@ -134,6 +134,7 @@ class LinearProgram:
         """
         kind = check_options(solver, gap, work_limit, seed, time_limit_s)
         problem, variables = self._to_pulp()
+        # Solvers know a limit of nodes and none of work, so the work is divided by what one node counts.
         nonzeros = max(1, sum(len(terms) for terms, _, _ in self._rows))
         options = _Options(gap, max(1, work_limit // nonzeros), seed, time_limit_s)
         known = [(variables[i], value) for i, value in (start or {}).items()]
@@ -159,6 +160,7 @@ class LinearProgram:
             if lower is not None and lower == upper:
                 problem.addConstraint(pulp.LpConstraint(expression, pulp.LpConstraintEQ, rhs=lower))
                 continue
+            # A constraint of PuLP has one sense, so a row with two bounds becomes two of them.
             for bound, sense in ((lower, pulp.LpConstraintGE), (upper, pulp.LpConstraintLE)):
                 if bound is not None:
                     problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
@@ -166,6 +168,7 @@ class LinearProgram:
 
     def _read(self, ended: _Ended, variables: list[Any], nonzeros: int) -> LinearSolution:
         status, bound = ended.status, ended.bound
+        # A program that is solved without branching may report no node at all.
         work = max(1, ended.nodes) * nonzeros
         if status in ("infeasible", "unknown"):
             return LinearSolution(status, bound=bound, work=work)
@@ -313,6 +316,7 @@ def _let_highs_introduce_itself() -> None:
 
     flush = ctypes.CDLL(None).fflush if os.name == "posix" else ctypes.cdll.msvcrt.fflush
     sys.stdout.flush()
+    # C has a buffer of its own. It is emptied before, so that nothing is lost, and after, so that HiGHS's lines are.
     flush(None)
     try:
         shown = os.dup(1)
@@ -353,6 +357,7 @@ def _run_highs(
     info = problem.solverModel.getInfo()
     if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point
         status = "unknown"
+    # Without integer variables there is no branch and bound: the optimum itself is the bound.
     bound = float(info.mip_dual_bound) if problem.isMIP() else None
     if bound is None and status == "optimal":
         bound = float(info.objective_function_value)

@@ -193,6 +193,7 @@ class Problem:
 
     def least_cost(self) -> float:
         """Return a lower bound of the cost: every choice and every link at its cheapest."""
+        # Costs that are paid once are left out. They are not negative, so the bound holds without them.
         costs = [*(choice.costs for choice in self.choices), *(link.costs for link in self.links)]
         return sum(float(each.min()) for each in costs)
 

@@ -31,6 +31,7 @@ class Uniform:
         """Return the lowest peak on the path."""
         start = starts(problem)
         highest = problem.with_limit(DEVICE_MEMORY, problem.peak(start))
+        # ``start`` keeps the limits of the other resources, so there is always one that fits.
         fitting = [picks for picks in (*_path(problem), start) if highest.fits(picks)]
         return Solution(min(fitting, key=problem.peak), "feasible")
 

@@ -40,15 +40,18 @@ class Offer:
         return self._decision(-1)
 
     def _decision(self, option: int) -> Decision:
+        # Only the first option, which leaves everything as it is, may be without a decision.
         found = self.region.options[option].decision
         assert found is not None
         return found
 
     def goes_with(self, other: Offer) -> bool:
         """Whether both may stand: neither begins where the other ends."""
+        # A patch has one entry for a position, so two that change the same one cannot be applied together.
         return self._touched().isdisjoint(other._touched())
 
     def _touched(self) -> KeysView[int]:
+        # The last option lowers the peak most, and stands for the others.
         patch = self.region.options[-1].patch
         assert patch is not None
         return patch.events.keys()

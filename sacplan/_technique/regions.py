@@ -57,11 +57,13 @@ class Option:
     @property
     def techniques(self) -> tuple[str, ...]:
         """The techniques that have decisions in it."""
+        # The one whose patch it is comes first.
         return (self.technique, *self.also)
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """A key that is equal for options that do the same in regions that look alike."""
+        # Without the decision and the patch, which name modules and events, so that they differ from layer to layer.
         return (self.technique, self.members, self.signature)
 
 
@@ -94,6 +96,7 @@ class Region:
         """Return the region with some of its options."""
         return replace(
             self,
+            # All that is given by option is cut down alike; a further field of this kind has to be, too.
             options=tuple(self.options[o] for o in options),
             units=tuple(self.units[o] for o in options),
             wide=tuple(self.wide[o] for o in options),
@@ -105,6 +108,7 @@ class Region:
         return replace(
             self,
             kind=kind,
+            # New options come behind the others, so these keep their places, and the first one still keeps everything.
             options=self.options + tuple(options),
             units=self.units + tuple(option.units or (self.unit,) for option in options),
             wide=self.wide + (False,) * n,
@@ -125,9 +129,11 @@ def units_of(taken: Sequence[tuple[Region, Option]]) -> tuple[str, ...]:
 
 def outermost(program: Program, units: Collection[str]) -> tuple[str, ...]:
     """Return the units that are in no call of another one."""
+    # By calls and not by names, since a module may be called inside of one that does not contain it.
     scopes = {scope for unit in units for scope in program.calls[unit]}
     return tuple(
         unit
         for unit in units
+        # ``Program.calls`` leaves out calls within a call of the same module, so no unit is inside of itself.
         if not any(a in scopes for scope in program.calls[unit] for a in program.ancestors(scope))
     )

@@ -20,6 +20,8 @@ Objective = Literal["time", "flops"]
 _TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised: most ops have none
 
 
+# Compared by identity, since a program is too large to be compared field by field. Without slots, since cached
+# properties and ``derived`` functions keep their results in ``__dict__``.
 @dataclass(frozen=True, eq=False)
 class PlanStep:
     """A recorded step, and the requirements on a plan for it.
@@ -46,6 +48,7 @@ class PlanStep:
     host_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        # ``Literal`` is for type checkers. At run time nothing keeps another word out.
         if self.objective not in ("time", "flops"):
             raise PlanError(f"unknown objective {self.objective!r}; known are 'time' and 'flops'.")
 
@@ -65,6 +68,7 @@ class PlanStep:
     @property
     def host_bytes(self) -> int:
         """The memory of the host that a plan may take. Without a device there is none."""
+        # 0 is a budget as well: no memory of the host at all.
         if self.host_budget_bytes is not None:
             return self.host_budget_bytes
         return 0 if self.device is None else self.device.host_memory_bytes
@@ -87,6 +91,7 @@ def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
         return times
     forward = [op for op in program.ops if op.phase == Phase.FORWARD]
     flops = sum(op.flops for op in forward)
+    # In a forward pass without FLOPs only the share of the time is left to decide.
     rate = math.fsum(op.time_ms for op in forward) / flops if flops else 0.0
     # The share of the time decides between ops of equal FLOPs. Without it, all ops that have none would be
     # free.

@@ -49,6 +49,7 @@ class Installed(Protocol):
         ...
 
 
+# The search asks by ``isinstance`` which of the two kinds of solver it has.
 @runtime_checkable
 class StepSolver(Protocol):
     """A solver that looks at the whole step instead of the options of regions."""
@@ -87,6 +88,7 @@ class Technique(ABC):
     decision: ClassVar[type[Any]]
     """The class of its decisions."""
 
+    # The careful default: plans do not use a technique on their own unless it says that it keeps every bit.
     keeps_bits: ClassVar[bool] = False
     """Whether gradients with it equal those without it bit by bit. Then plans use it by default, unless it takes what
     nobody has granted."""
@@ -111,6 +113,7 @@ class Technique(ABC):
     @property
     def is_about_regions(self) -> bool:
         """Whether it can have options for regions of the forward pass, its own or those of others."""
+        # By what the subclass overrides, so that no technique has to say it a second time.
         own = type(self)
         return own.regions is not Technique.regions or own.options is not Technique.options
 
@@ -160,6 +163,7 @@ class Technique(ABC):
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """Return the rewrite of one option. It changes only events of what the region touches."""
+        # An option may leave its patch for later. Its technique then has to override this method.
         assert option.patch is not None, f"{self.name}: an option without a patch needs its own option_patch"
         return option.patch
 
@@ -180,6 +184,7 @@ class Technique(ABC):
             units: modules that are units for options of techniques that share them; None: for those of ``taken``. One
                 inside another belongs to the outer one.
         """
+        # A technique whose options come without a decision overrides this.
         return tuple(option.decision for _, option in taken if option.decision is not None)
 
     @abstractmethod

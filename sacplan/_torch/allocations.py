@@ -46,6 +46,7 @@ def allocation_events(profiler: torch.profiler.profile, marks: Collection[str] =
         elif ptr in held:
             held.remove(ptr)
         else:
+            # Allocated before this profile, so the size may be that of an older block.
             continue
         found.append(size)
     return found
@@ -68,6 +69,7 @@ def allocation_deltas(run: Callable[[], object]) -> list[int]:
         with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run()
         return [delta for delta in allocation_events(profiler) if isinstance(delta, int)]
+    # Of the flags (input shapes, memory, stacks, FLOPs, modules) only memory is on: the others cost time.
     config = api.ProfilerConfig(
         api.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
     )

@@ -95,6 +95,7 @@ def called_by_checkpoint() -> bool:
     """
     frame = sys._getframe(1)
     while frame is not None:
+        # Both variants, reentrant or not, are functions of that file.
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             return True
         frame = frame.f_back  # type: ignore[assignment]
@@ -115,6 +116,7 @@ _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 def current_node_has_edges_to_one_node() -> bool:
     """Whether the autograd node that runs now sends two gradients to the same input of another one."""
     node = torch._C._current_autograd_node()
+    # An input that wants no gradient has no node behind its edge.
     edges = [e for e in node.next_functions if e[0] is not None] if node is not None else []
     return len(set(edges)) < len(edges)
 

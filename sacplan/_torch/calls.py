@@ -58,6 +58,7 @@ class Call:
     @cached_property
     def named_inputs(self) -> tuple[tuple[str, Any], ...]:
         """The tensors in arguments, each with the name of the argument that it stands in."""
+        # ``arguments`` is in the order of the schema, whose first names are those of the positional arguments.
         given = (*zip(self.arguments, self.args, strict=False), *self.kwargs.items())
         return tuple((name, t) for name, value in given for t in flat_tensors(value))
 
@@ -74,6 +75,7 @@ class Call:
     @cached_property
     def written(self) -> tuple[int, ...]:
         """Which of ``inputs`` the call writes in place."""
+        # By identity: comparing tensors would run ops, and equal ones may still be two arguments.
         written = {id(t) for t in flat_tensors(op_traits(self.func).written(self.args, self.kwargs))}
         return tuple(i for i, t in enumerate(self.inputs) if id(t) in written)
 
@@ -91,4 +93,5 @@ def frozen(value: Any) -> Any:
         return tuple(frozen(item) for item in value)
     if isinstance(value, Mapping):
         return tuple((name, frozen(item)) for name, item in value.items())
+    # With the type, since 1, 1.0 and True are equal and hash alike.
     return (type(value), value)

@@ -23,6 +23,7 @@ def arrived(sent: torch.Tensor) -> torch.Tensor:
 
 def all_gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated along dimension 0."""
+    # Collectives send memory as it lies, so a view with gaps or another order is copied first.
     gathered: torch.Tensor = _wait(_ops.all_gather_into_tensor(x.contiguous(), ranks, group))
     return gathered
 

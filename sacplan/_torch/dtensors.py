@@ -53,6 +53,7 @@ def placement_parts(placement: Any) -> tuple[str, int, int, str]:
         return ("S", placement.dim, int(placement.split_factor), "")
     if isinstance(placement, Shard):
         return ("S", placement.dim, 1, "")
+    # Subclasses, such as ``_MaskPartial``, have state beside the name of their reduction.
     if type(placement) is Partial:
         return ("P", -1, 1, placement.reduce_op)
     raise TypeError(f"placement {placement!r} of a DTensor")

@@ -53,6 +53,7 @@ def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterato
                 left.remove(kernel)
                 if left:
                     _fake_kernels[id(op)] = tuple(left)
+            # With the last context torch gets its own method back.
             if not _fake_kernels:
                 FakeTensorMode.dispatch = _torchs_own  # type: ignore[method-assign]
         FakeTensorMode.cache_clear()
@@ -95,6 +96,7 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
             out = kernel(mode, func, *given, **named)
             if out is not NotImplemented:
                 return out
+    # Such as a foreach op over all parameters; see ``_MOST_REMEMBERED``.
     if args and isinstance(args[0], (list, tuple)) and len(args[0]) > _MOST_REMEMBERED:
         with fake_tensor.disable_fake_tensor_cache(mode):
             return _torchs_own(mode, func, types, args, kwargs or {})

@@ -89,6 +89,7 @@ CPU = torch.device("cpu")
 def fake_failures_unlogged() -> Iterator[None]:
     """Keep FakeTensorMode from logging the traceback of an op that its formula refuses. The error is still raised."""
     logger, says_nothing = logging.getLogger(fake_tensor.__name__), logging.Filter()
+    # Only messages of that text: whatever else the module logs comes through.
     says_nothing.filter = lambda record: "failed while attempting" not in str(record.msg)  # type: ignore[method-assign]
     logger.addFilter(says_nothing)
     try:

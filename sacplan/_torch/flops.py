@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from sacplan._torch.local_tensors import Watching, is_deferred
 
 
+# Takes the place of the module tracker. ``FlopCounterMode`` adds up what it counts under each of ``parents``, and has
+# the total of the step under "Global".
 class _NoModules:
     parents = frozenset(("Global",))
 
@@ -29,6 +31,7 @@ class _NoModules:
 class _FlopCounter(FlopCounterMode):
     def __enter__(self) -> FlopCounterMode:
         super().__enter__()
+        # ``FlopCounterMode`` makes its dispatch mode only when it is entered, so its class is changed here.
         mode: Any = self.mode
         mode.__class__ = _with_deferred(mode.__class__)
         return self

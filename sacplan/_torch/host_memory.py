@@ -11,6 +11,7 @@ import threading
 import torch
 
 
+# By thread, so that what another thread allocates in the meantime does not count as the host's.
 class _Making(threading.local):
     for_host = False
 

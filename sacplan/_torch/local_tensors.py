@@ -44,6 +44,7 @@ def has_local_parts(types: Sequence[type]) -> bool:
 @functools.cache
 def _stands_for_another(kind: type) -> bool:
     if _is_dtensor(kind):
+        # A mode that watches asks here before it passes on an op on a DTensor, so this is early enough.
         _hide_sharding_propagation()
         return True
     return _is_async(kind)
@@ -73,6 +74,7 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor behind a DTensor or a pending collective, else the tensor itself. Waits for nothing."""
+    # A DTensor may have a pending collective as its local part, so both are taken off in turn.
     while stands_for_another(tensor):
         one: Any = tensor
         tensor = one._local_tensor if _is_dtensor(type(one)) else one.elem
@@ -133,6 +135,7 @@ def _made(kind: Any, spec: Any, attributes: dict[str, Any] | None, local: torch.
 
 def _flattened(dtensor: Any) -> tuple[Any, ...]:
     names, context = dtensor.__tensor_flatten__()
+    # Without the local part, since another one takes its place.
     inner = {name: getattr(dtensor, name) for name in names if name != "_local_tensor"}
     return type(dtensor), inner, context, dtensor.shape, dtensor.stride()
 

@@ -33,6 +33,7 @@ PLAIN_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffe
 
 _CALL_IMPL: CodeType = torch.nn.Module._call_impl.__code__
 
+# The function in ``_call_impl`` that runs the hooks and the forward of a module that has hooks.
 _CALL_WITH_HOOKS = next(c for c in _CALL_IMPL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
 
 
@@ -75,6 +76,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     # From the innermost dimension outwards each stride must be the number of elements inside of it.
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # The stride of a dimension of size 1 moves nowhere, so any value will do.
         if size != 1:
             if stride != expected:
                 return False
@@ -177,6 +179,7 @@ def ranks_of_group(group: Any) -> list[int] | None:
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Replace attributes of a class or a module inside the context, for the whole process."""
+    # All are read before the first one is set, so that a missing name leaves everything as it was.
     before = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)

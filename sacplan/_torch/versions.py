@@ -139,6 +139,7 @@ def torch_names() -> Iterator[None]:
 
 def torch_release() -> tuple[int, int]:
     """Return the major and minor version of the torch that runs."""
+    # The third part may hold letters, as in 2.13.0a0+git or 2.13.0+cu130.
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
