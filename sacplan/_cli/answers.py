@@ -52,10 +52,13 @@ def fit_schema() -> dict[str, Any]:
     """Return the JSON schema of what ``fit --json`` prints: a verdict, or an error."""
     row = _struct("FitRow", FitRow, FitRow.shown)
     outside = _struct("Outside", Outside, Outside._fields)
+    # Types come from the annotations of the same fields and properties that ``fit_answer`` reads, so a new
+    # field needs no change here.
     known = {f.name: _hint(Verdict, f.name) for f in fields(Verdict) if f.name not in _OWN_FORM}
     known |= {name: _hint(Verdict, name) for name in _DERIVED}
     known |= {
         "command": Literal["fit"],
+        # A type checker takes no names in a ``Literal``: this changes together with ``FIT_VERSION``.
         "schema_version": Literal[1],
         "target": str,
         "verdict": str,
@@ -64,6 +67,7 @@ def fit_schema() -> dict[str, Any]:
         "outside": list[outside],  # type: ignore[valid-type]
         "run": str,
     }
+    # Only ``hf:`` targets have facts of their own, so the key may be missing (see ``target_facts``).
     optional: list[Any] = [("hf", dict[str, str | int | float | bool | None], msgspec.UNSET)]
     answer = msgspec.defstruct("Verdict", [*known.items(), *optional])
     refs, definitions = msgspec.json.schema_components((answer, Failed), ref_template="#/$defs/{name}")
@@ -95,6 +99,7 @@ def _struct(name: str, kind: type, names: Any) -> Any:
 def _hint(kind: type, name: str) -> Any:
     """Return the type of a field, or of what a property returns."""
     found = getattr(kind, name, None)
+    # ``get_type_hints`` of a class knows its fields. The type of a property is that of the function behind it.
     if isinstance(found, property):
         assert found.fget is not None
         return get_type_hints(found.fget)["return"]

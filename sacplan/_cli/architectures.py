@@ -43,6 +43,7 @@ class _Family:
         return Architecture(name, parameters, self.model_type, self.architecture, values, shorts)
 
 
+# The fields of a family, in the order in which its rows give their values.
 _DECODER = (
     "hidden_size",
     "intermediate_size",
@@ -58,6 +59,7 @@ _GPT2 = _Family(
     "gpt2", "GPT2LMHeadModel", ("n_embd", "n_layer", "n_head"), {"n_positions": 1024, "vocab_size": 50257}
 )
 _LLAMA = _Family("llama", "LlamaForCausalLM", _DECODER, {"rms_norm_eps": 1e-5, "tie_word_embeddings": False})
+# Versions of Llama differ in rotary embeddings, tied weights and special tokens, and share the rest.
 _LLAMA_3: dict[str, Any] = {"bos_token_id": 128000, "eos_token_id": 128001}
 _LLAMA_31: dict[str, Any] = {
     **_LLAMA_3,
@@ -91,6 +93,7 @@ _QWEN_3_MOE = _Family(
 )
 _SMOLLM_3 = _Family("smollm3", "SmolLM3ForCausalLM", _DECODER, {"tie_word_embeddings": True})
 _PHI_3 = _Family("phi3", "Phi3ForCausalLM", _DECODER, {"tie_word_embeddings": False, "pad_token_id": 100349})
+# Both models have the same widths, and differ in the number of layers and experts.
 _GPT_OSS = _Family(
     "gpt_oss",
     "GptOssForCausalLM",
@@ -125,6 +128,7 @@ _DEEPSEEK_3 = _Family(
         "tie_word_embeddings": False,
     },
 )
+# Also the order of sizes for the decoder inside of the models that read images.
 _GEMMA_3 = (
     "hidden_size",
     "intermediate_size",
@@ -245,6 +249,7 @@ _WHISPER = _Family(
     ),
     {"decoder_start_token_id": 50258},
 )
+# Positions of RoBERTa begin behind that of the padding token, so 514 of them hold 512 tokens.
 _ROBERTA = _Family(
     "roberta",
     "RobertaForMaskedLM",

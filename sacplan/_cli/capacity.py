@@ -31,6 +31,7 @@ _POINTS: dict[str, Column | str] = {
     "samples_per_s": number("samples/s"),
     "says": "",
 }
+# What a narrow terminal leaves out, in this order. The batch, its planned peak and the remark always stay.
 _POINTS_OPTIONAL = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
 
 
@@ -84,6 +85,7 @@ def _search(
 ) -> CommandResult:
     import sacplan
 
+    # What can be refused without the model is refused first: loading takes seconds, and the search may take minutes.
     check_output(output, "plan", force=force)
     allowed = sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
@@ -95,6 +97,7 @@ def _search(
             "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
         )
     search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
+    # These commands have no ranks, so the hints name other optimizers only.
     hints = sources.optimizer_hints(Origin.of(target), None)
     with stage("tracing and planning", long=True) as say, users_code(f"the step of {name}"), hints:
         found = search(
@@ -111,6 +114,7 @@ def _search(
             at_most=asked.at_most,
             progress=lambda p: say(f"batch {p.batch_size} {'fits' if p.feasible else 'does not fit'}"),
         )
+    # ``verify`` reads the batch from the plan's file, and the plan is for the batch that was found.
     save(found.plan, output, Origin.of(target, batch=found.batch_size))
     facts: dict[str, Any] = {"command": question, **show.target_facts(target, output)}
     facts.get("hf", {}).pop("batch", None)  # the target was loaded with this batch; the answer is another
@@ -153,10 +157,12 @@ def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
             *show.chunk_pairs(found.plan),
         ]
     )
+    # The order matters: if the fastest size is the answer itself, its row says the latter.
     says = {found.fastest.batch_size: "the fastest of these", found.batch_size: "the answer"}
     rows = [
         point.figures()
         | {
+            # If no plan fits, this is the smallest peak that was reached, which is not that of a plan.
             "peak_bytes": point.peak_bytes if point.fits else None,
             "says": says.get(point.batch_size, "") if point.fits else "does not fit",
         }

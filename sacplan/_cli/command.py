@@ -107,6 +107,7 @@ def _prepare_help(command: TyperCommand | TyperGroup, formatter: Any) -> None:
     columns = shutil.get_terminal_size().columns
     rich = sys.stdout.isatty() and columns >= _WIDE and not os.environ.get("NO_COLOR")
     command.rich_markup_mode = "rich" if rich else None
+    # Names of options get a fifth of a narrow line, so that the texts beside them keep most of it.
     if columns < _WIDE:
         formatter.width = max(columns - 2, 20)
         formatter.write_dl = functools.partial(formatter.write_dl, col_max=max(columns // 5, 6))

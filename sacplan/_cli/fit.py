@@ -83,6 +83,7 @@ def fit(
             "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
         )
     seq = loaded.facts.get("seq")
+    # By name if it has one: rows and the recommended command use the name, and a target only has the function.
     optimizer: Any = loaded.optimizer
     if loaded.facts:
         optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
@@ -109,6 +110,7 @@ def fit(
             seq=seq,
             accumulation_steps=grad_accum or 1,
             routing=routing or "balanced",
+            # No sequence beyond the model's positions is tried: it could not run.
             longest=None if seq is None else _positions(loaded.model),
             name=target.removeprefix("hf:"),
             sizes=sizes,
@@ -128,6 +130,7 @@ def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: i
     """Return a batch whose sequences have another length. It holds zeros: only shapes matter to the recording."""
 
     def resized(tensor: Any) -> Any:
+        # Any dimension of this size is taken for the sequence, except the first: a batch may be just as large.
         shape = [length if d > 0 and n == seq else n for d, n in enumerate(tensor.shape)]
         return tensor.new_zeros(shape)
 
@@ -151,7 +154,9 @@ def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> s
     # The command line has no options for it.
     if best.spread and not best.flags:
         return ""
+    # With ``--mesh``, the batch is that of all ranks together; the verdict has that of each device.
     given = {**hf.given(), "batch": found.batch * (found.devices if "--mesh" in best.flags else 1)}
+    # Other targets make their optimizer themselves, so no option could change it.
     if target.startswith("hf:"):
         given["optimizer"] = best.optimizer
     words = ["sacplan", "plan", target, *o.written(given).split(), "--device", found.device]
@@ -181,7 +186,9 @@ def _table(found: Verdict, sizes: bool) -> Table:
         columns.append(number("largest batch"))
     if sizes and found.seq is not None and found.devices == 1:
         columns.append(number("longest sequence"))
+    # A row has a cell for each column there can be. The largest sizes come last, and are cut off if not shown.
     shown = [_row(row, on_host)[: len(columns)] for row in rows]
+    # The index of the column: behind the optimizer, what runs it (on several devices), the way, and the peak.
     reserved = 4 if found.devices > 1 else 3
     if all(row.reserved_bytes is None for row in rows):  # on a CPU, or where nothing fits
         del columns[reserved]

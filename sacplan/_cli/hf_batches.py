@@ -216,6 +216,7 @@ def first_of(config: Any, *names: str) -> Any:
 
 
 def _boxes_of_objects(i: BatchInputs) -> list[dict[str, torch.Tensor]]:
+    # Center, width and height as shares of the image, all from 0.3 to 0.5, so that each box lies inside of it.
     boxes = [i.shares(3, 4) * 0.2 + 0.3 for _ in range(i.rows)]
     return [{"class_labels": i.classes(3), "boxes": b} for b in boxes]
 
@@ -230,6 +231,7 @@ LABELS: tuple[tuple[str, Callable[[BatchInputs], Any]], ...] = (
     (r"MultipleChoice$", lambda i: i.integers(0, _CHOICES, i.rows)),
     (r"TokenClassification$", lambda i: i.classes(i.rows, i.length)),
     (r"SemanticSegmentation$", lambda i: i.classes(i.rows, *i.image_shape()[1:])),
+    # Above zero, since losses of depths take logarithms.
     (r"DepthEstimation$", lambda i: i.shares(i.rows, *i.image_shape()[1:]) + 0.1),
     (r"ObjectDetection$", _boxes_of_objects),
 )
@@ -244,6 +246,7 @@ def _pixel_values(i: BatchInputs) -> torch.Tensor:
     if "image_grid_thw" in i.parameters or "grid_thw" in i.parameters:
         times = first_of(vision, "temporal_patch_size", "patch_temporal") or 1
         patch, count = vision.patch_size, i.rows * i.patches() ** 2
+        # A patch is a row of numbers or a square, and the list may be in a batch of one.
         flat = (count, channels * times * patch * patch)
         squares = (count, channels, patch, patch)
         return i.floats(*(flat, squares, (1, *squares), (1, *flat))[i.layout_of("pixel_values")])
@@ -251,6 +254,7 @@ def _pixel_values(i: BatchInputs) -> torch.Tensor:
     if "spatial_shapes" in i.parameters:
         return i.floats(i.rows, i.patches() ** 2, channels * vision.patch_size**2)
     frames = first_of(i.config, "num_frames") or 2
+    # One image for each row, without and with a dimension for their number; the frames of a video; two images.
     between: tuple[tuple[int, ...], ...] = ((), (1,), (frames,), (2,))
     return i.floats(i.rows, *between[i.layout_of("pixel_values")], channels, height, width)
 
@@ -262,6 +266,7 @@ def _spectrogram_shape(i: BatchInputs) -> tuple[int, ...]:
     positions = first_of(audio, "max_source_positions")
     frames = 2 * positions if positions and positions <= _WHISPER_POSITIONS else i.sizes.frames
     return (
+        # Bands or frames first, or with a channel. Some models read waves under the same name.
         (i.rows, mels, frames),
         (i.rows, frames, mels),
         (i.rows, 1, frames, mels),
@@ -297,6 +302,7 @@ def _series(i: BatchInputs, *, past: bool) -> tuple[int, ...]:
     steps = i.config.context_length if past else i.config.prediction_length
     if channels is not None:
         return steps, channels
+    # Without channels, a model looks back from each step of the context, as far as its largest lag.
     return (steps + max(i.config.lags_sequence) if past else steps,)
 
 
@@ -450,6 +456,7 @@ def _place(inputs: BatchInputs, batch: dict[str, Any], kind: str) -> None:
     if owner is None:
         return
     token = first_of(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
+    # A model around a model, such as ColPali, has the token in the configuration of the inner one.
     if token is None:
         token = first_of(getattr(owner, "config", None), f"{kind}_token_id", f"{kind}_token_index")
     if token is None:
@@ -465,9 +472,11 @@ def _place(inputs: BatchInputs, batch: dict[str, Any], kind: str) -> None:
     count = inputs.features[kind]
     inputs.length = max(inputs.sizes.tokens, count + _TEXT_BESIDES)
     batch["input_ids"] = ids = inputs.tokens()
+    # Some text comes before the placeholders, the rest behind them.
     ids[:, 4 : 4 + count] = token
     if "attention_mask" in batch:
         batch["attention_mask"] = torch.ones_like(ids)
+    # Some forwards are also told which tokens are placeholders.
     if "mm_token_type_ids" in inputs.parameters:
         batch["mm_token_type_ids"] = (ids == token).long()
     if "token_type_ids" in inputs.parameters and kind == "image":
@@ -480,6 +489,7 @@ def _maker_of_features(model: torch.nn.Module, kind: str) -> torch.nn.Module | N
 
 
 def _number_of(features: Any) -> int:
+    # One tensor or several, bare or in an output of transformers. Its last dimension is the size of a feature.
     features = getattr(features, "pooler_output", features)
     features = features if isinstance(features, (list, tuple)) else [features]
     return sum(f.numel() // f.shape[-1] for f in features if isinstance(f, torch.Tensor))

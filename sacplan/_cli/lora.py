@@ -29,6 +29,7 @@ def parse(text: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"target_modules": ALL_LINEAR}
     for word in text.split(","):
+        # From the right: a number alone has no name then, and is taken for the rank.
         name, _, value = word.strip().rpartition("=")
         name = name.strip().lower() or "r"
         if name not in _WORDS:
@@ -38,6 +39,7 @@ def parse(text: str) -> dict[str, Any]:
             found[argument] = read(value.strip())
         except ValueError as error:
             raise TargetError(f"--lora {text}: {word.strip()!r} cannot be read. {LORA}") from error
+    # The default of ``LoraConfig``.
     found.setdefault("r", 8)
     if found["r"] < 1:
         raise TargetError(f"--lora {text}: the rank must be 1 or more.")
@@ -48,6 +50,7 @@ def _targets(value: str) -> list[str] | str:
     names = [name for name in value.split("+") if name]
     if not names:
         raise ValueError
+    # PEFT takes its word for all linear layers as a text, and names of layers as a list.
     return ALL_LINEAR if names == [ALL_LINEAR] else names
 
 
@@ -87,6 +90,7 @@ def adapted(
     """
     config = quantization = None
     if lora is not None:
+        # For a task without a class of its own PEFT is given none, and wraps the model in its general class.
         config = library("peft").LoraConfig(task_type=_TASKS.get(task), **parse(lora))
     if load_in_4bit:
         quantization = library("transformers").BitsAndBytesConfig(

@@ -31,10 +31,12 @@ def size_in_gib(text: str) -> str:
     try:
         float(text)
     except ValueError:
+        # It has a unit, such as 24GB or 70%, which the library reads.
         return text
     return f"{text}GiB"
 
 
+# Short names, among them those of torch itself: ``torch.half`` and ``torch.float``.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
@@ -130,6 +132,7 @@ Mesh = Annotated[
         rich_help_panel="Several devices",
     ),
 ]
+# The help lists options for several devices and for ``hf:`` targets in panels of their own.
 _ranks = functools.partial(option, rich_help_panel="Several devices")
 _hf = functools.partial(option, rich_help_panel="hf: targets")
 
@@ -141,6 +144,7 @@ def optimizer_name(text: str) -> str:
         typer.BadParameter: there is none.
     """
     try:
+        # "none" is a choice on the command line, and no optimizer of the table.
         return NONE if text.lower() == NONE else named_optimizer(text).name
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -194,6 +198,7 @@ class StepOptions:
     ] = None
 
 
+# The first name is ours. The others are those of training scripts, so that they can be typed by habit.
 BATCH_NAMES, SEQ_NAMES = ("--batch", "--batch-size"), ("--seq", "--seq-len", "--max-seq")
 BATCH = "Samples; also of a target with make_batch. Default: 1, for layouts one for each rank"
 SEQ = "Tokens in a sample, in the longest where they differ. Default: 1024, or fewer if the model has fewer positions"
@@ -241,6 +246,7 @@ class HfOptions:
 class PlannedHfOptions(HfOptions):
     """``HfOptions`` with other help texts, for commands on a plan: its file supplies the options that are not given."""
 
+    # A subclass inherits fields, but cannot change their help alone, so each is declared again.
     batch: Annotated[int | None, _hf(*BATCH_NAMES, min=1, metavar="N", help=f"{BATCH}{_PLANNED}")] = None
     seq: Annotated[int | None, _hf(*SEQ_NAMES, min=1, metavar="N", help=f"{SEQ}{_PLANNED}")] = None
     dtype: Annotated[str | None, _hf(metavar="NAME", parser=dtype_name, help=f"{DTYPE}{_PLANNED}")] = None
@@ -253,6 +259,7 @@ class PlannedHfOptions(HfOptions):
     fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
 
+# Only what a target cannot be made without. All other options do nothing unless they are given.
 HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")
 
 
@@ -260,6 +267,7 @@ HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")
 class BudgetOptions:
     """How much memory a step may take on a device, and how it is planned."""
 
+    # Not ``Budget``, whose help offers a share of the peak: here are several steps, each with its own peak.
     budget: Annotated[
         str | None,
         option(

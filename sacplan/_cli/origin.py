@@ -107,4 +107,5 @@ def seen_in(fingerprint: Fingerprint) -> o.HfOptions:
         dtype.removeprefix("frozen ").removeprefix("torch.") for _, _, dtype in fingerprint.parameters
     )
     dtype: Any = types.most_common(1)[0][0] if types else None
+    # The first dimension of a batch is its samples, and the second one of tokens is the sequence.
     return o.HfOptions(first[0] if first else None, tokens[1] if tokens else None, dtype)

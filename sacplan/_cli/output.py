@@ -60,6 +60,7 @@ class CommandResult:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object to stdout."""
+    # NaN and infinity are not JSON. An error here is better than output that other programs cannot read.
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
@@ -197,6 +198,7 @@ def _print_table(made: Table) -> list[str]:
 
 def _fits(made: Table, console: Console) -> bool:
     """Return whether the table fits the console if only text in the last column folds."""
+    # A line under the header is for people. In a pipe it would be one more line to skip.
     made.box = box.SIMPLE_HEAD if console.is_terminal else None
     # Numbers never fold. Text folds in the last column alone if that is enough, else everywhere.
     for column in made.columns:

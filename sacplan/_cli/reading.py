@@ -65,4 +65,5 @@ def diff(first: o.PlanFile, second: o.PlanFile) -> CommandResult:
         return CommandResult(facts, ["the plans are equal"])
     figures = table(["", first, second], [[label, *both] for label, both in found.figures.items()])
     shown = [figures, "", *show.sections_shown(difference_sections(found, (first, second)))]
+    # Plans may differ in their figures alone, such as those for two devices.
     return CommandResult(facts, shown if found.layers else [figures, "", "what they recompute is the same"])

@@ -28,6 +28,7 @@ def rows_table(
 
 def _cell(name: str, value: Any) -> str:
     """Return a figure as text, in the unit that its name ends with."""
+    # Not known, or left out because it would mislead: the cell stays empty.
     if value is None:
         return ""
     if name.endswith("_bytes"):

@@ -76,6 +76,7 @@ def _device(text: str, ranks: Ranks, program: Program | None = None) -> tuple[st
 def target_facts(target: Target | None, output: Path | None = None) -> dict[str, Any]:
     """Return the facts about a target, and the file that the result was saved to."""
     facts: dict[str, Any] = {} if target is None else {"target": target.name}
+    # Only ``hf:`` targets have facts. What another target does is in the user's code.
     if target is not None and target.facts:
         facts["hf"] = dict(target.facts)
     return facts if output is None else {**facts, "output": str(output)}
@@ -200,6 +201,8 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
         tables.append(_sharding_table(plan.ranks.sharding))
     if plan.chunks:
         tables.append(_chunks_table(plan, profile))
+    # Without chunks, a table of units that discard nothing says just that. With chunks, such units may only be
+    # there to run in slices, and are in the table of chunks.
     if plan.discarded or (plan.units and not plan.chunks):
         tables.append(_units_table(plan))
     return tables
@@ -228,6 +231,7 @@ def _sharding_pairs(plan: Plan) -> list[tuple[str, str]]:
 def _sharding_table(sharding: Sharding) -> Table:
     """Return the placements of parameters, and those that inputs of ops are redistributed to."""
     rows = [[pattern, layout, ""] for pattern, layout in sharding.homes.items()]
+    # An input that may have any layout has no text, and is not named.
     for place in sharding.places:
         where = f"{place.unit or 'the model'}: {place.op.removeprefix('aten.')}"
         inputs = "; ".join(f"input {i} as {text}" for i, text in enumerate(place.inputs) if text)
@@ -245,6 +249,7 @@ def chunk_pairs(plan: Plan) -> list[tuple[str, str]]:
         else "none"
     )
     found = [("chunks", cost)]
+    # In inference there are no gradients that slices could change.
     if plan.provenance.mode == "train":
         found.append(("gradients", f"{plan.gradients}, because {plan.why_gradients}"))
     return found
@@ -297,6 +302,7 @@ def _units_table(plan: Plan) -> Table:
                 _op_counts(sites),
             ]
         )
+    # The groups that are cut off still count: one row says how many units they have.
     if left := rows[_GROUPS:]:
         units_left = str(sum(int(row[1]) for row in left))
         rows[_GROUPS:] = [[f"and {len(left)} more groups", units_left, "", "", "see -o or --json"]]
@@ -331,6 +337,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _op_counts(sites: Iterable[CallSite]) -> str:
     counts = Counter(site.op.removeprefix("aten.").removesuffix(".default") for site in sites)
+    # The most frequent ops first, since only some are shown.
     words = [name if n == 1 else f"{name} x{n}" for name, n in counts.most_common()]
     more = [f"{len(words) - _OPS} other ops"] if len(words) > _OPS else []
     return ", ".join([*words[:_OPS], *more])
@@ -348,6 +355,7 @@ def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any])
     return pairs(
         [
             model_row(facts, plan.fingerprint.model_class),
+            # All peaks below are those of one rank, so a row says how many there are.
             *([_device(plan.device, plan.ranks)] if plan.ranks.world_size > 1 else []),
             ("budget", size(seen.budget_bytes)),
             ("planned", size(seen.predicted_peak_bytes)),
@@ -357,6 +365,7 @@ def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any])
             ("recompute", f"{seen.recompute_flops / 1e9:.2f} GFLOP"),
             ("step", f"{seen.step_ms:.2f} ms ({_whose_time(seen, plan)})"),
             ("verdict", "within the budget" if seen.within_budget else "OVER the budget"),
+            # The first few show what is wrong; ``--json`` has all of them.
             *(("not as planned", str(difference)) for difference in seen.differences[:3]),
             *(("set up otherwise", str(difference)) for difference in seen.setup_differences),
         ]

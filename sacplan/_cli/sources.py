@@ -149,6 +149,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
         "grad-accum": step.grad_accum,
         "routing": step.routing,
     }
+    # These options say how to record. They would change nothing in a recording, so they are refused.
     given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
     if given:
         raise TargetError(
@@ -159,6 +160,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
     # The loader would only say that it is not a profile.
     if kind_of(path) in ("configuration", "device", "plan"):
         raise not_a_model(source, "a profile or ")
+    # The origin is read here too: if it is damaged, the error is about this file, and not about the command.
     with stage("reading"):
         profile = _read(sacplan.Profile.load, source, "profile")
         origin = _read(lambda _: origin_of(profile), source, "profile")
@@ -168,6 +170,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
             f"{source} is of a step on {profile.device}; record one on the other device with "
             f"sacplan profile TARGET --device {step.device}."
         )
+    # Ranks are a rewrite of the recorded step, so they can be chosen for a saved profile as well.
     return Source(profile if ranks is None else profile.on_ranks(ranks), None, origin)
 
 
@@ -196,6 +199,7 @@ def _read(load: Callable[[Path], _Value], name: str, what: str) -> _Value:
     path = _existing(name)
     try:
         return load(path)
+    # A truncated or edited file may fail anywhere in its loader.
     except (KeyError, TypeError, ValueError, IndexError, EOFError) as error:
         raise TargetError(
             f"{path} is not a complete {what} ({type(error).__name__}: {error}). Make it again."
@@ -235,6 +239,7 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
     from sacplan._device.devices import resolve_device
 
     device = asked.device or plan.device
+    # A plan holds no more than the name of its device, which is not enough if the table does not have it.
     if asked.device is None:
         try:
             resolve_device(device)
@@ -261,6 +266,7 @@ def verified(target: Target, plan: Plan, run: o.Run, grad_accum: int | None = No
     import sacplan
 
     train = plan.provenance.mode == "train"
+    # A plan for inference was made from the forward pass alone.
     loss_fn, optimizer = (target.loss_fn, target.optimizer) if train else (None, None)
     steps = "running three real steps: one without the plan, two with it" if run == "real" else "verifying"
     with (

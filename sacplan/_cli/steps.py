@@ -41,6 +41,7 @@ def profile(
 ) -> CommandResult:
     """Record one training step: its peak, its time, and everything that a plan is made from."""
     check_output(output, "profile", force=force)
+    # A saved profile is a source of plans, but there is nothing in it to record.
     if is_json_file(target):
         raise not_a_model(target)
     read = sources.profile_of(target, step, hf)
@@ -87,6 +88,7 @@ def plan(
 
     Without one, what torch reserves on the GPU has to fit there, beside the CUDA context.
     """
+    # What is wrong with the file or with options is reported before the recording, which may take minutes.
     check_output(output, "plan", force=force)
     allowed = sources.check_early(budget, solver, technique, headroom)
     read = sources.profile_of(source, step, hf)
@@ -153,6 +155,7 @@ def policy(
             layers=layers,
             slices=slices,
             **pins,
+            # A policy has no techniques to choose from: its rule says what it does.
             **sources.mesh_of(mesh, {}),
         )
     return _plan_made("policy", made, read, output)
@@ -162,6 +165,7 @@ def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None)
     """Save a plan, and return it as the result of a command."""
     save(made, output, read.origin)
     target = show.target_facts(read.target, output)
+    # The plan may have chosen a mesh. Assumptions and figures are then those of a rank on it.
     profile = read.profile.on_ranks(made.ranks)
     facts = {
         **target,
@@ -205,11 +209,13 @@ def verify(
             "--run fake, whose step is that of one rank."
         )
     options = sources.as_planned(hf, plan, plan_file) if target.startswith("hf:") else hf
+    # A real step needs weights on its device, though random ones will do. A fake step needs none.
     with stage("loading"):
         loaded = load_target(target, options, _real_place() if run == "real" else "meta")
     facts = {"command": "verify", **show.target_facts(loaded)}
     try:
         seen = sources.verified(loaded, plan, run, grad_accum)
+    # The plan is not one of this step. That is a failed verification, and not bad input.
     except (PlanMismatch, RecipeError) as error:
         raise VerificationFailed(str(error), CommandResult({**facts, "verified": False}, ())) from error
     answer = CommandResult(
@@ -226,6 +232,7 @@ def verify(
         f"the step takes {show.size(seen.peak_bytes)}, over the budget of {show.size(seen.budget_bytes)}; the plan "
         f"says {show.size(seen.predicted_peak_bytes)}."
     )
+    # The figures are shown all the same: they say by how much the prediction was off.
     raise hinted(VerificationFailed(message, answer), *hints)
 
 

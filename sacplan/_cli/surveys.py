@@ -64,11 +64,13 @@ def frontier(
 ) -> CommandResult:
     """Plans of every solver at several budgets, and the policies that people use by hand."""
     check_output(output, "curve", force=force)
+    # The frontier chooses budgets and solvers itself: of these options only the techniques are the user's.
     allowed = sources.check_early(None, "best", technique)
     read = sources.profile_of(source, step, hf)
     profile = read.profile
     frame = sources.curve(profile, points, objective=objective, policies=policies, **allowed)
     if output is not None:
+        # Written beside the old file, which stays whole if this fails.
         with replacing(output) as part:
             frame.to_csv(part, index=False)
     rows = frame.to_dict("records")
@@ -151,12 +153,14 @@ def report(
         raise TargetError(f"give a plan ({plan_file}) or a {asked} to make one for, not both.")
     allowed = sources.check_early(budget, "best", technique, headroom)
     plan = None if plan_file is None else sources.saved_plan(plan_file)
+    # Without a plan the options say how to record. A saved profile is what it is, and is compared with the plan below.
     if plan is None or is_json_file(source):
         read = sources.profile_of(source, step, hf)
     else:
         options = sources.as_planned(hf, plan, str(plan_file)) if source.startswith("hf:") else hf
         recorded = sources.step_as_planned(step, plan, str(plan_file))
         read = sources.profile_of(source, recorded, options, plan)
+        # The ranks of the plan, unless others were asked for: those have to agree with the plan.
         if step.world_size is None:
             read = dataclasses.replace(read, profile=read.profile.on_ranks(plan.ranks))
     profile = read.profile
@@ -167,7 +171,9 @@ def report(
     if plan is None:
         plan = _plan_to_show(read, budget, headroom, allowed)
     else:
+        # The frontier shows what else this plan could have been, so its plans may do the same things.
         allowed = allowed or {"techniques": plan.provenance.techniques}
+    # The trace and the snapshot show no frontier, and computing one takes long.
     curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
     written: list[Path] = []
     with stage("writing"):
@@ -205,8 +211,10 @@ def _plan_to_show(
     except InfeasibleBudget as error:
         if asked:
             raise
+        # The user did not ask for a plan, so the report goes on without one.
         warn(f"the report has no plan: {error}")
         return None
+    # For a budget of the user's, a plan that does nothing is the answer, and is shown.
     if made.status == "unplanned" and not asked:
         note(
             f"no plan is needed: the step fits on {made.device} as it is; --budget makes one for less memory"
@@ -299,6 +307,7 @@ def layouts(
             progress=lambda row: say(f"{row.name} on {row.mesh}"),
             **allowed,
         )
+    # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
     if output is not None and found.best.plan is not None:
         save(found.best.plan, output, Origin.of(loaded))
     frame = found.to_frame()
@@ -319,6 +328,7 @@ def layouts(
         ("batch", f"{found.batch_size}, of all ranks together"),
         ("budget", f"{show.size(found.budget_bytes)} on each rank"),
     ]
+    # Other figures hold for DDP and FSDP2, so the table says who runs the step.
     if found.devices > 1:
         said.append(("run by", RUN_BY))
     return CommandResult(
@@ -354,6 +364,7 @@ def devices() -> CommandResult:
     import sacplan
 
     frame = sacplan.devices()
+    # A figure that a device does not have is NaN in the frame. JSON has no NaN, so it becomes null.
     rows = frame.astype(object).where(frame.notna(), None).reset_index().to_dict("records")
     cells = [[_figure(row[column]) for column in _DEVICES] for row in rows]
     return CommandResult(

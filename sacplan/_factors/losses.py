@@ -12,6 +12,7 @@ def _rows_and_classes(call: RuleBuilder) -> tuple[Dims, Dims, Dims]:
     """Make factors of the targets, of the scores (classes come second), and of the classes' weights."""
     scores, targets = call["self"], call["target"]
     rows = call.dims(targets.shape)
+    # A single sample has no rows, and its classes are the only dimension.
     at = 1 if len(scores.shape) > 1 else 0
     classes = call.blocked(scores.shape[at : at + 1])
     return rows if at else ((),) * len(rows), (*rows[:at], *classes, *rows[at:])[: len(scores.shape)], classes

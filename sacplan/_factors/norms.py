@@ -107,6 +107,7 @@ def _batch_norm_backward(call: RuleBuilder) -> Rule:
     whole = (batch, channels, *pixels)
     wanted = [i for i, is_wanted in enumerate(call.arguments.get("output_mask", (True,) * 3)) if is_wanted]
     for output, i in enumerate(wanted):
+        # Gradients of scale and shift are sums over samples and pixels, so those of slices add up.
         if i and not trains:
             call.becomes([f for factors in (batch, *pixels) for f in factors], Kind.SUM, output)
 

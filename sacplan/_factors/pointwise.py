@@ -54,8 +54,10 @@ def _scalar(call: RuleBuilder) -> Rule:
 @register("isin", "bucketize")
 def _looked_up(call: RuleBuilder) -> Rule | None:
     """Elements are looked up one by one in a second tensor, which is needed whole."""
+    # In ``isin(2, tensor)`` the only tensor is the one that is searched.
     if tuple(call.outputs[0].shape) != tuple(call.inputs[0].shape):
         return None
+    # What is searched is a number.
     if len(call.inputs) == 1:
         return pointwise(call)
     dims = call.dims(call.outputs[0].shape)

@@ -41,6 +41,7 @@ def _product_with_bias(first: str, second: str, out: str) -> Callable[[RuleBuild
                 call.becomes(found, Kind.BLOCK)  # else every slice would add the bias
         dims = _spelled(out, letters)
         added = broadcast(dims, call.outputs[0].shape, bias.shape)
+        # A bias that is not broadcast to the output: nothing is known of such a call.
         if added is None:
             return None
         return call.rule([added, _spelled(first, letters), _spelled(second, letters)], [dims])
@@ -66,12 +67,15 @@ def _grouped_product(call: RuleBuilder) -> Rule | None:
     x, y = call.inputs[:2]
     if call["bias"] is not None:
         return None
+    # An operand of three dimensions has the groups as its first, ``e``. In one of two dimensions they lie
+    # behind each other, in the dimension that ``grouped`` names below.
     words = {(3, 3): "eik ekj eij", (2, 3): "ik ekj ij", (3, 2): "eik kj ij", (2, 2): "ik kj eij"}
     first, second, out = words[len(x.shape), len(y.shape)].split()
     letters = _letters(call, (first, second), (x.shape, y.shape), out)
     offsets = []
     if call["offs"] is not None:
         grouped = {(2, 3): "i", (3, 2): "j", (2, 2): "k"}[len(x.shape), len(y.shape)]
+        # Both operands are matrices: only the output has a dimension of groups, one for each offset.
         if "e" not in letters:
             letters["e"] = call.factor(call["offs"].shape[0])
         for letter in ("e", grouped):

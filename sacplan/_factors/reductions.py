@@ -14,6 +14,7 @@ def reduced_dims(call: RuleBuilder, rank: int) -> frozenset[int]:
     if given is None or given == []:
         return frozenset(range(rank))
     given = given if isinstance(given, Sequence) else [given]
+    # A scalar may be reduced along 0 or -1, though it has no dimensions.
     return frozenset(d % max(rank, 1) for d in given)
 
 
@@ -48,6 +49,7 @@ register(
 
 @register("linalg_vector_norm")
 def _vector_norm(call: RuleBuilder) -> Rule:
+    # Of the norms, only those that are a maximum or a minimum can be put together from the norms of slices.
     return _reduction(call, {math.inf: Kind.MAX, -math.inf: Kind.MIN}.get(call["ord"], Kind.BLOCK))
 
 
@@ -71,6 +73,7 @@ def along_a_dimension(call: RuleBuilder) -> Rule:
 
     outputs = []
     for o in call.outputs:
+        # ``kthvalue`` drops the dimension. ``topk`` returns fewer elements along it.
         if len(o.shape) < len(shape):
             outputs.append((*dims[:dim], *dims[dim + 1 :]))
         elif tuple(o.shape) == tuple(shape):
@@ -104,6 +107,7 @@ def _fft(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     whole = reduced_dims(call, len(x.shape))
     dims = blocked_at(call, x.shape, whole)
+    # Transforms between real and complex numbers store about half of the last dimension.
     changed = {d for d in whole if x.shape[d] != out.shape[d]}
     return call.rule(
         [dims],

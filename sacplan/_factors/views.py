@@ -45,6 +45,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     while i < len(left):
         first_i, first_j = i, j
         i, j = i + 1, j + 1
+        # Whichever shape has fewer elements in the run takes its next dimension.
         while (many := math.prod(before[d] for d in left[first_i:i])) != (
             others := math.prod(after[d] for d in right[first_j:j])
         ):
@@ -104,6 +105,7 @@ def _view_as_complex(call: RuleBuilder) -> Rule:
 def _expand(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     dims = call.dims(out.shape)
+    # Along new dimensions and those of size 1 all slices read the same input.
     new = len(out.shape) - len(x.shape)
     call.resize_all("size", dims)
     return call.rule([tuple(dims[new + d] if n != 1 else () for d, n in enumerate(x.shape))], [dims])
@@ -134,6 +136,7 @@ def _transpose(call: RuleBuilder) -> Rule:
     dims = call.dims(call.inputs[0].shape)
     rank = len(dims)
     swapped = list(dims)
+    # ``t`` names no dimensions: it swaps the two of a matrix, and leaves a vector as it is.
     if rank > 1:
         i, j = call.arguments.get("dim0", -2) % rank, call.arguments.get("dim1", -1) % rank
         swapped[i], swapped[j] = dims[j], dims[i]
@@ -223,6 +226,7 @@ def _scatter_part(call: RuleBuilder) -> Rule:
     x, part = call.inputs
     dim = call["dim"] % len(x.shape)
     dims = blocked_at(call, x.shape, frozenset([dim]))
+    # The part lacks the dimension if it is selected, and has it shorter if it is a slice.
     cut = () if call.name == "select_scatter" else (call.factor(part.shape[dim], Kind.BLOCK),)
     return call.rule([dims, (*dims[:dim], *cut, *dims[dim + 1 :])], [dims])
 
@@ -297,6 +301,7 @@ def _roll(call: RuleBuilder) -> Rule:
     """Without dimensions, the flattened tensor is rolled."""
     shape = call.inputs[0].shape
     whole = frozenset(d % len(shape) for d in call["dims"] or range(len(shape)))
+    # A flip along no dimension moves nothing, while a roll goes through the flattened tensor.
     if call.name == "flip" and not call["dims"]:
         whole = frozenset()
     dims = blocked_at(call, shape, whole)
@@ -306,6 +311,7 @@ def _roll(call: RuleBuilder) -> Rule:
 @register("tril", "triu")
 def _triangle(call: RuleBuilder) -> Rule:
     shape = call.inputs[0].shape
+    # What stays depends on row and column numbers, which a slice would count from its own beginning.
     dims = blocked_at(call, shape, frozenset((len(shape) - 1, len(shape) - 2)))
     return call.rule([dims], [dims])
 
@@ -331,6 +337,7 @@ def _shuffled(call: RuleBuilder, shape: Sequence[int], r: int) -> tuple[Dims, Di
     *front, channels, height, width = shape
     before = call.dims(front)
     c, h, w = call.factor(channels // (r * r)), call.factor(height), call.factor(width)
+    # The blocks must be whole, since their side is an argument of the op and stays as it is.
     down, across = call.factor(r, Kind.BLOCK), call.factor(r, Kind.BLOCK)
     return (*before, c + down + across, h, w), (*before, c, h + down, w + across)
 

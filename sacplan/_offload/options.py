@@ -86,8 +86,10 @@ class Offloads:
         self._op_events = self.liveness.op_events
         self.units = self._find_units()
         self.unit_of = {op: unit for unit in self.units for op in sites_of(program, unit)}
+        # Marks may be put on the ops of all units, except on those whose results the user wants kept.
         kept = step.pins.kept_ops
         self._stops = sorted(op for op in self.unit_of if op not in kept)
+        # The executor sees the backward pass where autograd asks for a weight. Copies back begin at such events.
         anchors: dict[int, int] = {}
         for unit in self.units:
             anchors.update({at: op for at, op in weights_asked_for(program, unit).items() if op not in kept})
@@ -96,6 +98,7 @@ class Offloads:
         self._handles: dict[int, list[int]] = defaultdict(list)
         for handle, storage in enumerate(program.handle_storages):
             self._handles[storage].append(handle)
+        # By storage, the first event at which autograd asks for its value.
         self._asked: dict[int, int] = {}
         for instance, handle in enumerate(program.instance_handles):
             at, storage = self.liveness.unpacked[instance], program.handle_storages[handle]
@@ -119,6 +122,7 @@ class Offloads:
         scopes = {program.ops[op].scope for op in ops} - {ROOT_SCOPE}
         for scope in {a for s in scopes for a in (s, *program.ancestors(s))}:
             fqn = program.scopes[scope].fqn
+            # Call sites tell ops apart within one call, so a module that is called again cannot be a unit here.
             inside = [op for op in program.ops_in(scope) if program.ops[op].phase == Phase.FORWARD]
             if (
                 len(inside) > most
@@ -142,6 +146,7 @@ class Offloads:
         seen: set[object] = set()
         for base, members in self._bases(region, inside):
             gone = frozenset(op for member in members for op in region.members[member])
+            # Options may differ only in ops that another module runs.
             if gone in seen:
                 continue
             seen.add(gone)
@@ -161,6 +166,7 @@ class Offloads:
     def _bases(self, region: Region, inside: frozenset[int]) -> Iterator[tuple[Option, tuple[int, ...]]]:
         """Yield some options to recompute, with those of their members that the unit runs."""
         known = [o for o in region.options if o.technique == Recomputation.name]
+        # Evenly through the list from the cheapest to the dearest, with both ends.
         step = max(1, -(-(len(known) - 1) // (_BASES - 1)))
         for option in dict.fromkeys((*known[::step], known[-1])):
             yield option, tuple(m for m in option.members if inside.issuperset(region.members[m]))
@@ -174,6 +180,9 @@ class Offloads:
         found = {s for op in inside for s in (*program.ops[op].reads, *program.ops[op].writes)}
         initial = set(program.initial)
 
+        # The unit has to see the whole life of a storage up to the backward pass: it is made by a forward op
+        # and not written to later, and is read and packed only while the unit runs. What code holds longer
+        # would stay on the device anyway.
         def may_go(s: int) -> bool:
             maker = program.writer.get(s)
             return (
@@ -191,6 +200,7 @@ class Offloads:
             )
 
         storages = sorted(s for s in found if may_go(s))
+        # A small tensor costs the latency of two copies and frees next to nothing.
         least = _SMALLEST * max((program.storage_bytes[s] for s in storages), default=0)
         return [s for s in storages if program.storage_bytes[s] >= least]
 
@@ -221,6 +231,7 @@ class Offloads:
     def _sets(self, kept: Sequence[int], inside: frozenset[int]) -> Iterator[tuple[int, ...]]:
         """Yield the sets of storages that are away together."""
         incoming = tuple(s for s in kept if self.program.writer[s] not in inside)
+        # Not all subsets, of which there are too many: the largest few, all, what comes in, and what is made inside.
         sets = [tuple(kept[:n]) for n in _LARGEST if n <= len(kept)]
         sets += [tuple(kept), incoming, tuple(s for s in kept if s not in incoming)]
         yield from dict.fromkeys(tuple(sorted(one)) for one in sets if one)
@@ -253,6 +264,8 @@ class Offloads:
         again = sum(self.step.costs[op] for op in gone)
         total = sum(copies.values())
         forward, backward = self._time_of(region)
+        # Each way computation waits for whichever is worse: a copy that is late at a border of the region, or
+        # copies that together take longer than its ops. Ops that run again give the copies back more time.
         waits = max(late_out, total - forward, 0.0)
         waits += max(late_back, total - backward - sum(program.ops[op].time_ms for op in gone), 0.0)
         first = min(program.ops_in(self.units[unit]))
@@ -269,6 +282,7 @@ class Offloads:
             also=(Recomputation.name,),
             units=tuple(dict.fromkeys((unit, *(found for _, found in unit_of)))),
             remembered=Away(tuple(moves), tuple(anchors), unit_of, self.spec),
+            # Ops are numbered from the unit's first one, so that equal layers have equal signatures.
             signature=tuple(
                 (
                     m.sent - first,
@@ -291,6 +305,7 @@ class Offloads:
         ``latest`` is the last op that is waited at, unless the storage is used behind it.
         """
         found, late, free, stops = {}, 0.0, 0.0, self._stops
+        # The link takes one copy at a time, in the order in which they can begin.
         for s in sorted(chosen, key=lambda s: (sent[s], s)):
             free = max(free, float(self._ends[sent[s]])) + copies[s]
             last = self._last_use(s)
@@ -299,6 +314,7 @@ class Offloads:
                 stops, True, bisect_right(stops, sent[s]), key=lambda op: bool(self._op_events[op] >= last)
             )
             out = bisect_left(stops, True, unused, key=lambda op: bool(self._ends[op] >= free))
+            # By the time the copy is over, but not behind ``latest``, and never before the last use.
             found[s] = stops[max(unused, min(out, bisect_right(stops, latest) - 1))]
             late = max(late, free - float(self._ends[found[s]]))
         return found, late
@@ -315,11 +331,15 @@ class Offloads:
         needed = self._needed(chosen, gone, patch)
         found: dict[int, int | None] = {}
         begins, late = float("inf"), 0.0
+        # Backwards in time: a copy has to be over when its tensor is needed and when the next copy begins, so
+        # it begins as late as both allow.
         for s in sorted(chosen, key=lambda s: (-needed[s], s)):
             begins = min(self._time_at(needed[s]), begins) - copies[s]
             at = bisect_right(self._anchor_at, begins, key=self._time_at) - 1
+            # If neither the copy nor the ops take time, the clock alone may choose an anchor behind the need.
             while at >= 0 and self._anchor_at[at] >= needed[s]:
                 at -= 1
+            # An op that runs before the one at which the tensor is sent cannot know of it.
             usable = at >= 0 and self._anchor_op[at] >= sent[s]
             if not usable:  # as early as the backward pass allows
                 earlier = [
@@ -338,6 +358,7 @@ class Offloads:
         found = {s: self._asked.get(s, end) for s in chosen}
         for position, events in patch.events.items():
             for code, arg in events:
+                # Ops that the patch adds are numbered behind those of the program.
                 if code == Event.OP and arg >= n_ops:
                     for s in patch.ops[arg - n_ops].reads:
                         if s in found:

@@ -69,6 +69,7 @@ def moved(
         base: what another technique does to the same program. The result does both.
     """
     draft = PatchBuilder(program) if base is None else PatchBuilder.continuing(program, base)
+    # Where a storage is used in the program is known. Uses that the other technique adds are found once for all.
     concerned = _concerned(program, base)
     for move in moves:
         _Journey(program, draft, move, host_bytes).write(concerned.get(move.storage, ()))
@@ -78,6 +79,7 @@ def moved(
 def _concerned(program: Program, base: Patch | None) -> dict[int, Sequence[int]]:
     """Return by storage the positions at which a patch takes or releases handles on it, or runs an op that reads it."""
     found: dict[int, list[int]] = defaultdict(list)
+    # Nothing is added, but the program itself may run ops again.
     if base is None:
         return dict(rereads(program))
     n_ops, n_handles = len(program.ops), len(program.handle_storages)
@@ -143,10 +145,12 @@ class _Journey:
         positions = {*liveness.events_of[move.storage], *concerned, sent}
         positions.update(at for at in (let_go, move.fetch) if at >= 0)
         for position in sorted(positions):
+            # What another technique has put in this place, which may be nothing, or else the recorded event.
             before = self.draft.events.get(position) or (
                 (program.events[position],) if position not in self.draft.events else ()
             )
             self.out = []
+            # A copy back begins before the event of its place. Sending and letting go come behind it.
             if position == move.fetch and self.gone:
                 self._fetch(position)
             for code, arg in before:
@@ -155,6 +159,7 @@ class _Journey:
                 self._send(position)
             if position == let_go:
                 self._let_go(position)
+            # Places where nothing changes stay out of the patch.
             if tuple(self.out) != tuple(before):
                 self.draft.events[position] = tuple(self.out)
 
@@ -163,11 +168,13 @@ class _Journey:
         if code == _PACK and handles[arg] == storage and not self._is_code_s(arg):
             self.held[arg] = None
         elif code == _RELEASE and arg in self.gone:
+            # This handle was released when the storage was let go of. Behind the last one nobody needs the copy.
             del self.gone[arg]
             if not self.gone:
                 self._end()
             return
         elif code == _RELEASE:
+            # If the last handle is released before the storage is let go of, nobody will ask for the copy.
             known = arg in self.held
             self.held.pop(arg, None)
             if known and self.host >= 0 and not self.held and not self.gone:
@@ -175,14 +182,17 @@ class _Journey:
                 self._end()  # it was never let go of
                 return
         elif code == _UNPACK and self.draft.instance_handles[arg] in self.gone:
+            # Autograd asks for a handle that has let go: it gets an instance of the one on the copy.
             self._need(position)
             self.instances[arg] = self.draft.instance_handles.add(self.handle)
             arg = self.instances[arg]
         elif code == _DROP and arg in self.instances:
+            # The instance that took its place is dropped in its stead.
             arg = self.instances.pop(arg)
         elif (
             code == _OP and self.gone and storage in (op := self.draft.ops[arg]).reads and op.recomputes >= 0
         ):
+            # An op that runs again reads the copy.
             self._need(position)
             reads = tuple(self.copy if s == storage else s for s in op.reads)
             self.draft.ops[arg] = replace(op, reads=reads)
@@ -227,12 +237,14 @@ class _Journey:
         """Free the copies, when nobody can ask for the value any more."""
         if self.copy >= 0:
             self.out.append((_FREE, self.copy))
+        # Whoever needed the value has freed the memory on the host.
         if not self.needed:
             self.out.append((_FREE, self.host))
         self.host = -1
 
     def _run(self, position: int, name: str, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
         phase, scope = self._where(position)
+        # Without time: how long a wait takes depends on all copies, and is worked out when all are placed.
         op = Op(name, phase, scope, 0.0, 0, 0, reads, writes, (), False)
         self.out.append((_OP, self.draft.ops.add(op)))
 

@@ -82,7 +82,6 @@ def clocked(
         if op.name == TO_HOST:
             send(arg, bytes_of(op.reads[0]), op.writes[0], None, "out")
         elif op.name == TO_DEVICE:
-            # What is still on its way out cannot begin to come back.
             # What is not on the host yet cannot come back, though the other direction of the link may be free.
             since = max(clocks.now, arrives[op.reads[0]])
             send(arg, bytes_of(op.writes[0]), op.writes[0], since, "back")

@@ -199,12 +199,14 @@ class _Tried:
             return
         added = program.step_ms - self.program.step_ms
         share = added / self.program.step_ms if self.program.step_ms else 0.0
+        # A smaller share would be printed as 0.0%.
         if abs(share) < 5e-4:
             time = "at no cost in time"
         elif added > 0:
             time = f"and adds {added:.3g} ms to the step ({share:.1%})"
         else:
             time = f"and takes {-added:.3g} ms less ({-share:.1%})"
+        # Once this moment needs less, another one may have the peak, and limits what the remedy saves.
         now, then = moment_of(self.program, self.model)[3], moment_of(program, self.model)[3]
         behind = "" if then == now else f", which is then {then}"
         sentence = f"{what} saves {format_bytes(saves)} {time}: peak {format_bytes(peak)}{behind}."
@@ -222,6 +224,8 @@ class _Tried:
         found = loss_chunks(self.profile.program, self.profile.spec)
         if not isinstance(found, ChunkOptions):  # no module can begin the slices; these are the reasons
             return
+        # Each number of slices is tried on the recorded step. More slices save less and less and take more
+        # time, so the fewest are taken that save nearly as much as the most.
         programs = {chunk.slices: self.profile.with_plan((chunk,)) for chunk, _ in found.options}
         smallest = min(program.footprint.peak_bytes for program in programs.values())
         enough = smallest + _SAME * max(0, self.peak_bytes - smallest)
@@ -248,6 +252,7 @@ class _Tried:
 
     def _smallest(self, name: str, kind: Kind, what: str, techniques: tuple[str, ...]) -> Iterator[Remedy]:
         smallest = Planner.of(self.profile, techniques=techniques).smallest_plan(without_rotor=True)
+        # Rounded up: there is no plan for a budget below the smallest peak.
         gib = f"{math.ceil(smallest.peak_bytes / 2**30 * 100) / 100:.2f}GiB"
         if smallest.peak_bytes < 2**30:
             gib = f"{math.ceil(smallest.peak_bytes / 2**20 * 10) / 10:.1f}MiB"
@@ -303,8 +308,10 @@ class _Tried:
             one = BY_NAME[name]
             if one is self._same:
                 continue
+            # Decisions are about what the model runs, so the plan holds with any optimizer.
             program = with_optimizer(bare, step).with_plan(decisions)
             for found in self._remedy(name, "optimizer", one.says, program, one.code, one.option):
+                # Several may lower the peak only to that of another moment, and are equal then: the first is enough.
                 if peaks.setdefault(found.peak_bytes, name) == name:
                     yield found
 
@@ -324,6 +331,7 @@ class _Tried:
 def recognised(of: Profile, steps: dict[str, OptimizerStep]) -> OptimizerCandidate | None:
     """Return the candidate whose step runs the same ops as that of a profile, and has as much state; None if none."""
     recorded = OptimizerStep(of.recorded, ())
+    # A recording does not name its optimizer, but ops and bytes of state tell the candidates apart.
     for name, step in steps.items():
         if step.names == recorded.names and step.state_bytes == recorded.state_bytes:
             return BY_NAME[name]

@@ -63,11 +63,14 @@ def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
         program: The program of the step, with a plan or without.
     """
     at, origins = program.footprint.peak_op, Origins(profile, program)
+    # By the pattern of the module, so that equal layers share a group, and by size, so that a group is its
+    # count times its size.
     grouped: dict[tuple[str, str, str, bool, int], list[str]] = defaultdict(list)
     for s in alive_at(program, at):
         module, op, kind, recomputed = origins.of(s)
         grouped[pattern_of(module), op, kind, recomputed, program.storage_bytes[s]].append(module)
     workspace = program.ops[at].workspace_bytes
+    # The workspace of the op is no storage, but it is part of the peak.
     if workspace:
         module, op, recomputed = origins.made_by(at)
         grouped[pattern_of(module), op, WORKSPACE, recomputed, workspace].append(module)
@@ -88,6 +91,7 @@ class Origins:
         self.model = profile.fingerprint.model_class
         self.on_cpu = profile.device == "cpu"
         self.initial = frozenset(program.initial)
+        # By storage, the first op that reads it: a storage that no op writes is named for the module of its reader.
         self.reader: dict[int, int] = {}
         for i, op in enumerate(program.ops):
             for s in op.reads:

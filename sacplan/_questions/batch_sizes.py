@@ -98,6 +98,7 @@ class BatchSizes:
     _excess: dict[int, int] = field(default_factory=dict)  # of the step without a plan, over its own limit
 
     def __post_init__(self) -> None:
+        # Two sizes give the search its first line.
         self.look(1)
         if self.most > 1:
             self.look(min(_SECOND, self.most))
@@ -129,14 +130,17 @@ class BatchSizes:
             if outcome.error is not None:
                 if n == 1:
                     raise self._nothing_fits(outcome.error) from outcome.error
+                # Only a failed search reports the smallest peak: a plan that fits takes what the budget allows.
                 self.above_floor = outcome.peak_bytes / floor
             taken = Row.taken(outcome)
         else:  # no plan can hold the budget, so the smallest peak is not searched for
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
+        # The optimizer steps once for all micro-batches, and the recorded micro-step has that step whole.
         updates = sum(op.time_ms for op in traced.program.ops if op.phase == Phase.OPTIMIZER)
         spared_ms = updates * (1 - 1 / self.accumulation_steps)
         point = CapacityPoint(batch_size=n, floor_bytes=floor, spared_ms=spared_ms, **taken)
         self.points[n] = point
+        # The limit depends on the program: on a GPU, what is reserved beyond the peak counts as well.
         self._excess[n] = traced.peak_bytes - self.limit.bytes_for(traced, traced.program)
         if self.progress is not None:
             self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
@@ -234,6 +238,7 @@ class BatchSizes:
             below = max((n for n in self._planned if n < best), default=best)
             above = min((n for n in self._planned if n > best), default=best)
             gaps = ((best - below, (below + best) // 2), (above - best, (best + above) // 2))
+            # Neighbours one apart have no size between them: the middle is one of the two, and has been tried.
             middles = [(gap, n) for gap, n in gaps if n not in self.points]
             if not middles:  # both neighbours of the fastest have been tried
                 return
@@ -245,5 +250,6 @@ def _floor_bytes(traced: Profile, may_chunk: bool) -> int:
     programs = [traced.program]
     chunks = loss_chunks(traced.program, traced.spec) if may_chunk else ()
     if isinstance(chunks, ChunkOptions):
+        # The last option has the most slices, which hold the least at once.
         programs += [traced.with_plan((chunk,)) for chunk, _ in chunks.options[-1:]]
     return min(program.liveness.floor_bytes for program in programs)

@@ -82,6 +82,7 @@ class Capacity:
     @property
     def fastest(self) -> CapacityPoint:
         """The size with the most samples per second, of those that were tried."""
+        # Of two that are equally fast the smaller one, which needs less memory.
         return max(self.points, key=lambda point: (point.samples_per_s or 0.0, -point.batch_size))
 
     @property
@@ -235,6 +236,7 @@ def throughput(
     with reported(options.pop("progress", None), "batch sizes") as step:
         sizes = _sizes(model, make_batch, budget, device, step, **options)
         unplanned, largest = sizes.edges()
+        # All sizes if there are few. Otherwise a coarse grid, which is refined around its best size.
         for n in range(1, largest + 1) if largest <= _ALL else _spread(unplanned, largest):
             sizes.look(n)
         sizes.refine(_REFINEMENTS)
@@ -243,6 +245,9 @@ def throughput(
 
 def _spread(unplanned: int, largest: int) -> list[int]:
     """Return powers of two, both edges, and three sizes between them; those are multiples of 8 if there is room."""
+    # What is paid for once per batch weighs most on small ones, so samples per second rise fast at first, and
+    # powers of two are close enough. Beyond the largest unplanned batch recomputation works against that, so a
+    # few more sizes are tried there.
     sizes = {2**k for k in range(largest.bit_length()) if 2**k <= largest} | {unplanned, largest}
     for quarter in (1, 2, 3):
         n = unplanned + (largest - unplanned) * quarter // 4
@@ -266,13 +271,16 @@ def _sizes(
     """Check the arguments before anything is traced, and try the first sizes."""
     if is_loader(make_batch):
         make_batch = LongestBatch(make_batch)
+    # A module is callable as well, but it is the model, given in the wrong place.
     if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
         raise PlanError(
             f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
             "make_batch=lambda n: torch.randint(0, 50257, (n, 1024))."
         )
+    # True is an integer in Python, and would be taken for one sample.
     if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
         raise PlanError(f"at_most={at_most!r} must be a batch size, 1 or more, or None for no limit.")
+    # Only to check the name before anything is traced: each plan resolves it again.
     resolve_solver(solver)
     if techniques is not None:
         techniques = resolve_techniques(techniques)
@@ -307,7 +315,9 @@ def _capacity(sizes: BatchSizes, n: int) -> Capacity:
         device=sizes.spec.name,
         unplanned_batch_size=unplanned,
         largest_batch_size=largest,
+        # Larger sizes than this limit were not tried, so memory may have room for them.
         bounded_by="at_most" if largest == sizes.at_most else "memory",
         points=tuple(sizes.points[k] for k in sorted(sizes.points)),
+        # With a budget or a headroom, what lies outside of the allocator is not part of the limit.
         outside=outside_allocator(sizes.spec) if sizes.limit.is_gpu(sizes.spec) else (),
     )

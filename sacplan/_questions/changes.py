@@ -87,6 +87,8 @@ def recorded(
     change: Change, like: Profile, model: torch.nn.Module, batch: Any, loss_fn: LossFn | None, optimizer: Any
 ) -> Profile:
     """Record the step with a change, in the same way as the profile ``like``."""
+    # Ranks are a rewrite of the recorded step and come afterwards. Mixed precision is part of the recording,
+    # since modules run other ops in it.
     with change.made():
         again = trace_step(
             model,
@@ -107,6 +109,7 @@ def recorded(
 def changes(profile: Profile, model: torch.nn.Module) -> Iterator[Change]:
     """Yield the changes from which a step may profit."""
     config = getattr(model, "config", None)
+    # Only generation reads a cache. In training nobody does, but the output keeps it alive.
     if model.training and getattr(config, "use_cache", False) is True:
         yield ConfigChange(
             "use_cache",
@@ -116,6 +119,7 @@ def changes(profile: Profile, model: torch.nn.Module) -> Iterator[Change]:
             False,
             config,
         )
+    # Both names are private to transformers: what it runs now, and whether it could run the other one.
     if getattr(config, "_attn_implementation", None) == "eager" and getattr(model, "_supports_sdpa", False):
         yield ConfigChange(
             "sdpa",
@@ -125,6 +129,8 @@ def changes(profile: Profile, model: torch.nn.Module) -> Iterator[Change]:
             "sdpa",
             config,
         )
+    # Only a fake step of a GPU goes through our choice of kernels, which the repair changes. A real step has
+    # run what the hardware offers.
     if profile.trace == "fake" and profile.spec.kind == "cuda" and _is_unfused(profile):
         yield FusedAttention()
 

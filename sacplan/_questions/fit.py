@@ -232,6 +232,7 @@ class _Sweep:
         given = (batch,) if seq is None else (batch, seq)
 
         def made() -> Any:
+            # Called inside of ``profile``, which restores the random number generators.
             return resolve_batch(self.make_batch(*given))
 
         return profile(
@@ -256,9 +257,11 @@ class _Sweep:
         if isinstance(own, str):
             first = BY_NAME[own]
         else:
+            # A function of the table has a name and code there. Any other is shown by its own name.
             first = next((c for c in BY_NAME.values() if c.make is own), None) or OptimizerCandidate(
                 getattr(own, "__name__", type(own).__name__), "the optimizer", own, "..."
             )
+        # The compared optimizers are variants of Adam. For other optimizers they would be another training.
         others = COMPARED if first.name.startswith("adam") else ()
         return {one.name: one for one in (first, *(BY_NAME[o] for o in others))}
 
@@ -290,6 +293,7 @@ class _Sweep:
     def _own(self, step: OptimizerStep | None) -> tuple[int, int, float]:
         if step is None:
             return 0, 0, 0.0
+        # The peak of the whole step may be elsewhere, so only the ops of the optimizer are looked at.
         program = with_optimizer(self.base, step).program
         peak = max(
             int(n)
@@ -332,12 +336,15 @@ class _Sweep:
         # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
         # between host and device are not predicted.
         is_timed = (found.fits or not way.techniques) and not self.on_host(name)
+        # Rows are made from the simplest way on. If an earlier one has the same decisions, this way is the
+        # same; the search finds this way itself at the latest.
         self._decided[name, way] = frozenset(best.decisions)
         same = next(
             one
             for (by, one), made in self._decided.items()
             if by == name and made == frozenset(best.decisions)
         )
+        # Not known if the tensors alone do not fit. The peak is then what is too large.
         reserved = found.reserved_bytes
         needs = reserved if self.counts_segments and reserved is not None else peak
         return FitRow(
@@ -376,6 +383,7 @@ class _Sweep:
 
         if self.counts_segments:
             return plan_in_room(self.budget_bytes, plan_at, peak_of, reserved_of)
+        # With a budget or on a CPU the peak decides. What is reserved is only shown.
         made = plan_at(self.budget_bytes)
         fits = peak_of(made) <= self.budget_bytes
         reserved = reserved_of(made) if fits and self.spec.kind == "cuda" else None
@@ -389,6 +397,7 @@ class _Sweep:
         self, base: Profile, batch: int, seq: int | None, name: str, candidate: Candidate
     ) -> int:
         """Return what the allocator reserves for a step of some size with an optimizer and a plan."""
+        # By decisions and not by way, since several ways may have the same plan.
         key = name, batch, seq, frozenset(candidate.decisions)
         if key not in self._reserved:
             self._reserved[key] = reserved_bytes(self._program(base, name, candidate))
@@ -450,6 +459,8 @@ class _Sweep:
         """The step at any sequence length; None if there are no sequences, or the recordings run different ops."""
         if self.seq is None:
             return None
+        # Half the length is quicker to record. But it has to be a multiple of ``_TOKENS`` as well, since
+        # padding would bend the line. Otherwise take twice the length, if the model has positions for it.
         other = self.seq // 2 if self.seq % (2 * _TOKENS) == 0 else 2 * self.seq
         if self.longest is not None and other > self.longest:
             other = max(1, self.seq // 2)
@@ -479,6 +490,7 @@ class _Sweep:
         steps = self.by_batch if axis == "batch" else self.by_seq
         if steps is None:  # the two recordings run different ops, so other sizes are unknown
             return None
+        # An answer in multiples of 128 tokens, if the question is one.
         unit = _TOKENS if axis == "seq" and self.seq is not None and self.seq % _TOKENS == 0 else 1
         # 0 is a limit, too: a longest sequence shorter than the unit
         most = _LARGEST if axis == "batch" or self.longest is None else self.longest // unit
@@ -506,8 +518,11 @@ class _Sweep:
         own = self._way(row)
         for tried in range(1, ROUNDS + 1):
             n = unit * self._largest_peak(steps, axis, own, unit, most, left)
+            # Under the lowered limit, nothing larger is left to try.
             if n <= known:
                 break
+            # A plan made for the asked size may be worse at this one than the step as it is. Ways have no
+            # order, so the name decides between equal peaks.
             peaks = {one: self._peak_at(steps, axis, one, n, left) for one in (own, AS_IT_IS)}
             peak, way = min((peak, one.name, one) for one, peak in peaks.items())[::2]
             at = (n, self.seq) if axis == "batch" else (self.batch, n)
@@ -533,11 +548,13 @@ class _Sweep:
     @cached_property
     def constant_bytes(self) -> int:
         """Bytes that are alive at every size: parameters, buffers and gradients."""
+        # The step has no optimizer and nobody frees gradients, so these and the batch are what is left at its end.
         return self.base.baseline.end_bytes - self._batch_bytes
 
     @property
     def _batch_bytes(self) -> int:
         program = self.base.recorded
+        # What is there before the step and is neither parameter nor buffer is taken for the batch.
         initial = (s for s in program.initial if program.storage_kinds[s].name == "OTHER")
         return sum(program.storage_bytes[s] for s in initial)
 
@@ -592,6 +609,7 @@ class _Sweep:
         cheapest = min(fitting, key=lambda row: row.step_ms or 0.0, default=None)
         if cheapest is not None and cheapest.added_share < _DEAR:
             return []
+        # Another optimizer changes the training, so it is tried only if no row fits.
         asked = rows[0].optimizer
         names = [
             name for name in self.steps if is_same_training(name, asked) or not any(row.fits for row in rows)
@@ -599,6 +617,7 @@ class _Sweep:
         found = []
         for way in host_ways(self.ways) if self._could_fit else ():
             found += self._on_the_host_with(way, names, rows, cheapest)
+        # State on the host is a last resort: its way over the link costs time that is not predicted.
         return found if fitting else found + self._with_state_on_host()
 
     def _on_the_host_with(
@@ -609,9 +628,12 @@ class _Sweep:
         for name in names:
             row = self.row(name, way)
             others = [other.over_bytes for other in rows if other.optimizer == name]
+            # Beside a plan that fits this one has to be quicker. If none fits, it has to be closer to fitting.
+            # A plan that keeps everything on the device is in the table already.
             gains = row.is_quicker(cheapest) if cheapest is not None else row.over_bytes < min(others)
             if gains and row.host_bytes:
                 found.append(row)
+            # The first optimizer that fits is enough; beside a plan that fits, only the asked one is tried.
             if row.fits or cheapest is not None:
                 break
         return found
@@ -644,6 +666,7 @@ class _Sweep:
         made: dict[int, Profile] = {self.batch: self.base}
 
         def recorded(batch: int, more: Mapping[str, Any]) -> Profile:
+            # Arrangements share the recordings of a batch. Mixed precision has other ops, and its own recordings.
             if more:
                 return self.recorded(batch, self.seq, **more)
             if batch not in made:
@@ -666,6 +689,7 @@ class _Sweep:
 
     def _say_worst_routing(self) -> None:
         """Note what the step as it is would need if a router sent all tokens to the same experts."""
+        # The model routes no tokens, or the worst routing was asked for and is in all rows already.
         if not any(is_balanced(rule) for rule in self.base.rules):
             return
         with warnings.catch_warnings():
@@ -686,6 +710,7 @@ class _Sweep:
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
         best = recommended(rows)
+        # With a budget nothing is said about the rest of the device. On a GPU without one, ``outside`` says what it is.
         left = self.is_of_device and not self.counts_segments
         return Verdict(
             model=name,

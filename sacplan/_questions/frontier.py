@@ -58,6 +58,7 @@ class FrontierRow(Row):
         """Return the figures of the plan, and shares computed from them."""
         made = self.plan
         assert made is not None  # a budget that is not held has no row
+        # A step without time or FLOPs would divide by zero. Its shares are 0.
         step_ms, step_flops = made.step_ms or math.inf, made.step_flops or math.inf
         found = {
             "solver": self.solver,
@@ -120,8 +121,10 @@ def frontier(
         solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
         if profile.mode == "inference":
             solvers = ("best",)  # all solvers would give the same plan: chunks have a search of their own
+    # A template: each row replaces the solver and the limit.
     how = PlanWithin(Limit.exactly(profile.peak_bytes), "best", objective, keep, never, techniques)
     with looking_for_plans():
+        # Policies are made first, since their peaks are budgets for the first solver.
         named = list(_named_policies(profile, how)) if policies else []
         return frame(list(_rows(profile, points, solvers, how, named, progress)))
 
@@ -135,12 +138,15 @@ def _rows(
     progress: Progress,
 ) -> Iterator[FrontierRow]:
     planner = Planner.of(profile, "best", how.objective, how.keep, how.never, how.techniques)
+    # Budgets lie between the smallest peak, below which there is no plan, and the unplanned one, above which
+    # none is needed. A policy outside of this range gets no plan of the same peak.
     smallest = planner.smallest_plan(without_rotor=True).peak_bytes
     evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
     theirs = {row.budget_bytes for row in named if smallest <= row.budget_bytes <= profile.peak_bytes}
     asked = [
         (budget, replace(how, solver=solver, limit=Limit.exactly(budget)))
         for i, solver in enumerate(solvers)
+        # Each budget takes a plan, so only the first solver is compared with the policies.
         for budget in sorted(evenly if i else evenly | theirs)
     ]
     with reported(progress, "frontier", len(asked)) as step:
@@ -172,6 +178,7 @@ def _named_policies(profile: Profile, how: PlanWithin) -> Iterator[FrontierRow]:
     asked: dict[str, dict[str, Any]] = {
         name: {"mode": mode, "option": option}
         for name, (mode, option) in _POLICIES.items()
+        # Every third layer needs three of them to be a policy of its own. The others need one.
         if n_layers >= (option if isinstance(option, int) else 1)
     }
     if "chunk" in (how.techniques or ()):

@@ -38,6 +38,7 @@ def largest(
     """
     looks = 0
     while True:
+        # The largest that fits, even if a smaller one does not: memory need not grow with the size.
         low = max((n for n, point in points.items() if fits(point)), default=0)
         if low == limit:  # nothing larger may be tried
             return low
@@ -48,6 +49,7 @@ def largest(
         if high is not None and looks > _PATIENCE and looks % 2:
             guess = (low + high) // 2
         else:
+            # Without a line that rises, double. A guess of 0 is no problem: the bracket below raises it.
             guess = _on_a_line({n: excess(point) for n, point in points.items()}) or 2 * low
         # Whatever the guess, stay inside the bracket, so that it shrinks with every try.
         last = min(_GROWTH * max(low, 1), limit) if high is None else high - 1

@@ -79,6 +79,7 @@ class Layout(Row):
         """Return the row of a step that is spread over ranks, or of one on a single device."""
         rank = outcome.profile
         taken = Row.taken(outcome)
+        # If no plan fits, the row has the times of the step without one, so that layouts can be compared.
         taken |= {name: taken[name] or 0.0 for name in ("recompute_ms", "added_ms")}
         taken["step_ms"] = step_ms = outcome.step_ms or rank.step_ms
         return cls(
@@ -128,6 +129,7 @@ class Layouts:
         Raises:
             InfeasibleBudget: None fits. It carries the smallest peak that was reached.
         """
+        # Rows that fit come first, the fastest one at the top.
         if self.rows and self.rows[0].fits:
             return self.rows[0]
         least = min(self.rows, key=lambda row: row.peak_bytes)
@@ -209,6 +211,8 @@ def layouts(
         BudgetError: The budget or headroom cannot be read.
         PlanError: The step cannot be spread over any mesh of this many devices.
     """
+    # ``8xh100`` names the device as well. A profile has one already, so there the name is only checked. ``8x``
+    # names none, and is left for ``_number`` to refuse.
     if isinstance(devices, str) and "x" in devices and not isinstance(model, Profile):
         number, _, device = map(str.strip, devices.partition("x"))
         devices = number if device else devices
@@ -235,15 +239,18 @@ def layouts(
             add(Layout.of(whole, Outcome.of(whole, planner)))
         for mesh in resolve_mesh(n, whole) if n > 1 else ():
             try:
+                # The search is asked twice: for the fastest sharding (0: no limit), and under this peak.
                 limits = (0, limit.bytes_on(whole.spec, mesh.communicators)) if search else ()
                 ways = list(spreads(whole, mesh, limits, names_by_role(mesh)))
             except PlanError as error:
+                # A mesh that the step cannot be spread over says nothing about the others.
                 refused.append(str(error))
                 continue
             for one in tried(ways, planner, all_of_them=True):
                 add(Layout.of(whole, one.outcome, one.spread))
         if not rows:
             raise PlanError(" ".join(refused))
+        # By time if a row fits. By peak if it does not, since the time of a step that cannot run says little.
         rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
         return Layouts(tuple(rows), tuple(refused), n, whole.device, rows_of(whole), budget_bytes)
 

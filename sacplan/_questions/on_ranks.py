@@ -82,6 +82,8 @@ def units_of(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _on_mesh(mesh: Mesh, way: Spread, of: Profile, whole: Profile) -> Profile:
     """Return the step of a rank with a named sharding, which is known of one step."""
+    # The sharding was found on this very step, so the rank is known. For another step it is worked out again,
+    # and may not be found.
     if whole is of:
         return way.profile
     found = next((one for one in spreads(whole, mesh, (), (way.name,)) if one.name == way.name), None)
@@ -136,8 +138,10 @@ class RankRows:
     def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
         if self.shards_whole(one, name):
             return []
+        # On a mesh the recorded step has the samples of all devices, elsewhere those of one.
         samples = self.batch * (self.devices if one.on_mesh else 1)
         rank = one.spread(self.completed(self.recorded(samples, one.recording), name))
+        # Kept for the largest batch, which needs the arrangement and the rank of a row.
         self._known[one.name, name] = one, rank
         bare = self._row(one, name, rank, None)
         return (
@@ -171,6 +175,8 @@ class RankRows:
         yield Arrangement("FSDP2", options, flags, on(Ranks.of(n, units)))
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+        # Only a model in float32 gains from bfloat16. The recording with a policy is that of a rank already, so
+        # nothing is left to spread, and the command line has no option for a policy.
         if all(p.dtype == torch.float32 for p in self.model.parameters()):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             asked = {"world_size": n, "fsdp_units": units, "mp_policy": policy}
@@ -208,6 +214,7 @@ class RankRows:
         plan = None if outcome is None else outcome.plan
         counts_segments, decisions = self.limit.is_gpu(rank.spec), () if plan is None else plan.decisions
         reserved = None
+        # If planning has failed, there is no step whose segments could be counted.
         if rank.spec.kind == "cuda" and (outcome is None or plan is not None):
             reserved = reserved_bytes(rank.with_plan(decisions))
         peak = rank.peak_bytes if outcome is None else outcome.peak_bytes
@@ -220,6 +227,7 @@ class RankRows:
             **{
                 "unplanned_peak_bytes": rank.peak_bytes,
                 **taken,
+                # Planning has compared with the limit itself.
                 "fits": needs <= room if outcome is None else plan is not None,
                 "peak_bytes": peak,
             },
@@ -230,6 +238,7 @@ class RankRows:
             spread=one.name,
             options=one.options,
             flags=one.flags,
+            # If the tensors alone do not fit, what would be reserved for them says nothing more.
             reserved_bytes=reserved if peak <= room or not counts_segments else None,
             over_bytes=max(0, needs - room),
         )
@@ -237,8 +246,10 @@ class RankRows:
     def with_largest(self, row: FitRow, by_batch: Sized | None) -> FitRow:
         """Return a row with the largest batch for each device that fits with its plan, or 0 if none does."""
         one, rank = self._known[row.spread, row.optimizer]
+        # One sample does not fit, so no batch does.
         if not row.fits and self.batch == 1:
             return dataclasses.replace(row, largest_batch=0)
+        # Steps with another batch run other ops. A note of ``fit`` has said so.
         if by_batch is None:
             return row
         room = self.limit.bytes_on(rank.spec, rank.ranks.communicators)
@@ -265,9 +276,12 @@ class RankRows:
 
     def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, room: int, fits: bool) -> int:
         known, left = (self.batch if fits else 0), room
+        # As ``plan_in_room`` does: take the largest size by its peak, then lower the limit by what is reserved
+        # beyond the room.
         for tried in range(1, ROUNDS + 1):
             looked: dict[int, int] = {}
 
+            # Bound as defaults, since the loop goes on to other values.
             def look(n: int, looked: dict[int, int] = looked, left: int = left) -> None:
                 looked[n] = peaks.at(n) - left
 
@@ -306,7 +320,9 @@ def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:
         PlanError: The number is none, or two are given.
     """
     text = device.strip() if isinstance(device, str) else ""
+    # Behind the x is a name or a memory size: 8xh100, 2x24GB.
     if found := re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", text):
+        # 1 is the default, so it need not have been given. The same number twice is no contradiction.
         if str(devices) not in ("1", found[1]):
             raise PlanError(
                 f"device={device!r} and devices={devices!r} are two numbers of devices; give one."

@@ -64,6 +64,7 @@ def parts_of(program: Program, optimizer: str = "the optimizer") -> tuple[Part, 
         Part(words.counted(what, storages), sum(sizes[s] for s in storages))
         for what, storages in found.items()
     ]
+    # A step without ops has its peak at none (-1).
     workspace = program.ops[at].workspace_bytes if at >= 0 else 0
     parts.append(Part(f"workspace of {short_op(program.ops[at].name)}", workspace))
     return tuple(sorted((part for part in parts if part.n_bytes), key=lambda part: -part.n_bytes))
@@ -72,6 +73,7 @@ def parts_of(program: Program, optimizer: str = "the optimizer") -> tuple[Part, 
 def moment_of(program: Program, model: str) -> tuple[Phase, str, str, str]:
     """Return phase, op and module of the peak, and the three in words. ``model`` is the name of the model itself."""
     op = program.ops[program.footprint.peak_op]
+    # An op that runs again is named for the op that it repeats.
     recorded = op.recomputes if op.recomputes >= 0 else program.footprint.peak_op
     name, module = short_op(program.ops[recorded].name), shown_module(program, recorded, model)
     if op.phase == Phase.OPTIMIZER:
@@ -89,6 +91,7 @@ class _Words:
 
     def __init__(self, program: Program, optimizer: str) -> None:
         self.program, self.optimizer = program, optimizer
+        # Several tensors may share a storage, some of them only parts of it: the largest one counts.
         self.elements: dict[int, int] = defaultdict(int)
         for tensor in program.tensors:
             s = tensor.storage
@@ -107,6 +110,8 @@ class _Words:
         ``#`` stands for the number of storages. After ``@`` is the name of the list whose layers are to be counted.
         """
         program, kind = self.program, self.program.storage_kinds[s]
+        # From what is certain to what is guessed. Copies of the logits are told by their size before the phase is
+        # looked at, since both passes make them.
         if kind in _PLAIN:
             return _PLAIN[kind]
         if kind == StorageKind.OPTIMIZER_STATE:
@@ -147,6 +152,7 @@ class _Words:
         said, in_layers, name = what.partition("@")
         if not in_layers:
             return what
+        # By number in the list: a layer saves several activations, and counts once.
         places = {
             match[2] for s in storages if (match := _IN_A_LIST.match(self._module(self.program.writer[s])))
         }

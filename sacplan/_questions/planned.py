@@ -38,6 +38,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
 
 def _check_sites(profile: Profile, plan: Plan) -> None:
     """Raise ``PlanMismatch`` for a call site that no call of its unit has: nothing would be discarded there."""
+    # Other decisions may take ops away or add some, so sites are looked up in what these leave.
     program = profile.with_plan([one for one in plan.decisions if not isinstance(one, Recompute)])
     for unit, sites in plan.discarded.items():
         there = {site for scope in program.calls.get(unit, ()) for site in program.sites(scope).values()}

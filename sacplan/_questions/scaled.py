@@ -38,6 +38,7 @@ from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.program import Event, Op, Program, Tensor
 from sacplan.errors import PlanError
 
+# Whole integers only: no digits of a name, of a float or of a quoted text.
 _INTEGER = re.compile(r"(?<![\w.\"])-?\d+(?![\w.\"])")
 
 
@@ -94,6 +95,7 @@ class Sized:
         moments = [bytes_at_ops(self.at(n).with_plan(decided)) for n in at]
         if len({len(found) for found in moments}) > 1:
             raise PlanError("the plan rewrites the step otherwise at another size.")
+        # One row of powers for each size, and the bytes at all ops on the right: solved for the coefficients.
         points = np.stack([found.astype(np.float64) for found in moments])
         return Peaks(np.linalg.solve(np.vander(np.array(at, dtype=np.float64)), points).astype(np.float64))
 
@@ -110,6 +112,7 @@ class Peaks:
 
     def at(self, n: int) -> int:
         """Return the peak at a size: the maximum over all ops."""
+        # Horner's rule, for all ops at once.
         value = np.zeros(self.coefficients.shape[1])
         for row in self.coefficients:
             value = value * n + row
@@ -151,6 +154,7 @@ def _shape(program: Program) -> Sequence[object]:
         program.gradients,
         [(t.storage, t.dtype, len(t.shape)) for t in program.tensors],
         [(op.name, op.scope, op.reads, op.writes, op.mutates, op.inputs, op.outputs) for op in program.ops],
+        # Integers among the arguments may be sizes, so only what is around them has to agree.
         [_INTEGER.sub("0", op.arguments) for op in program.ops],
         [scope.fqn for scope in program.scopes],
     )
@@ -172,6 +176,8 @@ def _tensor(x: Tensor, y: Tensor, line: Callable[[float, float], float]) -> Tens
     if x == y:
         return x
     shape = tuple(round(line(i, j)) for i, j in zip(x.shape, y.shape, strict=True))
+    # Strides of a dense tensor are products of dimensions, which need not be linear in the size. So they are made from
+    # the new shape, if both tensors are dense in the same order. Otherwise each stride is taken to be linear.
     orders = [sorted(range(len(t.shape)), key=lambda d, t=t: (-t.stride[d], d)) for t in (x, y)]  # type: ignore[misc]
     if orders[0] == orders[1] and all(_dense(t.shape, orders[0]) == t.stride for t in (x, y)):
         stride = _dense(shape, orders[0])
@@ -200,6 +206,7 @@ def _sizes(
     whole = [_largest_on(program) for program in (a, b)]
     found = []
     for s, (x, y) in enumerate(zip(a.storage_bytes, b.storage_bytes, strict=True)):
+        # Equal in both recordings, as a parameter is: it does not depend on the size.
         if x == y and whole[0][s][0] == whole[1][s][0]:
             found.append(x)
             continue
@@ -235,11 +242,13 @@ def _op(x: Op, y: Op, line: Callable[[float, float], float]) -> Op:
         return x
     arguments = x.arguments
     if arguments != y.arguments:
+        # Both texts have their integers at the same places: ``_shape`` has compared all else.
         others = iter(_INTEGER.findall(y.arguments))
         arguments = _INTEGER.sub(lambda m: str(round(line(int(m[0]), int(next(others))))), arguments)
     return msgspec.structs.replace(
         x,
         arguments=arguments,
+        # Outside of the two recorded sizes a line may go below zero.
         time_ms=max(0.0, line(x.time_ms, y.time_ms)),
         flops=max(0, round(line(x.flops, y.flops))),
         workspace_bytes=max(0, round(line(x.workspace_bytes, y.workspace_bytes))),

@@ -151,6 +151,7 @@ class Verdict:
         many = f"{self.devices} x " if self.devices > 1 else ""
         device = f"{many}{self.device} ({format_bytes(self.memory_bytes)}{' each' if many else ''})"
         asked, left = self._as_it_is, f"the budget of {format_bytes(self.budget_bytes)}"
+        # Three kinds of limit: a budget, what the allocator of a GPU has left, and a headroom.
         if self.outside:
             names = " and ".join(one.name for one in self.outside)
             leave = "leave" if len(self.outside) > 1 else "leaves"
@@ -209,6 +210,7 @@ class Verdict:
                 else "No GPU in the table holds it.",
                 f"Over several devices: devices={2 * self.devices} of fit (--devices).",
             )
+        # The first row is the step as it is, with the optimizer that was asked for.
         if self.recommended is self.rows[0]:
             return ("No plan is needed.",)
         return (f"Use {self.recommended.name}.",)
@@ -224,6 +226,7 @@ class Verdict:
         best = self.recommended
         if best is None:
             return ""
+        # A function of the user's own has no code that could be pasted.
         make = BY_NAME[best.optimizer].code if best.optimizer in BY_NAME else "..."
         lines = [f"optimizer = {make}"] if best.optimizer != self.optimizer else []
         if best.spread:
@@ -243,6 +246,7 @@ class Verdict:
         """Return lines that plan for a rank, and that run the step on all of them."""
         budget = "" if self.budget is None else f', "{self.budget}"'
         start = f"# torchrun --nproc-per-node {self.devices}"
+        # Sacplan runs a mesh itself, from one profile of the step of all ranks.
         if best.options.startswith("mesh="):
             return [
                 start,
@@ -256,8 +260,10 @@ class Verdict:
                 f"                          {best.options})",
                 f"handle = sacplan.apply(model, sacplan.plan(profile{budget}))",
             ]
+        # PyTorch runs all but meshes. Without a plan, its wrapper is all that is needed.
         if best.spread == "DDP":
             return [*lines, "model = torch.nn.parallel.DistributedDataParallel(model)"]
+        # Options are Python text, so units and policies are read out of it again.
         units, _, policies = best.options.partition("], ")
         given = f", {policies}" if policies else ""
         for unit in units.partition("fsdp_units=[")[2].rstrip("]").split(", "):
@@ -297,4 +303,5 @@ def recommended(rows: Sequence[FitRow]) -> FitRow | None:
 
 def is_same_training(name: str, optimizer: str) -> bool:
     """Whether an optimizer is the asked one, or its fused version."""
+    # ``fit`` compares with the fused version only if a variant of Adam was asked for.
     return name in (optimizer, "adamw-fused")

@@ -44,6 +44,7 @@ def quick_ways(helps: Callable[[Way], bool]) -> list[Way]:
 
     ``helps`` says whether a way alone changes anything: where it does not, nothing is combined with it.
     """
+    # Alone first: a technique that changes nothing by itself is not worth a search together with a plan.
     alone = [Way(one.row, (one.name,)) for one in _rounding()]
     useful = [way for way in alone if helps(way)]
     return [AS_IT_IS, PLAN, *useful, *(_with_plan(way.name, way.techniques) for way in useful)]
@@ -58,6 +59,7 @@ def long_ways() -> list[Way]:
 
 def host_ways(tried: list[Way]) -> list[Way]:
     """Return the ways that take memory of the host, each with every technique of the ways that were tried."""
+    # Techniques that helped, each once. Those of the default are in every plan anyway.
     known = list(
         dict.fromkeys(name for way in tried for name in way.techniques if name not in DEFAULT_TECHNIQUES)
     )
