@@ -76,7 +76,7 @@ def fit(
     one, number = read_devices(device or o.DEFAULT_DEVICE, devices or 1)
     spec = sources.device_of(one)
     with stage("loading"):
-        loaded = load_target(target, hf)
+        loaded = load_target(target, sources.dtype_for(spec, target, hf))
     if loaded.make_batch is None:
         raise TargetError(
             f"fit tries batches of several sizes, but {target} makes only one. Return a mapping with the key "

@@ -152,7 +152,8 @@ def _with_techniques(asked: Planner, budget_bytes: int) -> str:
     for name in TECHNIQUES:
         if name in asked.techniques:
             continue
-        more = replace(asked, techniques=(*asked.techniques, name))
+        # Searches anew: what was begun, reached or found last was without this technique.
+        more = replace(asked, techniques=(*asked.techniques, name), limits_reached={}, last=None, begun=None)
         found = more.cheapest(budget_bytes)
         named = f"techniques={more.techniques!r}"
         if found is not None:
@@ -163,7 +164,7 @@ def _with_techniques(asked: Planner, budget_bytes: int) -> str:
             return f"With {named} the budget holds, and the step {takes} without a plan. "
         # This technique does not hold the budget either, but its smallest peak may be worth knowing.
         smallest = min(map(smallest_bytes, more.searches))
-        if smallest < smallest_bytes(more.searches[0]):
+        if smallest < min(map(smallest_bytes, asked.searches)):
             said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
     return said
 

@@ -202,7 +202,7 @@ def _of_one_rank(
             fsdp_units,
             mesh,
             now.options.mp_policy if mp_policy is None else mp_policy,
-            reshard_after_forward,
+            now.options.reshard_after_forward if reshard_after_forward is None else reshard_after_forward,
             now.options.offload_policy if offload_policy is None else offload_policy,
         )
     )

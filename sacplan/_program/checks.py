@@ -85,13 +85,14 @@ def _length(program: Program) -> str | None:
 
 def _figure(program: Program) -> str | None:
     """Find sums that a 64-bit counter cannot hold."""
-    # Times are summed as nanoseconds. ``min`` keeps infinity away from ``ceil``, which has no integer for it.
+    # Times are summed as nanoseconds. Not ``fsum``, which raises where a sum overflows. ``min`` keeps infinity
+    # away from ``ceil``, which has no integer for it.
     sums = (
         sum(program.storage_bytes)
         + sum(op.workspace_bytes + op.state_bytes for op in program.ops)
         + sum(scope.input_bytes + scope.output_bytes for scope in program.scopes),
         sum(op.flops for op in program.ops),
-        math.ceil(min(math.fsum(op.time_ms for op in program.ops), 2.0**64)) * 10**6,
+        math.ceil(min(sum(op.time_ms for op in program.ops), 2.0**64)) * 10**6,
     )
     return None if max(sums) < 2**62 else "its sizes, operations or times are larger than any step's"
 

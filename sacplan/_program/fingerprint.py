@@ -87,9 +87,16 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         return f"{dtype.removeprefix('torch.')} {list(shape)}"
 
     def is_of_same(self, other: Fingerprint) -> bool:
-        """Whether another is of the same model and batch; ``target``, ``setup`` and ``calls`` are not compared."""
-        # None changes the shapes that a plan depends on: one says how to make the model, the others only warn.
-        ours, theirs = (structs.replace(one, target=None, setup=Setup(), calls=()) for one in (self, other))
+        """Whether another is of the same model and batch.
+
+        ``target``, ``setup``, ``calls`` and ``local_shapes`` are not compared.
+        """
+        # None changes the shapes that a plan depends on: one says how to make the model, two only warn, and ranks
+        # whose shards differ in size have the same plan.
+        ours, theirs = (
+            structs.replace(one, target=None, setup=Setup(), calls=(), local_shapes=None)
+            for one in (self, other)
+        )
         return ours == theirs
 
     def check_model(self, model: torch.nn.Module) -> None:

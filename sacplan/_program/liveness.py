@@ -496,7 +496,7 @@ class Liveness:
     def moments(self) -> tuple[Moment, ...]:
         """One moment for each op in the order in which they run, after one for the state before the step."""
         fold = _FoldByKind(self.program)
-        found = [Moment(-1, fold.live, tuple(fold.by_kind))]
+        found = [Moment(-1, fold.live, tuple(fold.by_kind), fold.host)]
         for code, arg in self.program.events:
             fold.step(code, arg)
             if code == _OP:

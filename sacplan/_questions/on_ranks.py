@@ -116,7 +116,8 @@ class RankRows:
     recorded: Callable[[int, Mapping[str, Any]], Profile]
     notes: list[str]
     _known: dict[tuple[str, str], tuple[Arrangement, Profile]] = field(default_factory=dict)
-    _completed: dict[tuple[int, str], Profile] = field(default_factory=dict)
+    # By id of the bare step, which is kept beside the completed one: its id is then no other step's.
+    _completed: dict[tuple[int, str], tuple[Profile, Profile]] = field(default_factory=dict)
 
     def rows(self) -> list[FitRow]:
         """Return the rows: for each arrangement as it is, and with a plan where it does not fit so.
@@ -127,11 +128,13 @@ class RankRows:
         for one in self._arrangements():
             for name in self.steps:
                 try:
-                    found += self._rows_with(one, name)
+                    rows = self._rows_with(one, name)
                 except (TraceError, PlanError) as error:
                     self.notes.append(f"{one.name}: {error}")
                     break
-                if found[-1].fits:
+                found += rows
+                # There are no rows for an optimizer that this arrangement cannot have.
+                if rows and rows[-1].fits:
                     break
         return found
 
@@ -159,8 +162,8 @@ class RankRows:
         """Return a step with an optimizer behind it: each is made once."""
         key, step = (id(bare), name), self.steps[name]
         if key not in self._completed:
-            self._completed[key] = bare if step is None else with_optimizer(bare, step)
-        return self._completed[key]
+            self._completed[key] = bare, bare if step is None else with_optimizer(bare, step)
+        return self._completed[key][1]
 
     def _arrangements(self) -> Iterator[Arrangement]:
         n, units = self.devices, units_of(self.model)

@@ -16,8 +16,8 @@ device are copies of them (``_fsdp_param.py`` and ``_fsdp_collectives.py`` of to
 Pinned memory comes from an allocator that rounds up to powers of two (``ATen/core/CachingHostAllocator.h``).
 
 Times: copies take the link to the host that the device's row names (``DeviceSpec.host_link``). Those of pinned memory
-run behind computation, as the collectives do that they precede or follow. The optimizer's time is that of its bytes at 25 GB/s: a socket's memory,
-which four ranks share. Both are assumptions.
+run behind computation, as the collectives do that they precede or follow. The optimizer's time is that of its bytes at
+25 GB/s: a socket's memory, which four ranks share. Both are assumptions.
 
 If the device is a CPU, there is no other memory: nothing is copied, and nothing moves. Only ``host_memory`` says then
 what would be on the host.

@@ -41,7 +41,7 @@ def peak_of_later_steps(program: Program) -> int:
         ended.step(code, arg)
     gradients = {program.tensors[t].storage for t in program.gradients.values()}
     left = {s for s, n in ended.holders.items() if n} - {*program.initial, *workspaces, *gradients}
-    old = sum(map(ended.size, left))
+    old = sum(program.storage_bytes[s] for s in left)
     fold = Fold(program, initial=(*program.initial, *workspaces))
     peak = fold.live
     for code, arg in program.events:
