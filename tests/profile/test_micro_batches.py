@@ -209,6 +209,7 @@ def test_a_parameter_without_a_gradient_has_none_before_the_step_either() -> Non
     assert sacplan.verify(model, x, plan, None, ADAMW, run="real").peak_bytes == plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_fit_and_the_largest_batches_count_the_gradients() -> None:
     model = MODEL()
 
