@@ -24,6 +24,7 @@ import sacplan
 from sacplan._cli import interrupts
 from sacplan._cli.app import app
 from sacplan._cli.command import EXAMPLES
+from sacplan._cli.exits import TargetError
 from sacplan._cli.options import dtype_name, size_in_gib
 from sacplan._cli.show import together
 from sacplan._device.devices import DEFAULT_DEVICE
@@ -759,3 +760,17 @@ def test_names_that_differ_in_a_number() -> None:
     assert together(["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.7.mlp"]) == "h.{0-2,7}.mlp"
     assert together(["a.0.b.0", "a.1.b.1"]) == "a.0.b.0 ... a.1.b.1"
     assert together([""]) == "(the model)"
+
+
+def test_fit_takes_float16_where_there_is_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``plan`` does, which has to plan for the step that was judged."""
+    asked = []
+
+    def load(target: str, hf: Any) -> Any:
+        asked.append(hf.dtype)
+        raise TargetError("enough is known")
+
+    monkeypatch.setattr("sacplan._cli.fit.load_target", load)
+    assert "--dtype float16" in run("fit hf:gpt2 --device t4").stderr
+    run("fit hf:gpt2 --device h100")
+    assert asked == ["float16", None]

@@ -229,6 +229,9 @@ MEANINGS = {
     "more freed than there is": lambda data: data["recorded"]["events"].extend([[1, 0]] * 9),
     "sizes that no counter holds": set_to("recorded", "storage_bytes", 0, to=2**63 - 1),
     "times without end": set_to("recorded", "ops", 0, 3, to=1e308),
+    "times whose sum is no number": lambda data: [
+        op.__setitem__(3, 1e308) for op in data["recorded"]["ops"][:2]
+    ],
     "a type that torch does not have": set_to("recorded", "tensors", 0, 1, to="nn"),
     "a parameter of such a type": set_to("fingerprint", "parameters", 0, 2, to="nn"),
     "arguments that are not JSON": set_to("recorded", "ops", 0, 14, to="[" * 100_000),

@@ -337,6 +337,13 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
         assert loaded.peak_bytes == profile.peak_bytes
 
 
+def test_ranks_whose_shards_differ_in_size_have_the_same_plan() -> None:
+    first = sacplan.profile(*made("convnet"), device="cpu").fingerprint
+    last = msgspec.structs.replace(first, local_shapes={"head.weight": (1, 2)})
+    assert first.is_of_same(last)
+    assert not first.is_of_same(msgspec.structs.replace(first, batch=()))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -72,6 +72,16 @@ def test_rows_are_what_profile_and_plan_say(spread: str) -> None:
         assert row.step_ms == pytest.approx(plan.step_ms + plan.recompute_ms)
 
 
+def test_an_optimizer_that_steps_whole_parameters_has_rows_where_they_are_whole() -> None:
+    pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+    verdict = sacplan.fit(
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw-8bit", BUDGET, batch=4, sizes=False
+    )  # fmt: skip
+    assert "adamw-8bit" in {row.optimizer for row in verdict.rows if row.spread == "DDP"}
+    assert "adamw-8bit" not in {row.optimizer for row in verdict.rows if row.spread.startswith("FSDP2")}
+    assert any(row.spread == "FSDP2" for row in verdict.rows)
+
+
 def test_a_mesh_gets_the_batch_of_all_devices() -> None:
     (row,) = [row for row in found().rows if row.spread == "tp 2, megatron" and row.way == "as it is"]
     rank = sacplan.plan(profiled(batch=8), "100%", mesh={"tp": 2})

@@ -141,6 +141,12 @@ def test_a_plan_may_ask_for_it() -> None:
     assert back.peak_bytes == profile.peak_bytes
 
 
+def test_what_a_plan_does_not_ask_for_is_as_in_the_profile() -> None:
+    kept = spread(None, reshard_after_forward=False)
+    plan = sacplan.plan(kept, "100%", offload_policy=CPUOffloadPolicy())
+    assert plan.ranks.options.reshard_after_forward is False
+
+
 def test_policies() -> None:
     assert FullyShardOptions.of(offload_policy=OffloadPolicy()) == FullyShardOptions()
     assert CPUOffload.of(CPUOffloadPolicy(pin_memory=False)) == CPUOffload(False)
