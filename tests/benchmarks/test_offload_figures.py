@@ -26,3 +26,13 @@ def test_peaks_are_exact_and_no_choice_costs_more_for_being_wider(row: Row) -> N
 
 def test_the_table_of_the_page() -> None:
     assert offload.table(ROWS) in (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
+
+
+def test_how_much_less_both_cost_than_recomputation_alone() -> None:
+    less = [
+        1 - budget["both"]["longer_ms"] / budget["recompute"]["longer_ms"]
+        for row in ROWS
+        for budget in row["budgets"].values()
+    ]
+    page = (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
+    assert f"falls by up to {max(less):.0%}".replace("%", " %") in page
