@@ -31,20 +31,6 @@ def planned() -> tuple[models.LM, torch.Tensor, sacplan.Plan]:
     return model, batch, plan
 
 
-@pytest.fixture
-def parcels(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Parcel]]:
-    """All parcels that are made."""
-    made: list[weakref.ref[Parcel]] = []
-    begin = Parcel.__init__
-
-    def noted(self: Parcel, tensor: torch.Tensor) -> None:
-        begin(self, tensor)
-        made.append(weakref.ref(self))
-
-    monkeypatch.setattr(Parcel, "__init__", noted)
-    return made
-
-
 def alive(parcels: list[weakref.ref[Parcel]]) -> int:
     gc.collect()
     return sum(ref() is not None for ref in parcels)

@@ -70,23 +70,15 @@ def planned() -> tuple[models.LM, torch.Tensor, sacplan.Plan]:
 def test_a_step_that_was_not_recorded(
     planned: tuple[models.LM, torch.Tensor, sacplan.Plan],
     run: Callable[[models.LM, torch.Tensor], Tensors],
-    monkeypatch: pytest.MonkeyPatch,
+    parcels: list[weakref.ref[Parcel]],
 ) -> None:
     model, batch, plan = planned
-    made: list[weakref.ref[Parcel]] = []
-    begin = Parcel.__init__
-
-    def noted(self: Parcel, tensor: torch.Tensor) -> None:
-        begin(self, tensor)
-        made.append(weakref.ref(self))
-
-    monkeypatch.setattr(Parcel, "__init__", noted)
     torch.manual_seed(3)
     plain = run(model, batch)
-    assert not made
+    assert not parcels
     with sacplan.apply(model, plan):
         torch.manual_seed(3)
         assert bit_equal(plain, run(model, batch))
         gc.collect()
-        assert not any(ref() for ref in made)
-    assert bool(made) == (run is not without_gradients)
+        assert not any(ref() for ref in parcels)
+    assert bool(parcels) == (run is not without_gradients)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import sacplan
+from benchmarks.harness.mixed_plans import in_one_place
 from sacplan._techniques import rewritten
-from tests.support.both_memories import in_one_place
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 

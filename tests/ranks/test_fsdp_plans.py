@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import sacplan
+from benchmarks.harness.mixed_plans import in_one_place
 from sacplan._ranks.shards import resolve_units
 from sacplan._techniques import rewritten
-from tests.support.both_memories import in_one_place
 from tests.support.processes import run_ranks
 from tests.support.ranks import (
     RankMemory,
