@@ -40,9 +40,8 @@ def mixed_plan(profile: sacplan.Profile, rng: random.Random, techniques: Sequenc
     Each of the techniques has as good a chance, however few of the options are its own.
     """
     planner = Planner.of(profile, "greedy", techniques=techniques)
-    # The first search has all techniques, and one with offers is the last.
-    searches = planner.searches
-    context = (searches[-1] if searches[-1].context.offers else searches[0]).context
+    # Of the searches with all techniques, one with offers is the last.
+    context = planner.own[-1].context
     found = regions(context.step, rng.choice((1, 1, 1, 2)), context.techniques)
     found += [offer.region for offer in context.offers]
     taken = [(region, _drawn(region, rng)) for region in found]

@@ -5,10 +5,13 @@ any budget (such as the loss in slices), a second one includes them. For a budge
 
 1. Each search asks its solvers in turn, the quick ones first, and stops when a plan is within ``_OPTIMAL`` of the lower
    bound. The cheapest plan of all searches wins.
-2. If none holds the budget, look for the smallest peak. Techniques may settle something about that peak, the same for
-   all modules that are alike, or make further offers. Either becomes a search of its own: of the step with what is
-   settled, or with the offers.
+2. If none holds the budget, or only with a clearly longer step (``_DEAR``), look at the smallest peak. About each moment
+   near it, techniques may settle something, the same for all modules that are alike, or make further offers. All of it
+   together becomes a search of its own, which is looked at in the same way, for as long as its plans are dear.
 3. If even that is above the budget, ask Rotor, which may recompute a value several times. It works only for chains.
+
+Techniques that free memory otherwise than by running ops again come on top: a planner without them is asked first, and
+the search with them begins with what that one has settled and offered.
 
 No step backtracks, so the result is the best of what was tried. ``Plan.gap`` and ``Plan.lower_bound_ms`` say how far it
 may be from the optimum.
@@ -31,7 +34,7 @@ from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, PlanSearch
 from sacplan._plan.value import Status
 from sacplan._profile.profile import Profile
-from sacplan._program.budget import parse_budget
+from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.decisions import Accumulate, Decision
 from sacplan._program.derived import derived
 from sacplan._program.liveness import Footprint, bytes_at_ops, summits
@@ -58,6 +61,7 @@ from sacplan.errors import PlanError
 _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
 _FURTHER = 3  # how often techniques are asked for further offers that would lower the smallest peak
 _NEAR_PEAK = 0.8  # share of the smallest peak from which on a moment is near it
+_DEAR = 0.02  # share of the step's cost that a plan may add without further offers being asked for
 _WORTH_OFFERING = 0.01  # share of the smallest peak that an offer about a lower moment has to free somewhere
 _WORTH_ASKING = 0.998  # times the smallest peak before: a search is asked again if it lowers it this far
 ROTOR_STAGES = 48
@@ -79,7 +83,7 @@ class Planner:
         pins: Ops and modules that no plan touches.
         techniques: Names of the techniques that plans may use.
         accumulate: See ``plan``.
-        host_budget_bytes: Memory of the host that the plan may take; None: what the device's row says.
+        host_budget_bytes: Memory of the host that the step may take with the plan; None: what the device's row says.
         last: The solver to ask if none of the others holds the budget; None for none.
         crowded: Solvers for searches with several offers, such as those of all layers.
         settled: Decisions with which the step is planned as if it had been recorded with them.
@@ -130,6 +134,12 @@ class Planner:
         host_bytes = (
             None if host_budget is None else parse_budget(host_budget, profile.spec.host_memory_bytes)
         )
+        taken = profile.unplanned_host_bytes
+        if host_bytes is not None and host_bytes < taken:
+            raise PlanError(
+                f"host_budget={host_budget!r} is {format_bytes(host_bytes)}, and without a plan the step takes "
+                f"{format_bytes(taken)} of the host: its optimizer, and what an offload_policy keeps there. Raise it."
+            )
         return cls(
             profile,
             solvers,
@@ -158,8 +168,16 @@ class Planner:
             self.profile.spec,
             gradients,
             self.accumulate,
-            self.host_budget_bytes,
+            self._host_room_bytes,
         )
+
+    @property
+    def _host_room_bytes(self) -> int:
+        """Memory of the host that is left for a plan: the budget, less what the step takes there as it is."""
+        budget_bytes = self.host_budget_bytes
+        if budget_bytes is None:
+            budget_bytes = self.profile.spec.host_memory_bytes
+        return max(0, budget_bytes - self.profile.unplanned_host_bytes)
 
     def with_settled(self, settled: tuple[Decision, ...]) -> Planner:
         """Return the planner of the step with these decisions."""
@@ -175,16 +193,19 @@ class Planner:
         step = self.step(self.pins)
         return [solver for name in self.techniques for solver in TECHNIQUES[name].solvers(step)]
 
-    @cached_property
+    @property
     def searches(self) -> list[PlanSearch]:
+        """All searches so far: those of this planner, and those of the one with ``fewer`` techniques."""
+        return self.own if self.fewer is None else [*self.own, *self.fewer.searches]
+
+    @cached_property
+    def own(self) -> list[PlanSearch]:
         """A search without offers, and if there are offers that may pay at any budget, one with them.
 
-        The searches of the planner with ``fewer`` techniques are among them. ``smallest`` appends further searches.
+        ``_go_further`` appends further searches.
         """
-        # The search without offers is always the first one, and others rely on that: ``smallest`` asks Rotor in it.
+        # The search without offers is always the first one, and others rely on that: Rotor is asked in it.
         found = [self.begun or self.search(self.pins)]
-        if self.fewer is not None:
-            found += self.fewer.searches
         offers = self._offers(None)
         if offers:
             found.append(self._with_offers(offers))
@@ -194,8 +215,8 @@ class Planner:
     def fewer(self) -> Planner | None:
         """The planner without techniques that free memory otherwise than by running ops again; None if there are none.
 
-        Their options stand beside others, of which a search may then try fewer. So it is asked as well, and no
-        technique makes a plan dearer.
+        Their options stand beside others, of which a search may then try fewer. So it is asked the same, and no
+        technique makes a plan dearer, or a smallest peak larger.
         """
         names = tuple(name for name in self.techniques if not TECHNIQUES[name].frees_otherwise)
         if not names or names == self.techniques:
@@ -267,51 +288,71 @@ class Planner:
         return self.search(replace(pins, kept_ops=kept), offers, peaks)
 
     def _further(self, search: PlanSearch) -> PlanSearch | None:
-        """Return a search that settles or offers more about the smallest peak of this one; None if there is none.
+        """Return a search that settles or offers more about each moment near the smallest peak of this one.
 
-        What is settled costs little, and leaves the other techniques their choices, so it is asked for first.
+        A plan that has more to choose from may have its peak at any moment that is near the peak now, so all of them
+        are asked about, the highest first. What is settled costs little, and leaves the other techniques their choices,
+        so nothing is offered about a moment for which something is settled. None if there is no more.
         """
-        # A plan that also frees memory otherwise may well have its next peak elsewhere, so all moments near the peak
-        # are asked about.
-        if search.context.frees_otherwise:
-            return self._further_nearby(search)
-        settled = self._further_settled(search)
-        asked = self.with_settled(settled)
-        known, peaks = search.context.offers, search.peaks
-        # The ops of the settled step have other numbers, so offers are asked for anew, about the same peaks.
-        if settled != search.settled:
-            return asked._again_with_offers(peaks) if known else asked.search(asked.pins)
-        peak = search.smallest.footprint
-        offers = asked._offers(peak, known)
-        return asked._with_offers(offers, (*peaks, peak)) if len(offers) > len(known) else None
-
-    def _again_with_offers(self, peaks: tuple[Footprint, ...]) -> PlanSearch:
-        """Return a search with the offers that pay at any budget, and with those about these peaks."""
-        offers = self._offers(None)
-        for peak in peaks:
-            offers = self._offers(peak, offers)
-        return self._with_offers(offers, peaks)
-
-    def _further_nearby(self, search: PlanSearch) -> PlanSearch | None:
-        """Return a search that settles and offers more about all moments near the smallest peak; None if there is none.
-
-        What frees memory otherwise was chosen for the step as it is. So the same choices with something else settled,
-        or the moment at which the peak is, say little about what another search will find.
-        """
-        plain, decisions = search.plain.program, search.smallest.decisions
-        near = tuple(summits(rewritten(plain, decisions, self.profile.spec), _NEAR_PEAK))
-        settled = self._settled_nearby(search, near)
-        asked = self.with_settled(settled)
-        known, peaks = search.context.offers, search.peaks
-        # From the highest moment to the lowest, each adding to what the ones before it have offered.
+        if not any(TECHNIQUES[name].is_about_peaks for name in self.techniques):
+            return None
+        peaks = search.peaks
+        plan = tuple(one for one in search.smallest.decisions if one not in search.settled)
+        program = rewritten(search.plain.program, search.smallest.decisions, self.profile.spec)
+        near = tuple(summits(program, _NEAR_PEAK))
+        asked, known = self.with_settled(search.settled), search.context.offers
         for peak in near:
+            # A lower moment settles nothing twice.
+            more = asked._settled_at(peak, plan, known, again=peak is near[0])
+            if more != asked.settled:
+                # The ops of the settled step have other numbers, so offers are asked for anew, about the same peaks.
+                asked = self.with_settled(more)
+                known = asked._offers_about(peaks)
+                continue
             further = asked._offers(peak, known)[len(known) :]
             # Offers about one moment are about modules that are alike, so the first one speaks for all of them.
             if further and asked._frees(further[0], _WORTH_OFFERING * near[0].peak_bytes):
                 peaks, known = (*peaks, peak), (*known, *further)
-        if settled == search.settled and peaks == search.peaks:
+        if asked.settled == search.settled and peaks == search.peaks:
             return None
-        return asked._again_with_offers(peaks)
+        return asked._with_offers(known, peaks)
+
+    def _settled_at(
+        self, peak: Footprint, plan: tuple[Decision, ...], offers: Sequence[Offer], *, again: bool
+    ) -> tuple[Decision, ...]:
+        """Return what is settled once techniques were asked about a moment of a plan.
+
+        Args:
+            peak: The moment.
+            plan: What the plan decides beside what is settled.
+            offers: Other plans may take these; nothing is settled about their ops.
+            again: Settle something else about units that are settled already.
+        """
+        # Asked about the recorded step, since that is what decisions are carried out on.
+        step = replace(self, settled=()).step(self.pins)
+        taken = (*self.settled, *plan, *(offer.furthest for offer in offers))
+        settled = () if again else {one.unit for one in self.settled}
+        found = [
+            one
+            for name in self.techniques
+            for one in TECHNIQUES[name].settled(step, peak, taken)
+            if one.unit not in settled
+        ]
+        # What is found takes the place of what was settled about the same units.
+        units = {one.unit for one in found}
+        asked = (*(one for one in self.settled if one.unit not in units), *found)
+        try:
+            rewritten(step.program, (*asked, *plan), step.device)
+        except PlanError:
+            return self.settled  # it does not go together with what the plan has beside it
+        return asked
+
+    def _offers_about(self, peaks: Sequence[Footprint]) -> tuple[Offer, ...]:
+        """Return the offers that pay at any budget, and those about these peaks."""
+        offers = self._offers(None)
+        for peak in peaks:
+            offers = self._offers(peak, offers)
+        return offers
 
     def _frees(self, offer: Offer, least_bytes: float) -> bool:
         """Whether an offer makes that much less be alive at some op of the step."""
@@ -326,58 +367,6 @@ class Planner:
         now = now[: len(before)]
         freed: int = (before - now)[now > 0].max(initial=0)
         return freed >= least_bytes
-
-    def _settled_nearby(self, search: PlanSearch, near: Sequence[Footprint]) -> tuple[Decision, ...]:
-        """Return what techniques settle about moments near a peak, beside what is settled there."""
-        settled = asked = search.settled
-        others = tuple(one for one in search.smallest.decisions if one not in settled)
-        # Asked about the recorded step, since that is what decisions are carried out on.
-        step = replace(self, settled=()).step(self.pins)
-        for peak in near:
-            known = {one.unit for one in asked}
-            found = [
-                one
-                for name in self.techniques
-                for one in TECHNIQUES[name].settled(step, peak, (*asked, *others))
-                if peak is near[0] or one.unit not in known  # a lower moment settles nothing twice
-            ]
-            # What is found takes the place of what was settled about the same units.
-            units = {one.unit for one in found}
-            asked = (*(one for one in asked if one.unit not in units), *found)
-        try:
-            rewritten(step.program, (*asked, *others), step.device)
-        except PlanError:
-            return settled  # it does not go together with what the plan has in slices beside it
-        return asked
-
-    def _further_settled(self, search: PlanSearch) -> tuple[Decision, ...]:
-        """Return what techniques settle about the smallest peak of a search, beside what is settled there.
-
-        One after the other lowers the peak of the search's best plan, until the peak is at something else. No search is
-        needed to see that.
-        """
-        settled, best = search.settled, search.smallest
-        others = tuple(one for one in best.decisions if one not in settled)
-        step, peak = replace(self, settled=()).step(self.pins), best.footprint
-        # Each round has a lower peak than the one before it, so the loop ends. What did not lower the peak is not
-        # settled.
-        while True:
-            found = [
-                one
-                for name in self.techniques
-                for one in TECHNIQUES[name].settled(step, peak, (*settled, *others))
-            ]
-            units = {one.unit for one in found}
-            asked = (*(one for one in settled if one.unit not in units), *found)
-            if not found:
-                return settled
-            try:
-                now = rewritten(step.program, (*asked, *others), step.device).footprint
-            except PlanError:
-                return settled  # it does not go together with what the plan has in slices beside it
-            if now.peak_bytes >= peak.peak_bytes:
-                return settled
-            settled, peak = asked, now
 
     def smallest_plan(self, *, without_rotor: bool = False) -> Plan:
         """Return the plan with the smallest peak.
@@ -395,19 +384,32 @@ class Planner:
             budget_bytes: The budget.
             quick: Do not look for the smallest peak where the first searches hold no budget. That takes far longer.
         """
+        for one in self._ladder:
+            one._look_for_cheapest(budget_bytes, quick=quick)
+        if not quick:
+            self._ask_at_smallest(budget_bytes)
+        return _cheapest(self.searches, budget_bytes)
+
+    @property
+    def _ladder(self) -> tuple[Planner, ...]:
+        """The planners that are asked, the one with fewer techniques first."""
+        return (self,) if self.fewer is None else (self.fewer, self)
+
+    def _look_for_cheapest(self, budget_bytes: int, *, quick: bool) -> None:
         # Every search is asked, even if the first has a plan: another one may have a cheaper one.
-        for search in self.searches:
+        for search in self.own:
             self._solve(search, budget_bytes)
-        found = _cheapest(self.searches, budget_bytes)
-        if found is None and not quick:
-            # Searches that ``smallest`` has added know the plan with the smallest peak, and are now asked for a cheap
-            # one.
-            known = len(self.searches)
-            self.smallest(budget_bytes)
-            for search in self.searches[known:]:
-                self._solve(search, budget_bytes)
-            found = _cheapest(self.searches, budget_bytes)
-        return found
+        if not quick and self._is_dear(budget_bytes):
+            self._go_further(budget_bytes)
+            # What lowers the smallest peak leaves more room below a budget, so the last search is asked first.
+            for search in reversed(self.own):
+                if self._is_dear(budget_bytes):
+                    self._solve(search, budget_bytes)
+
+    def _is_dear(self, budget_bytes: int) -> bool:
+        """Whether no plan holds a budget so far, or none without making the step clearly longer."""
+        found, first = _cheapest(self.searches, budget_bytes), self.own[0]
+        return found is None or first.cost(found) > _DEAR * sum(first.plain.costs)
 
     def _solvers(self, search: PlanSearch) -> tuple[Solver | StepSolver, ...]:
         return (*self.own_solvers(), *(self.crowded if len(search.context.offers) > 1 else self.solvers))
@@ -444,49 +446,68 @@ class Planner:
             budget_bytes: No smaller peak is looked for.
             quick: Ask only the searches that there are, and not what else techniques could do about the peak.
         """
-        # The planner with fewer techniques runs its own searches below, further ones included.
-        fewer = () if self.fewer is None else self.fewer.searches
-        searches = [one for one in self.searches if all(one is not other for other in fewer)]
-        first = searches[0]
-        for search in reversed(searches):  # the one with offers first: it usually reaches the smaller peak
-            search.minimise(self._solvers(search), budget_bytes)
-            if search.smallest.footprint.peak_bytes <= budget_bytes:
-                break
-        # Its further searches become candidates here, too; those that it began with are in the list already.
-        if self.fewer is not None:
-            self.fewer.smallest(budget_bytes, quick=quick)
-            self.searches.extend(self.fewer.searches[len(fewer) :])
-        if quick:
-            return min(self.searches, key=smallest_bytes).smallest
-        # Further offers are about the op at the peak. Once they have lowered it, the peak is elsewhere: ask again.
-        best = min(searches, key=smallest_bytes)
-        for _ in range(_FURTHER):
-            further = self._further(best) if smallest_bytes(best) > budget_bytes else None
-            if further is None:
-                break
-            further.minimise(self._solvers(further), budget_bytes)
-            searches.append(further)
-            self.searches.append(further)
-            # What is nearby was settled before it is known whether that is enough: go on from there.
-            best = further if further.context.frees_otherwise else min(searches, key=smallest_bytes)
-        # ``minimise`` and the closed loop go about it differently. With offers, asking for a budget of one byte less
-        # may find a plan with a smaller peak, and then the reported peak would not be the smallest.
-        # Each round may lower it by a few bytes only, so it has to be worth the next one.
-        best = min(searches, key=smallest_bytes)
-        known = math.inf
-        while best.context.offers and budget_bytes < smallest_bytes(best) <= _WORTH_ASKING * known:
-            known = smallest_bytes(best)
-            self._solve(best, known - 1)
-        self._ask_last(first, best, budget_bytes)
+        for one in self._ladder:
+            if quick:
+                one._minimise(budget_bytes)
+            else:
+                one._go_further(budget_bytes)
+        if not quick:
+            self._ask_at_smallest(budget_bytes)
         return min(self.searches, key=smallest_bytes).smallest
 
-    def _ask_last(self, search: PlanSearch, best: PlanSearch, budget_bytes: int) -> None:
+    def _minimise(self, budget_bytes: int) -> None:
+        for search in reversed(self.own):  # the one with offers first: it usually reaches the smaller peak
+            search.minimise(self._solvers(search), budget_bytes)
+            if smallest_bytes(search) <= budget_bytes:
+                break
+
+    def _go_further(self, budget_bytes: int) -> None:
+        """Ask what else techniques can do about the smallest peak, until a plan holds a budget and is not dear."""
+        further = self._begun_with_fewer()
+        if further is None:
+            self._minimise(budget_bytes)
+            further = self._further(min(self.own, key=smallest_bytes))
+        for _ in range(_FURTHER):
+            if further is None or not self._is_dear(budget_bytes):
+                break
+            further.minimise(self._solvers(further), budget_bytes)
+            self.own.append(further)
+            # Its smallest peak may be no smaller, but it may have left the peak to another moment: go on from there.
+            further = self._further(further)
+
+    def _begun_with_fewer(self) -> PlanSearch | None:
+        """Return a search with what fewer techniques have settled and offered; None if that is nothing."""
+        if self.fewer is None:
+            return None
+        reached = min(self.fewer.own, key=smallest_bytes)
+        if not reached.settled and not reached.peaks:
+            return None
+        asked = self.with_settled(reached.settled)
+        return asked._with_offers(asked._offers_about(reached.peaks), reached.peaks)
+
+    def _ask_at_smallest(self, budget_bytes: int) -> None:
+        """Ask for plans with smaller and smaller peaks if no plan holds a budget, and then Rotor.
+
+        ``minimise`` and the closed loop go about it differently. With offers, asking for a budget of one byte less may
+        find a plan with a smaller peak, and then the reported peak would not be the smallest.
+        """
+        for one in self._ladder:
+            best, known = min(one.own, key=smallest_bytes), math.inf
+            # Each round may lower it by a few bytes only, so it has to be worth the next one.
+            while best.context.offers and budget_bytes < smallest_bytes(best) <= _WORTH_ASKING * known:
+                if _cheapest(self.searches, budget_bytes) is not None:
+                    break  # another planner's plan holds the budget
+                known = smallest_bytes(best)
+                one._solve(best, known - 1)
+        self._ask_last(min(self.searches, key=smallest_bytes), budget_bytes)
+
+    def _ask_last(self, best: PlanSearch, budget_bytes: int) -> None:
         """Ask Rotor for its smallest peak if no other solver holds the budget, and if that holds it, for a plan.
 
         Its smallest peak comes first so that results agree: whoever asks for a budget of exactly the smallest peak that
         an error reports gets a plan.
         """
-        run = best.smallest.footprint
+        search, run = self.own[0], best.smallest.footprint
         # Rotor is not wanted; a plan holds the budget already; or the peak is in the optimizer's step, which no
         # recomputation changes.
         if self.last is None or run.peak_bytes <= budget_bytes or run.peak_phase == Phase.OPTIMIZER:

@@ -93,8 +93,9 @@ def plan(
             rank has without a plan, with the sharding in question. ``Plan.ranks.sharding`` has the placements of the
             parameters. ``"shard"`` among the techniques may be given as well, and means the same. With ``fsdp_units``,
             this is the mesh of ``fully_shard``, as for ``sacplan.profile``.
-        host_budget: Limit for the memory of the host that ``"offload"`` takes: GiB, or a string with a unit, or a share
-            of what the device's row says. None: all of that, ``DeviceSpec.host_memory_bytes``.
+        host_budget: Limit for the memory of the host that the step takes, for each device: what ``"offload"`` has
+            there, an optimizer with state on the host, and what an ``offload_policy`` keeps there. GiB, or a string
+            with a unit, or a share of what the device's row says. None: all of that, ``DeviceSpec.host_memory_bytes``.
 
     Returns:
         The plan: peaks in bytes, times in ms. With ``keep`` or ``never``, ``Plan.lower_bound_ms`` holds for schedules

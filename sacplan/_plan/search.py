@@ -128,6 +128,8 @@ class PlanSearch:
 
     def minimise(self, solvers: Sequence[Solver | StepSolver], budget_bytes: int) -> None:
         """Look for the smallest peak, with larger and larger regions, until one holds the budget."""
+        if self.smallest.footprint.peak_bytes <= budget_bytes:  # low enough as it is
+            return
         # A peak near the floor is enough as well: larger regions cannot lower it by much.
         enough = max(budget_bytes, _AT_FLOOR * self.context.floor_bytes)
         for solver in solvers:

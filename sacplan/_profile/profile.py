@@ -179,6 +179,14 @@ class Profile:
         return self.ranks.host_bytes(self.recorded, self.fingerprint.local_parameters)
 
     @property
+    def unplanned_host_bytes(self) -> int:
+        """Bytes of the host's memory that a rank takes without a plan: ``host_bytes`` and ``optimizer_host_bytes``.
+
+        0 on a CPU, whose memory is the host's: there they are in ``peak_bytes``.
+        """
+        return 0 if self.spec.kind == "cpu" else self.host_bytes + self.optimizer_host_bytes
+
+    @property
     def step_ms(self) -> float:
         """Predicted (or measured, op by op) time of the step in milliseconds."""
         return self.program.step_ms

@@ -33,7 +33,7 @@ class PlanStep:
         device: what the step runs on; None where no technique asks for it.
         gradients: whether the step has a backward pass; False for inference.
         accumulate: the precision in which gradients are added up over slices.
-        host_budget_bytes: memory of the host that a plan may take; None: what the device's row says.
+        host_budget_bytes: memory of the host that is left for a plan; None: all that the device's row says.
 
     Raises:
         PlanError: an unknown objective.

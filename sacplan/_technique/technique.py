@@ -117,6 +117,12 @@ class Technique(ABC):
         own = type(self)
         return own.regions is not Technique.regions or own.options is not Technique.options
 
+    @property
+    def is_about_peaks(self) -> bool:
+        """Whether it can settle or offer something about the peak of a plan."""
+        own = type(self)
+        return own.settled is not Technique.settled or own.offers is not Technique.offers
+
     def longest_run(self, step: PlanStep) -> int:
         """Return how many neighbouring regions can be joined into one; 0 if it names no regions."""
         return 0
