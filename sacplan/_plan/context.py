@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import cached_property
 
-from sacplan._plan.bound import Bound
+from sacplan._plan.bound import Bound, bound_of
 from sacplan._plan.effects import RegionProblem, effects_of
 from sacplan._program.decisions import Decision
 from sacplan._program.derived import derived
@@ -70,7 +70,7 @@ class PlanningContext:
             # objective, a new conversion rate would change them. Only the ops behind them get costs here.
             if decisions:
                 costs = costs + op_costs(program, self.step.objective)[len(costs) :]
-            self._bounds[decisions] = Bound(program.liveness, costs, self.step.pins.kept_ops)
+            self._bounds[decisions] = bound_of(program, costs, self.step.pins.kept_ops)
         return self._bounds[decisions]
 
     @property

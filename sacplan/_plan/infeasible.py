@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sacplan._device.device_memory import reserved_bytes
-from sacplan._device.outside_allocator import outside_allocator, outside_text
-from sacplan._plan.limits import EXPANDABLE_SEGMENTS
+from sacplan._device.outside_allocator import outside_text
+from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room
 from sacplan._plan.planner import ROTOR_STAGES, Planner, smallest_bytes
 from sacplan._plan.search import Candidate, PlanSearch
 from sacplan._profile.optimizer_table import BY_NAME
-from sacplan._profile.optimizers import recorded_step, with_optimizer, without_optimizer
+from sacplan._profile.optimizers import with_other_optimizer
+from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes
 from sacplan._program.liveness import Footprint
 from sacplan._program.pins import NO_PINS
@@ -33,7 +34,7 @@ def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
     Trying alternatives takes as long as planning. So they are tried only when the message is read.
     """
     # The search that came nearest to the budget is the one to explain.
-    search = min(asked.searches, key=smallest_bytes)
+    search = asked.nearest
     run = search.smallest.footprint
     inference = asked.profile.mode == "inference"
     binding = _binding(run, inference=inference)
@@ -82,34 +83,32 @@ def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
     )
 
 
-def segments_do_not_fit(asked: Planner, nearest: Candidate, room_bytes: int) -> InfeasibleBudget:
+def segments_do_not_fit(profile: Profile, nearest: Candidate, room: Room) -> InfeasibleBudget:
     """Return the error for plans whose tensors fit a GPU, and whose reserved segments do not.
 
     Args:
-        asked: The planner.
+        profile: The step.
         nearest: The plan with the fewest reserved bytes.
-        room_bytes: What the allocator may reserve.
+        room: What the allocator may reserve.
     """
-    profile, run = asked.profile, nearest.footprint
-    program = profile.with_plan(nearest.decisions)
+    run, program = nearest.footprint, profile.with_plan(nearest.decisions)
     reserved = reserved_bytes(program)
     # ``reserved`` is with the setting of this process. If its segments expand already, both figures are equal, and
     # there is nothing to advise.
     expandable = reserved_bytes(program, expandable=True)
-    outside = outside_allocator(profile.spec, profile.ranks.communicators)
     helps = (
         f"With {EXPANDABLE_SEGMENTS}, here and where you train, it reserves {format_bytes(expandable)}, which fits. "
-        if expandable <= room_bytes < reserved
+        if expandable <= room.n_bytes < reserved
         else ""
     )
     return InfeasibleBudget(
         "the tensors of a plan fit, but what the allocator reserves for them does not: with a peak of "
         f"{format_bytes(run.peak_bytes)} it reserves {format_bytes(reserved)} ({reserved} bytes, max_memory_reserved). "
-        f"There is room for {format_bytes(room_bytes)}: the {format_bytes(profile.spec.memory_bytes)} of "
-        f"{profile.device} less {outside_text(outside)}. {helps}",
+        f"There is room for {format_bytes(room.n_bytes)}: the {format_bytes(profile.spec.memory_bytes)} of "
+        f"{profile.device} less {outside_text(room.outside)}. {helps}",
         "Make the batch smaller, or give a budget, which limits the tensors alone: at least "
         f"{exact_bytes(run.peak_bytes)}.",
-        budget_bytes=room_bytes,
+        budget_bytes=room.n_bytes,
         smallest_feasible_bytes=reserved,
         binding=_binding(run, inference=profile.mode == "inference"),
     )
@@ -163,8 +162,8 @@ def _with_techniques(asked: Planner, budget_bytes: int) -> str:
                 takes = "takes as long as"
             return f"With {named} the budget holds, and the step {takes} without a plan. "
         # This technique does not hold the budget either, but its smallest peak may be worth knowing.
-        smallest = min(map(smallest_bytes, more.searches))
-        if smallest < min(map(smallest_bytes, asked.searches)):
+        smallest = smallest_bytes(more.nearest)
+        if smallest < smallest_bytes(asked.nearest):
             said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
     return said
 
@@ -177,10 +176,9 @@ def _with_optimizers(asked: Planner, search: PlanSearch, budget_bytes: int) -> s
         return ""
     # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so the
     # model does not run again.
-    bare = without_optimizer(profile)
     peaks = {}
     for one in (BY_NAME["adamw-fused"], BY_NAME["adamw-8bit"]):
-        step = with_optimizer(bare, recorded_step(profile, one.make))
+        step = with_other_optimizer(profile, one.make)
         peaks[one.says] = step.footprint(search.smallest.decisions).peak_bytes
         if peaks[one.says] <= budget_bytes:
             return f"With {one.says} the budget holds: {format_bytes(peaks[one.says])}. "

@@ -19,7 +19,7 @@ from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
 from sacplan._chunk.rest import training_chunk
-from sacplan._plan.planner import Planner
+from sacplan._plan.request import Request
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import CallSite
 from sacplan._techniques import rewritten
@@ -126,7 +126,7 @@ def vars_of(profile: sacplan.Profile) -> dict[str, Any]:
 def test_effects_add_up_with_those_of_recomputation() -> None:
     """What the solver's numbers say of each chunk is the peak of the rewritten program."""
     profile = profile_on()
-    asked = Planner.of(profile, techniques=BOTH)
+    asked = Request(techniques=BOTH).planner(profile)
     scope = profile.program.calls["layers.2.mlp"][0]
     chunks = module_chunks(profile.program, scope, profile.spec)
     assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(3)]
