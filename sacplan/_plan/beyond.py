@@ -8,8 +8,6 @@ A lower bound on what a plan with them costs comes first: where it leaves too li
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sacplan._plan.planner import Planner
 from sacplan._plan.search import Candidate
 from sacplan._techniques import TECHNIQUES
@@ -39,9 +37,7 @@ def beyond(asked: Planner, plan: Candidate, budget_bytes: int) -> tuple[str, ...
         # Asked for already. Or it takes memory of the host, whose use the user has to grant first.
         if name in asked.techniques or technique.takes_host:
             continue
-        # A search of its own: the limits of work that it reaches are not the plan's, Rotor is not asked, and no search
-        # of the plan is taken over, since its regions have other options.
-        more = replace(asked, techniques=(*asked.techniques, name), limits_reached={}, last=None, begun=None)
+        more = asked.with_technique(name)
         found = more.cheapest_beyond(asked, budget_bytes, again_ms - worth_ms)
         if found is None:
             continue

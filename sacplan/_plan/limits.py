@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from numbers import Real
 
 from sacplan._device.device_memory import beyond_peak_bytes, reserved_bytes
 from sacplan._device.devices import DeviceSpec
@@ -27,7 +26,7 @@ from sacplan._device.outside_allocator import Outside, outside_allocator, outsid
 from sacplan._plan.plan import Plan
 from sacplan._plan.search import Candidate
 from sacplan._profile.profile import Profile
-from sacplan._program.budget import format_bytes, is_share, parse_budget
+from sacplan._program.budget import format_bytes, is_share, parse_budget, parse_headroom
 from sacplan._program.program import Program
 from sacplan.errors import BudgetError, SacplanWarning
 
@@ -107,7 +106,8 @@ class Limit:
             return Room(parse_budget(self.budget, unplanned_bytes))
         # A headroom limits the tensors, as a budget does, whatever the allocator reserves.
         if self.headroom is not None or spec.kind != "cuda":
-            return Room(memory_less(self.headroom, spec))
+            headroom = DEFAULT_HEADROOM if self.headroom is None else self.headroom
+            return Room(spec.memory_bytes - parse_headroom(headroom, spec.memory_bytes, spec.name))
         return allocator_room(spec, communicators)
 
 
@@ -162,31 +162,6 @@ def refuse_share(budget: float | str | None) -> None:
             f"budget {budget!r}: a share is one of the unplanned peak of a step, and here are several. Give bytes, "
             'budget="20GiB", or a share of the device\'s memory to leave free, headroom="10%".'
         )
-
-
-def memory_less(headroom: float | str | None, spec: DeviceSpec) -> int:
-    """Return the device's memory less the headroom, which is a share of it or bytes. None is ``DEFAULT_HEADROOM``."""
-    memory = spec.memory_bytes
-    headroom = DEFAULT_HEADROOM if headroom is None else headroom
-    # A headroom in words is read like a budget, as a share of the memory or as bytes. A number is a share, and not GiB
-    # as for a budget. True and False are numbers to Python, and no shares.
-    if isinstance(headroom, str):
-        try:
-            found = parse_budget(headroom, memory)
-        except BudgetError as error:
-            raise BudgetError(f"headroom: {error}") from error
-    elif isinstance(headroom, bool) or not isinstance(headroom, Real) or not 0 <= headroom < 1:
-        raise BudgetError(
-            f"headroom={headroom!r} must be a share of the device's memory, from 0 to below 1, or bytes such as "
-            "'2GiB'."
-        )
-    else:
-        found = int(float(headroom) * memory)
-    if found >= memory:
-        raise BudgetError(
-            f"headroom {headroom!r} is all that {spec.name} has, {format_bytes(memory)}, or more."
-        )
-    return memory - found
 
 
 # --- the search for a plan that fits ----------------------------------------------------------------------

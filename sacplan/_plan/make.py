@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.bound import bound_of
@@ -14,14 +14,13 @@ from sacplan._plan.value import Status, UnitPlan
 from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Decision, Discarded, Offload, Recompute, discarded_by
 from sacplan._program.notebook import Section
-from sacplan._program.optimizer_ops import recomputed_from_updated, steps_in_backward
+from sacplan._program.optimizer_ops import check_updates, steps_in_backward
 from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
-from sacplan._ranks.unit_limits import too_wide
+from sacplan._ranks.unit_limits import check_units
 from sacplan._technique.step import op_costs
 from sacplan._techniques import by_technique, rewritten
-from sacplan.errors import PlanError
 
 
 def made_plan(
@@ -50,15 +49,23 @@ def made_plan(
             an optimizer has changed by then.
     """
     plain, program = profile.program, rewritten(profile.program, decisions, profile.spec)
-    found, discarded = program.footprint, discarded_by(decisions)
-    _check_units(plain, discarded)
-    # Optimizers that step after the backward pass change nothing that is still read.
-    if steps_in_backward(profile.recorded):
-        _check_updates(program)
-    # Recomputation is described, and bounded from below, for the program that the other techniques leave: they may have
+    # What the other techniques leave. Recomputation is described and bounded from below for that program: they may have
     # moved ops away. Copies of what is kept move none.
     left = rewritten(
         plain, [one for one in decisions if not isinstance(one, (Recompute, Offload))], profile.spec
+    )
+    found, discarded = program.footprint, discarded_by(decisions)
+    check_units(plain, discarded)
+    # Optimizers that step after the backward pass change nothing that is still read.
+    if steps_in_backward(profile.recorded):
+        check_updates(program)
+    # With recomputation alone there is no other time. The difference of the sums would leave a rounding error.
+    alone = all(isinstance(one, Recompute) for one in decisions)
+    # Where memory is freed in other ways too, nothing has to run again. Costs are times whatever the objective was,
+    # since the bound is reported in ms.
+    otherwise = any(technique.frees_otherwise for technique, _ in by_technique(decisions))
+    bound_ms = (
+        0.0 if otherwise else bound_of(left, op_costs(left, "time"), pins.kept_ops).at(found.peak_bytes)
     )
     units, sequences = unit_plans(
         left if discarded else plain,
@@ -73,8 +80,8 @@ def made_plan(
         budget_bytes=budget_bytes,
         recompute_ms=found.recompute_ms,
         recompute_flops=found.recompute_flops,
-        lower_bound_ms=min(_lower_bound(left, decisions, pins, found.peak_bytes), found.recompute_ms),
-        added_ms=_added_ms(plain, program, decisions),
+        lower_bound_ms=min(bound_ms, found.recompute_ms),
+        added_ms=0.0 if alone else program.step_ms - plain.step_ms - found.recompute_ms,
         step_ms=profile.step_ms,
         step_flops=plain.flops,
         device=profile.device,
@@ -87,46 +94,6 @@ def made_plan(
         device_memory=device_memory(program) if profile.spec.kind == "cuda" else None,
         host_bytes=found.host_peak_bytes,
     )
-
-
-def _check_units(program: Program, discarded: Discarded) -> None:
-    """Raise ``PlanError`` for a unit around several modules that ``fully_shard`` gathers one by one."""
-    # It may free the parameters of a module after its forward, so such a unit could not run their ops again.
-    wide = sorted(too_wide(program).intersection(discarded))
-    if wide:
-        raise PlanError(
-            f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
-            "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
-        )
-
-
-def _check_updates(program: Program) -> None:
-    """Raise ``PlanError`` if an op runs again from a parameter that an optimizer has changed by then."""
-    index = recomputed_from_updated(program)
-    if index is not None:
-        op = program.ops[index]
-        where = program.scopes[op.scope].fqn if op.scope >= 0 else ""
-        raise PlanError(
-            f"{op.name} in {where or 'the model'!r} would run again after an optimizer in the backward pass has "
-            f"changed a parameter that it reads. Keep what the module makes: keep=[{where!r}]."
-        )
-
-
-def _added_ms(plain: Program, program: Program, decisions: Sequence[Decision]) -> float:
-    """Return the additional time of a step for what its plan does besides recomputing."""
-    # With recomputation alone there is none. The difference of the sums would leave a rounding error.
-    if all(isinstance(one, Recompute) for one in decisions):
-        return 0.0
-    return program.step_ms - plain.step_ms - program.footprint.recompute_ms
-
-
-def _lower_bound(left: Program, decisions: Sequence[Decision], pins: Pins, peak_bytes: int) -> float:
-    """Return the least that any schedule recomputes with this peak, in the program that other techniques leave."""
-    # Where memory is freed in other ways too, nothing has to run again.
-    if any(technique.frees_otherwise for technique, _ in by_technique(decisions)):
-        return 0.0
-    # Costs are times whatever the objective was, since the bound is reported in ms.
-    return bound_of(left, op_costs(left, "time"), pins.kept_ops).at(peak_bytes)
 
 
 def unit_plans(

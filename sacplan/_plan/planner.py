@@ -120,6 +120,12 @@ class Planner:
         pins = resolve_pins(asked.program, self.profile.fingerprint, self.pins.keep, self.pins.never)
         return replace(asked, pins=pins)
 
+    def with_technique(self, name: str) -> Planner:
+        """Return a planner with one more technique, whose searches begin anew and do not ask Rotor."""
+        # The limits of work that it reaches are not those of this planner, and no search is taken over, since its
+        # regions have other options.
+        return replace(self, techniques=(*self.techniques, name), limits_reached={}, last=None, begun=None)
+
     def own_solvers(self) -> list[StepSolver]:
         """Return the solvers that the techniques bring themselves."""
         step = self.step(self.pins)
@@ -382,7 +388,7 @@ class Planner:
         for search in searches:
             self._solve(search, budget_bytes)
         found = _cheapest(searches, budget_bytes)
-        return None if found is None or searches[0].cost(found) > limit_ms else found
+        return None if found is None or found.cost > limit_ms else found
 
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         # A step that fits as it is needs no solver. Its search begins with the empty plan.
@@ -505,12 +511,9 @@ def smallest_bytes(search: PlanSearch) -> int:
 
 
 def _cheapest(searches: Sequence[PlanSearch], budget_bytes: int) -> Candidate | None:
-    found = ((search, search.best(budget_bytes)) for search in searches)
-    holding = [
-        (search.cost(best), best.footprint.peak_bytes, best) for search, best in found if best is not None
-    ]
-    # By cost, then by peak. Candidates have no order, so they must not be compared.
-    return min(holding, key=lambda each: each[:2])[2] if holding else None
+    found = (search.best(budget_bytes) for search in searches)
+    holding = [best for best in found if best is not None]
+    return min(holding, key=lambda best: (best.cost, best.footprint.peak_bytes), default=None)
 
 
 def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:

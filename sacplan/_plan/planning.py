@@ -12,7 +12,6 @@ from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Accumulate
-from sacplan._ranks.ranks import Ranks
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
 from sacplan._technique.technique import StepSolver
@@ -112,10 +111,10 @@ def plan(
     if asks_for_mesh(None if of_fsdp is not None else mesh, techniques, world_size, fsdp_units):
         outcome = on_meshes(request, profile, mesh)
     else:
-        profile = _of_one_rank(
-            profile, world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy
+        ranks = profile.ranks.asked_again(
+            world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy
         )
-        outcome = request.outcome(profile, says_beyond=True)
+        outcome = request.outcome(profile.on_ranks(ranks), says_beyond=True)
     return handed_out(outcome.made(), profile.spec)
 
 
@@ -143,42 +142,8 @@ def plan_smallest(
     one for a budget. Arguments and errors are those of ``plan``.
     """
     profile = opened(profile, Profile)
-    profile = _of_one_rank(
-        profile, world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy
+    ranks = profile.ranks.asked_again(
+        world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy
     )
     request = Request(OF_DEVICE, solver, objective, keep, never, techniques, accumulate, host_budget)
-    return handed_out(request.planner(profile).smallest_plan(), profile.spec)
-
-
-def _of_one_rank(
-    profile: Profile,
-    world_size: int | None,
-    fsdp_units: Sequence[str] | None,
-    mesh: Any,
-    mp_policy: Any,
-    reshard_after_forward: Any,
-    offload_policy: Any,
-) -> Profile:
-    """Return the profile of a rank as asked for. What is not asked for is as in the profile."""
-    of_units = (mp_policy, reshard_after_forward, offload_policy)
-    # Without arguments about ranks, the profile stays as it is, with all that is cached in it.
-    if all(value is None for value in (world_size, fsdp_units, mesh, *of_units)):
-        return profile
-    now = profile.ranks
-    # These arguments mean nothing without units, so they are about the units of the profile.
-    if fsdp_units is None and any(value is not None for value in of_units):
-        fsdp_units = now.fsdp_units
-    # The mesh of the profile is rebuilt from its sizes: replicas and, within each of them, shards.
-    if mesh is None and world_size is None:
-        replicas, world_size = now.options.replicas, now.world_size
-        mesh = None if replicas == 1 else {"replicate": replicas, "shard": world_size // replicas}
-    return profile.on_ranks(
-        Ranks.asked(
-            world_size,
-            fsdp_units,
-            mesh,
-            now.options.mp_policy if mp_policy is None else mp_policy,
-            now.options.reshard_after_forward if reshard_after_forward is None else reshard_after_forward,
-            now.options.offload_policy if offload_policy is None else offload_policy,
-        )
-    )
+    return handed_out(request.planner(profile.on_ranks(ranks)).smallest_plan(), profile.spec)

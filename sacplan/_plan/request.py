@@ -90,7 +90,7 @@ class Request:
         tries: list[Try] = []
         while (budget_bytes := next_budget(room, tries)) is not None:
             # A planner for each budget: the result is then what the user gets who asks for that budget.
-            asked = self.planner(profile)
+            asked: Planner = self.planner(profile)
             found = asked.cheapest(budget_bytes)
             # If nothing holds the budget, the plan with the smallest peak says how far it is off.
             if found is None:
