@@ -24,7 +24,7 @@ from sacplan._program.liveness import Footprint
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase
 from sacplan._rotor.sequences import Rotor, is_longer
-from sacplan._techniques import TECHNIQUES
+from sacplan._techniques import TECHNIQUES, rewritten
 from sacplan.errors import InfeasibleBudget, PlanError
 
 
@@ -78,7 +78,9 @@ def segments_do_not_fit(profile: Profile, nearest: Candidate, room: Room) -> Inf
         nearest: The plan with the fewest reserved bytes.
         room: What the allocator may reserve.
     """
-    run, program = nearest.footprint, profile.with_plan(nearest.decisions)
+    run = nearest.footprint
+    binding = _binding(run, inference=profile.mode == "inference")
+    program = rewritten(profile.program, nearest.decisions, profile.spec)
     reserved = reserved_bytes(program)
     # ``reserved`` is with the setting of this process. If its segments expand already, both figures are equal, and
     # there is nothing to advise.
@@ -97,7 +99,7 @@ def segments_do_not_fit(profile: Profile, nearest: Candidate, room: Room) -> Inf
         f"{exact_bytes(run.peak_bytes)}.",
         budget_bytes=room.n_bytes,
         smallest_feasible_bytes=reserved,
-        binding=_binding(run, inference=profile.mode == "inference"),
+        binding=binding,
     )
 
 

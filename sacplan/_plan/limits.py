@@ -102,13 +102,13 @@ class Limit:
         """
         if self.n_bytes is not None:
             return Room(self.n_bytes)
+        # A budget and a headroom limit the tensors, whatever the allocator reserves.
+        if self == OF_DEVICE and spec.kind == "cuda":
+            return allocator_room(spec, communicators)
         if self.budget is not None:
             return Room(parse_budget(self.budget, unplanned_bytes))
-        # A headroom limits the tensors, as a budget does, whatever the allocator reserves.
-        if self.headroom is not None or spec.kind != "cuda":
-            headroom = DEFAULT_HEADROOM if self.headroom is None else self.headroom
-            return Room(spec.memory_bytes - parse_headroom(headroom, spec.memory_bytes, spec.name))
-        return allocator_room(spec, communicators)
+        headroom = DEFAULT_HEADROOM if self.headroom is None else self.headroom
+        return Room(spec.memory_bytes - parse_headroom(headroom, spec.memory_bytes, spec.name))
 
 
 OF_DEVICE = Limit()

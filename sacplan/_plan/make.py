@@ -54,6 +54,8 @@ def made_plan(
     left = rewritten(
         plain, [one for one in decisions if not isinstance(one, (Recompute, Offload))], profile.spec
     )
+    # Where memory is freed in other ways than by recomputation, nothing has to run again.
+    otherwise = any(technique.frees_otherwise for technique, _ in by_technique(decisions))
     found, discarded = program.footprint, discarded_by(decisions)
     check_units(plain, discarded)
     # Optimizers that step after the backward pass change nothing that is still read.
@@ -61,9 +63,7 @@ def made_plan(
         check_updates(program)
     # With recomputation alone there is no other time. The difference of the sums would leave a rounding error.
     alone = all(isinstance(one, Recompute) for one in decisions)
-    # Where memory is freed in other ways too, nothing has to run again. Costs are times whatever the objective was,
-    # since the bound is reported in ms.
-    otherwise = any(technique.frees_otherwise for technique, _ in by_technique(decisions))
+    # Costs are times whatever the objective was, since the bound is reported in ms.
     bound_ms = (
         0.0 if otherwise else bound_of(left, op_costs(left, "time"), pins.kept_ops).at(found.peak_bytes)
     )

@@ -180,7 +180,8 @@ class Planner:
 
     def context(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanningContext:
         """Return what is derived from the step with these pins and offers. Planners of one program share it."""
-        return planning_context(self.step(pins), self.techniques, offers)
+        step = self.step(pins)
+        return planning_context(step, self.techniques, offers)
 
     def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
         """Return the known offers, and those of the techniques that are compatible with them.

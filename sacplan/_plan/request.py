@@ -25,7 +25,7 @@ from sacplan._solve.greedy import Greedy
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
 from sacplan._technique.technique import StepSolver
-from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
+from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques, rewritten
 from sacplan.errors import InfeasibleBudget, PlanError
 
 
@@ -96,14 +96,13 @@ class Request:
             if found is None:
                 found = asked.nearest.smallest
             peak_bytes = found.footprint.peak_bytes
-            needs = room.needs(profile.with_plan(found.decisions))
+            needs = room.needs(rewritten(profile.program, found.decisions, profile.spec))
             if needs <= room.n_bytes:
                 # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
                 kept_bytes = max(budget_bytes, peak_bytes)
                 # Whoever names the techniques has chosen. In inference, nothing else helps.
-                said: tuple[str, ...] = ()
-                if says_beyond and self.techniques is None and profile.mode == "train":
-                    said = beyond(asked, found, kept_bytes)
+                says_beyond = says_beyond and self.techniques is None and profile.mode == "train"
+                said = beyond(asked, found, kept_bytes) if says_beyond else ()
                 made = asked.as_plan(found, self.limit, kept_bytes, said)
                 return Outcome(profile, made, made.peak_bytes)
             tries.append(Try(found, budget_bytes, peak_bytes, needs))

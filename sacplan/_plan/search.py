@@ -117,7 +117,8 @@ class PlanSearch:
         cheapest: float | None = None
         in_vain = 0
         for size in self.context.sizes:
-            self._close_loop(solver, self.context.effects(size), budget_bytes)
+            effects = self.context.effects(size)
+            self._close_loop(solver, effects, budget_bytes)
             found = self.best(budget_bytes)
             if found is None:  # larger regions may still hold the budget
                 continue
