@@ -44,7 +44,7 @@ from sacplan._solve.uniform import Uniform
 from sacplan._technique.offers import Offer
 from sacplan._technique.step import Objective, PlanStep
 from sacplan._technique.technique import StepSolver
-from sacplan._techniques import TECHNIQUES, rewritten
+from sacplan._techniques import TECHNIQUES, rewritten, why_not
 from sacplan.errors import PlanError
 
 _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
@@ -210,13 +210,7 @@ class Planner:
         # Other techniques rewrite the program one after the other. Only decisions of the same technique can be in the
         # way.
         own = [one for one in self.settled if isinstance(one, technique.decision)]
-        if not own:
-            return True
-        try:
-            technique.patch(profile.program, (*own, offer.furthest), profile.spec)
-        except PlanError:
-            return False  # both are about the same ops
-        return True
+        return not own or not technique.why_not(profile.program, (*own, offer.furthest), profile.spec)
 
     def _with_offers(self, offers: tuple[Offer, ...], peaks: tuple[Footprint, ...] = ()) -> PlanSearch:
         """Return a search in which pins keep the other techniques away from the ops and modules of these offers."""
@@ -277,12 +271,11 @@ class Planner:
 
     def _frees(self, offer: Offer, least_bytes: float) -> bool:
         """Whether an offer makes that much less be alive at some op of the step."""
-        program = self.program
-        try:
-            now = bytes_at_ops(rewritten(program, (offer.furthest,), self.profile.spec))
-        except PlanError:
-            return False  # it does not go together with what is settled
-        before = bytes_at_ops(program)
+        program, furthest = self.program, (offer.furthest,)
+        # It does not go together with what is settled.
+        if why_not(program, furthest, self.profile.spec):
+            return False
+        before, now = bytes_at_ops(program), bytes_at_ops(rewritten(program, furthest, self.profile.spec))
         # Ops that the offer adds come behind the recorded ones, and are left out. A recorded op that no longer runs has
         # 0 bytes, which does not mean that anything was freed at it.
         now = now[: len(before)]

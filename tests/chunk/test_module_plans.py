@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from sacplan._chunk.rest import training_chunk
 from sacplan._plan.request import Request
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import CallSite
-from sacplan._techniques import rewritten
+from sacplan._techniques import rewritten, why_not
 from tests.chunk.test_memory import fake
 from tests.support.plans import discarding
 from tests.zoo.language_models import TokenModel
@@ -201,6 +202,22 @@ def test_patches_about_the_same_ops_are_not_merged() -> None:
     patch = training_chunk(profile.program, mlps(2)[0], profile.spec).patch
     with pytest.raises(ValueError, match="look at event"):
         merged(profile.program, [patch, patch])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "why"),
+    [
+        ([Chunk("layers.1", "module", 4, 1)], "goes through its last op as it is"),
+        ([Chunk("layers.1.mlp", "module", slices, 1) for slices in (2, 4)], "do not go together"),
+    ],
+)
+def test_why_not_is_the_error_of_rewriting(chunks: list[Chunk], why: str) -> None:
+    profile = profile_on()
+    said = why_not(profile.program, chunks, profile.spec)
+    assert why in said
+    with pytest.raises(sacplan.PlanError, match=re.escape(said)):
+        rewritten(profile.program, chunks, profile.spec)
+    assert not why_not(profile.program, mlps(2), profile.spec)
 
 
 @pytest.mark.slow
