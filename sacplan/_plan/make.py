@@ -12,7 +12,7 @@ from sacplan._plan.provenance import Provenance
 from sacplan._plan.reading import LayerReading, kept_layers, kept_sections
 from sacplan._plan.value import Status, UnitPlan
 from sacplan._profile.profile import Profile
-from sacplan._program.decisions import Decision, Discarded, Offload, Recompute, discarded_by
+from sacplan._program.decisions import Decision, Discarded, Recompute, discarded_by
 from sacplan._program.liveness import Footprint
 from sacplan._program.notebook import Section
 from sacplan._program.optimizer_ops import recomputed_from_updated, steps_in_backward
@@ -69,9 +69,10 @@ def made_plan(
     otherwise = any(technique.frees_otherwise for technique, _ in by_technique(decisions))
     lower_bound_ms = 0.0 if otherwise else _lower_bound(profile, decisions, pins, found.peak_bytes)
     program = profile.program
-    # Recomputation is described for the program that the other techniques leave: they may have moved ops away.
-    if discarded:
-        before = [one for one in decisions if not isinstance(one, (Recompute, Offload))]
+    # Techniques that watch the ops of a unit see those that the other techniques leave: they may have moved ops away.
+    taken = by_technique(decisions)
+    before = [one for technique, own in taken if not technique.shares_units for one in own]
+    if len(before) < len(decisions):
         program = rewritten(program, before, profile.spec)
     units, sequences = unit_plans(
         program, discarded, dict.fromkeys(unit for one in decisions for unit in one.units)
