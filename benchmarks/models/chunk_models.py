@@ -127,4 +127,29 @@ def gemma_2_2b(tokens: int = 8192, layers: int = 26) -> Case:
     return _planned(on_meta(hf.Gemma2ForCausalLM, config), tokens)
 
 
+def llama_3_2_1b(tokens: int) -> Case:
+    """Build Llama-3.2-1B's shape in bfloat16, on meta; head and embedding are tied."""
+    model = cases.llama_3_8b(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True,
+        max_position_embeddings=2**20, use_cache=False,
+    )  # fmt: skip
+    return _planned(model, tokens)
+
+
+def llama_3_2_3b(tokens: int) -> Case:
+    """Build Llama-3.2-3B's shape in bfloat16, on meta; head and embedding are tied."""
+    model = cases.llama_3_8b(
+        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, head_dim=128,
+        tie_word_embeddings=True, max_position_embeddings=2**20, use_cache=False,
+    )  # fmt: skip
+    return _planned(model, tokens)
+
+
 PLANNED: dict[str, Callable[..., Case]] = {"llama-3-8b": llama_3_8b, "gemma-2-2b": gemma_2_2b}
+
+OFFLOADED: dict[str, Callable[[int], Case]] = {
+    "llama-3-8b": llama_3_8b,
+    "gemma-2-2b": gemma_2_2b,
+    "llama-3.2-1b": llama_3_2_1b,
+    "llama-3.2-3b": llama_3_2_3b,
+}

@@ -1,0 +1,225 @@
+"""How long a sequence fits one GPU with offloading, chunks and the optimizer on the host, and what does it cost?
+
+    python -m benchmarks.offloaded_sequences [--cases llama-3-8b-h100 gemma-2-2b-h100]
+    python -m benchmarks.offloaded_sequences --table    # the table of docs/offload.md, from the figures that are there
+
+Models: the shapes of Llama-3-8B and Gemma-2-2B for an H100, and of Llama-3.2-1B and 3B for an RTX 4090, with all their
+layers, in bfloat16, one sequence, on the meta device; nothing is computed. The optimizer is torchao's AdamW on the
+host, which moves each gradient there as soon as it is there. Techniques: recomputation, chunks and offloading. The
+budget is the device's memory less 15 %. The host's is what the device's row says of it, or all that a machine with
+eight such devices has (``-node``), for the optimizer and for what waits there together.
+
+A row is a model with the smallest peak of a step of 8,192 tokens, and the longest sequence. That is found with the
+decisions of the smallest peak at a length nearby: other lengths, multiples of 8,192 tokens, are looked at with the same
+decisions, until one fits and the next one does not. So a search at every length could find a longer one. Both have the
+figures of a plan, and the peaks of a fake step with it, on the device and on the host; the longest sequence is planned
+for the budget, not for the smallest peak. ``planning_s`` is processor time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import sacplan
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.plans import as_budget
+from benchmarks.harness.results import GIB, Row, read_results
+from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.models import chunk_models
+from benchmarks.models.cases import Case
+from sacplan._device.devices import resolve_device
+from sacplan._plan.limits import DEFAULT_HEADROOM
+from sacplan._techniques import rewritten
+
+TECHNIQUES = ("recompute", "chunk", "offload")
+OPTIMIZER = "adamw-offload-gradients"
+SHORT = 8192
+STEP = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A model and a device.
+
+    Attributes:
+        model: One of ``chunk_models.OFFLOADED``.
+        device: The name of a device.
+        tokens: A length near the longest, from which on it is looked for.
+        shares: Of the host's memory, how many devices' shares the step may take.
+    """
+
+    model: str
+    device: str
+    tokens: int
+    shares: int = 1
+
+    def case(self, tokens: int) -> Case:
+        """Build the step of so many tokens."""
+        return dataclasses.replace(chunk_models.OFFLOADED[self.model](tokens), optimizer=OPTIMIZER)
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """The memory of the host that the step may take."""
+        return self.shares * resolve_device(self.device).host_memory_bytes
+
+
+CASES = {
+    "llama-3-8b-h100": Asked("llama-3-8b", "h100", 524288),
+    "llama-3-8b-h100-node": Asked("llama-3-8b", "h100", 655360, shares=8),
+    "gemma-2-2b-h100": Asked("gemma-2-2b", "h100", 32768),
+    "llama-3.2-1b-4090": Asked("llama-3.2-1b", "rtx-4090", 262144),
+    "llama-3.2-3b-4090": Asked("llama-3.2-3b", "rtx-4090", 131072),
+}
+
+
+def figures(asked: Asked, tokens: int, plan_of: Callable[[sacplan.Profile], sacplan.Plan]) -> Row:
+    """Plan a step of so many tokens; return the plan's figures, and the peaks of a fake step with it."""
+    case = asked.case(tokens)
+    profile = case.profile(asked.device)
+    began = time.process_time()
+    plan = plan_of(profile)
+    took = time.process_time() - began
+    fake = case.verify(plan)
+    return {
+        "tokens": tokens,
+        "plain_peak_bytes": profile.peak_bytes,
+        "plain_step_ms": profile.step_ms,
+        "peak_bytes": plan.peak_bytes,
+        "fake_peak_bytes": fake.peak_bytes,
+        "host_bytes": plan.host_bytes,
+        "fake_host_bytes": fake.host_bytes,
+        "optimizer_host_bytes": profile.optimizer_host_bytes,
+        "recompute_ms": plan.recompute_ms,
+        "added_ms": plan.added_ms,
+        "share": (plan.recompute_ms + plan.added_ms) / profile.step_ms,
+        "recomputed": len(plan.decisions) - len(plan.chunks) - len(plan.offloaded),
+        "chunks": len(plan.chunks),
+        "offloaded": len(plan.offloaded),
+        "planning_s": took,
+    }
+
+
+def longest(asked: Asked, plan: sacplan.Plan, budget_bytes: int) -> Row:
+    """Return the longest sequence that fits with a plan's decisions, and by length the peaks on device and host."""
+    seen: dict[int, tuple[int, int]] = {}
+
+    def fits(tokens: int) -> bool:
+        profile = asked.case(tokens).profile(asked.device)
+        footprint = rewritten(profile.program, plan.decisions, profile.spec).footprint
+        on_host = footprint.host_peak_bytes + profile.optimizer_host_bytes
+        seen[tokens] = footprint.peak_bytes, on_host
+        return footprint.peak_bytes <= budget_bytes and on_host <= asked.host_budget_bytes
+
+    # Peaks grow almost linearly, so a line through two of them is a good first guess. The host's memory is taken in
+    # powers of two, so from there on the interval is halved.
+    tokens = asked.tokens
+    known = {n: fits(n) for n in (tokens, tokens // 2)}
+    slope = (seen[tokens][0] - seen[tokens // 2][0]) / (tokens - tokens // 2)
+    guess = int(tokens + (budget_bytes - seen[tokens][0]) / slope) // STEP * STEP
+    low = max((n for n, held in known.items() if held), default=0)
+    high = min((n for n, held in known.items() if not held), default=0)
+    while not high or high - low > STEP:
+        if not low < guess or (high and not guess < high):
+            guess = (low + high) // 2 // STEP * STEP if high else low + STEP
+        if fits(guess):
+            low, guess = guess, guess + STEP
+        else:
+            high, guess = guess, guess - STEP
+        if high and high - low > 2 * STEP and len(seen) > 4:
+            guess = (low + high) // 2 // STEP * STEP
+    return {"tokens": low, "looked_at": {n: seen[n] for n in sorted(seen)}}
+
+
+def measured(name: str) -> Row:
+    """Return the row of a case."""
+    asked = CASES[name]
+    spec = resolve_device(asked.device)
+    budget_bytes = spec.memory_bytes - int(DEFAULT_HEADROOM * spec.memory_bytes)
+    options = {"techniques": TECHNIQUES, "host_budget": as_budget(asked.host_budget_bytes)}
+
+    def smallest(profile: sacplan.Profile) -> sacplan.Plan:
+        return sacplan.plan_smallest(profile, **options)
+
+    def within(profile: sacplan.Profile) -> sacplan.Plan:
+        return sacplan.plan(profile, as_budget(budget_bytes), **options)
+
+    row: Row = {
+        "case": name,
+        "model": asked.model,
+        "device": spec.name,
+        "budget_bytes": budget_bytes,
+        "host_budget_bytes": asked.host_budget_bytes,
+        "short": figures(asked, SHORT, smallest),
+    }
+    reached = longest(asked, smallest(asked.case(asked.tokens).profile(asked.device)), budget_bytes)
+    return row | {"search": reached, "long": figures(asked, reached["tokens"], within)}
+
+
+def _line(row: Row) -> str:
+    lines = [
+        f"{row['case']}: {row['budget_bytes'] / GIB:.2f} GiB, host {row['host_budget_bytes'] / GIB:.0f} GiB"
+    ]
+    for kind in ("short", "long"):
+        found = row[kind]
+        on_host = found["host_bytes"] + found["optimizer_host_bytes"]
+        lines.append(
+            f"  {found['tokens']:>8} tokens: {found['peak_bytes'] / GIB:.2f} GiB, "
+            f"{on_host / GIB:.1f} on the host, {found['share']:+.1%}, planned in {found['planning_s']:.0f} s"
+        )
+    return "\n".join(lines)
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the table of the page."""
+    lines = markdown_head(
+        (
+            "model",
+            "device; host",
+            "step",
+            "peak",
+            "on the host: activations, optimizer",
+            "time",
+            "chunks",
+            "offloaded",
+            "planned in",
+        )
+    )
+    for row in rows:
+        for kind in ("short", "long"):
+            found = row[kind]
+            cells = (
+                f"`{row['model']}`",
+                f"`{row['device']}`, {row['budget_bytes'] / GIB:.1f} GiB; {row['host_budget_bytes'] / GIB:.0f} GiB",
+                f"{found['tokens']:,} tokens, {'smallest peak' if kind == 'short' else 'the longest'}",
+                f"{found['peak_bytes'] / GIB:.2f} GiB",
+                f"{found['host_bytes'] / GIB:.1f}, {found['optimizer_host_bytes'] / GIB:.1f} GiB",
+                f"{found['share']:+.1%}".replace("%", " %"),
+                f"{found['chunks']}",
+                f"{found['offloaded']}",
+                f"{found['planning_s']:.0f} s",
+            )
+            # A model is named once.
+            lines.append(markdown_line(cells if kind == "short" else ("", "", *cells[2:])))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = Parser(__doc__, "offloaded_sequences.json")
+    parser.add_argument("--table", action="store_true", help="print the table from the file, run nothing")
+    parser.choice("--cases", CASES)
+    arguments = parser.begin(silence=True)
+    if arguments.table:
+        print(table(read_results(arguments.json)[1]))
+        return
+
+    def rows_of(name: str) -> Iterator[Row]:
+        yield measured(name)
+
+    run_cases(arguments.cases, rows_of, _line, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
