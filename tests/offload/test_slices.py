@@ -10,7 +10,6 @@ import sacplan
 from sacplan._plan.make import made_plan
 from sacplan._program.decisions import Offload
 from sacplan._program.liveness import bytes_at_ops, footprint_of, summits
-from sacplan._program.pins import NO_PINS
 from sacplan._techniques import rewritten
 from tests.chunk.test_backward import gradients, loss_fn, make_case
 from tests.offload.test_plans import in_one_place
@@ -58,8 +57,7 @@ def test_bits_are_those_of_the_same_slices_without_copies() -> None:
     profile, plan = smallest("cpu", WITH)
     model, batch = make_case(LAYERS)
     kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
-    footprint = rewritten(profile.program, kept, profile.spec).footprint
-    with sacplan.apply(model, made_plan(profile, kept, footprint, plan.provenance, NO_PINS, status="policy")):
+    with sacplan.apply(model, made_plan(profile, kept, plan.provenance, status="policy")):
         expected = gradients(model, batch)
     with sacplan.apply(model, plan) as handle:
         for _ in range(3):
