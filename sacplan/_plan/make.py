@@ -54,6 +54,8 @@ def made_plan(
     left = rewritten(
         plain, [one for one in decisions if not isinstance(one, (Recompute, Offload))], profile.spec
     )
+    # Techniques that watch the ops of a unit see those that are left, also where nothing is recomputed.
+    watched = any(technique.shares_units for technique, _ in by_technique(decisions))
     # Where memory is freed in other ways than by recomputation, nothing has to run again.
     otherwise = any(technique.frees_otherwise for technique, _ in by_technique(decisions))
     found, discarded = program.footprint, discarded_by(decisions)
@@ -68,7 +70,7 @@ def made_plan(
         0.0 if otherwise else bound_of(left, op_costs(left, "time"), pins.kept_ops).at(found.peak_bytes)
     )
     units, sequences = unit_plans(
-        left if discarded else plain,
+        left if watched else plain,
         discarded,
         dict.fromkeys(unit for one in decisions for unit in one.units),
     )
