@@ -41,7 +41,6 @@ from sacplan._plan.make import made_plan
 from sacplan._plan.provenance import Provenance
 from sacplan._program.pins import NO_PINS
 from sacplan._record.step import Step
-from sacplan._techniques import rewritten
 from sacplan._verify.measure import measured_step
 
 SLICES = 16
@@ -134,11 +133,10 @@ def chunked(model: Model, batch: Batch) -> LossFn:
     assert isinstance(found, ChunkOptions), found
     # Planning would choose the slices; the comparison needs a given number of them, so the plan is made by hand.
     (chunk,) = (chunk for chunk, _ in found.options if chunk.slices == SLICES)
-    footprint = rewritten(profile.program, (chunk,), profile.spec).footprint
     made_by = Provenance.now(
         profile, "chunked-loss", None, objective="time", budget=None, pins=NO_PINS, techniques=("chunk",)
     )
-    plan = made_plan(profile, (chunk,), footprint, made_by, NO_PINS, status="feasible")
+    plan = made_plan(profile, (chunk,), made_by, status="feasible")
     sacplan.apply(model, plan)
     return plain_loss
 

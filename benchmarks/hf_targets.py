@@ -9,15 +9,17 @@
 For each model type the default configuration of its class is saved as a folder, and given to the command line's own
 loader as ``hf:FOLDER``, with no other option. Nothing is computed and nothing is downloaded: a batch is made, and one
 training step is profiled for an H100 without weights. Widths are those of the defaults; of layers that are alike two
-are kept, which makes the sweep several times faster and changes nothing about the batch. Where the library's defaults
-do not run, because the parts of a model do not agree in size, the configuration that ``models/small_configs.py`` makes
-of them by rule is tried as well.
+are kept, which makes the sweep several times faster and changes nothing about the batch. A few models do not train in
+bfloat16, or not on a single sample (batch norm over features): for these, the option of the command line that changes
+that is tried. Where the library's defaults do not run, because the parts of a model do not agree in size, the
+configuration that ``models/small_configs.py`` makes of them by rule is tried as well.
 
 A row is a model type. One without a step says why, in the words of the last error of its default configuration.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -45,6 +47,7 @@ FIGURES = RESULTS / "hf_targets.json"
 PAGE = ROOT / "docs" / "hf_targets.md"
 DEVICE = "h100"
 _LIMITS = Limits(seconds=240.0, items=25)
+_NO_OPTIONS = HfOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,16 @@ class Outcome:
     Attributes:
         model_type: as in ``config.json``.
         configuration: "default", or "small" where the defaults do not run; "" where neither does.
+        options: of the command line, where it does not run without.
         model_class, task, inputs: of the model that was made.
         loss: "its own", or "the sum of its outputs" where it has none.
-        peak_bytes: of the step with one sample on an H100.
+        peak_bytes: of the step on an H100, with one sample or as ``options`` say.
         reason: why there is no step, or why the configuration is a small one.
     """
 
     model_type: str
     configuration: str = ""
+    options: str = ""
     model_class: str = ""
     task: str = ""
     inputs: str = ""
@@ -96,12 +101,26 @@ def outcome_of(model_type: str) -> Outcome:
         return _profiled(model_type, "default", shallow(defaults))
     except Exception as error:  # whatever it is, it is what the row is about
         reason = _line(error)
+    if (helps := _option_against(reason)) is not None:
+        with contextlib.suppress(Exception):  # then the row has the error without it
+            return _profiled(model_type, "default", shallow(defaults), reason, helps)
     if shallow(defaults) != defaults:
         try:  # some need all of their layers
             return _profiled(model_type, "default", defaults)
         except Exception as error:
             reason = _line(error)
     return _small(model_type, reason)
+
+
+_AGAINST = (
+    (r"expected scalar type|Unsupported dtype|same dtype", HfOptions(dtype="float32")),
+    (r"Expected more than 1 value per channel", HfOptions(batch=2)),
+)
+"""What errors of models say that an option of the command line is against, and this option."""
+
+
+def _option_against(reason: str) -> HfOptions | None:
+    return next((helps for said, helps in _AGAINST if re.search(said, reason)), None)
 
 
 def _small(model_type: str, reason: str) -> Outcome:
@@ -116,6 +135,7 @@ _DEPTH = re.compile(
     r"(\w+_)?(n|num)_(hidden_|encoder_|decoder_)?layers?|(\w+_)?depth|(encoder|decoder)_layers|layers"
 )
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
+_BY_LAYER = "per_layer_config"
 _LAYERS = 2
 
 
@@ -124,18 +144,28 @@ def shallow(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     made = {name: shallow(value) for name, value in config.items()}
+    depth = made.get("num_hidden_layers")
     for name, value in made.items():
         if isinstance(value, int) and not isinstance(value, bool) and _DEPTH.fullmatch(name):
             made[name] = min(value, _LAYERS)
-        elif name in _KINDS and isinstance(value, list):
+        # A list may have one entry for each layer.
+        elif isinstance(value, list) and (name in _KINDS or len(value) == depth):
             made[name] = value[:_LAYERS]
+        elif name == _BY_LAYER and isinstance(value, dict):
+            made[name] = {layer: own for layer, own in value.items() if int(layer) < _LAYERS}
     return made
 
 
-def _profiled(model_type: str, configuration: str, values: dict[str, Any], reason: str = "") -> Outcome:
+def _profiled(
+    model_type: str,
+    configuration: str,
+    values: dict[str, Any],
+    reason: str = "",
+    options: HfOptions = _NO_OPTIONS,
+) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")
-        target = hf.build(f"hf:{folder}", HfOptions(), "meta")
+        target = hf.build(f"hf:{folder}", options, "meta")
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", sacplan.SacplanWarning
@@ -145,6 +175,7 @@ def _profiled(model_type: str, configuration: str, values: dict[str, Any], reaso
     return Outcome(
         model_type,
         configuration,
+        options=" ".join(f"--{name} {value}" for name, value in options.given().items()),
         model_class=facts["model"],
         task=facts["task"],
         inputs=", ".join(name for name in target.batch if name not in ("labels", "return_loss")),
@@ -173,9 +204,11 @@ def summary(found: Iterable[Outcome]) -> str:
     done = [o for o in found if o.profiled]
     small = sum(o.configuration == "small" for o in done)
     own = sum(o.loss == "its own" for o in done)
+    helped = sum(bool(o.options) for o in done)
     return (
         f"{len(done)} of {len(found)} model types have a batch and a profiled step, {len(done) - small} from their "
-        f"default configuration and {small} from a small one; {own} have a loss of their own"
+        f"default configuration and {small} from a small one; {own} have a loss of their own, and {helped} need an "
+        "option"
     )
 
 
@@ -208,7 +241,8 @@ _COLUMNS = """\
 - **class**: the class that was taken: the first one of the model type with a loss of its own that a batch runs with.
 - **configuration**: `default`, as the class has it, with two of the layers that are alike; or `small`: the defaults do
   not run, since sizes of their parts do not agree, and a configuration that is made of them by rule does. A published
-  `config.json` states these sizes.
+  `config.json` states these sizes. Behind it is the option that a model needs: `--dtype float32` where it does not
+  train in bfloat16, `--batch 2` where it does not train on a single sample.
 - **reads**: the arguments of its forward that the batch has, besides labels.
 - **loss**: of the model, or the sum of its outputs.
 """
@@ -239,7 +273,8 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
 def _cells(o: Outcome) -> list[str]:
     reads = ", ".join(f"`{name}`" for name in o.inputs.split(", "))
     loss = "own" if o.loss == "its own" else "sum"
-    return [f"`{o.model_type}`", o.model_class, o.configuration, reads, loss]
+    configuration = f"{o.configuration}, `{o.options}`" if o.options else o.configuration
+    return [f"`{o.model_type}`", o.model_class, configuration, reads, loss]
 
 
 # --- command line ----------------------------------------------------------------------------------------------------

@@ -90,6 +90,16 @@ def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpe
     return program
 
 
+def why_not(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None = None) -> str:
+    """Return why a program cannot be ``rewritten`` with these decisions together, a sentence; empty if it can."""
+    for technique, own in by_technique(decisions):
+        why = technique.why_not(program, own, device)
+        if why:
+            return why
+        program = _rewritten_by(technique, program, tuple(own), device)
+    return ""
+
+
 def _rewritten_by(
     technique: Technique, program: Program, decisions: tuple[Decision, ...], device: DeviceSpec | None
 ) -> Program:

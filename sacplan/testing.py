@@ -11,8 +11,8 @@ import torch
 
 from sacplan._device.device_memory import beyond_peak_bytes, reserved_bytes
 from sacplan._device.devices import DeviceSpec
-from sacplan._device.outside_allocator import outside_allocator, outside_text
-from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Limit, allocator_room
+from sacplan._device.outside_allocator import outside_text
+from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Limit, Room
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import no_optimizer
@@ -107,7 +107,7 @@ def assert_step_fits(
         found = found.on_ranks(plan.ranks)
     # After ``on_ranks``: a budget given as a share is one of the unplanned peak of one rank.
     limit = Limit(budget, headroom)
-    budget_bytes = limit.bytes_of(found)  # before anything is planned: it may be one that cannot be read
+    room = limit.room_of(found)  # before anything is planned: the budget may be one that cannot be read
     if found.has_no_optimizer:
         missing = no_optimizer(found.program, found.spec)
         warnings.warn(f"{missing}. Give the optimizer=.", SacplanWarning, stacklevel=3)
@@ -120,14 +120,13 @@ def assert_step_fits(
             # The decisions do not fit the recording. ``apply`` would still carry out those that match its ops, so the
             # peak is not known without running a step with the plan applied.
             seen = verify(model, batch, plan, loss_fn, optimizer, accumulation_steps=accumulation_steps)
-            if seen.peak_bytes > budget_bytes:
-                raise AssertionError(_lines(_of_another_step(found, seen, budget_bytes))) from None
+            if seen.peak_bytes > room.n_bytes:
+                raise AssertionError(_lines(_of_another_step(found, seen, room.n_bytes))) from None
             return found
         # In the other branch ``verify`` has warned already.
         warn_of(plan.fingerprint.setup.differences(found.fingerprint.setup), stacklevel=3)
-    budget_bytes = limit.bytes_for(found, program)
-    if program.footprint.peak_bytes > budget_bytes:
-        raise AssertionError(_lines(_report(found, plan, program, limit, budget_bytes)))
+    if program.footprint.peak_bytes > room.for_peak(program):
+        raise AssertionError(_lines(_report(found, plan, program, room)))
     return found
 
 
@@ -146,13 +145,12 @@ def _check_plan(found: Profile, plan: Plan) -> None:
         )
 
 
-def _report(
-    found: Profile, plan: Plan | None, program: Program, limit: Limit, budget_bytes: int
-) -> Iterator[str]:
+def _report(found: Profile, plan: Plan | None, program: Program, room: Room) -> Iterator[str]:
     """Yield paragraphs on what is wrong, where, and what to try."""
+    budget_bytes = room.for_peak(program)
     yield from _verdict(found, program.footprint.peak_bytes, budget_bytes)
-    if limit.is_gpu(found.spec):
-        yield _room(found, program)
+    if room.is_reserved:
+        yield _in_room(found, program, room)
     if plan is not None:
         yield f"This is with the plan; without it, the peak is {format_bytes(found.peak_bytes)}."
     yield f"The peak is {moment_of(program, found.fingerprint.model_class)[-1]}. Alive then:"
@@ -162,18 +160,18 @@ def _report(
         yield from _advice(found, plan, budget_bytes)
 
 
-def _room(found: Profile, program: Program) -> str:
+def _in_room(found: Profile, program: Program, room: Room) -> str:
     """Say how the limit came about that a GPU has for the peak of a step."""
     spec, reserved = found.spec, reserved_bytes(program)
     expandable = reserved_bytes(program, expandable=True)
-    outside = outside_allocator(spec, found.ranks.communicators)
     helps = ""
-    if expandable <= allocator_room(spec, found.ranks.communicators) < reserved:
+    if expandable <= room.n_bytes < reserved:
         helps = f" With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
     return (
         f"No budget was given, so the step must fit {spec.name}, which has {format_bytes(spec.memory_bytes)}: outside "
-        f"of torch's allocator there is {outside_text(outside)}, and the allocator reserves {format_bytes(reserved)} "
-        f"(max_memory_reserved), {format_bytes(beyond_peak_bytes(program))} more than the peak.{helps}"
+        f"of torch's allocator there is {outside_text(room.outside)}, and the allocator reserves "
+        f"{format_bytes(reserved)} (max_memory_reserved), {format_bytes(beyond_peak_bytes(program))} more than the "
+        f"peak.{helps}"
     )
 
 

@@ -42,7 +42,11 @@ MODELS = (
 )  # fmt: skip
 """Suggestions. Any other name that sacplan knows can be typed, and any other model is a ``config.json``."""
 
-OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "none")
+OPTIMIZERS = (
+    "adamw", "adamw-fused", "adamw-8bit", "paged-adamw-8bit", "adafactor", "muon", "lion", "sgd", "none",
+)  # fmt: skip
+"""The common ones. Any other that sacplan knows can be typed."""
+
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICES = ("rtx-4090", "rtx-3090", "l4", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200")
 
@@ -60,6 +64,11 @@ STYLE = """
 .rows th, .rows td { padding: .25rem .4rem; text-align: left; border-bottom: 1px solid #8884 !important; }
 .rows td.number, .rows th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .rows tr.recommended { font-weight: 600; }
+@media (max-width: 640px) {
+  .verdict { font-size: 1rem; } .verdict b { font-size: 1.2rem; }
+  .rows { font-size: .85rem; max-width: calc(100vw - 4.5rem); }
+  .rows td:nth-child(-n+3) { white-space: normal; } .rows th, .rows td { padding: .25rem .3rem; }
+}
 """
 
 
@@ -193,10 +202,9 @@ def failure(message: str) -> str:
 
 def table(answer: dict[str, Any]) -> str:
     """Write the rows: each way to run the step."""
-    heads = ("optimizer", "way", "peak", "reserved", "fits", "step")
-    lines = [
-        "".join(f'<th class="{"number" if i in (2, 3, 5) else ""}">{h}</th>' for i, h in enumerate(heads))
-    ]
+    # What matters most comes first: on a phone the last columns have to be scrolled to.
+    heads = ("optimizer", "way", "fits", "reserved", "peak", "step")
+    lines = ["".join(_cell("th", i, head) for i, head in enumerate(heads))]
     for row in answer["rows"]:
         if row["same_as"] is not None:  # a plan that finds nothing to do
             continue
@@ -205,22 +213,23 @@ def table(answer: dict[str, Any]) -> str:
         cells = (
             row["optimizer"],
             row["way"],
-            _gib(row["peak_bytes"]),
-            _gib(row["reserved_bytes"]),
             fits,
+            _gib(row["reserved_bytes"]),
+            _gib(row["peak_bytes"]),
             step,
         )
-        line = "".join(
-            f'<td class="{"number" if i in (2, 3, 5) else ""}">{html.escape(c)}</td>'
-            for i, c in enumerate(cells)
-        )
-        lines.append(line)
+        lines.append("".join(_cell("td", i, text) for i, text in enumerate(cells)))
     best = answer["recommended"]
     shown = [row for row in answer["rows"] if row["same_as"] is None]
     marked = [f"<tr>{lines[0]}</tr>"]
     for row, line in zip(shown, lines[1:], strict=True):
         marked.append(f'<tr class="{"recommended" if row == best else ""}">{line}</tr>')
     return f'<div class="rows"><table>{"".join(marked)}</table></div>'
+
+
+def _cell(tag: str, column: int, text: str) -> str:
+    kind = ' class="number"' if column > 2 else ""
+    return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
 
 
 def _gib(n_bytes: int | None) -> str:
@@ -290,7 +299,7 @@ def build() -> gr.Blocks:
                     MODELS, value=MODELS[0], label="Model", allow_custom_value=True,
                     info="A name on the hub. Type any other that sacplan knows.",
                 )  # fmt: skip
-                config = gr.File(label="Or its config.json", file_types=[".json"], height=110)
+                config = gr.File(label="Or its config.json", file_types=[".json"], height=130)
                 device = gr.Dropdown(DEVICES, value="rtx-4090", label="GPU", allow_custom_value=True)
                 with gr.Row():
                     batch = gr.Number(1, label="Batch", info="samples", precision=0, minimum=1, min_width=140)
@@ -299,7 +308,13 @@ def build() -> gr.Blocks:
                     )
                 with gr.Row():
                     dtype = gr.Dropdown(DTYPES, value=DTYPES[0], label="dtype", min_width=140)
-                    optimizer = gr.Dropdown(OPTIMIZERS, value=OPTIMIZERS[0], label="Optimizer", min_width=140)
+                    optimizer = gr.Dropdown(
+                        OPTIMIZERS,
+                        value=OPTIMIZERS[0],
+                        label="Optimizer",
+                        min_width=140,
+                        allow_custom_value=True,
+                    )
                 with gr.Row():
                     lora = gr.Number(
                         0, label="LoRA rank", info="0: all weights", precision=0, minimum=0, min_width=140

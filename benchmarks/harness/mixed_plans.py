@@ -15,23 +15,22 @@ import sacplan
 from sacplan._offload.options import Offloads
 from sacplan._offload.sites import last_writes, place_of, sites_of, tensors_of, weight_of, weights_asked_for
 from sacplan._plan.make import made_plan
-from sacplan._plan.planner import Planner
 from sacplan._plan.provenance import Provenance
+from sacplan._plan.request import Request
 from sacplan._plan.search import decisions_of
 from sacplan._program.decisions import Decision, Offload, SeenTensor, Site
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Program
 from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._techniques import regions, rewritten
+from sacplan._techniques import regions
 
 ALL = ("recompute", "chunk", "offload")
 
 
 def plan_with(profile: sacplan.Profile, decisions: Sequence[Decision]) -> sacplan.Plan:
     """Return the plan with these decisions, and the figures of the step with them."""
-    found = rewritten(profile.program, decisions, profile.spec).footprint
-    return made_plan(profile, tuple(decisions), found, Provenance.now(profile, "random"), status="feasible")
+    return made_plan(profile, tuple(decisions), Provenance.now(profile, "random"), status="feasible")
 
 
 def mixed_plan(profile: sacplan.Profile, rng: random.Random, techniques: Sequence[str] = ALL) -> sacplan.Plan:
@@ -39,7 +38,7 @@ def mixed_plan(profile: sacplan.Profile, rng: random.Random, techniques: Sequenc
 
     Each of the techniques has as good a chance, however few of the options are its own.
     """
-    planner = Planner.of(profile, "greedy", techniques=techniques)
+    planner = Request(solver="greedy", techniques=techniques).planner(profile)
     # The first search has all techniques, and one with offers is the last.
     searches = planner.searches
     context = (searches[-1] if searches[-1].context.offers else searches[0]).context

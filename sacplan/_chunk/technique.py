@@ -64,10 +64,22 @@ class Chunking(Technique):
         """Return the patch that puts loops in the place of ops that run in slices.
 
         Raises:
-            PlanError: this step has no such ops.
+            PlanError: this step has no such ops, or two of the loops would be in the same place.
         """
+        found = self._patch(program, decisions, device)
+        if isinstance(found, str):
+            raise PlanError(found)
+        return found
+
+    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
+        """Return which chunk cannot be carried out on this step, or why two of them do not go together."""
+        found = self._patch(program, decisions, device)
+        return found if isinstance(found, str) else ""
+
+    @staticmethod
+    def _patch(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch | str:
         if device is None:
-            raise PlanError("a plan with chunks is read with the device that it is for; it was not given.")
+            return "a plan with chunks is read with the device that it is for; it was not given."
         stretches = _stretches(decisions)
         if stretches:
             return stretches_patch(program, stretches, device)
@@ -77,11 +89,11 @@ class Chunking(Technique):
             try:
                 patches.append(training_chunk(program, chunk, device).patch)
             except CannotChunk as error:
-                raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
+                return f"{chunk} cannot be carried out on this step: {error}."
         try:
             return merged(program, patches)
         except ValueError as error:
-            raise PlanError(f"{error}, so these chunks do not go together: {chunks}.") from error
+            return f"{error}, so these chunks do not go together: {chunks}."
 
     def install(
         self,

@@ -110,11 +110,15 @@ def run_final_loop(run: DeferredRun, exits: dict[int, Lazy], outputs: frozenset[
     died, tensors = run.program.liveness.died, run.program.tensors
     end = int(run.program.liveness.op_events[run.last])
     handles = _lazy_handles(run, outputs)
-    # Such as a loss that code still refers to: alive at the end of the loop, so it is computed along.
+    # Such as a loss that code still refers to: alive at the end of the loop, so it is computed along. The gradient with
+    # which the backward pass began is a number, too, and was there before.
     numbers = {
         t: lazy.value
         for t, lazy in run.tensors.lazy.items()
-        if not tensors[t].shape and t not in exits and died[tensors[t].storage] > end
+        if not tensors[t].shape
+        and t not in exits
+        and tensors[t].storage not in run.tensors.given
+        and died[tensors[t].storage] > end
     }
     _check_let_go(run, exits, end)
     names = list(exits)

@@ -170,6 +170,12 @@ class BackwardWalk:
             raise CannotChunk(
                 f"no backward op belongs to the forward pass behind {unit!r}", self.span.first_op
             )
+        # Such a gradient is asked for by name, torch.autograd.grad(energy, positions), and the formulas of the others
+        # do not run. The entry's node has one formula for all of them.
+        if any(op.phase is Phase.FORWARD for op in program.ops[self.run.last :]):
+            raise CannotChunk(
+                f"the gradient of what {unit!r} computes is taken inside a forward pass", self.run.last
+            )
 
     def _run_outside(self, index: int, op: Op, known: Mapping[int, Lazy], lazy: Sequence[int]) -> None:
         """An op runs where it ran. What it reads that is lazy leaves the chunk."""

@@ -112,7 +112,7 @@ def fit(
             routing=routing or "balanced",
             # No sequence beyond the model's positions is tried: it could not run.
             longest=None if seq is None else _positions(loaded.model),
-            name=target.removeprefix("hf:"),
+            name=_named(target, hf),
             sizes=sizes,
             on_verdict=lambda verdict: known.append(verdict.sentence),
         )
@@ -124,6 +124,12 @@ def fit(
         shown += ["", found.code]
     exit_code = 0 if found.fits else INFEASIBLE
     return CommandResult(fit_answer(found, loaded, line), shown, found.computed, exit_code)
+
+
+def _named(target: str, hf: o.HfOptions) -> str:
+    """Return what the verdict calls the model: its name, and the adapters and 4-bit weights that it was given."""
+    adapters = [] if hf.lora is None else [f"LoRA {hf.lora}"]
+    return ", ".join([target.removeprefix("hf:"), *adapters, *(["4-bit weights"] if hf.load_in_4bit else [])])
 
 
 def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:

@@ -150,7 +150,6 @@ def _first_that_runs(
     errors: list[str] = []
     classes = _classes(config)
     for model_class in classes:
-        sized = replace(sizes, tokens=_seq(name, config, model_class, seq))
         try:
             with torch.device(place):
                 model = model_class._from_config(copy.deepcopy(config), dtype=dtype, **attn)
@@ -164,6 +163,7 @@ def _first_that_runs(
         if task_of(model_class) == "causal LM" and getattr(model, "loss_type", "") is None:
             # transformers falls back to this loss, with a warning, for a class whose name names no loss
             model.loss_type = "ForCausalLM"
+        sized = replace(sizes, tokens=_seq(name, model, seq))
         try:
             found = find(model.train(), sized, place, dtype)
         except NoBatch as error:
@@ -299,16 +299,29 @@ def _read(name: str, path: Path) -> Any:
         ) from error
 
 
-def _seq(name: str, config: Any, model_class: type[Any], asked: int | None) -> int:
+def _seq(name: str, model: Any, asked: int | None) -> int:
     """Return the number of tokens in a sample: as asked for, else the default, but no more than there are positions."""
     # Errors for what was asked for alone: the default length is cut to what there is.
-    if asked is not None and not reads_tokens(model_class):
-        raise TargetError(f"{name} reads {_read_by(model_class)}; --seq is for models that read tokens.")
-    limit = first_of(config.get_text_config(), "max_position_embeddings", "max_target_positions")
+    if asked is not None and not reads_tokens(type(model)):
+        raise TargetError(f"{name} reads {_read_by(type(model))}; --seq is for models that read tokens.")
+    limit = _positions(model)
     if asked is not None and limit is not None and asked > limit:
         raise TargetError(f"--seq {asked}: {name} has positions for {limit} tokens.")
     default = int(HF_DEFAULTS.seq or 0)
     return asked if asked is not None else min(default, limit or default)
+
+
+def _positions(model: Any) -> int | None:
+    """Return for how many tokens there are positions, or None where any length runs."""
+    stated = first_of(model.config.get_text_config(), "max_position_embeddings", "max_target_positions")
+    # RoBERTa and its kin count positions from behind the padding's own row: of 514, 512 are left.
+    counted = [
+        positions.num_embeddings - owner.padding_idx - 1
+        for owner in model.modules()
+        if isinstance(getattr(owner, "padding_idx", None), int)
+        and isinstance(positions := getattr(owner, "position_embeddings", None), torch.nn.Embedding)
+    ]
+    return min((n for n in (stated, *counted) if n is not None), default=None)
 
 
 def _read_by(model_class: type[Any]) -> str:

@@ -188,7 +188,7 @@ class BatchInputs:
         if self.sizes.patches is not None:
             return self.sizes.patches
         vision = self.part("vision_config")
-        merged = first_of(vision, "spatial_merge_size", "merge_size") or 1
+        merged = first_of(vision, "spatial_merge_size", "merge_size", "pooling_kernel_size") or 1
         merged = merged if isinstance(merged, int) else 2
         return max(1, self.sizes.pixels // int(vision.patch_size) // merged) * merged
 
@@ -207,6 +207,7 @@ _NOT_TEXT = (
     "flattened_patches",
     "visual_",
     "past_values",
+    "grid_thw",
 )
 
 
@@ -238,8 +239,8 @@ LABELS: tuple[tuple[str, Callable[[BatchInputs], Any]], ...] = (
 """Patterns of class names, and how to make the ``labels`` of these classes. The first that matches counts."""
 
 
-def _pixel_values(i: BatchInputs) -> torch.Tensor:
-    """Return images, videos, several images per row, or a list of patches."""
+def _pixel_values(i: BatchInputs, name: str = "pixel_values") -> torch.Tensor:
+    """Return images, videos, several images per row, or a list of patches, for the argument ``name``."""
     channels, height, width = i.image_shape()
     vision = i.part("vision_config")
     # Patches of all images in one list, as Qwen-VL takes them.
@@ -249,14 +250,33 @@ def _pixel_values(i: BatchInputs) -> torch.Tensor:
         # A patch is a row of numbers or a square, and the list may be in a batch of one.
         flat = (count, channels * times * patch * patch)
         squares = (count, channels, patch, patch)
-        return i.floats(*(flat, squares, (1, *squares), (1, *flat))[i.layout_of("pixel_values")])
-    # Patches by row, padded to the largest image (SigLIP 2).
-    if "spatial_shapes" in i.parameters:
+        return i.floats(*(flat, squares, (1, *squares), (1, *flat))[i.layout_of(name)])
+    # Patches by row, padded to the largest image (SigLIP 2, Gemma 4).
+    if i.parameters.keys() & _PLACES_OF_PATCHES or i.layout_of(name) == _PATCHES_BY_ROW:
         return i.floats(i.rows, i.patches() ** 2, channels * vision.patch_size**2)
     frames = first_of(i.config, "num_frames") or 2
     # One image for each row, without and with a dimension for their number; the frames of a video; two images.
     between: tuple[tuple[int, ...], ...] = ((), (1,), (frames,), (2,))
-    return i.floats(i.rows, *between[i.layout_of("pixel_values")], channels, height, width)
+    return i.floats(i.rows, *between[i.layout_of(name)], channels, height, width)
+
+
+_PATCHES_BY_ROW = 4
+_PLACES_OF_PATCHES = {"spatial_shapes", "pixel_position_ids", "image_position_ids"}
+"""Arguments that say where in its image each patch of a row is."""
+
+
+def _patches_of_a_tower(i: BatchInputs) -> torch.Tensor | None:
+    """Return the patches that a tower by itself reads: with a grid, they come under the name of hidden states."""
+    # Elsewhere, hidden states are what another part makes, of a width that is not known here.
+    if not i.requires("hidden_states") or "grid_thw" not in i.parameters:
+        return None
+    return _pixel_values(i, "hidden_states")
+
+
+def _places_of_patches(i: BatchInputs) -> torch.Tensor:
+    """Return the row and the column of each patch."""
+    side = torch.arange(i.patches(), device=i.place_of_integers)
+    return torch.cartesian_prod(side, side).expand(i.rows, -1, -1)
 
 
 def _spectrogram_shape(i: BatchInputs) -> tuple[int, ...]:
@@ -272,7 +292,19 @@ def _spectrogram_shape(i: BatchInputs) -> tuple[int, ...]:
         (i.rows, 1, frames, mels),
         (i.rows, i.sizes.samples),
         (i.rows, 1, i.sizes.samples),
+        # Frames that were stacked before: as wide as the first layer reads. Some read more bands, and do not
+        # say how many.
+        (i.rows, frames, _width_of_first_layer(i.model) or mels),
+        (i.rows, frames, _MANY_MELS),
     )[i.layout_of("input_features")]
+
+
+_MANY_MELS = 128
+"""Bands of a spectrogram in newer models; older ones read 80."""
+
+
+def _width_of_first_layer(model: torch.nn.Module) -> int | None:
+    return next((m.in_features for m in model.modules() if isinstance(m, torch.nn.Linear)), None)
 
 
 _WHISPER_POSITIONS = 1500
@@ -281,7 +313,8 @@ _WHISPER_POSITIONS = 1500
 
 def _audio_mask(i: BatchInputs) -> torch.Tensor:
     shape = _spectrogram_shape(i)
-    return i.ones(i.rows, shape[2 if i.layout_of("input_features") == 0 else 1])
+    # Behind the bands, or behind a channel.
+    return i.ones(i.rows, shape[2 if i.layout_of("input_features") in (0, 2, 4) else 1])
 
 
 def _videos(i: BatchInputs) -> torch.Tensor | None:
@@ -366,7 +399,10 @@ INPUTS: dict[str, Callable[[BatchInputs], Any]] = {
     "input_values": _waves,
     "image_grid_thw": lambda i: i.rows_of(1, i.patches(), i.patches()),
     "grid_thw": lambda i: i.rows_of(1, i.patches(), i.patches()),
+    "hidden_states": _patches_of_a_tower,
     "spatial_shapes": lambda i: i.rows_of(i.patches(), i.patches()),
+    "pixel_position_ids": _places_of_patches,
+    "image_position_ids": _places_of_patches,
     "pixel_attention_mask": lambda i: (
         i.ones(i.rows, i.patches() ** 2) if "spatial_shapes" in i.parameters else None
     ),
@@ -391,7 +427,9 @@ INPUTS: dict[str, Callable[[BatchInputs], Any]] = {
 }
 """Arguments of forward by name, and how to make each. One that returns None is left out."""
 
-LAYOUTS: dict[str, int] = {"pixel_values": 4, "input_features": 5, "input_values": 4, "image_sizes": 2}
+LAYOUTS: dict[str, int] = {
+    "pixel_values": 5, "hidden_states": 4, "input_features": 7, "input_values": 4, "image_sizes": 2,
+}  # fmt: skip
 """Arguments whose layout the signature does not tell (dimensions, or whether to pass them), and how many there are."""
 
 
@@ -423,9 +461,12 @@ def make_batch(inputs: BatchInputs, *, labels: bool = True) -> dict[str, Any]:
     """Make a batch for the arguments of forward that are known."""
     batch: dict[str, Any] = {}
     made_labels = inputs.labels() if labels and "labels" in inputs.parameters else None
+    absent = _read_by_absent_towers(inputs.config)
     for name, make in INPUTS.items():
         # The decoder's input is made of the labels where there are any.
         if name not in inputs.parameters or (name == "decoder_input_ids" and made_labels is not None):
+            continue
+        if name.startswith(absent):
             continue
         made = make(inputs)
         if made is not None:
@@ -441,6 +482,18 @@ def make_batch(inputs: BatchInputs, *, labels: bool = True) -> dict[str, Any]:
         same = "input_ids" in batch and _are_tokens(made_labels) and "TokenClass" not in inputs.name
         batch["labels"] = batch["input_ids"].clone() if same else made_labels
     return batch
+
+
+_READ_BY = {
+    "vision_config": ("pixel_", "image_"),
+    "audio_config": ("input_features", "input_values", "feature_attention_mask"),
+}  # fmt: skip
+
+
+def _read_by_absent_towers(config: Any) -> tuple[str, ...]:
+    """Return what the arguments of towers start with that a configuration has a place for, and leaves out."""
+    absent = [name for name in _READ_BY if getattr(config, name, "") is None]
+    return tuple(start for name in absent for start in _READ_BY[name])
 
 
 def _are_tokens(labels: Any) -> bool:
@@ -512,7 +565,8 @@ def without_data(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profile reports what it assumes
-        sacplan.profile(model, dict(arguments), watched, mode="inference", device="cpu")
+        # Any GPU: to learn the workspaces of kernels on a CPU, ops would run on real tensors of these sizes.
+        sacplan.profile(model, dict(arguments), watched, mode="inference", device="h100")
     return seen[-1]
 
 

@@ -288,12 +288,12 @@ def check_early(
     Returns:
         ``techniques=`` for functions of the library, if any were asked for.
     """
-    from sacplan._plan.limits import check_one_of
+    from sacplan._plan.limits import Limit
     from sacplan._plan.planner import resolve_solver
     from sacplan._program.budget import parse_budget
     from sacplan._techniques import resolve_techniques
 
-    check_one_of(budget, headroom)
+    Limit(budget, headroom)  # refuses both together
     for size in (budget, headroom):
         if size is not None:
             # The peak that a share would be of is not known yet. Any will do to check the text.

@@ -8,39 +8,37 @@ A lower bound on what a plan with them costs comes first: where it leaves too li
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from sacplan._plan.plan import Plan
 from sacplan._plan.planner import Planner
+from sacplan._plan.search import Candidate
 from sacplan._techniques import TECHNIQUES
 
 _WORTH = 5e-3
 """Share of the step's time that another technique has to save to be worth a line."""
 
 
-def beyond(asked: Planner, made: Plan) -> tuple[str, ...]:
+def beyond(asked: Planner, plan: Candidate, budget_bytes: int) -> tuple[str, ...]:
     """Return a sentence for each technique that was not asked for and with which the step would be faster.
 
     Args:
         asked: The planner of the plan.
-        made: The plan, made for a limit.
+        plan: The decisions of the plan.
+        budget_bytes: The budget that the plan was made for.
     """
     # What the plan adds to the step is all that another technique could save, and a line is worth it only for a share
     # of the whole step.
-    step_ms = made.step_ms + made.recompute_ms + made.added_ms
-    again_ms, worth_ms = made.recompute_ms + made.added_ms, _WORTH * step_ms
-    # Too little to save; FLOPs were minimised, and not time; or nothing limits the plan.
-    if again_ms < worth_ms or asked.objective != "time" or made.budget_bytes is None:
+    again_ms = plan.footprint.recompute_ms + plan.added_ms
+    step_ms = asked.profile.step_ms + again_ms
+    worth_ms = _WORTH * step_ms
+    # Too little to save, or FLOPs were minimised, and not time.
+    if again_ms < worth_ms or asked.objective != "time":
         return ()
     said = []
     for name, technique in TECHNIQUES.items():
         # Asked for already. Or it takes memory of the host, whose use the user has to grant first.
         if name in asked.techniques or technique.takes_host:
             continue
-        # A search of its own: the limits of work that it reaches are not the plan's, Rotor is not asked, and no search
-        # of the plan is taken over, since its regions have other options.
-        more = replace(asked, techniques=(*asked.techniques, name), limits_reached={}, last=None, begun=None)
-        found = more.cheapest_beyond(asked, made.budget_bytes, again_ms - worth_ms)
+        more = asked.with_technique(name)
+        found = more.cheapest_beyond(asked, budget_bytes, again_ms - worth_ms)
         if found is None:
             continue
         saved_ms = again_ms - found.footprint.recompute_ms - found.added_ms

@@ -28,8 +28,9 @@ from fractions import Fraction
 
 import numpy as np
 
+from sacplan._program.derived import derived
 from sacplan._program.liveness import Liveness
-from sacplan._program.program import Phase
+from sacplan._program.program import Phase, Program
 from sacplan._recompute.closure import ClosureOp, ClosureProblem, Hull
 
 _MOMENTS, _EFFORT = 6, 20_000  # how many moments, and how many ops all of them together may look at
@@ -77,6 +78,12 @@ class Bound:
             # With ``best``, this stops as soon as it is clear that the moment gives no larger bound.
             best = max(best, self._moments[op].at(peak_bytes, best))
         return best
+
+
+@derived
+def bound_of(program: Program, costs: tuple[float, ...], pinned: frozenset[int] = frozenset()) -> Bound:
+    """Return the bounds of a program. They are kept with it, so that a search and its plan share them."""
+    return Bound(program.liveness, costs, pinned)
 
 
 class _OpBound:

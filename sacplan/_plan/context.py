@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from functools import cached_property
 
-from sacplan._plan.bound import Bound
+from sacplan._plan.bound import Bound, bound_of
 from sacplan._plan.effects import RegionProblem, effects_of
 from sacplan._program.decisions import Decision
 from sacplan._program.derived import derived
@@ -50,16 +51,17 @@ class PlanningContext:
         With one offer, each of its options is a step of its own: the bound is the smallest cost of an option together
         with the recomputation that is left. With several, the offers count as free, each at its lowest peak.
         """
-        # With no offer or several, the step is the one in which every offer is at its lowest peak, at no cost.
-        if len(self.offers) != 1:
-            return self.bound.at(peak_bytes)
-        (offer,) = self.offers
-        # The offer not taken comes first: it is an option, too, and limits which of the others have to be looked at.
-        least = self._bound_with(()).at(peak_bytes)
-        for option in offer.region.options[1:]:
+        steps: list[tuple[float, tuple[Decision, ...]]] = [(0.0, self._furthest)]
+        if len(self.offers) == 1:
+            options = self.offers[0].region.options[1:]
+            # The offer not taken comes first: it is an option, too, and limits which of the others have to be looked
+            # at.
+            steps = [(0.0, ()), *((one.cost, (one.decision,)) for one in options if one.decision is not None)]
+        least = math.inf
+        for cost, decisions in steps:
             # An option that costs as much by itself cannot lower the minimum, so its step is not rewritten.
-            if option.cost < least and option.decision is not None:
-                least = min(least, option.cost + self._bound_with((option.decision,)).at(peak_bytes))
+            if cost < least:
+                least = min(least, cost + self._bound_with(decisions).at(peak_bytes))
         return least
 
     def _bound_with(self, decisions: tuple[Decision, ...]) -> Bound:
@@ -70,7 +72,7 @@ class PlanningContext:
             # objective, a new conversion rate would change them. Only the ops behind them get costs here.
             if decisions:
                 costs = costs + op_costs(program, self.step.objective)[len(costs) :]
-            self._bounds[decisions] = Bound(program.liveness, costs, self.step.pins.kept_ops)
+            self._bounds[decisions] = bound_of(program, costs, self.step.pins.kept_ops)
         return self._bounds[decisions]
 
     @property

@@ -9,31 +9,29 @@ is a search of its own.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 from sacplan._device.device_memory import reserved_bytes
-from sacplan._device.outside_allocator import outside_allocator, outside_text
-from sacplan._plan.limits import EXPANDABLE_SEGMENTS
+from sacplan._device.outside_allocator import outside_text
+from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room
 from sacplan._plan.planner import ROTOR_STAGES, Planner, smallest_bytes
 from sacplan._plan.search import Candidate, PlanSearch
 from sacplan._profile.optimizer_table import BY_NAME
-from sacplan._profile.optimizers import recorded_step, with_optimizer, without_optimizer
+from sacplan._profile.optimizers import with_other_optimizer
+from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes
 from sacplan._program.liveness import Footprint
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase
 from sacplan._rotor.sequences import Rotor, is_longer
-from sacplan._techniques import TECHNIQUES
+from sacplan._techniques import TECHNIQUES, rewritten
 from sacplan.errors import InfeasibleBudget, PlanError
 
 
 def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
-    """Return the error: what was tried, the smallest peak and where it is, and what to do about it.
-
-    Trying alternatives takes as long as planning. So they are tried only when the message is read.
-    """
+    """Return the error: what was tried, the smallest peak and where it is, and what to do about it."""
     # The search that came nearest to the budget is the one to explain.
-    search = min(asked.searches, key=smallest_bytes)
+    search = asked.nearest
     run = search.smallest.footprint
     inference = asked.profile.mode == "inference"
     binding = _binding(run, inference=inference)
@@ -61,57 +59,47 @@ def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
             f"no plan found keeps the step under {format_bytes(budget_bytes)}{how}. Unplanned it takes "
             f"{format_bytes(asked.profile.peak_bytes)}. The smallest peak reached is {reached}"
         )
-
-    def alternatives() -> str:
-        if own:
-            return ""  # a technique's own solver has tried everything there is
-        return (
-            _pinned_share(asked, search)
-            + _with_rotor(asked, search, budget_bytes)
-            + _with_techniques(asked, budget_bytes)
-            + _with_optimizers(asked, search, budget_bytes)
-        )
-
     return InfeasibleBudget(
         message,
         f"Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
-        alternatives=alternatives,
+        # A technique's own solver has tried everything there is.
+        alternatives=None if own else _Alternatives(asked, search, budget_bytes),
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
     )
 
 
-def segments_do_not_fit(asked: Planner, nearest: Candidate, room_bytes: int) -> InfeasibleBudget:
+def segments_do_not_fit(profile: Profile, nearest: Candidate, room: Room) -> InfeasibleBudget:
     """Return the error for plans whose tensors fit a GPU, and whose reserved segments do not.
 
     Args:
-        asked: The planner.
+        profile: The step.
         nearest: The plan with the fewest reserved bytes.
-        room_bytes: What the allocator may reserve.
+        room: What the allocator may reserve.
     """
-    profile, run = asked.profile, nearest.footprint
-    program = profile.with_plan(nearest.decisions)
+    run = nearest.footprint
+    binding = _binding(run, inference=profile.mode == "inference")
+    program = rewritten(profile.program, nearest.decisions, profile.spec)
     reserved = reserved_bytes(program)
     # ``reserved`` is with the setting of this process. If its segments expand already, both figures are equal, and
     # there is nothing to advise.
     expandable = reserved_bytes(program, expandable=True)
-    outside = outside_allocator(profile.spec, profile.ranks.communicators)
     helps = (
         f"With {EXPANDABLE_SEGMENTS}, here and where you train, it reserves {format_bytes(expandable)}, which fits. "
-        if expandable <= room_bytes < reserved
+        if expandable <= room.n_bytes < reserved
         else ""
     )
     return InfeasibleBudget(
         "the tensors of a plan fit, but what the allocator reserves for them does not: with a peak of "
         f"{format_bytes(run.peak_bytes)} it reserves {format_bytes(reserved)} ({reserved} bytes, max_memory_reserved). "
-        f"There is room for {format_bytes(room_bytes)}: the {format_bytes(profile.spec.memory_bytes)} of "
-        f"{profile.device} less {outside_text(outside)}. {helps}",
+        f"There is room for {format_bytes(room.n_bytes)}: the {format_bytes(profile.spec.memory_bytes)} of "
+        f"{profile.device} less {outside_text(room.outside)}. {helps}",
         "Make the batch smaller, or give a budget, which limits the tensors alone: at least "
         f"{exact_bytes(run.peak_bytes)}.",
-        budget_bytes=room_bytes,
+        budget_bytes=room.n_bytes,
         smallest_feasible_bytes=reserved,
-        binding=_binding(run, inference=profile.mode == "inference"),
+        binding=binding,
     )
 
 
@@ -126,81 +114,99 @@ def _binding(run: Footprint, *, inference: bool) -> str:
     return run.peak_fqn or outside
 
 
-def _with_rotor(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
-    """Return a sentence on what Rotor, which may recompute a value several times, would reach; ``""`` if nothing."""
-    # A new search: what Rotor finds for the advice must not count as found by the search that the error is about.
-    free, rotor = PlanSearch(search.context), Rotor(stages=ROTOR_STAGES)
-    if asked.last is not None:
-        return ""  # Rotor was asked already
-    try:
-        free.solve(rotor, budget_bytes)
-        # The advice names what was tried: plain ``"rotor"`` would solve a longer chain with more stages.
-        named = f"sacplan.Rotor(stages={ROTOR_STAGES})" if is_longer(search.program, rotor) else '"rotor"'
-    except PlanError:
-        return ""  # the model is not a chain
-    found = free.best(budget_bytes)
-    if found is None:  # Rotor does not hold the budget either
-        return ""
-    return f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
+@dataclass(frozen=True, slots=True)
+class _Alternatives:
+    """Sentences on what else would hold a budget.
 
+    Each is a search of its own, which takes as long as planning. So they are made only when the message is read.
 
-def _with_techniques(asked: Planner, budget_bytes: int) -> str:
-    """Return sentences on what other techniques would reach; the first one with which the budget holds ends it."""
-    if asked.profile.mode == "inference":  # only chunks help there, and they are the default
-        return ""
-    said = ""
-    for name in TECHNIQUES:
-        if name in asked.techniques:
-            continue
-        # Searches anew: what was begun, reached or found last was without this technique.
-        more = replace(asked, techniques=(*asked.techniques, name), limits_reached={}, last=None, begun=None)
-        found = more.cheapest(budget_bytes)
-        named = f"techniques={more.techniques!r}"
-        if found is not None:
-            share = (found.footprint.recompute_ms + found.added_ms) / asked.profile.step_ms
-            takes = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time than"
-            if f"{abs(share):.1%}" == "0.0%":
-                takes = "takes as long as"
-            return f"With {named} the budget holds, and the step {takes} without a plan. "
-        # This technique does not hold the budget either, but its smallest peak may be worth knowing.
-        smallest = min(map(smallest_bytes, more.searches))
-        if smallest < min(map(smallest_bytes, asked.searches)):
-            said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
-    return said
+    Attributes:
+        asked: The planner that has found nothing.
+        search: Its search that came nearest to the budget.
+        budget_bytes: The budget.
+    """
 
+    asked: Planner
+    search: PlanSearch
+    budget_bytes: int
 
-def _with_optimizers(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
-    """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
-    profile = asked.profile
-    # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
-    if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
-        return ""
-    # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so the
-    # model does not run again.
-    bare = without_optimizer(profile)
-    peaks = {}
-    for one in (BY_NAME["adamw-fused"], BY_NAME["adamw-8bit"]):
-        step = with_optimizer(bare, recorded_step(profile, one.make))
-        peaks[one.says] = step.footprint(search.smallest.decisions).peak_bytes
-        if peaks[one.says] <= budget_bytes:
-            return f"With {one.says} the budget holds: {format_bytes(peaks[one.says])}. "
-    best = min(peaks, key=peaks.__getitem__)
-    if peaks[best] >= search.smallest.footprint.peak_bytes:  # neither of them lowers the peak
-        return ""
-    return f"With {best} the smallest is {format_bytes(peaks[best])}. "
+    def __call__(self) -> str:
+        """Return the sentences, each with a space behind it; empty if nothing helps."""
+        return self._without_pins() + self._with_rotor() + self._with_techniques() + self._with_optimizers()
 
+    def _without_pins(self) -> str:
+        """Return a sentence on the smallest peak without pins, if it is smaller."""
+        if not self.asked.pins:
+            return ""
+        free = self.asked.search(NO_PINS)
+        # A budget of 0 asks for the smallest peak, whatever budget the message is about.
+        free.minimise(self.asked.solvers, 0)
+        smallest = free.smallest.footprint.peak_bytes
+        if smallest >= self.search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up
+            return ""
+        return (
+            f"That is with {self.asked.pins.said}; without the pins the smallest is {format_bytes(smallest)} "
+            f"({smallest} bytes). "
+        )
 
-def _pinned_share(asked: Planner, search: PlanSearch) -> str:
-    """Return a sentence on the smallest peak without pins, if it is smaller."""
-    if not asked.pins:
-        return ""
-    free = asked.search(NO_PINS)
-    # A budget of 0 asks for the smallest peak, whatever budget the message is about.
-    free.minimise(asked.solvers, 0)
-    smallest = free.smallest.footprint.peak_bytes
-    if smallest >= search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up
-        return ""
-    return (
-        f"That is with {asked.pins.said}; without the pins the smallest is {format_bytes(smallest)} ({smallest} "
-        "bytes). "
-    )
+    def _with_rotor(self) -> str:
+        """Return a sentence on what Rotor, which may recompute a value several times, would reach."""
+        # A new search: what Rotor finds for the advice must not count as found by the search that the error is about.
+        free, rotor = PlanSearch(self.search.context), Rotor(stages=ROTOR_STAGES)
+        if self.asked.last is not None:
+            return ""  # Rotor was asked already
+        try:
+            free.solve(rotor, self.budget_bytes)
+            # The advice names what was tried: plain ``"rotor"`` would solve a longer chain with more stages.
+            longer = is_longer(self.search.program, rotor)
+        except PlanError:
+            return ""  # the model is not a chain
+        found = free.best(self.budget_bytes)
+        if found is None:  # Rotor does not hold the budget either
+            return ""
+        named = f"sacplan.Rotor(stages={ROTOR_STAGES})" if longer else '"rotor"'
+        return (
+            f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
+        )
+
+    def _with_techniques(self) -> str:
+        """Return sentences on what other techniques would reach; the first one with which the budget holds ends it."""
+        if self.asked.profile.mode == "inference":  # only chunks help there, and they are the default
+            return ""
+        said = ""
+        for name in TECHNIQUES:
+            if name in self.asked.techniques:
+                continue
+            more = self.asked.with_technique(name)
+            found = more.cheapest(self.budget_bytes)
+            named = f"techniques={more.techniques!r}"
+            if found is not None:
+                share = (found.footprint.recompute_ms + found.added_ms) / self.asked.profile.step_ms
+                takes = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time than"
+                if f"{abs(share):.1%}" == "0.0%":
+                    takes = "takes as long as"
+                return f"With {named} the budget holds, and the step {takes} without a plan. "
+            # This technique does not hold the budget either, but its smallest peak may be worth knowing.
+            smallest = smallest_bytes(more.nearest)
+            if smallest < smallest_bytes(self.asked.nearest):
+                said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
+        return said
+
+    def _with_optimizers(self) -> str:
+        """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
+        profile = self.asked.profile
+        # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
+        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
+            return ""
+        # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so
+        # the model does not run again.
+        peaks = {}
+        for one in (BY_NAME["adamw-fused"], BY_NAME["adamw-8bit"]):
+            step = with_other_optimizer(profile, one.make)
+            peaks[one.says] = step.footprint(self.search.smallest.decisions).peak_bytes
+            if peaks[one.says] <= self.budget_bytes:
+                return f"With {one.says} the budget holds: {format_bytes(peaks[one.says])}. "
+        best = min(peaks, key=peaks.__getitem__)
+        if peaks[best] >= self.search.smallest.footprint.peak_bytes:  # neither of them lowers the peak
+            return ""
+        return f"With {best} the smallest is {format_bytes(peaks[best])}. "

@@ -1,4 +1,4 @@
-"""Limits: a budget, a headroom, or the device itself; and the warning about a plan that does not fit its device.
+"""Limits: a budget, a headroom, or the device itself; the plan that fits one; the warning that one does not fit.
 
 Which figure a limit is about:
 
@@ -8,7 +8,7 @@ Which figure a limit is about:
       max_memory_reserved + what lies outside of the allocator <= memory of the device
 
   ``max_memory_reserved`` follows from a program, not from its peak (``device_memory.py``), so this limit differs from
-  plan to plan: see ``Limit.bytes_for``, and ``planning.py`` for the search.
+  plan to plan: see ``Room.for_peak``, and ``next_budget`` for the search.
 - Without either on a CPU, it is the machine's memory less ``DEFAULT_HEADROOM``: there is no allocator to play.
 """
 
@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from numbers import Real
 
-from sacplan._device.device_memory import beyond_peak_bytes
+from sacplan._device.device_memory import beyond_peak_bytes, reserved_bytes
 from sacplan._device.devices import DeviceSpec
-from sacplan._device.outside_allocator import outside_allocator, outside_text
+from sacplan._device.outside_allocator import Outside, outside_allocator, outside_text
 from sacplan._plan.plan import Plan
+from sacplan._plan.search import Candidate
 from sacplan._profile.profile import Profile
-from sacplan._program.budget import format_bytes, is_share, parse_budget
+from sacplan._program.budget import format_bytes, is_share, parse_budget, parse_headroom
 from sacplan._program.program import Program
 from sacplan.errors import BudgetError, SacplanWarning
 
@@ -38,62 +38,81 @@ EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """How many bytes a step may take, and which of its figures is compared with them.
+
+    Attributes:
+        n_bytes: How many.
+        is_reserved: Whether what the allocator of a GPU reserves has to fit; else the peak has to.
+        outside: If so, what lies on the GPU outside of the allocator.
+    """
+
+    n_bytes: int
+    is_reserved: bool = False
+    outside: tuple[Outside, ...] = ()
+
+    def needs(self, program: Program) -> int:
+        """Return what is compared: what is reserved if that has to fit and the tensors do; else the peak."""
+        peak_bytes = program.footprint.peak_bytes
+        # Playing the allocator takes long, and if the tensors alone do not fit, it has nothing to add.
+        return reserved_bytes(program) if self.is_reserved and peak_bytes <= self.n_bytes else peak_bytes
+
+    def for_peak(self, program: Program) -> int:
+        """Return the limit for the peak of a program: the room less what the allocator reserves beyond the peak.
+
+        peak <= room - (reserved - peak)    if and only if    reserved <= room
+        """
+        return self.n_bytes - (beyond_peak_bytes(program) if self.is_reserved else 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Limit:
-    """The limit of one step as the user gave it: a budget, a headroom, or neither."""
+    """The limit of one step as the user gave it: a budget, a headroom, or neither.
+
+    Raises:
+        BudgetError: Both are given.
+    """
 
     budget: float | str | None = None
     headroom: float | str | None = None
     n_bytes: int | None = None
     """The budget if it is known in bytes. Then ``budget`` is the same as text."""
 
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.headroom is not None:
+            raise BudgetError(
+                f"budget={self.budget!r} and headroom={self.headroom!r}: give one of them. A budget is kept as it is "
+                "given; a headroom makes one of the device's memory."
+            )
+
     @classmethod
     def exactly(cls, n_bytes: int) -> Limit:
         """Return the limit of exactly this many bytes."""
         return cls(f"{n_bytes}B", n_bytes=n_bytes)
 
-    def is_gpu(self, spec: DeviceSpec) -> bool:
-        """Whether the limit is what a GPU has room for, so that reserved segments count."""
-        # Only if neither a budget nor a headroom was given: both limit the tensors, whatever the allocator reserves.
-        return self == Limit() and spec.kind == "cuda"
+    def room_of(self, profile: Profile) -> Room:
+        """Return the room that a step has: a share (``"60%"``) is one of its peak. Errors are those of ``room``."""
+        return self.room(profile.spec, profile.ranks.communicators, profile.peak_bytes)
 
-    def bytes_of(self, profile: Profile) -> int:
-        """Return the limit of any plan in bytes. For a GPU, it is the room of the allocator.
-
-        A budget that is a share (``"60%"``) is a share of the profile's peak.
-
-        Raises:
-            BudgetError: The budget or headroom cannot be read, both are given, or nothing is left.
-        """
-        if self.n_bytes is not None:
-            return self.n_bytes
-        check_one_of(self.budget, self.headroom)
-        if self.budget is not None:
-            return parse_budget(self.budget, profile.peak_bytes)
-        return self.bytes_on(profile.spec, profile.ranks.communicators)
-
-    def bytes_on(self, spec: DeviceSpec, communicators: int = 0) -> int:
-        """Return the limit in bytes where no step decides it: a budget that is no share, or one for the device.
+    def room(self, spec: DeviceSpec, communicators: int = 0, unplanned_bytes: int = 0) -> Room:
+        """Return the room of a step on a device; without ``unplanned_bytes``, of any step, and the budget is no share.
 
         Raises:
             BudgetError: The budget or headroom cannot be read, or nothing is left.
         """
         if self.n_bytes is not None:
-            return self.n_bytes
+            return Room(self.n_bytes)
+        # A budget and a headroom limit the tensors, whatever the allocator reserves.
+        if self == OF_DEVICE and spec.kind == "cuda":
+            return allocator_room(spec, communicators)
         if self.budget is not None:
-            return parse_budget(self.budget, spec.memory_bytes)
-        return allocator_room(spec, communicators) if self.is_gpu(spec) else memory_less(self.headroom, spec)
+            return Room(parse_budget(self.budget, unplanned_bytes))
+        headroom = DEFAULT_HEADROOM if self.headroom is None else self.headroom
+        return Room(spec.memory_bytes - parse_headroom(headroom, spec.memory_bytes, spec.name))
 
-    def bytes_for(self, profile: Profile, program: Program) -> int:
-        """Return the limit for the peak of a program, which is the profile's step with a plan or without.
 
-        For a GPU, it is the room of the allocator less what it reserves beyond the peak:
-
-            peak <= room - (reserved - peak)    if and only if    reserved <= room
-        """
-        limit_bytes = self.bytes_of(profile)
-        if not self.is_gpu(profile.spec):
-            return limit_bytes
-        return limit_bytes - beyond_peak_bytes(program)
+OF_DEVICE = Limit()
+"""The limit where neither a budget nor a headroom is given: the device has to hold the step."""
 
 
 def limit_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> Limit:
@@ -103,13 +122,12 @@ def limit_of_device(budget: float | str | None, headroom: float | str | None, sp
         BudgetError: The budget or headroom cannot be read, both are given, or the budget is a share or more than the
             device has.
     """
-    check_one_of(budget, headroom)
+    limit = Limit(budget, headroom)
     if budget is None:
-        limit = Limit(headroom=headroom)
-        n_bytes = limit.bytes_on(spec)
+        room = limit.room(spec)
         # What a GPU has room for depends on the plan, so that limit stays open. A headroom, or the memory of a CPU,
         # gives a number of bytes now.
-        return limit if limit.is_gpu(spec) else Limit.exactly(n_bytes)
+        return limit if room.is_reserved else Limit.exactly(room.n_bytes)
     # Refused before it is parsed: ``parse_budget`` would take it as a share of the device's memory.
     refuse_share(budget)
     found = parse_budget(budget, spec.memory_bytes)
@@ -121,29 +139,20 @@ def limit_of_device(budget: float | str | None, headroom: float | str | None, sp
     return Limit.exactly(found)
 
 
-def allocator_room(spec: DeviceSpec, communicators: int = 0) -> int:
+def allocator_room(spec: DeviceSpec, communicators: int = 0) -> Room:
     """Return what the allocator of a GPU may reserve: the memory less what lies outside of it.
 
     Raises:
         BudgetError: Nothing is left.
     """
     outside = outside_allocator(spec, communicators)
-    room = spec.memory_bytes - sum(one.n_bytes for one in outside)
-    if room <= 0:
+    room = Room(spec.memory_bytes - sum(one.n_bytes for one in outside), is_reserved=True, outside=outside)
+    if room.n_bytes <= 0:
         raise BudgetError(
             f"{spec.name} has {format_bytes(spec.memory_bytes)}, and outside of the allocator there are "
             f"{outside_text(outside)}: nothing is left. Give a budget, which limits the tensors alone."
         )
     return room
-
-
-def check_one_of(budget: float | str | None, headroom: float | str | None) -> None:
-    """Raise ``BudgetError`` if both a budget and a headroom are given."""
-    if budget is not None and headroom is not None:
-        raise BudgetError(
-            f"budget={budget!r} and headroom={headroom!r}: give one of them. A budget is kept as it is given; a "
-            "headroom makes one of the device's memory."
-        )
 
 
 def refuse_share(budget: float | str | None) -> None:
@@ -155,29 +164,63 @@ def refuse_share(budget: float | str | None) -> None:
         )
 
 
-def memory_less(headroom: float | str | None, spec: DeviceSpec) -> int:
-    """Return the device's memory less the headroom, which is a share of it or bytes. None is ``DEFAULT_HEADROOM``."""
-    memory = spec.memory_bytes
-    headroom = DEFAULT_HEADROOM if headroom is None else headroom
-    # A headroom in words is read like a budget, as a share of the memory or as bytes. A number is a share, and not GiB
-    # as for a budget. True and False are numbers to Python, and no shares.
-    if isinstance(headroom, str):
-        try:
-            found = parse_budget(headroom, memory)
-        except BudgetError as error:
-            raise BudgetError(f"headroom: {error}") from error
-    elif isinstance(headroom, bool) or not isinstance(headroom, Real) or not 0 <= headroom < 1:
-        raise BudgetError(
-            f"headroom={headroom!r} must be a share of the device's memory, from 0 to below 1, or bytes such as "
-            "'2GiB'."
-        )
-    else:
-        found = int(float(headroom) * memory)
-    if found >= memory:
-        raise BudgetError(
-            f"headroom {headroom!r} is all that {spec.name} has, {format_bytes(memory)}, or more."
-        )
-    return memory - found
+# --- the search for a plan that fits ----------------------------------------------------------------------
+
+ROUNDS = 6
+"""How many plans are tried at most. For large models, two are enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """A plan that was tried for a room.
+
+    Attributes:
+        made: The plan. If none holds the budget, the one with the smallest peak.
+        budget_bytes: The limit for the peak that it was made for.
+        peak_bytes: Its peak.
+        needs: What is compared with the room: what the allocator reserves if that has to fit and the tensors do; else
+            the peak.
+    """
+
+    made: Candidate
+    budget_bytes: int
+    peak_bytes: int
+    needs: int
+
+
+def next_budget(room: Room, tries: Sequence[Try]) -> int | None:
+    """Return the budget to plan for next; None if the search for a plan that fits a room is over.
+
+    Plan, play the allocator, lower the budget by the excess, and plan again:
+
+        budget = room
+        repeat: plan for the budget; needs <= room ends it; else budget = peak - (needs - room)
+
+    A solver knows tensors and not segments, since where holes are depends on the whole order of allocations and frees.
+    So the found plan is one that fits, and not always the cheapest that does: another plan with the same peak may leave
+    fewer holes. A lower budget usually has fewer reserved bytes, but need not: what is reserved goes up and down by
+    whole segments. So the steps grow (``lowered``), and their number is limited.
+    """
+    if not tries:
+        return room.n_bytes
+    last = tries[-1]
+    # It fits; there is no smaller peak, or none was made for the room itself; or enough were tried.
+    if last.needs <= room.n_bytes or last.peak_bytes > last.budget_bytes or len(tries) == ROUNDS:
+        return None
+    # Counted from the peak and not from the budget. A plan may be well below its budget, and a budget between the two
+    # might give the same plan again.
+    return max(1, lowered(last.peak_bytes, last.needs - room.n_bytes, room.n_bytes, len(tries)))
+
+
+def lowered(peak_bytes: int, excess_bytes: int, room_bytes: int, tried: int) -> int:
+    """Return the next limit for the peak, after ``tried`` plans that reserve too much.
+
+    The first step is what would be enough if the holes stayed. Later ones are at least a share of the room.
+    """
+    # If the first step was not enough, the holes have moved. From then on, the least step grows with each plan, by 1/64
+    # of the room.
+    least = 0 if tried == 1 else room_bytes * tried // 64
+    return peak_bytes - max(excess_bytes, least)
 
 
 # --- plans that do not fit the device ----------------------------------------------------------------------

@@ -1,80 +1,78 @@
-"""Make a plan from decisions and the footprint of the step with them."""
+"""Make a plan from decisions: the figures of the step with them, and what each unit does."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from sacplan._plan.bound import Bound
-from sacplan._plan.context import planning_context
+from sacplan._device.device_memory import device_memory
+from sacplan._plan.bound import bound_of
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
 from sacplan._plan.reading import LayerReading, kept_layers, kept_sections
 from sacplan._plan.value import Status, UnitPlan
 from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Decision, Discarded, Offload, Recompute, discarded_by
-from sacplan._program.liveness import Footprint
 from sacplan._program.notebook import Section
-from sacplan._program.optimizer_ops import recomputed_from_updated, steps_in_backward
+from sacplan._program.optimizer_ops import check_updates, steps_in_backward
 from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
-from sacplan._ranks.unit_limits import too_wide
-from sacplan._technique.step import PlanStep, op_costs
+from sacplan._ranks.unit_limits import check_units
+from sacplan._technique.step import op_costs
 from sacplan._techniques import by_technique, rewritten
-from sacplan.errors import PlanError
 
 
 def made_plan(
     profile: Profile,
     decisions: tuple[Decision, ...],
-    found: Footprint,
     provenance: Provenance,
     pins: Pins = NO_PINS,
     *,
     status: Status,
     gap: float | None = None,
     budget_bytes: int | None = None,
-    added_ms: float = 0.0,
 ) -> Plan:
-    """Return the plan with these decisions.
+    """Return the plan with these decisions. All its figures are those of the rewritten program.
 
     Args:
         profile: The step without a plan.
         decisions: The decisions of the plan.
-        found: Footprint of the step with them.
         provenance: How the plan was made.
         pins: Ops that the plan leaves alone. The lower bound takes them into account.
         status: See ``Plan``.
         gap: See ``Plan``.
         budget_bytes: The budget in bytes that the plan was made for; None if there was none.
-        added_ms: Additional time of the step for what the plan does besides recomputing.
 
     Raises:
-        PlanError: A unit that cannot be one under ``fully_shard``.
+        PlanError: A unit that cannot be one under ``fully_shard``, or an op that would run again from a parameter that
+            an optimizer has changed by then.
     """
-    discarded = discarded_by(decisions)
-    # ``fully_shard`` may free the parameters of a module after its forward, so a unit around several such modules
-    # could not run their ops again.
-    wide = sorted(too_wide(profile.program).intersection(discarded))
-    if wide:
-        raise PlanError(
-            f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
-            "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
-        )
-    _check_updates(profile, decisions)
-    if all(isinstance(one, Recompute) for one in decisions):
-        added_ms = 0.0  # the caller computes it as a difference of sums, which leaves a rounding error
-    # Where memory is freed in other ways too, nothing has to run again.
+    plain, program = profile.program, rewritten(profile.program, decisions, profile.spec)
+    # What the other techniques leave. Recomputation is described and bounded from below for that program: they may have
+    # moved ops away. Copies of what is kept move none.
+    left = rewritten(
+        plain, [one for one in decisions if not isinstance(one, (Recompute, Offload))], profile.spec
+    )
+    # Techniques that watch the ops of a unit see those that are left, also where nothing is recomputed.
+    watched = any(technique.shares_units for technique, _ in by_technique(decisions))
+    # Where memory is freed in other ways than by recomputation, nothing has to run again.
     otherwise = any(technique.frees_otherwise for technique, _ in by_technique(decisions))
-    lower_bound_ms = 0.0 if otherwise else _lower_bound(profile, decisions, pins, found.peak_bytes)
-    program = profile.program
-    # Recomputation is described for the program that the other techniques leave: they may have moved ops away.
-    if discarded:
-        before = [one for one in decisions if not isinstance(one, (Recompute, Offload))]
-        program = rewritten(program, before, profile.spec)
+    found, discarded = program.footprint, discarded_by(decisions)
+    check_units(plain, discarded)
+    # Optimizers that step after the backward pass change nothing that is still read.
+    if steps_in_backward(profile.recorded):
+        check_updates(program)
+    # With recomputation alone there is no other time. The difference of the sums would leave a rounding error.
+    alone = all(isinstance(one, Recompute) for one in decisions)
+    # Costs are times whatever the objective was, since the bound is reported in ms.
+    bound_ms = (
+        0.0 if otherwise else bound_of(left, op_costs(left, "time"), pins.kept_ops).at(found.peak_bytes)
+    )
     units, sequences = unit_plans(
-        program, discarded, dict.fromkeys(unit for one in decisions for unit in one.units)
+        left if watched else plain,
+        discarded,
+        dict.fromkeys(unit for one in decisions for unit in one.units),
     )
     return Plan(
         status=status,
@@ -84,10 +82,10 @@ def made_plan(
         budget_bytes=budget_bytes,
         recompute_ms=found.recompute_ms,
         recompute_flops=found.recompute_flops,
-        lower_bound_ms=min(lower_bound_ms, found.recompute_ms),
-        added_ms=added_ms,
+        lower_bound_ms=min(bound_ms, found.recompute_ms),
+        added_ms=0.0 if alone else program.step_ms - plain.step_ms - found.recompute_ms,
         step_ms=profile.step_ms,
-        step_flops=profile.program.flops,
+        step_flops=plain.flops,
         device=profile.device,
         ranks=profile.ranks,
         provenance=provenance,
@@ -95,37 +93,9 @@ def made_plan(
         units=units,
         sequences=sequences,
         fingerprint=profile.fingerprint,
-        device_memory=profile.device_memory(decisions),
+        device_memory=device_memory(program) if profile.spec.kind == "cuda" else None,
         host_bytes=found.host_peak_bytes,
     )
-
-
-def _check_updates(profile: Profile, decisions: tuple[Decision, ...]) -> None:
-    """Raise ``PlanError`` if an op would run again from a parameter that an optimizer has changed by then."""
-    # Optimizers that step after the backward pass change nothing that is still read.
-    if not steps_in_backward(profile.recorded):
-        return
-    index = recomputed_from_updated(profile.with_plan(decisions))
-    if index is not None:
-        op = profile.program.ops[index]
-        where = profile.program.scopes[op.scope].fqn if op.scope >= 0 else ""
-        raise PlanError(
-            f"{op.name} in {where or 'the model'!r} would run again after an optimizer in the backward pass has "
-            f"changed a parameter that it reads. Keep what the module makes: keep=[{where!r}]."
-        )
-
-
-def _lower_bound(profile: Profile, decisions: Sequence[Decision], pins: Pins, peak_bytes: int) -> float:
-    """Return the least that any schedule recomputes with this peak, given what the plan does besides recomputing."""
-    # With recomputation alone, the bound is that of the plain step. It is kept with the program, so further plans with
-    # the same pins find it there.
-    others = [one for one in decisions if not isinstance(one, Recompute)]
-    if not others:
-        return planning_context(PlanStep(profile.program, "time", pins)).bound.at(peak_bytes)
-    # Else it is that of the step that the other techniques leave. Costs are times whatever the objective was, since the
-    # bound is reported in ms.
-    program = rewritten(profile.program, others, profile.spec)
-    return Bound(program.liveness, op_costs(program, "time"), pins.kept_ops).at(peak_bytes)
 
 
 def unit_plans(

@@ -23,16 +23,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import structs
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._placing.data_parallel import with_data_parallel
 from sacplan._placing.shardings import Sought, searched, tensor_parallel
-from sacplan._plan.limits import Limit, looking_for_plans
-from sacplan._plan.outcome import Outcome, PlanMaker
 from sacplan._plan.plan import Plan
+from sacplan._plan.request import Outcome, Request
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes, is_share
 from sacplan._ranks.ranks import Ranks
@@ -315,14 +314,14 @@ def asks_for_mesh(
     return True
 
 
-def tried(ways: Iterable[Spread], plan_rank: PlanMaker, *, all_of_them: bool = False) -> list[TriedSpread]:
+def tried(ways: Iterable[Spread], request: Request, *, all_of_them: bool = False) -> list[TriedSpread]:
     """Plan each way, by rising step time. Unless ``all_of_them``, stop when no other way can be faster."""
     found: list[TriedSpread] = []
     best = math.inf
     for spread in sorted(ways, key=lambda way: way.profile.step_ms):
         if spread.profile.step_ms >= best and not all_of_them:
             break  # a plan only adds time, and the ways that follow are slower still
-        outcome = Outcome.of(spread.profile, plan_rank)
+        outcome = request.outcome(spread.profile)
         if outcome.plan is not None:
             outcome = replace(outcome, plan=spread.named(outcome.plan))
         found.append(TriedSpread(spread, outcome))
@@ -354,69 +353,40 @@ def _found(profile: Profile, mesh: Mesh) -> list[Spread]:
         return []
 
 
-class RankPlanner(Protocol):
-    """A function that plans the step of one rank. It raises ``InfeasibleBudget`` if it finds no plan."""
-
-    def __call__(
-        self, profile: Profile, *, techniques: Sequence[str] | None, solver: str | None = None
-    ) -> Plan:
-        """Return the plan. ``solver`` takes the place of the one that the user asked for."""
-        ...
-
-
-def plan_on_meshes(
-    profile: Profile,
-    mesh: Any,
-    limit: Limit,
-    techniques: Sequence[str] | None,
-    plan_rank: RankPlanner,
-    quick_solver: str | None,
-) -> Plan:
-    """Return the fastest plan that holds a budget, on a mesh or on any mesh of a number of devices.
+def on_meshes(request: Request, profile: Profile, mesh: Any) -> Outcome:
+    """Return the fastest plan within the limit of each rank, on a mesh or on any mesh of a number of devices.
 
     A budget that is a share differs from one sharding to another: it is a share of the peak that a rank has with this
     sharding and without a plan.
 
     Args:
+        request: What is asked for, ``"shard"`` among the techniques or not.
         profile: The profile of the whole model.
         mesh: As for ``plan``.
-        limit: The budget of each rank.
-        techniques: Techniques for each rank, and ``"shard"``; None for the default.
-        plan_rank: Plans the step of one rank.
-        quick_solver: Solver for the first pass over all shardings; None to use the asked one there as well.
 
     Raises:
-        InfeasibleBudget: No plan holds the budget. It carries the smallest peak that was reached.
         PlanError: The step cannot be spread over the mesh.
     """
-    others = None if techniques is None else [name for name in techniques if name != SHARD]
-
-    def careful(rank: Profile) -> Plan:
-        return plan_rank(rank, techniques=others)
-
-    def quick(rank: Profile) -> Plan:
-        return plan_rank(rank, techniques=others, solver=quick_solver)
-
-    limit.bytes_of(profile)  # a budget that cannot be read is refused before the long search
-    with looking_for_plans():
-        found = _fastest(profile, mesh, limit, careful, quick)
+    request.limit.room_of(profile)  # a budget that cannot be read is refused before the long search
+    if request.techniques is not None:
+        request = replace(request, techniques=[name for name in request.techniques if name != SHARD])
+    found = _fastest(request, profile, mesh)
+    if found.plan is None:
+        return found
     # The planner of a rank knows nothing of ``shard``, which the plan names among its techniques.
-    names = (SHARD, *found.provenance.techniques)
-    return structs.replace(found, provenance=structs.replace(found.provenance, techniques=names))
+    made_by = found.plan.provenance
+    made_by = structs.replace(made_by, techniques=(SHARD, *made_by.techniques))
+    return replace(found, plan=structs.replace(found.plan, provenance=made_by))
 
 
-def _fastest(
-    profile: Profile,
-    mesh: Any,
-    limit: Limit,
-    plan_rank: PlanMaker,
-    quick: PlanMaker,
-) -> Plan:
+def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
     if profile.ranks.world_size > 1:
         raise PlanError(
             "the profile is that of one of several ranks; a mesh is planned for from a profile of the whole model."
         )
-    meshes, shared = resolve_mesh(mesh, profile), is_share(limit.budget)
+    # Only ``"best"`` is several solvers, of which one is quick. Another solver is asked for every sharding.
+    quick = replace(request, solver="greedy") if request.solver == "best" else request
+    meshes, shared = resolve_mesh(mesh, profile), is_share(request.limit.budget)
     ways: list[Spread] = []
     refused: list[str] = []
     for each in meshes:
@@ -425,7 +395,7 @@ def _fastest(
             # devices are our own, and so are the names of their axes.
             names = names_by_role(each) if isinstance(mesh, (int, str)) else None
             # A share refers to a peak that is known only with the sharding, so the search gets no limit for it.
-            limits = (0,) if shared else (0, limit.bytes_on(profile.spec, each.communicators))
+            limits = (0,) if shared else (0, request.limit.room(profile.spec, each.communicators).n_bytes)
             ways += spreads(profile, each, limits, names)
         except PlanError as error:
             refused.append(str(error))
@@ -441,25 +411,27 @@ def _fastest(
     near = [one for one in found if one.step_ms <= fastest * (1 + _CLOSE)]  # all, if none holds the budget
     # Planned again with the solver that was asked for. The quick plans stay in the list, since they may turn out
     # cheaper.
-    found += tried([one.spread for one in near if _may_improve(one)], plan_rank)
+    found += tried([one.spread for one in near if _may_improve(one)], request)
     best = min(found, key=lambda one: one.step_ms)
     if best.outcome.plan is not None:
-        return best.outcome.plan
+        return best.outcome
     # Budgets differ if they are shares, so the smallest peak is the one nearest to its own budget.
-    least = min(found, key=lambda one: one.outcome.peak_bytes / limit.bytes_of(one.spread.profile))
-    budget_bytes, smallest_bytes = limit.bytes_of(least.spread.profile), least.outcome.peak_bytes
-    where, unplanned = " or ".join(map(str, meshes)), format_bytes(least.spread.profile.peak_bytes)
+    without = [(one.spread, one.outcome.error) for one in found if one.outcome.error is not None]
+    least, nearest = min(without, key=lambda each: each[1].smallest_feasible_bytes / each[1].budget_bytes)
+    smallest_bytes = nearest.smallest_feasible_bytes
+    where, unplanned = " or ".join(map(str, meshes)), format_bytes(least.profile.peak_bytes)
     of_what = f", the share of {unplanned} that a rank takes unplanned" if shared else ""
-    raise InfeasibleBudget(
-        f"no plan found keeps the step on mesh {where} under {format_bytes(budget_bytes)} on each rank{of_what}. On a "
-        f"single device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak reached is "
-        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes), spread as {least.spread.name!r}; "
-        f"{least.outcome.binding} makes it. ",
+    failed = InfeasibleBudget(
+        f"no plan found keeps the step on mesh {where} under {format_bytes(nearest.budget_bytes)} on each rank"
+        f"{of_what}. On a single device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak "
+        f"reached is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes), spread as {least.name!r}; "
+        f"{nearest.binding} makes it. ",
         f"Give at least {exact_bytes(smallest_bytes)}, more ranks, or a smaller batch.",
-        budget_bytes=budget_bytes,
+        budget_bytes=nearest.budget_bytes,
         smallest_feasible_bytes=smallest_bytes,
-        binding=least.outcome.binding,
+        binding=nearest.binding,
     )
+    return Outcome(least.profile, None, smallest_bytes, failed)
 
 
 def _may_improve(one: TriedSpread) -> bool:

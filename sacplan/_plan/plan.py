@@ -80,12 +80,6 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
         fields = {name: getattr(self, name) for name in Plan.__struct_fields__}
         return _plan, (fields | {"units": dict(self.units)},)
 
-    def saying(self, beyond: tuple[str, ...]) -> Plan:
-        """Return the plan with sentences on what techniques would save that it was not allowed to use."""
-        # Unset and not empty, so that the field is absent from the file.
-        provenance = msgspec.structs.replace(self.provenance, beyond=beyond or msgspec.UNSET)
-        return msgspec.structs.replace(self, provenance=provenance)
-
     def to_frame(self) -> pd.DataFrame:
         """Return a table with one row for each unit."""
         import pandas as pd

@@ -1,4 +1,4 @@
-"""The planner of one step: it checks what is asked for, and looks for the cheapest plan.
+"""The planner of one step: it looks for the cheapest plan.
 
 The planner runs one or two searches (``search.py``). The first has no offers. If techniques make offers that may pay at
 any budget (such as the loss in slices), a second one includes them. For a budget:
@@ -20,25 +20,23 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast, get_args
+from typing import cast
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.context import PlanningContext, planning_context
-from sacplan._plan.limits import Limit
+from sacplan._plan.limits import OF_DEVICE, Limit
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, PlanSearch
 from sacplan._plan.value import Status
 from sacplan._profile.profile import Profile
-from sacplan._program.budget import parse_budget
 from sacplan._program.decisions import Accumulate, Decision
 from sacplan._program.derived import derived
 from sacplan._program.liveness import Footprint, bytes_at_ops, summits
 from sacplan._program.pins import NO_PINS, Pins, resolve_pins
 from sacplan._program.program import Phase, Program
 from sacplan._rotor.sequences import Rotor
-from sacplan._solve.alike import Alike
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
@@ -46,13 +44,7 @@ from sacplan._solve.uniform import Uniform
 from sacplan._technique.offers import Offer
 from sacplan._technique.step import Objective, PlanStep
 from sacplan._technique.technique import StepSolver
-from sacplan._techniques import (
-    DEFAULT_TECHNIQUES,
-    INFERENCE_TECHNIQUES,
-    TECHNIQUES,
-    resolve_techniques,
-    rewritten,
-)
+from sacplan._techniques import TECHNIQUES, rewritten, why_not
 from sacplan.errors import PlanError
 
 _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
@@ -66,7 +58,7 @@ ROTOR_STAGES = 48
 
 @dataclass(frozen=True)
 class Planner:
-    """The checked arguments of ``plan``, and the searches for its answer.
+    """The checked arguments of ``plan`` (``Request.planner`` makes one), and the searches for its answer.
 
     Use a planner for one budget only. It remembers every plan that it has measured, so a second budget might get a
     cheaper plan than ``plan`` returns for it. Regions, effects and bounds follow from the step alone; all planners of a
@@ -100,48 +92,6 @@ class Planner:
     limits_reached: dict[str, None] = field(default_factory=dict)
     begun: PlanSearch | None = None
 
-    @classmethod
-    def of(
-        cls,
-        profile: Profile,
-        solver: str | Solver | StepSolver = "best",
-        objective: Objective = "time",
-        keep: Sequence[str] = (),
-        never: Sequence[str] = (),
-        techniques: Sequence[str] | None = None,
-        accumulate: Accumulate = "float32",
-        host_budget: float | str | None = None,
-    ) -> Planner:
-        """Check the arguments, which are those of ``plan``, as are the errors."""
-        solvers = tuple(resolve_solver(solver))
-        default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
-        names = resolve_techniques(default if techniques is None else techniques)
-        pins = resolve_pins(profile.program, profile.fingerprint, keep, never)
-        if accumulate not in get_args(Accumulate):
-            known = " and ".join(map(repr, get_args(Accumulate)))
-            raise PlanError(f"accumulate is {accumulate!r}; known are {known}.")
-        # Rotor as the last resort is part of ``"best"`` alone, and only if the user allows the technique that its plans
-        # use.
-        last = Rotor(stages=ROTOR_STAGES)
-        usable = solver == "best" and set(last.techniques) <= set(names)
-        # Several offers, such as those of all layers, make the integer program of the whole step slow. These two stay
-        # quick.
-        crowded = (Alike(), Greedy()) if solver == "best" else solvers
-        host_bytes = (
-            None if host_budget is None else parse_budget(host_budget, profile.spec.host_memory_bytes)
-        )
-        return cls(
-            profile,
-            solvers,
-            objective,
-            pins,
-            names,
-            accumulate,
-            host_bytes,
-            last if usable else None,
-            crowded,
-        )
-
     @property
     def program(self) -> Program:
         """The step to plan."""
@@ -170,6 +120,12 @@ class Planner:
         pins = resolve_pins(asked.program, self.profile.fingerprint, self.pins.keep, self.pins.never)
         return replace(asked, pins=pins)
 
+    def with_technique(self, name: str) -> Planner:
+        """Return a planner with one more technique, whose searches begin anew and do not ask Rotor."""
+        # The limits of work that it reaches are not those of this planner, and no search is taken over, since its
+        # regions have other options.
+        return replace(self, techniques=(*self.techniques, name), limits_reached={}, last=None, begun=None)
+
     def own_solvers(self) -> list[StepSolver]:
         """Return the solvers that the techniques bring themselves."""
         step = self.step(self.pins)
@@ -189,6 +145,11 @@ class Planner:
         if offers:
             found.append(self._with_offers(offers))
         return found
+
+    @property
+    def nearest(self) -> PlanSearch:
+        """The search that has reached the smallest peak."""
+        return min(self.searches, key=smallest_bytes)
 
     @cached_property
     def fewer(self) -> Planner | None:
@@ -219,7 +180,8 @@ class Planner:
 
     def context(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanningContext:
         """Return what is derived from the step with these pins and offers. Planners of one program share it."""
-        return planning_context(self.step(pins), self.techniques, offers)
+        step = self.step(pins)
+        return planning_context(step, self.techniques, offers)
 
     def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
         """Return the known offers, and those of the techniques that are compatible with them.
@@ -248,13 +210,7 @@ class Planner:
         # Other techniques rewrite the program one after the other. Only decisions of the same technique can be in the
         # way.
         own = [one for one in self.settled if isinstance(one, technique.decision)]
-        if not own:
-            return True
-        try:
-            technique.patch(profile.program, (*own, offer.furthest), profile.spec)
-        except PlanError:
-            return False  # both are about the same ops
-        return True
+        return not own or not technique.why_not(profile.program, (*own, offer.furthest), profile.spec)
 
     def _with_offers(self, offers: tuple[Offer, ...], peaks: tuple[Footprint, ...] = ()) -> PlanSearch:
         """Return a search in which pins keep the other techniques away from the ops and modules of these offers."""
@@ -315,12 +271,11 @@ class Planner:
 
     def _frees(self, offer: Offer, least_bytes: float) -> bool:
         """Whether an offer makes that much less be alive at some op of the step."""
-        program = self.program
-        try:
-            now = bytes_at_ops(rewritten(program, (offer.furthest,), self.profile.spec))
-        except PlanError:
-            return False  # it does not go together with what is settled
-        before = bytes_at_ops(program)
+        program, furthest = self.program, (offer.furthest,)
+        # It does not go together with what is settled.
+        if why_not(program, furthest, self.profile.spec):
+            return False
+        before, now = bytes_at_ops(program), bytes_at_ops(rewritten(program, furthest, self.profile.spec))
         # Ops that the offer adds come behind the recorded ones, and are left out. A recorded op that no longer runs has
         # 0 bytes, which does not mean that anything was freed at it.
         now = now[: len(before)]
@@ -427,7 +382,7 @@ class Planner:
         for search in searches:
             self._solve(search, budget_bytes)
         found = _cheapest(searches, budget_bytes)
-        return None if found is None or searches[0].cost(found) > limit_ms else found
+        return None if found is None or found.cost > limit_ms else found
 
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         # A step that fits as it is needs no solver. Its search begins with the empty plan.
@@ -457,7 +412,7 @@ class Planner:
             self.fewer.smallest(budget_bytes, quick=quick)
             self.searches.extend(self.fewer.searches[len(fewer) :])
         if quick:
-            return min(self.searches, key=smallest_bytes).smallest
+            return self.nearest.smallest
         # Further offers are about the op at the peak. Once they have lowered it, the peak is elsewhere: ask again.
         best = min(searches, key=smallest_bytes)
         for _ in range(_FURTHER):
@@ -478,7 +433,7 @@ class Planner:
             known = smallest_bytes(best)
             self._solve(best, known - 1)
         self._ask_last(first, best, budget_bytes)
-        return min(self.searches, key=smallest_bytes).smallest
+        return self.nearest.smallest
 
     def _ask_last(self, search: PlanSearch, best: PlanSearch, budget_bytes: int) -> None:
         """Ask Rotor for its smallest peak if no other solver holds the budget, and if that holds it, for a plan.
@@ -498,8 +453,20 @@ class Planner:
         except PlanError:
             return  # the model is not a chain, or pins forbid making all of it one unit
 
-    def as_plan(self, found: Candidate, limit: Limit | None = None, budget_bytes: int | None = None) -> Plan:
-        """Return a candidate as a plan; ``limit`` and ``budget_bytes`` say what was asked for."""
+    def as_plan(
+        self,
+        found: Candidate,
+        limit: Limit = OF_DEVICE,
+        budget_bytes: int | None = None,
+        beyond: tuple[str, ...] = (),
+    ) -> Plan:
+        """Return a candidate as a plan.
+
+        Args:
+            found: The candidate.
+            limit, budget_bytes: What was asked for. None: the smallest peak.
+            beyond: What other techniques would save, a sentence for each.
+        """
         known = (*self.solvers, *self.crowded, *(() if self.last is None else (self.last,)))
         # A solver that a technique brings itself is in none of these lists, and its options are not noted.
         used = next((options_of(solver) for solver in known if solver.name == found.solver), None)
@@ -508,22 +475,21 @@ class Planner:
             found.solver,
             used,
             objective=self.objective,
-            budget=None if limit is None else limit.budget,
-            headroom=None if limit is None else limit.headroom,
+            budget=limit.budget,
+            headroom=limit.headroom,
             pins=self.pins,
             techniques=self.techniques,
             limits_reached=tuple(self.limits_reached),
+            beyond=beyond,
         )
         return made_plan(
             self.profile,
             found.decisions,
-            found.footprint,
             made_by,
             self.pins,
             status=cast(Status, found.status),
             gap=found.gap,
             budget_bytes=budget_bytes,
-            added_ms=found.added_ms,
         )
 
 
@@ -539,12 +505,9 @@ def smallest_bytes(search: PlanSearch) -> int:
 
 
 def _cheapest(searches: Sequence[PlanSearch], budget_bytes: int) -> Candidate | None:
-    found = ((search, search.best(budget_bytes)) for search in searches)
-    holding = [
-        (search.cost(best), best.footprint.peak_bytes, best) for search, best in found if best is not None
-    ]
-    # By cost, then by peak. Candidates have no order, so they must not be compared.
-    return min(holding, key=lambda each: each[:2])[2] if holding else None
+    found = (search.best(budget_bytes) for search in searches)
+    holding = [best for best in found if best is not None]
+    return min(holding, key=lambda best: (best.cost, best.footprint.peak_bytes), default=None)
 
 
 def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:

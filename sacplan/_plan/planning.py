@@ -1,24 +1,17 @@
-"""``plan`` and ``plan_smallest``: they check what is asked for, and hand it to a planner (``planner.py``)."""
+"""``plan`` and ``plan_smallest``: they read what is asked for, ask it of a step or a mesh, and hand out the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from sacplan._device.device_memory import reserved_bytes
-from sacplan._plan.beyond import beyond
-from sacplan._plan.in_room import plan_in_room
-from sacplan._plan.infeasible import infeasible, segments_do_not_fit
-from sacplan._plan.limits import Limit, handed_out
-from sacplan._plan.meshes import SHARD, asks_for_mesh, plan_on_meshes
+from sacplan._plan.limits import OF_DEVICE, Limit, handed_out
+from sacplan._plan.meshes import SHARD, asks_for_mesh, on_meshes
 from sacplan._plan.plan import Plan
-from sacplan._plan.planner import Planner, smallest_bytes
-from sacplan._plan.search import Candidate
+from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Accumulate
-from sacplan._ranks.ranks import Ranks
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
 from sacplan._technique.technique import StepSolver
@@ -110,37 +103,19 @@ def plan(
             was reached.
     """
     profile = opened(profile, Profile)
-    # ``wanted``, since the inner functions have a ``solver`` of their own.
-    limit, wanted = Limit(budget, headroom), solver
-
-    def planner_of(
-        profile: Profile, techniques: Sequence[str] | None = techniques, solver: str | None = None
-    ) -> Planner:
-        return Planner.of(
-            profile, solver or wanted, objective, keep, never, techniques, accumulate, host_budget
-        )
-
-    def planned(
-        profile: Profile, *, techniques: Sequence[str] | None = techniques, solver: str | None = None
-    ) -> Plan:
-        return plan_within(planner_of(profile, techniques, solver), limit)
-
+    request = Request(
+        Limit(budget, headroom), solver, objective, keep, never, techniques, accumulate, host_budget
+    )
     # The mesh of ``fully_shard`` is another thing than one over which sacplan spreads the step.
     of_fsdp = mesh if fsdp_units is not None and SHARD not in (techniques or ()) else None
     if asks_for_mesh(None if of_fsdp is not None else mesh, techniques, world_size, fsdp_units):
-        # Only ``"best"`` is several solvers, of which one is quick. Another solver is asked for every sharding.
-        quick = "greedy" if wanted == "best" else None
-        found = plan_on_meshes(profile, mesh, limit, techniques, planned, quick)
+        outcome = on_meshes(request, profile, mesh)
     else:
-        profile = _of_one_rank(
-            profile, world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy
+        ranks = profile.ranks.asked_again(
+            world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy
         )
-        asked = planner_of(profile)
-        found = plan_within(asked, limit)
-        # Whoever names the techniques has chosen. In inference, nothing else helps.
-        if techniques is None and profile.mode == "train":
-            found = found.saying(beyond(asked, found))
-    return handed_out(found, profile.spec)
+        outcome = request.outcome(profile.on_ranks(ranks), says_beyond=True)
+    return handed_out(outcome.made(), profile.spec)
 
 
 @checked(PlanError, "host_budget")
@@ -167,86 +142,8 @@ def plan_smallest(
     one for a budget. Arguments and errors are those of ``plan``.
     """
     profile = opened(profile, Profile)
-    profile = _of_one_rank(
-        profile, world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy
+    ranks = profile.ranks.asked_again(
+        world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy
     )
-    asked = Planner.of(profile, solver, objective, keep, never, techniques, accumulate, host_budget)
-    return handed_out(asked.smallest_plan(), profile.spec)
-
-
-def _of_one_rank(
-    profile: Profile,
-    world_size: int | None,
-    fsdp_units: Sequence[str] | None,
-    mesh: Any,
-    mp_policy: Any,
-    reshard_after_forward: Any,
-    offload_policy: Any,
-) -> Profile:
-    """Return the profile of a rank as asked for. What is not asked for is as in the profile."""
-    of_units = (mp_policy, reshard_after_forward, offload_policy)
-    # Without arguments about ranks, the profile stays as it is, with all that is cached in it.
-    if all(value is None for value in (world_size, fsdp_units, mesh, *of_units)):
-        return profile
-    now = profile.ranks
-    # These arguments mean nothing without units, so they are about the units of the profile.
-    if fsdp_units is None and any(value is not None for value in of_units):
-        fsdp_units = now.fsdp_units
-    # The mesh of the profile is rebuilt from its sizes: replicas and, within each of them, shards.
-    if mesh is None and world_size is None:
-        replicas, world_size = now.options.replicas, now.world_size
-        mesh = None if replicas == 1 else {"replicate": replicas, "shard": world_size // replicas}
-    return profile.on_ranks(
-        Ranks.asked(
-            world_size,
-            fsdp_units,
-            mesh,
-            now.options.mp_policy if mp_policy is None else mp_policy,
-            now.options.reshard_after_forward if reshard_after_forward is None else reshard_after_forward,
-            now.options.offload_policy if offload_policy is None else offload_policy,
-        )
-    )
-
-
-def plan_within(planner: Planner, limit: Limit) -> Plan:
-    """Return the cheapest plan under a limit: a budget for the peak, or the room of a GPU for what is reserved.
-
-    Raises:
-        BudgetError: The limit cannot be read.
-        InfeasibleBudget: No plan was found that holds it.
-    """
-    profile = planner.profile
-    budget_bytes = limit.bytes_of(profile)
-    if limit.is_gpu(profile.spec):
-        return _plan_on_gpu(planner, limit, budget_bytes)
-    # A budget limits the tensors alone, so the first plan that holds it is the answer, and nothing has to be repeated.
-    found = planner.cheapest(budget_bytes)
-    if found is None:
-        raise infeasible(planner, budget_bytes)
-    return planner.as_plan(found, limit, budget_bytes)
-
-
-def _plan_on_gpu(planner: Planner, limit: Limit, room_bytes: int) -> Plan:
-    """Return a plan whose reserved segments fit into the room of a GPU's allocator."""
-    profile = planner.profile
-
-    def plan_at(budget_bytes: int) -> tuple[Planner, Candidate]:
-        # A planner for each budget: the result is then what the user gets who asks for that budget.
-        asked = replace(planner, limits_reached={})
-        found = asked.cheapest(budget_bytes)
-        # If nothing holds the budget, the plan with the smallest peak says how far it is off.
-        return asked, found or min(asked.searches, key=smallest_bytes).smallest
-
-    found = plan_in_room(
-        room_bytes,
-        plan_at,
-        lambda made: made[1].footprint.peak_bytes,
-        lambda made: reserved_bytes(profile.with_plan(made[1].decisions)),
-    )
-    asked, candidate = found.made
-    if found.fits:
-        return asked.as_plan(candidate, limit, found.budget_bytes)
-    # The tensors of no plan fit the room, so segments were not looked at.
-    if found.reserved_bytes is None:
-        raise infeasible(asked, room_bytes)
-    raise segments_do_not_fit(asked, candidate, room_bytes)
+    request = Request(OF_DEVICE, solver, objective, keep, never, techniques, accumulate, host_budget)
+    return handed_out(request.planner(profile.on_ranks(ranks)).smallest_plan(), profile.spec)

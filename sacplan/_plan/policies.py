@@ -35,7 +35,7 @@ from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Chunk, Decision, Discarded, as_decisions
 from sacplan._program.pins import Pins, resolve_pins
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
-from sacplan._techniques import DEFAULT_TECHNIQUES, rewritten
+from sacplan._techniques import DEFAULT_TECHNIQUES
 from sacplan.errors import PlanError
 
 MODES = ("none", "full", "selective", "chunked-loss")
@@ -133,19 +133,7 @@ def policy(
     elif mode != "none":
         decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
     provenance = Provenance.now(profile, name, asked, pins=pins, techniques=techniques)
-    # The peak and the time are those of the rewritten program, as for a plan that a search has found.
-    with_plan = rewritten(program, decisions, profile.spec)
-    found = with_plan.footprint
-    made = made_plan(
-        profile,
-        decisions,
-        found,
-        provenance,
-        pins,
-        status="policy",
-        added_ms=with_plan.step_ms - program.step_ms - found.recompute_ms,
-    )
-    return handed_out(made, profile.spec)
+    return handed_out(made_plan(profile, decisions, provenance, pins, status="policy"), profile.spec)
 
 
 def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:

@@ -83,6 +83,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         pins: Pins = NO_PINS,
         techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
         limits_reached: tuple[str, ...] = (),
+        beyond: tuple[str, ...] = (),
     ) -> Provenance:
         """Return the provenance of a plan made now, by this version. Options that are not JSON scalars become text."""
         # Values of options are told apart by exact type. A subclass, such as ``numpy.float64``, becomes text like any
@@ -101,6 +102,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             runtime=profile.runtime,
             assumptions=tuple(filter(decides_sizes, profile.rules)) or UNSET,
             limits_reached=limits_reached or UNSET,
+            beyond=beyond or UNSET,
             sacplan=sacplan.__version__,
             torch=str(torch.__version__),
             date=datetime.now(timezone.utc).replace(microsecond=0),

@@ -52,6 +52,7 @@ class Candidate:
         decisions: The decisions of a plan.
         footprint: Footprint of the rewritten program.
         added_ms: Additional time of the step, without the ops that run again.
+        cost: The objective: the cost of what runs again, plus that of the other techniques' ops.
         status: ``"optimal"`` or ``"feasible"`` in the solver's own model, or ``"unplanned"``.
         gap: Relative optimality gap that the solver proved; None if it proved nothing.
         solver: Name of the solver.
@@ -60,6 +61,7 @@ class Candidate:
     decisions: tuple[Decision, ...]
     footprint: Footprint
     added_ms: float
+    cost: float
     status: str
     gap: float | None
     solver: str
@@ -115,13 +117,13 @@ class PlanSearch:
         cheapest: float | None = None
         in_vain = 0
         for size in self.context.sizes:
-            self._close_loop(solver, self.context.effects(size), budget_bytes)
+            effects = self.context.effects(size)
+            self._close_loop(solver, effects, budget_bytes)
             found = self.best(budget_bytes)
             if found is None:  # larger regions may still hold the budget
                 continue
-            cost = self.cost(found)
-            in_vain = in_vain + 1 if cheapest is not None and cost >= cheapest else 0
-            cheapest = cost
+            in_vain = in_vain + 1 if cheapest is not None and found.cost >= cheapest else 0
+            cheapest = found.cost
             of_cost, of_step = self.above_bound(budget_bytes)
             if of_cost <= _NEAR or of_step <= _SMALL or in_vain == _IN_VAIN:
                 break
@@ -147,11 +149,6 @@ class PlanSearch:
                 if now <= enough or worse == _IN_VAIN:
                     return
 
-    def cost(self, candidate: Candidate) -> float:
-        """Return the objective of a candidate: the cost of what runs again, plus that of the other techniques' ops."""
-        again = sum(self.plain.costs[op] for op in candidate.footprint.again)
-        return again + self.plain.added_cost(candidate.added_ms)
-
     def best(self, budget_bytes: int) -> Candidate | None:
         """Return the cheapest candidate that holds the budget, or None. On a tie, the lower peak wins."""
         # A solver has the host's memory as a sum in one row. What counts is the peak of the rewritten program, there as
@@ -162,7 +159,7 @@ class PlanSearch:
             for t in self.tried.values()
             if t.footprint.peak_bytes <= budget_bytes and t.footprint.host_peak_bytes <= room
         ]
-        return min(holding, key=lambda t: (self.cost(t), t.footprint.peak_bytes), default=None)
+        return min(holding, key=lambda t: (t.cost, t.footprint.peak_bytes), default=None)
 
     def above_bound(self, budget_bytes: int) -> tuple[float, float]:
         """Return how far the best plan is above the lower bound, as a share of its own cost and of the step's.
@@ -172,11 +169,10 @@ class PlanSearch:
         found = self.best(budget_bytes)
         if found is None:
             return math.inf, math.inf
-        cost = self.cost(found)
         # A bound on what has to run again says nothing where memory can be had otherwise.
         bound = 0.0 if self.context.frees_otherwise else self.context.bound_at(budget_bytes)
-        above = max(0.0, cost - bound)
-        return above / cost if cost else 0.0, above / sum(self.context.step.costs)
+        above = max(0.0, found.cost - bound)
+        return above / found.cost if found.cost else 0.0, above / sum(self.context.step.costs)
 
     def has_found(self, solver: Solver | StepSolver) -> bool:
         """Whether any candidate comes from this solver."""
@@ -187,7 +183,7 @@ class PlanSearch:
         """The candidate with the lowest peak."""
         room = self.context.step.host_bytes
         within = (t for t in self.tried.values() if t.footprint.host_peak_bytes <= room)
-        return min(within, key=lambda t: (t.footprint.peak_bytes, self.cost(t)))
+        return min(within, key=lambda t: (t.footprint.peak_bytes, t.cost))
 
     def _close_loop(self, solver: Solver, effects: RegionProblem, budget_bytes: int) -> None:
         """Ask at the budget, then at budgets corrected by how far the model was off."""
@@ -243,7 +239,9 @@ class PlanSearch:
             found = program.footprint
             # Time beyond the recorded step that no op running again explains: slices, and waits for copies.
             added_ms = program.step_ms - plain.step_ms - found.recompute_ms if decisions else 0.0
-            self.tried[key] = Candidate(decisions, found, added_ms, status, gap, solver)
+            again = sum(self.plain.costs[op] for op in found.again)
+            cost = again + self.plain.added_cost(added_ms)
+            self.tried[key] = Candidate(decisions, found, added_ms, cost, status, gap, solver)
         return self.tried[key]
 
     def _add_proposals(self, solver: StepSolver, budget_bytes: int) -> None:

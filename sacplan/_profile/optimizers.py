@@ -147,6 +147,11 @@ def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
     return dataclasses.replace(of, recorded=program_with_optimizer(of.recorded, step))
 
 
+def with_other_optimizer(of: Profile, make: Factory) -> Profile:
+    """Return a step with another optimizer in the place of its own."""
+    return with_optimizer(without_optimizer(of), recorded_step(of, make))
+
+
 def program_with_optimizer(program: Program, step: OptimizerStep) -> Program:
     """Return a program without an optimizer, with a plan or without, with this one put behind its backward pass."""
     return program.with_(_spliced(program, step, _end_of_backward(program)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sacplan._program.derived import derived
 from sacplan._program.elements import Event, Phase
 from sacplan._program.program import Program
+from sacplan.errors import PlanError
 
 
 @derived
@@ -39,3 +40,15 @@ def recomputed_from_updated(program: Program) -> int | None:
         elif op.recomputes >= 0 and not updated.isdisjoint(op.reads):
             return op.recomputes
     return None
+
+
+def check_updates(program: Program) -> None:
+    """Raise ``PlanError`` if an op runs again from a parameter that an optimizer has changed by then."""
+    index = recomputed_from_updated(program)
+    if index is not None:
+        op = program.ops[index]
+        where = program.scopes[op.scope].fqn if op.scope >= 0 else ""
+        raise PlanError(
+            f"{op.name} in {where or 'the model'!r} would run again after an optimizer in the backward pass has "
+            f"changed a parameter that it reads. Keep what the module makes: keep=[{where!r}]."
+        )

@@ -236,7 +236,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         if scope not in self._sites:
             seen: dict[tuple[str, str], int] = defaultdict(int)
             found: dict[int, CallSite] = {}
-            for i, places in self._places(scope):
+            for i, places, _ in self._places(scope):
                 name, place = self.ops[i].name, places.place
                 found[i] = CallSite(name, seen[place, name], place)
                 seen[place, name] += 1
@@ -251,17 +251,17 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
     def sequence(self, scope: int) -> OpSequence:
         """Return the forward ops of one module call that compute something, place by place."""
         found: list[tuple[str, str, list[str]]] = []
-        for i, places in self._places(scope):
+        for i, places, computes in self._places(scope):
             op = self.ops[i]
-            if not is_computation(op.name):
+            if not computes:
                 continue
             if not found or found[-1][1] != places.place:
                 found.append((places.caller, places.place, []))  # the op before was in another place
             found[-1][2].append(described(op.name, [len(self.tensors[t].shape) for t in op.inputs]))
         return tuple((caller, place, tuple(ops)) for caller, place, ops in found)
 
-    def _places(self, scope: int) -> Iterator[tuple[int, CallSites]]:
-        """Yield the forward ops of one module call with their places in it.
+    def _places(self, scope: int) -> Iterator[tuple[int, CallSites, bool]]:
+        """Yield the forward ops of one module call with their places in it, and whether each computes something.
 
         A view has the place of the op before it: only ops that compute something open one.
         """
@@ -283,9 +283,10 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             op = self.ops[i]
             # The range of a call still has the ops that a rewrite has left out.
             if op.phase == Phase.FORWARD and i not in self.left_out:
-                if is_computation(op.name):
+                computes = is_computation(op.name)
+                if computes:
                     places.at(calls(op.scope))
-                yield i, places
+                yield i, places, computes
 
     def call_sites(self, fqn: str) -> dict[CallSite, tuple[int, ...]]:
         """Return by call site the forward ops of a module: one of each call that has the site."""

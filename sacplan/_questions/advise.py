@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._plan.planner import Planner
+from sacplan._plan.request import Request
 from sacplan._profile.optimizer_table import BY_NAME, CANDIDATES, OptimizerCandidate
 from sacplan._profile.optimizers import (
     OptimizerStep,
@@ -243,7 +243,7 @@ class _Tried:
     def recomputation(self) -> Iterator[Remedy]:
         """Try the plan with the smallest peak."""
         # In inference there is nothing to recompute. On a mesh, a plan chooses the sharding as well
-        # (``plan_on_meshes``).
+        # (``meshes.py``).
         if not self._trains or self.profile.ranks.sharding is not None:
             return
         names = ("recompute",) if self.plan is None else tuple(self.plan.provenance.techniques)
@@ -251,7 +251,7 @@ class _Tried:
         yield from self._smallest("recompute", "recompute", more, names)
 
     def _smallest(self, name: str, kind: Kind, what: str, techniques: tuple[str, ...]) -> Iterator[Remedy]:
-        smallest = Planner.of(self.profile, techniques=techniques).smallest_plan(without_rotor=True)
+        smallest = Request(techniques=techniques).planner(self.profile).smallest_plan(without_rotor=True)
         # Rounded up: there is no plan for a budget below the smallest peak.
         gib = f"{math.ceil(smallest.peak_bytes / 2**30 * 100) / 100:.2f}GiB"
         if smallest.peak_bytes < 2**30:

@@ -24,14 +24,14 @@ import torch
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.limits import Limit
-from sacplan._plan.outcome import Outcome
+from sacplan._plan.request import Outcome, Request
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile
 from sacplan._program.budget import format_bytes
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.program import Phase
 from sacplan._questions.largest import largest
-from sacplan._questions.sweep import PlanWithin, Row
+from sacplan._questions.sweep import Row
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan._solve.solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
@@ -111,7 +111,7 @@ class BatchSizes:
     @property
     def budget_bytes(self) -> int:
         """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
-        return self.limit.bytes_on(self.spec)
+        return self.limit.room(self.spec).n_bytes
 
     # --- one size -----------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class BatchSizes:
         # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
         # name the smallest peak.
         if floor <= self.budget_bytes or may_chunk or n == 1:
-            outcome = Outcome.of(traced, PlanWithin(self.limit, self.solver, techniques=self.techniques))
+            outcome = Request(self.limit, self.solver, techniques=self.techniques).outcome(traced)
             if outcome.error is not None:
                 if n == 1:
                     raise self._nothing_fits(outcome.error) from outcome.error
@@ -141,7 +141,7 @@ class BatchSizes:
         point = CapacityPoint(batch_size=n, floor_bytes=floor, spared_ms=spared_ms, **taken)
         self.points[n] = point
         # The limit depends on the program: on a GPU, what is reserved beyond the peak counts as well.
-        self._excess[n] = traced.peak_bytes - self.limit.bytes_for(traced, traced.program)
+        self._excess[n] = traced.peak_bytes - self.limit.room_of(traced).for_peak(traced.program)
         if self.progress is not None:
             self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
         return point

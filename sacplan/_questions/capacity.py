@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
-from sacplan._device.outside_allocator import Outside, outside_allocator, outside_text
+from sacplan._device.outside_allocator import Outside, outside_text
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.plan import Plan
 from sacplan._plan.planner import resolve_solver
@@ -319,5 +319,5 @@ def _capacity(sizes: BatchSizes, n: int) -> Capacity:
         bounded_by="at_most" if largest == sizes.at_most else "memory",
         points=tuple(sizes.points[k] for k in sorted(sizes.points)),
         # With a budget or a headroom, what lies outside of the allocator is not part of the limit.
-        outside=outside_allocator(sizes.spec) if sizes.limit.is_gpu(sizes.spec) else (),
+        outside=sizes.limit.room(sizes.spec).outside,
     )

@@ -37,9 +37,19 @@ from torch.utils.data import DataLoader
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import outside_allocator
-from sacplan._plan.in_room import ROUNDS, InRoom, lowered, plan_in_room
-from sacplan._plan.limits import Limit, limit_of_device, looking_for_plans
+from sacplan._plan.limits import (
+    OF_DEVICE,
+    ROUNDS,
+    Limit,
+    Room,
+    Try,
+    limit_of_device,
+    looking_for_plans,
+    lowered,
+    next_budget,
+)
 from sacplan._plan.planner import Planner
+from sacplan._plan.request import Request
 from sacplan._plan.search import Candidate
 from sacplan._profile.optimizer_table import (
     BY_NAME,
@@ -218,14 +228,19 @@ class _Sweep:
     _known: dict[tuple[str, Way], Peaks] = field(default_factory=dict)  # by "batch" or "seq", and way
 
     @cached_property
+    def room(self) -> Room:
+        """The room of a step on the device."""
+        return self.limit.room(self.spec, int(self.devices > 1))
+
+    @property
     def budget_bytes(self) -> int:
         """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
-        return self.limit.bytes_on(self.spec, int(self.devices > 1))
+        return self.room.n_bytes
 
     @property
     def counts_segments(self) -> bool:
         """Whether what the allocator reserves decides, and not the peak."""
-        return self.limit.is_gpu(self.spec)
+        return self.room.is_reserved
 
     def recorded(self, batch: int, seq: int | None, optimizer: Any = None, **options: Any) -> Profile:
         """Record the step at a size; ``options`` are further arguments of ``profile``."""
@@ -320,22 +335,22 @@ class _Sweep:
             begins(f"smallest peak: {way.name}")
             if way.techniques:
                 # The quick solver: a peak that is a little smaller changes no row that fits.
-                planner = Planner.of(self.base, "greedy", techniques=way.techniques)
+                planner = Request(solver="greedy", techniques=way.techniques).planner(self.base)
                 self._smallest[way] = planner.smallest(0, quick=not way.long)
             else:
-                self._smallest[way] = Planner.of(self.base).search(NO_PINS).smallest
+                self._smallest[way] = Request().planner(self.base).search(NO_PINS).smallest
         return self._smallest[way]
 
     def row(self, name: str, way: Way) -> FitRow:
         """Return the row of one way with one optimizer, at the asked size."""
         begins(f"{name}, {way.name}")
         found = self._found(name, way)
-        best, peak = found.made, self._peak(name, found.made)
+        best, peak, fits = found.made, found.peak_bytes, found.needs <= self.budget_bytes
         steps = self.accumulation_steps
         recompute_ms, added_ms = steps * best.footprint.recompute_ms, steps * best.added_ms
         # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
         # between host and device are not predicted.
-        is_timed = (found.fits or not way.techniques) and not self.on_host(name)
+        is_timed = (fits or not way.techniques) and not self.on_host(name)
         # Rows are made from the simplest way on. If an earlier one has the same decisions, this way is the
         # same; the search finds this way itself at the latest.
         self._decided[name, way] = frozenset(best.decisions)
@@ -344,14 +359,15 @@ class _Sweep:
             for (by, one), made in self._decided.items()
             if by == name and made == frozenset(best.decisions)
         )
-        # Not known if the tensors alone do not fit. The peak is then what is too large.
-        reserved = found.reserved_bytes
-        needs = reserved if self.counts_segments and reserved is not None else peak
+        # Not looked at if the tensors alone do not fit. Where the peak decides, it is only shown.
+        reserved = None
+        if self.spec.kind == "cuda" and peak <= self.budget_bytes:
+            reserved = self._reserved_at(self.base, self.batch, self.seq, name, best)
         return FitRow(
             optimizer=name,
             way=way.name,
             techniques=way.techniques,
-            fits=found.fits,
+            fits=fits,
             peak_bytes=peak,
             unplanned_peak_bytes=self._peak(name, self.smallest(AS_IT_IS)),
             step_ms=steps * self.base.step_ms + recompute_ms + added_ms + self.own[name][2]
@@ -360,34 +376,25 @@ class _Sweep:
             recompute_ms=recompute_ms if is_timed else None,
             added_ms=added_ms if is_timed else None,
             reserved_bytes=reserved,
-            over_bytes=max(0, needs - self.budget_bytes),
-            expandable_bytes=None if found.fits or reserved is None else self._expandable(name, best),
+            over_bytes=max(0, found.needs - self.budget_bytes),
+            expandable_bytes=None if fits or reserved is None else self._expandable(name, best),
             same_as=None if same == way else same.name,
             host_bytes=self.on_host(name) + best.footprint.host_peak_bytes,
         )
 
-    def _found(self, name: str, way: Way) -> InRoom[Candidate]:
+    def _found(self, name: str, way: Way) -> Try:
         """Return what ``plan`` finds with an optimizer, or the smallest peak where it finds nothing."""
         state, own_peak, _ = self.own[name]
-
-        def plan_at(budget_bytes: int) -> Candidate:
+        tries: list[Try] = []
+        while (budget_bytes := next_budget(self.room, tries)) is not None:
             # No plan helps if the optimizer's own step is over the budget.
             found = self._cheapest(way, budget_bytes - state) if own_peak <= budget_bytes else None
-            return found or self.smallest(way)
-
-        def peak_of(candidate: Candidate) -> int:
-            return self._peak(name, candidate)
-
-        def reserved_of(candidate: Candidate) -> int:
-            return self._reserved_at(self.base, self.batch, self.seq, name, candidate)
-
-        if self.counts_segments:
-            return plan_in_room(self.budget_bytes, plan_at, peak_of, reserved_of)
-        # With a budget or on a CPU the peak decides. What is reserved is only shown.
-        made = plan_at(self.budget_bytes)
-        fits = peak_of(made) <= self.budget_bytes
-        reserved = reserved_of(made) if fits and self.spec.kind == "cuda" else None
-        return InRoom(made, self.budget_bytes, reserved, fits)
+            made = found or self.smallest(way)
+            needs = peak = self._peak(name, made)
+            if self.counts_segments and peak <= self.budget_bytes:
+                needs = self._reserved_at(self.base, self.batch, self.seq, name, made)
+            tries.append(Try(made, budget_bytes, peak, needs))
+        return min(tries, key=lambda one: one.needs)
 
     def _peak(self, name: str, candidate: Candidate) -> int:
         state, own_peak, _ = self.own[name]
@@ -421,7 +428,7 @@ class _Sweep:
         if not way.techniques:  # as it is: nothing to plan
             return None
         if (way, left) not in self._planned:
-            planner = Planner.of(self.base, techniques=way.techniques)
+            planner = Request(techniques=way.techniques).planner(self.base)
             # A planner searches without offers first. Where that is what "plan" has searched, it goes on from there.
             begun = self._planners.get((PLAN, left))
             if begun is not None and begun.searches[0].context is planner.context(NO_PINS):
@@ -511,7 +518,7 @@ class _Sweep:
     def _largest_reserved(
         self, steps: Sized, axis: str, row: FitRow, unit: int, most: int, left: int, known: int
     ) -> int:
-        """Return a size whose segments fit: the largest by its peak, lowered as ``plan_in_room`` lowers budgets.
+        """Return a size whose segments fit: the largest by its peak, lowered as ``next_budget`` lowers budgets.
 
         ``known`` is a size that fits; no smaller one is looked for.
         """
@@ -743,5 +750,5 @@ class _Sweep:
             found = self._found(smallest.optimizer, self._way(smallest)).made
             needs = self._reserved_at(self.base, self.batch, self.seq, smallest.optimizer, found)
         named = [resolve_device(name) for name in devices().index]
-        able = [spec for spec in named if spec.kind != "cpu" and Limit().bytes_on(spec) >= needs]
+        able = [spec for spec in named if spec.kind != "cpu" and OF_DEVICE.room(spec).n_bytes >= needs]
         return tuple(spec.name for spec in sorted(able, key=lambda spec: spec.memory_bytes))

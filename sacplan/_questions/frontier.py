@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sacplan._plan.limits import Limit, looking_for_plans
-from sacplan._plan.outcome import Outcome
-from sacplan._plan.planner import Planner
 from sacplan._plan.policies import layers_of, policy
+from sacplan._plan.request import Outcome, Request
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.progress import Progress, reported
-from sacplan._questions.sweep import PlanWithin, Row, frame
+from sacplan._questions.sweep import Row, frame
 from sacplan._rotor.sequences import Rotor, unit_of
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
@@ -122,7 +121,7 @@ def frontier(
         if profile.mode == "inference":
             solvers = ("best",)  # all solvers would give the same plan: chunks have a search of their own
     # A template: each row replaces the solver and the limit.
-    how = PlanWithin(Limit.exactly(profile.peak_bytes), "best", objective, keep, never, techniques)
+    how = Request(Limit.exactly(profile.peak_bytes), "best", objective, keep, never, techniques)
     with looking_for_plans():
         # Policies are made first, since their peaks are budgets for the first solver.
         named = list(_named_policies(profile, how)) if policies else []
@@ -133,11 +132,11 @@ def _rows(
     profile: Profile,
     points: int,
     solvers: Sequence[str | Solver | Rotor],
-    how: PlanWithin,
+    how: Request,
     named: list[FrontierRow],
     progress: Progress,
 ) -> Iterator[FrontierRow]:
-    planner = Planner.of(profile, "best", how.objective, how.keep, how.never, how.techniques)
+    planner = how.planner(profile)
     # Budgets lie between the smallest peak, below which there is no plan, and the unplanned one, above which
     # none is needed. A policy outside of this range gets no plan of the same peak.
     smallest = planner.smallest_plan(without_rotor=True).peak_bytes
@@ -152,7 +151,7 @@ def _rows(
     with reported(progress, "frontier", len(asked)) as step:
         for budget, one in asked:
             name = one.solver if isinstance(one.solver, str) else one.solver.name
-            outcome = Outcome.of(profile, one)
+            outcome = one.outcome(profile)
             row = FrontierRow.of(name, budget, outcome)
             step(row.figures() if row.fits else None, f"{name} at {format_bytes(budget)}")
             if row.fits:
@@ -170,7 +169,7 @@ def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:
     return True
 
 
-def _named_policies(profile: Profile, how: PlanWithin) -> Iterator[FrontierRow]:
+def _named_policies(profile: Profile, how: Request) -> Iterator[FrontierRow]:
     try:
         n_layers = len(layers_of(profile.program))
     except PlanError:  # a model without layers

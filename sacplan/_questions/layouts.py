@@ -20,14 +20,14 @@ import torch
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, rows_of, spreads, tried
-from sacplan._plan.outcome import Outcome
+from sacplan._plan.request import Outcome, Request
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html, frame_html
 from sacplan._program.progress import Progress, reported
-from sacplan._questions.sweep import PlanWithin, Row, frame
+from sacplan._questions.sweep import Row, frame
 from sacplan._record.step import LossFn
 from sacplan._shard.sharding import Sharding
 from sacplan._solve.solvers import Solver
@@ -225,9 +225,9 @@ def layouts(
             else profile(model, batch, loss_fn, optimizer, device, trace=trace)
         )
         limit = limit_of_device(budget, headroom, whole.spec)
-        budget_bytes = limit.bytes_on(whole.spec, int(n > 1))
+        budget_bytes = limit.room(whole.spec, int(n > 1)).n_bytes
 
-        planner = PlanWithin(limit, solver, techniques=techniques)
+        request = Request(limit, solver, techniques=techniques)
         rows: list[Layout] = []
         refused: list[str] = []
 
@@ -236,17 +236,17 @@ def layouts(
             step(row, f"{row.name} {row.mesh or ''}")
 
         if n == 1:
-            add(Layout.of(whole, Outcome.of(whole, planner)))
+            add(Layout.of(whole, request.outcome(whole)))
         for mesh in resolve_mesh(n, whole) if n > 1 else ():
             try:
                 # The search is asked twice: for the fastest sharding (0: no limit), and under this peak.
-                limits = (0, limit.bytes_on(whole.spec, mesh.communicators)) if search else ()
+                limits = (0, limit.room(whole.spec, mesh.communicators).n_bytes) if search else ()
                 ways = list(spreads(whole, mesh, limits, names_by_role(mesh)))
             except PlanError as error:
                 # A mesh that the step cannot be spread over says nothing about the others.
                 refused.append(str(error))
                 continue
-            for one in tried(ways, planner, all_of_them=True):
+            for one in tried(ways, request, all_of_them=True):
                 add(Layout.of(whole, one.outcome, one.spread))
         if not rows:
             raise PlanError(" ".join(refused))

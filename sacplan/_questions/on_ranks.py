@@ -20,18 +20,16 @@ from typing import Any
 import torch
 
 from sacplan._device.device_memory import reserved_bytes
-from sacplan._plan.in_room import ROUNDS, lowered
-from sacplan._plan.limits import Limit
+from sacplan._plan.limits import ROUNDS, Limit, Room, lowered
 from sacplan._plan.meshes import Spread, names_by_role, resolve_mesh, spreads
-from sacplan._plan.outcome import Outcome
-from sacplan._plan.planner import Planner
+from sacplan._plan.request import Outcome, Request
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import OptimizerStep, with_optimizer
 from sacplan._profile.profile import Profile
 from sacplan._program.program import Phase
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import Peaks, Sized, sized_alike
-from sacplan._questions.sweep import PlanWithin, Row
+from sacplan._questions.sweep import Row
 from sacplan._questions.verdict import FitRow
 from sacplan._questions.ways import AS_IT_IS, PLAN
 from sacplan._ranks.ranks import Ranks
@@ -147,11 +145,7 @@ class RankRows:
         # Kept for the largest batch, which needs the arrangement and the rank of a row.
         self._known[one.name, name] = one, rank
         bare = self._row(one, name, rank, None)
-        return (
-            [bare]
-            if bare.fits
-            else [bare, self._row(one, name, rank, Outcome.of(rank, PlanWithin(self.limit)))]
-        )
+        return [bare] if bare.fits else [bare, self._row(one, name, rank, Request(self.limit).outcome(rank))]
 
     @staticmethod
     def shards_whole(one: Arrangement, name: str) -> bool:
@@ -213,9 +207,10 @@ class RankRows:
 
     def _row(self, one: Arrangement, name: str, rank: Profile, outcome: Outcome | None) -> FitRow:
         """Return the row of a step as it is, or with what planning it has come to."""
-        room = self.limit.bytes_on(rank.spec, rank.ranks.communicators)
+        allowed = self.limit.room(rank.spec, rank.ranks.communicators)
+        room = allowed.n_bytes
         plan = None if outcome is None else outcome.plan
-        counts_segments, decisions = self.limit.is_gpu(rank.spec), () if plan is None else plan.decisions
+        counts_segments, decisions = allowed.is_reserved, () if plan is None else plan.decisions
         reserved = None
         # If planning has failed, there is no step whose segments could be counted.
         if rank.spec.kind == "cuda" and (outcome is None or plan is not None):
@@ -255,12 +250,13 @@ class RankRows:
         # Steps with another batch run other ops. A note of ``fit`` has said so.
         if by_batch is None:
             return row
-        room = self.limit.bytes_on(rank.spec, rank.ranks.communicators)
+        room = self.limit.room(rank.spec, rank.ranks.communicators)
         try:
             steps = sized_alike(by_batch.sizes, self._two(one, row.optimizer, by_batch))
             if steps is None:  # a rank runs other ops at another size
                 return row
-            smallest = Planner.of(rank, "greedy").smallest(0, quick=True).decisions if row.techniques else ()
+            planner = Request(solver="greedy").planner(rank)
+            smallest = planner.smallest(0, quick=True).decisions if row.techniques else ()
             peaks = steps.peaks(smallest, 1)
         except (TraceError, PlanError):
             return row  # the plan rewrites the step otherwise at another size
@@ -277,9 +273,9 @@ class RankRows:
         a, b = (one.spread(self.completed(each, optimizer)) for each in bare)
         return a, b
 
-    def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, room: int, fits: bool) -> int:
-        known, left = (self.batch if fits else 0), room
-        # As ``plan_in_room`` does: take the largest size by its peak, then lower the limit by what is reserved
+    def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, room: Room, fits: bool) -> int:
+        known, left = (self.batch if fits else 0), room.n_bytes
+        # As ``next_budget`` does: take the largest size by its peak, then lower the limit by what is reserved
         # beyond the room.
         for tried in range(1, ROUNDS + 1):
             looked: dict[int, int] = {}
@@ -293,10 +289,10 @@ class RankRows:
                 break
             program = steps.at(n).with_plan(decisions)
             peak = program.footprint.peak_bytes
-            needs = reserved_bytes(program) if self.limit.is_gpu(steps.profiles[0].spec) else peak
-            if needs <= room:
+            needs = reserved_bytes(program) if room.is_reserved else peak
+            if needs <= room.n_bytes:
                 return n
-            left = lowered(min(left, peak), needs - room, room, tried)
+            left = lowered(min(left, peak), needs - room.n_bytes, room.n_bytes, tried)
         return known
 
 

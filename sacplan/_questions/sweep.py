@@ -1,7 +1,7 @@
 """Sweeps: a question is answered by one row for each case, and each case is a step planned for a budget.
 
 ``frontier`` goes over solvers and budgets, ``max_batch`` and ``throughput`` over batch sizes, ``layouts`` over meshes,
-``fit`` over optimizers and techniques. ``PlanWithin`` plans a case. A row has the result, and what distinguishes the
+``fit`` over optimizers and techniques. A ``Request`` plans each case. A row has the result, and what distinguishes the
 case from the others.
 """
 
@@ -11,39 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sacplan._plan.limits import Limit
-from sacplan._plan.outcome import Outcome
 from sacplan._plan.plan import Plan
-from sacplan._plan.planner import Planner
-from sacplan._plan.planning import plan_within
-from sacplan._profile.profile import Profile
-from sacplan._solve.solvers import Solver
-from sacplan._technique.step import Objective
-from sacplan._technique.technique import StepSolver
+from sacplan._plan.request import Outcome
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-@dataclass(frozen=True, slots=True)
-class PlanWithin:
-    """Plan a step within a limit, as ``sacplan.plan`` does; the other arguments are its own."""
-
-    limit: Limit
-    solver: str | Solver | StepSolver = "best"
-    objective: Objective = "time"
-    keep: Sequence[str] = ()
-    never: Sequence[str] = ()
-    techniques: Sequence[str] | None = None
-
-    def __call__(self, profile: Profile) -> Plan:
-        """Return the cheapest plan.
-
-        Raises:
-            InfeasibleBudget: No plan holds the limit.
-        """
-        planner = Planner.of(profile, self.solver, self.objective, self.keep, self.never, self.techniques)
-        return plan_within(planner, self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,40 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         options = FullyShardOptions.of(mp_policy, reshard_after_forward, replicas, offload_policy)
         return cls.of(1 if world_size is None else world_size, fsdp_units, options)
 
+    def asked_again(
+        self,
+        world_size: int | None = None,
+        fsdp_units: Sequence[str] | None = None,
+        mesh: Any = None,
+        mp_policy: Any = None,
+        reshard_after_forward: Any = None,
+        offload_policy: Any = None,
+    ) -> Ranks:
+        """Return the ranks with some arguments changed: what is not asked for stays. Errors are those of ``asked``."""
+        of_units = (mp_policy, reshard_after_forward, offload_policy)
+        if all(value is None for value in (world_size, fsdp_units, mesh, *of_units)):
+            return self
+        # These arguments mean nothing without units, so they are about those that there are.
+        if fsdp_units is None and any(value is not None for value in of_units):
+            fsdp_units = self.fsdp_units
+        # The mesh is rebuilt from its sizes: replicas and, within each of them, shards.
+        now = self.options
+        if mesh is None and world_size is None:
+            world_size = self.world_size
+            mesh = (
+                None
+                if now.replicas == 1
+                else {"replicate": now.replicas, "shard": world_size // now.replicas}
+            )
+        return self.asked(
+            world_size,
+            fsdp_units,
+            mesh,
+            now.mp_policy if mp_policy is None else mp_policy,
+            now.reshard_after_forward if reshard_after_forward is None else reshard_after_forward,
+            now.offload_policy if offload_policy is None else offload_policy,
+        )
+
     @classmethod
     def spread(cls, sharding: Sharding) -> Ranks:
         """Return the ranks of the mesh of a sharding."""

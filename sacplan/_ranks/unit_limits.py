@@ -14,6 +14,7 @@ import msgspec
 
 from sacplan._program.program import ROOT_SCOPE, CallSite, Phase, Program
 from sacplan._rewrites.settle import final_ops
+from sacplan.errors import PlanError
 
 GATHER = "fsdp.all_gather_copy_in.default"
 """The op with which a unit begins to gather its parameters."""
@@ -34,6 +35,17 @@ def too_wide(program: Program, sharded: Collection[str] | None = None) -> frozen
         for call in program.calls.get(fqn, ())
         for scope in program.ancestors(call)
     )
+
+
+def check_units(program: Program, units: Iterable[str]) -> None:
+    """Raise ``PlanError`` for a unit around several modules that ``fully_shard`` gathers one by one."""
+    # It may free the parameters of a module after its forward, so such a unit could not run their ops again.
+    wide = sorted(too_wide(program).intersection(units))
+    if wide:
+        raise PlanError(
+            f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
+            "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
+        )
 
 
 def narrowed(

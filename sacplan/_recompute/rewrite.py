@@ -140,6 +140,11 @@ class _RecomputeRewriter:
         self.handles: dict[int, _DiscardedOutput] = {}
         self.instances: dict[int, _DiscardedOutput] = {}
         self.loose: dict[int, int] = {}  # instance to the storage that it alone holds
+        # What a backward formula saves again, for a second derivative: handles and instances that take their places.
+        self.saved_again: dict[int, int] = {}
+        self.unpacked_again: dict[int, int] = {}
+        # By unpacked instance, the storage that was discarded, and that of its value.
+        self.in_use: dict[int, tuple[int, int]] = {}
         # While something runs again: slots whose values are dropped after it, and how many times they are read before.
         self.passing: dict[_DiscardedOutput, int] = {}
         self.draft = PatchBuilder(program)
@@ -162,31 +167,53 @@ class _RecomputeRewriter:
             if slot is not None:
                 self._unref(slot)
         elif code == _PACK:
-            slot = self.table.get(self.program.handle_storages[arg])
+            storage = self.program.handle_storages[arg]
+            in_use = self._value_in_use(storage)
+            if in_use >= 0:
+                self.saved_again[arg] = again = self.draft.new_handle(in_use, self.program.handle_ops[arg])
+                self.draft.events[position] = ((code, again),)
+                return
+            slot = self.table.get(storage)
             if slot is None or self._is_code_s(arg):
                 return  # a kept tensor; or no pack hook is asked
             # Nothing is put in place of the event: a handle on a slot holds no memory.
             slot.refs += 1
             self.handles[arg] = slot
         elif code == _RELEASE:
+            if arg in self.saved_again:
+                self.draft.events[position] = ((code, self.saved_again.pop(arg)),)
+                return
             slot = self.handles.pop(arg, None)
             if slot is None:
                 return  # a handle on a kept tensor
             self._unref(slot)
         elif code == _UNPACK:
-            slot = self.handles.get(self.program.instance_handles[arg])
+            handle = self.program.instance_handles[arg]
+            if handle in self.saved_again:
+                made = self.draft.instance_handles.add(self.saved_again[handle])
+                self.unpacked_again[arg] = made
+                on_value = self.draft.handle_storages[self.saved_again[handle]]
+                self.in_use[arg] = self.program.handle_storages[handle], on_value
+                self.draft.events[position] = ((code, made),)
+                return
+            slot = self.handles.get(handle)
             if slot is None:
                 return  # a kept tensor
             # A value that the slot forgets again belongs to this instance alone, and dies with it. Otherwise
             # all instances share the slot's value.
             if slot.value < 0 and (value := self._compute(slot, position)) is not None:
                 self.loose[arg] = value
+                self.in_use[arg] = slot.storage, value
             else:
                 slot.instances += 1
                 self.instances[arg] = slot
+                self.in_use[arg] = slot.storage, slot.value
         elif code == _DROP:
+            self.in_use.pop(arg, None)
             if arg in self.loose:
                 out.append((_FREE, self.loose.pop(arg)))
+            elif arg in self.unpacked_again:
+                out.append((code, self.unpacked_again.pop(arg)))
             elif arg in self.instances:
                 slot = self.instances.pop(arg)
                 slot.instances -= 1
@@ -213,6 +240,13 @@ class _RecomputeRewriter:
         # A patch holds only what changes.
         if out != [(code, arg)]:
             self.draft.events[position] = tuple(out)
+
+    def _value_in_use(self, storage: int) -> int:
+        """Return the value of a discarded storage that a backward formula has unpacked and works on; -1 if none has.
+
+        What such a formula saves is what it has unpacked, and no hook of the unit discards that.
+        """
+        return next((value for of, value in reversed(self.in_use.values()) if of == storage), -1)
 
     def _is_code_s(self, handle: int) -> bool:
         """Whether code holds this handle rather than autograd: an op that runs in slices holds what it will read."""

@@ -89,7 +89,7 @@ class KeptNumbers:
         mode has returned.
         """
         assert self._latest is not None
-        ref, next_node, storage = self._latest
+        latest = ref, next_node, storage = self._latest
         self._latest = None
         if storage not in self._kept.get(next_node, ()):
             return  # freed already
@@ -102,7 +102,11 @@ class KeptNumbers:
             return  # the node is inside another one; and autograd may be in the view's lock now
         node: Any = output.grad_fn
         if node is None or node._sequence_nr() + 1 != next_node:
-            return  # not the node of this op; the number stays until that one has run
+            # Not the node of this op. A mode around this one, as an executor's, may run ops of its own before it
+            # returns: they make no node. Otherwise the number stays until its node has run.
+            if autograd_sequence_number() == next_node:
+                self._latest = latest
+            return
         lives = node.metadata.setdefault(_NODE_LIVES, _NodeLives())
         self._ends[storage] = weakref.ref(lives, lambda _: self._free(next_node, storage))
 

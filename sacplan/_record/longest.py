@@ -18,6 +18,7 @@ are taken to be of that size. Otherwise all are looked at, up to a limit.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from math import prod
 from typing import Any, TypeGuard
@@ -77,8 +78,13 @@ class LongestBatch:
             return self._of(self.rows if rows is None else rows)
 
     def _of(self, rows: int) -> Any:
-        longest = self._longest(rows)
-        largest = self._collated(longest)
+        # Where samples are put one behind the other, a tensor of few elements, such as the lengths of packed texts,
+        # must not keep out a sample with more tokens: so each tensor is asked for alone, too, and the largest
+        # tensor of a batch decides.
+        parts = range(max(map(len, self._sizes.values())))
+        chosen = dict.fromkeys([tuple(self._longest(rows)), *(self._most_of(part, rows) for part in parts)])
+        made = [(indices, self._collated(indices)) for indices in chosen]
+        longest, largest = max(made, key=lambda one: sorted(_size(one[1]), reverse=True))
         if rows == 1:
             return largest
         padded = self._collated([longest[0], *self._shortest(rows - 1)])
@@ -100,7 +106,13 @@ class LongestBatch:
 
     def _longest_of(self, part: int) -> int:
         """Return the sample with the most elements in one of its tensors."""
-        return max(self._sizes, key=lambda i: (self._sizes[i][part : part + 1], -i))
+        return self._most_of(part, 1)[0]
+
+    def _most_of(self, part: int, rows: int) -> tuple[int, ...]:
+        """Return the samples with the most elements in one of their tensors."""
+        size = self._sizes
+        found = heapq.nsmallest(rows, size, key=lambda i: (-sum(size[i][part : part + 1]), -sum(size[i]), i))
+        return tuple(found[k % len(found)] for k in range(rows))
 
     def _shortest(self, rows: int) -> list[int]:
         by_size = sorted(self._sizes, key=lambda i: (sum(self._sizes[i]), i))

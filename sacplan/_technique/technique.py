@@ -187,6 +187,11 @@ class Technique(ABC):
         # A technique whose options come without a decision overrides this.
         return tuple(option.decision for _, option in taken if option.decision is not None)
 
+    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
+        """Return why there is no ``patch`` for these decisions together, a sentence; empty if there is one."""
+        # A technique whose decisions may exclude each other overrides this.
+        return ""
+
     @abstractmethod
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
         """Return the rewrite for the decisions of a plan. Other techniques may have rewritten the program before.

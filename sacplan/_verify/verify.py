@@ -11,9 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sacplan._apply.apply import Handle, put_on
-from sacplan._device.device_memory import beyond_peak_bytes
 from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._plan.limits import Limit
+from sacplan._plan.limits import OF_DEVICE
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.remarks import adamw_state_bytes, summed_outputs, without_optimizer
 from sacplan._profile.tracing import check_runs_here, trace_step
@@ -283,8 +282,8 @@ def _budget_of(plan: Plan, spec: DeviceSpec, program: Program | None = None) -> 
     """
     if plan.budget_bytes is not None:
         return plan.budget_bytes
-    room = Limit().bytes_on(spec, plan.ranks.communicators)
-    return room - beyond_peak_bytes(program) if program is not None and Limit().is_gpu(spec) else room
+    room = OF_DEVICE.room(spec, plan.ranks.communicators)
+    return room.n_bytes if program is None else room.for_peak(program)
 
 
 class _Applied:

@@ -54,10 +54,12 @@ def test_layers_that_are_alike_are_left_out() -> None:
     config = {
         "num_hidden_layers": 32, "layer_types": ["a", "b", "a", "b"], "hidden_size": 64, "num_experts": 8,
         "vision_config": {"depth": 24, "num_hidden_layers": None}, "encoder_layers": 1,
+        "widths": [7] * 32, "pinpoints": [7] * 5, "per_layer_config": {"1": {"a": 1}, "5": {"a": 2}},
     }  # fmt: skip
     assert shallow(config) == {
         "num_hidden_layers": 2, "layer_types": ["a", "b"], "hidden_size": 64, "num_experts": 8,
         "vision_config": {"depth": 2, "num_hidden_layers": None}, "encoder_layers": 1,
+        "widths": [7] * 2, "pinpoints": [7] * 5, "per_layer_config": {"1": {"a": 1}},
     }  # fmt: skip
 
 

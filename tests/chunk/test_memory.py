@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
+from benchmarks.harness.mixed_plans import plan_with
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import trace_step
@@ -17,7 +18,7 @@ from sacplan._program.decisions import Chunk
 from sacplan._record.step import Step
 from sacplan._verify.measure import measured_step
 from tests.zoo.language_models import LM, TokenModel, tokens
-from tests.zoo.layers import MLP, Residual
+from tests.zoo.layers import MLP, FromFunction, Residual
 
 VOCAB = 3001
 
@@ -57,6 +58,24 @@ def measured(model: nn.Module, batch: torch.Tensor, decisions: list[Chunk]) -> i
 def model() -> LM:
     torch.manual_seed(0)
     return LM(layers=1, dim=32, heads=2, vocab=VOCAB, dropout=0.0)
+
+
+def test_what_begins_the_backward_pass_is_there_until_its_end() -> None:
+    """The gradient of the loss is a number as the loss is, and the loop does not make it."""
+    torch.manual_seed(0)
+    body = FromFunction(lambda self, x: x + self.up(x).sin().exp().tanh().sum(-1, True), up=nn.Linear(8, 512))
+    model, x = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 8)), torch.randn(6, 4, 8)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(x).pow(2).mean()
+        return found
+
+    profile = sacplan.profile(model, x, loss, device="cpu")
+    plan = plan_with(profile, [Chunk("2", "rest", 2, 1)])
+    program = profile.with_plan(plan)
+    loops = [i for i, op in enumerate(program.ops) if op.name == "aten.addmm.out"]
+    assert program.footprint.peak_op != min(loops)
+    assert sacplan.verify(model, x, plan, loss).peak_bytes == plan.peak_bytes
 
 
 @pytest.mark.parametrize("slices", [4, 16])

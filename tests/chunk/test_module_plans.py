@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,10 @@ from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
 from sacplan._chunk.rest import training_chunk
-from sacplan._plan.planner import Planner
+from sacplan._plan.request import Request
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import CallSite
-from sacplan._techniques import rewritten
+from sacplan._techniques import rewritten, why_not
 from tests.chunk.test_memory import fake
 from tests.support.plans import discarding
 from tests.zoo.language_models import TokenModel
@@ -126,7 +127,7 @@ def vars_of(profile: sacplan.Profile) -> dict[str, Any]:
 def test_effects_add_up_with_those_of_recomputation() -> None:
     """What the solver's numbers say of each chunk is the peak of the rewritten program."""
     profile = profile_on()
-    asked = Planner.of(profile, techniques=BOTH)
+    asked = Request(techniques=BOTH).planner(profile)
     scope = profile.program.calls["layers.2.mlp"][0]
     chunks = module_chunks(profile.program, scope, profile.spec)
     assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(3)]
@@ -201,6 +202,22 @@ def test_patches_about_the_same_ops_are_not_merged() -> None:
     patch = training_chunk(profile.program, mlps(2)[0], profile.spec).patch
     with pytest.raises(ValueError, match="look at event"):
         merged(profile.program, [patch, patch])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "why"),
+    [
+        ([Chunk("layers.1", "module", 4, 1)], "goes through its last op as it is"),
+        ([Chunk("layers.1.mlp", "module", slices, 1) for slices in (2, 4)], "do not go together"),
+    ],
+)
+def test_why_not_is_the_error_of_rewriting(chunks: list[Chunk], why: str) -> None:
+    profile = profile_on()
+    said = why_not(profile.program, chunks, profile.spec)
+    assert why in said
+    with pytest.raises(sacplan.PlanError, match=re.escape(said)):
+        rewritten(profile.program, chunks, profile.spec)
+    assert not why_not(profile.program, mlps(2), profile.spec)
 
 
 @pytest.mark.slow

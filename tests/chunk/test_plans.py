@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
+from benchmarks.harness.mixed_plans import plan_with
 from benchmarks.models.chunk_models import TRAINING, Case, large_vocabulary
 from sacplan._chunk.entries import ChunkOptions, Refusal, loss_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._device.devices import resolve_device
+from sacplan._program.decisions import Chunk
 from tests.zoo.language_models import LM, Tempered, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
@@ -511,6 +513,19 @@ REFUSED: dict[str, tuple[Callable[[], LM], Loss, str]] = {
 def test_what_is_refused(name: str) -> None:
     make, loss_fn, why = REFUSED[name]
     assert why in reasons(Case(make(), batch_of(4, 24), loss_fn))
+
+
+def test_a_gradient_that_is_taken_inside_a_forward_pass_is_refused() -> None:
+    """It is asked for by name, and the loop would compute those of the bias and of the input as well."""
+
+    def force(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        (found,) = torch.autograd.grad(self.linear(x).tanh().pow(3).sum(), self.linear.weight)
+        return F.linear(self.stem(x), found).pow(2).mean()
+
+    model = FromFunction(force, stem=nn.Linear(8, 8), linear=nn.Linear(8, 8))
+    profile = sacplan.profile(model, torch.randn(4, 6, 8, requires_grad=True), device="cpu")
+    with pytest.raises(sacplan.PlanError, match="is taken inside a forward pass"):
+        plan_with(profile, [Chunk("linear", "rest", 2, 1)])
 
 
 @pytest.mark.parametrize("make_loss", [cross_entropy, in_bfloat16])

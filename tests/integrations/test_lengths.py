@@ -96,8 +96,9 @@ def test_the_trainer_of_transformers(tmp_path: Path, accumulated: int, holds: bo
     check(said, callback.peaks_bytes, plan, holds=holds)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_the_sft_trainer_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+@pytest.mark.parametrize("packing", ["bfd", "wrapped", None])
+def test_the_sft_trainer_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str | None) -> None:
+    """Best fit decreasing puts whole texts into rows of different lengths, which the collator makes into one."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     from sacplan.integrations.transformers import PlanCallback, profile_trainer
@@ -110,8 +111,8 @@ def test_the_sft_trainer_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         bf16=False,
         gradient_checkpointing=False,
         max_length=96,
-        packing=packed,
-        packing_strategy="wrapped",
+        packing=packing is not None,
+        packing_strategy=packing or "wrapped",
         gradient_accumulation_steps=2,
     )
     trainer = trl.SFTTrainer(

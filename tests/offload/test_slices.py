@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
+from torch import nn
 
 import sacplan
+from benchmarks.harness.mixed_plans import plan_with
 from sacplan._plan.make import made_plan
-from sacplan._program.decisions import Offload
+from sacplan._program.decisions import Chunk, Offload
 from sacplan._program.liveness import bytes_at_ops, footprint_of, summits
-from sacplan._program.pins import NO_PINS
 from sacplan._techniques import rewritten
 from tests.chunk.test_backward import gradients, loss_fn, make_case
 from tests.offload.test_plans import in_one_place
 from tests.support.steps import bit_equal
+from tests.zoo.language_models import TokenModel
+from tests.zoo.layers import MLP, FromFunction
 
 LAYERS = 2
 WITHOUT = ("recompute", "chunk")
@@ -58,8 +62,7 @@ def test_bits_are_those_of_the_same_slices_without_copies() -> None:
     profile, plan = smallest("cpu", WITH)
     model, batch = make_case(LAYERS)
     kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
-    footprint = rewritten(profile.program, kept, profile.spec).footprint
-    with sacplan.apply(model, made_plan(profile, kept, footprint, plan.provenance, NO_PINS, status="policy")):
+    with sacplan.apply(model, made_plan(profile, kept, plan.provenance, status="policy")):
         expected = gradients(model, batch)
     with sacplan.apply(model, plan) as handle:
         for _ in range(3):
@@ -67,6 +70,29 @@ def test_bits_are_those_of_the_same_slices_without_copies() -> None:
             assert found.keys() == expected.keys()
             assert bit_equal(list(expected.values()), list(found.values()))
         assert not handle.differences
+
+
+def test_slices_and_copies_in_one_unit_that_recomputes_nothing() -> None:
+    """The ops of the unit are those that the slices leave: else its other ops would be looked for in wrong places."""
+    torch.manual_seed(0)
+    layers = [
+        FromFunction(
+            lambda self, x: torch.sin(x + self.mlp(self.norm(x))).exp(), norm=nn.LayerNorm(32), mlp=MLP(32)
+        )
+        for _ in range(LAYERS)
+    ]
+    model, batch = TokenModel(layers, 32, 64), torch.randint(0, 64, (2, 96))
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    copies = sacplan.plan_smallest(profile, techniques=("offload",)).offloaded
+    outside = [
+        one for one in copies if "mlp" not in one.place.split(".")[0] and "mlp." not in one.let_go.place
+    ]
+    assert outside
+    plan = plan_with(profile, [Chunk("layers.0.mlp", "module", 2, 1), *outside])
+    seen = sacplan.verify(model, batch, plan, loss_fn)
+    assert (seen.peak_bytes, seen.host_bytes) == (plan.peak_bytes, plan.host_bytes)
+    assert plan.host_bytes
+    assert not seen.differences
 
 
 def test_summits_are_the_highest_moments_of_each_kind_of_module() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,10 +15,9 @@ import sacplan
 from sacplan._device.device_memory import expandable_segments, reserved_bytes
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT, outside_allocator, outside_text
-from sacplan._plan.in_room import ROUNDS, plan_in_room
-from sacplan._plan.limits import Limit, allocator_room
-from sacplan._plan.outcome import Outcome
-from sacplan._questions.sweep import PlanWithin
+from sacplan._plan.limits import OF_DEVICE, ROUNDS, Room, Try, allocator_room, next_budget
+from sacplan._plan.request import Request
+from sacplan._plan.search import Candidate
 from sacplan.testing import assert_step_fits
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
@@ -43,6 +43,9 @@ def whole() -> sacplan.Profile:
     return profile_with_room(2**40)
 
 
+NOTHING = Candidate((), cast(Any, None), 0.0, 0.0, "unplanned", None, "none")
+
+
 # --- the rule ------------------------------------------------------------------------------------------------
 
 
@@ -55,23 +58,19 @@ def test_what_is_called_fitting_fits_and_the_tries_are_few(
     room: int, holes: list[int], smallest: int
 ) -> None:
     """Whatever the holes are: plans use their budget up, down to a smallest peak."""
-    asked: list[int] = []
-
-    def plan_at(budget: int) -> tuple[int, int]:
-        asked.append(budget)
+    allowed = Room(room, is_reserved=True)
+    tries: list[Try] = []
+    while (budget := next_budget(allowed, tries)) is not None:
         peak = max(budget, smallest)
-        return peak, peak + holes[len(asked) % len(holes)]
-
-    found = plan_in_room(room, plan_at, lambda made: made[0], lambda made: made[1])
+        tries.append(Try(NOTHING, budget, peak, peak + holes[len(tries) % len(holes)] * (peak <= room)))
+    asked = [one.budget_bytes for one in tries]
     assert len(asked) <= ROUNDS
     assert asked == sorted(asked, reverse=True)
-    assert (found.reserved_bytes is None) == (smallest > room)
-    if found.fits:
-        assert found.made[0] <= found.budget_bytes <= room
-        assert found.made[1] == found.reserved_bytes
-        assert found.made[1] <= room
-    elif found.reserved_bytes is not None:
-        assert found.reserved_bytes > room
+    *before, last = tries
+    assert all(one.needs > room for one in before)  # the first that fits is the answer
+    assert not before or all(one.peak_bytes <= room for one in tries)
+    # It ends too early only where no smaller budget could help.
+    assert last.needs <= room or last.peak_bytes > last.budget_bytes or len(tries) == ROUNDS
 
 
 @settings(max_examples=8, deadline=None)
@@ -79,11 +78,10 @@ def test_what_is_called_fitting_fits_and_the_tries_are_few(
 def test_a_plan_without_a_budget_fits_its_device_or_there_is_none(share: float) -> None:
     room = int(share * 150 * 2**20)
     profile = profile_with_room(room, layers=2)
-    limit = Limit()
-    outcome = Outcome.of(profile, PlanWithin(limit))
+    outcome = Request().outcome(profile)
     plan = outcome.plan
     if plan is None:
-        assert limit.bytes_of(profile) == room < outcome.peak_bytes
+        assert OF_DEVICE.room_of(profile).n_bytes == room < outcome.peak_bytes
         return
     assert plan.device_memory is not None
     assert plan.device_memory.reserved_bytes() <= room
@@ -203,4 +201,4 @@ def test_what_lies_outside_is_named_with_its_source() -> None:
     assert "assumption" in nccl.source
     assert nccl.n_bytes == 2 * outside_allocator(h100, communicators=1)[1].n_bytes
     assert outside_text((context,)) == "CUDA context 512.00 MiB"
-    assert Limit().bytes_on(h100, 2) == h100.memory_bytes - context.n_bytes - nccl.n_bytes
+    assert allocator_room(h100, 2).n_bytes == h100.memory_bytes - context.n_bytes - nccl.n_bytes

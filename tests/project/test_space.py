@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -46,8 +48,13 @@ def test_the_folder_is_a_space() -> None:
     assert front["sdk"] == "gradio"
     assert (ROOT / "space" / front["app_file"]).is_file()
     assert len(front["short_description"]) <= 60
-    wanted = (ROOT / "space" / "requirements.txt").read_text(encoding="utf-8").split()
-    assert wanted[0].startswith("sacplan[hf,plot]")
+    wanted = (ROOT / "space" / "requirements.txt").read_text(encoding="utf-8")
+    extras = set(re.fullmatch(r"sacplan\[([\w,]+)\]>=[\d.]+\n", wanted)[1].split(","))  # type: ignore[index]
+    assert (
+        {"hf", "lora", "plot"}
+        <= extras
+        <= set(importlib.metadata.metadata("sacplan").get_all("Provides-Extra"))
+    )
 
 
 def test_a_question_is_a_command_line(app: types.ModuleType, tmp_path: Path) -> None:
@@ -67,8 +74,10 @@ def test_a_question_is_a_command_line(app: types.ModuleType, tmp_path: Path) -> 
 def test_every_suggestion_is_known(app: types.ModuleType) -> None:
     from sacplan import devices
     from sacplan._cli import architectures
+    from sacplan._profile.optimizer_table import candidate_named
 
     assert all(architectures.find(name) for name in app.MODELS)
+    assert all(name == "none" or candidate_named(name).name == name for name in app.OPTIMIZERS)
     assert set(app.DEVICES) <= set(devices().index)
 
 
@@ -130,7 +139,7 @@ def url(app: types.ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.mark.every_case
 @pytest.mark.parametrize("width", [400, 1400])
 def test_in_a_browser(url: str, width: int, tmp_path: Path) -> None:
-    """A mistake, an uploaded file, another mistake; nothing comes from another host, and nothing sticks out."""
+    """A mistake, an uploaded file, QLoRA, another mistake; nothing comes from another host, and nothing sticks out."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -172,6 +181,15 @@ def test_in_a_browser(url: str, width: int, tmp_path: Path) -> None:
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         if pictures := os.environ.get("SACPLAN_PICTURES"):
             page.screenshot(path=Path(pictures, f"space{width}.png"), full_page=True)
+
+        page.get_by_label("Batch").fill("4")
+        page.get_by_label("LoRA rank").fill("4")
+        page.get_by_label("Load in 4 bit").check()
+        go.click()
+        page.wait_for_selector(".verdict.fits")
+        assert "LoRA r=4, 4-bit weights, batch 4" in page.inner_text(".verdict")
+        page.wait_for_selector("#picture img[src^='data:image/']:not([src*='svg'])")
+        assert "--lora r=4 --load-in-4bit" in page.inner_text("#command").replace("\xa0", " ")
 
         page.get_by_label("Tokens").fill("4096")  # the file has positions for 256
         go.click()

@@ -16,7 +16,7 @@ import sacplan
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT
 from sacplan._plan.limits import Limit
-from sacplan._plan.planner import Planner
+from sacplan._plan.request import Request
 from sacplan._plan.search import PlanSearch
 from sacplan._profile import tracing
 from sacplan._profile.optimizer_table import BY_NAME
@@ -157,10 +157,10 @@ def test_nothing_is_recorded_or_searched_for_twice(monkeypatch: pytest.MonkeyPat
 def test_a_loss_in_slices_alone_needs_no_larger_regions() -> None:
     """Nothing is recomputed there, so joining layers changes nothing."""
     profile = profiled("adamw")
-    assert Planner.of(profile, techniques=("chunk",)).context(NO_PINS).sizes == (1,)
-    assert len(Planner.of(profile).context(NO_PINS).sizes) > 1
-    both = Planner.of(profile, techniques=("recompute", "chunk"))
-    assert both.context(NO_PINS) is Planner.of(profile).context(
+    assert Request(techniques=("chunk",)).planner(profile).context(NO_PINS).sizes == (1,)
+    assert len(Request().planner(profile).context(NO_PINS).sizes) > 1
+    both = Request(techniques=("recompute", "chunk")).planner(profile)
+    assert both.context(NO_PINS) is Request().planner(profile).context(
         NO_PINS
     )  # without offers, chunks add no choice
 

@@ -46,6 +46,27 @@ def test_the_plans_of_these_tests_do_recompute() -> None:
     assert count_ops(lambda: step(planned, batch())) == plain
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_an_inner_gradient_keeps_for_a_second_derivative_is_predicted(times: int) -> None:
+    """Its formulas save what they have unpacked, which is the recomputed value and no longer the original."""
+    torch.manual_seed(0)
+
+    def forces(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(times):
+            energy = self.linear(x).tanh().pow(3).sum()
+            (force,) = torch.autograd.grad(energy, self.linear.weight, create_graph=True)
+            x = x + F.linear(x.sigmoid(), force).sin()
+        return x
+
+    model = Outer(FromFunction(forces, linear=nn.Linear(DIM, DIM)))
+    profile = sacplan.profile(model, batch(), device="cpu")
+    plan = plan_of(profile, {"units.0": [("aten.tanh.default", i) for i in range(times)]})
+    assert_peak_is_replayed(model, plan)
+    planned = copy.deepcopy(model)
+    sacplan.apply(planned, plan)
+    assert same_bits(step(model, batch()), step(planned, batch()))
+
+
 def accumulated(model: nn.Module, *, together: bool) -> list[torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(3)

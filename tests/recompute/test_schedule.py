@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -255,6 +256,58 @@ def test_a_call_that_does_something_else_is_planned_as_if_it_were_the_first() ->
         assert ops == dispatched(fresh, x)
         assert len(ops) > len(dispatched(model, x))
         assert same_bits(step(model, x), step(planned, x))
+
+
+class FillsACache(nn.Module):
+    """Makes a table in its first call, between two ops of every call, or behind a custom function."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(DIM, DIM), where
+        self.table: torch.Tensor | None = None
+
+    def look_up(self) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(DIM).mul(0.1).cos()
+        return self.table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.made = weakref.ref(y.untyped_storage())
+        if self.where == "between two ops":
+            table = self.look_up()
+            return y.sin() * table
+        return Square.apply(y) * self.look_up()  # type: ignore[no-untyped-call]
+
+
+class Square(torch.autograd.Function):
+    """Saves what a discarded op has made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * 2 * x
+
+
+@pytest.mark.filterwarnings("ignore:the step is not the one")
+@pytest.mark.parametrize("where", ["between two ops", "behind a custom function"])
+def test_a_cache_that_the_first_call_fills_keeps_nothing_in_later_ones(where: str) -> None:
+    """Autograd saves an input before the op runs: in the first call, before the ops that make the cache."""
+    torch.manual_seed(0)
+    model = Outer(FillsACache(where))
+    profile = sacplan.profile(copy.deepcopy(model), batch(), device="cpu", trace="fake")
+    sacplan.apply(model, plan_of(profile, {"units.0": [("aten.addmm.default", 0)]}))
+    kept = []
+    for _ in range(4):
+        loss = model(batch())
+        kept.append(model.units[0].made() is not None)
+        loss.backward()
+    assert not any(kept)
 
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")

@@ -56,6 +56,18 @@ def test_no_batch_of_an_epoch_is_larger(lengths: list[int], rows: int, seed: int
             assert all(n <= most for n, most in zip(batch["ids"].shape, largest, strict=True))
 
 
+def test_lengths_of_packed_texts_keep_out_no_tokens() -> None:
+    """As TRL packs: a row of many short texts has the most elements, and a row of one text the most tokens."""
+    rows = [(93, 9), (96, 1), (96, 2), (90, 3)]
+    samples = [{"ids": [0] * tokens, "seq_lengths": [1] * texts} for tokens, texts in rows]
+
+    def one_behind_the_other(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {name: torch.cat([torch.tensor(one[name]) for one in samples])[None] for name in samples[0]}
+
+    batch = LongestBatch(DataLoader(samples, 2, collate_fn=one_behind_the_other))()  # type: ignore[arg-type]
+    assert batch["ids"].shape == (1, 192)
+
+
 def test_it_holds_padding_where_that_changes_no_shape() -> None:
     """A mask without padding is dropped by models, and other kernels run."""
     batch = LongestBatch(DataLoader(Texts([7, 7, 7, 2, 7]), 3, collate_fn=padded))()

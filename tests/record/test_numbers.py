@@ -17,6 +17,7 @@ from sacplan._program.program import Phase
 from sacplan._record.step import Step
 from sacplan._torch.allocations import allocation_deltas
 from sacplan._verify.measure import measured_step
+from tests.support.recomputing import plan_of
 from tests.zoo.layers import FromFunction, Then
 
 Branch = Callable[[torch.Tensor], torch.Tensor]
@@ -215,6 +216,26 @@ def test_the_number_of_a_node_is_gone_before_the_next_one_recomputes() -> None:
     program = profile.with_plan(plan)
     assert program.ops[program.footprint.peak_op].recomputes >= 0
     assert sacplan.verify(model, x, plan, loss, run="real").peak_bytes == plan.peak_bytes
+
+
+def test_a_number_of_a_branch_that_is_dropped_is_gone_with_it_under_a_plan() -> None:
+    """The executor runs ops of its own before autograd gives the output its node."""
+    torch.manual_seed(0)
+
+    def branches(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        (y * 0.5).cos().sin()  # nobody needs it
+        return y.exp().sin().exp()
+
+    model = nn.Sequential(FromFunction(branches, linear=nn.Linear(8, 32)), nn.Linear(32, 8))
+    x = torch.randn(64, 8)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    profile = sacplan.profile(model, x, loss, device="cpu")
+    plan = plan_of(profile, {"0": [("aten.mul.Tensor", 0)]})
+    assert sacplan.verify(model, x, plan, loss).peak_bytes == plan.peak_bytes
 
 
 NUMBERS = (2, 0.1, -3, 0.0, float("inf"), float("nan"), 2**40 + 1, 2**70, True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -151,7 +151,6 @@ class UnitRecorder(Watching):
         schedule = self._schedule
         if schedule is not None:
             self._ops = schedule.ops
-            self._differs = schedule.difference is not None
         self._lookup.enter(sys._getframe(1))
         # A mark may be about any tensor that is saved, so with marks the hooks are always on.
         may_switch = self._saved is None and (schedule is None or schedule.switches)
@@ -192,6 +191,8 @@ class UnitRecorder(Watching):
             self._at += 1
         else:
             op = self._look_up(func, args, kwargs)
+        if op is not None and op.differs:
+            self._differs = True
         # Only computations count: autograd asks for devices and detaches outputs in between.
         if self._differs and func_facts(func).name is not None:
             site = op.site if op else None
@@ -260,7 +261,7 @@ class UnitRecorder(Watching):
             # Hooks that may have been off so far must be what the other one expects, or gaps would be wrong.
             if other.switches == self._hooks.may_switch and other.goes_on(self._ops, done, func):
                 self._schedule, self._ops = other, other.ops
-                self._differs = other.difference is not None
+                self._differs = other.differs_before(done)
                 if other.switches:
                     self._hooks.switch(other.hooks_before(done))
                 return True
@@ -272,7 +273,12 @@ class UnitRecorder(Watching):
             return None  # autograd calls it for an output that it keeps itself, and so where hooks are off
         draft = self._draft or self._leave_schedule()
         op, known = self._lookup.next(func, args, kwargs)
-        self._differs = self._lookup.differs
+        if self._lookup.differs and not self._differs:
+            op = replace(op or ScheduledOp(Action.KEEP), differs=True)
+        # The next call may run what was recorded here, as one whose caches are filled does. What autograd then saves,
+        # it saves before that op is seen.
+        if self._lookup.departs:
+            draft.note_saved(discarded=True)
         draft.add(func, op, known)
         # Somebody else changes the hooks here, so at which gaps ours are on cannot be a part of the schedule.
         if self._hooks.may_switch and (in_backward() or not self._hooks.on_top()):
@@ -284,6 +290,9 @@ class UnitRecorder(Watching):
         # From here on hooks are on, and ``NO_OPS`` makes every op a lookup, as in the first call.
         done, schedule = self._at, self._schedule
         draft = self._draft = ScheduleDraft() if schedule is None else schedule.beginning(done)
+        # Autograd may have saved something for the op that was not expected, with the hooks off.
+        if schedule is not None:
+            draft.note_saved(discarded=True)
         likely = None if schedule is None else schedule.calls_around(done)
         self._lookup.begin(draft.known, likely, differs=self._differs)
         self._ops, self._at = NO_OPS, 0

@@ -35,6 +35,7 @@ class ScheduledOp:
         traits, site, times: of an op to discard; ``times`` as in ``RecipeNode``.
         hooks: whether the saved-tensor hooks are switched on (True) or off after the op; None leaves them.
         marks: what else is done when it has run.
+        differs: whether the call is known from here on not to run what was recorded.
     """
 
     action: Action
@@ -43,10 +44,16 @@ class ScheduledOp:
     times: int = 1
     hooks: bool | None = None
     marks: tuple[Mark, ...] = ()
+    differs: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do about it, but for the hooks."""
+        return self.action is Action.KEEP and not self.marks and not self.differs
 
     def without_hooks(self) -> ScheduledOp | None:
         """Return the op as it was looked up; None if there is nothing to do about it."""
-        if self.action is Action.KEEP and not self.marks:
+        if self.is_idle:
             return None
         return self if self.hooks is None else replace(self, hooks=None)
 
@@ -100,6 +107,10 @@ class Schedule:
             {gap for gap in self.kept if gap <= done},
         )
 
+    def differs_before(self, done: int) -> bool:
+        """Whether the first ``done`` ops are known not to be those of the recorded step."""
+        return any(op is not None and op.differs for _, op in self.ops[:done])
+
     def hooks_before(self, done: int) -> bool:
         """Whether the hooks are on after the first ``done`` ops."""
         flags = (op.hooks for _, op in reversed(self.ops[:done]) if op is not None and op.hooks is not None)
@@ -144,7 +155,7 @@ class ScheduleDraft:
                 hooks = on = True
             elif switches and gap in self.kept and gap not in self.handles and on:
                 hooks = on = False
-            if op is None or (op.action is Action.KEEP and not op.marks):
+            if op is None or op.is_idle:
                 # None is the fast path of the recorder: it only runs the op.
                 made.append((func, None if hooks is None else ScheduledOp(Action.KEEP, hooks=hooks)))
             else:
