@@ -7,8 +7,8 @@ and 2048 tokens on an H200, where it fits without one. A row is a question, with
 them. It has seconds by the clock and of the processor: on a machine that is busy, the first are more. Each run is a
 process of its own, imports and the model included; the one of N that took the processor least counts.
 
-With ``--before``, the checkout of an earlier version in FOLDER is asked in turn with this one, so that both see the same
-machine. Its answers may be others: what counts as fitting has changed since.
+With ``--before``, the checkout of an earlier version in FOLDER is asked in turn with this one, so that both see the
+same machine. Its answers may be others: what counts as fitting has changed since.
 """
 
 from __future__ import annotations
