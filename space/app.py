@@ -66,8 +66,8 @@ STYLE = """
 .rows tr.recommended { font-weight: 600; }
 @media (max-width: 640px) {
   .verdict { font-size: 1rem; } .verdict b { font-size: 1.2rem; }
-  .rows { font-size: .85rem; max-width: calc(100vw - 4.5rem); }
-  .rows td:nth-child(-n+3) { white-space: normal; } .rows th, .rows td { padding: .25rem .3rem; }
+  .rows { font-size: .85rem; }
+  .rows td:nth-child(-n+2) { white-space: normal; } .rows th, .rows td { padding: .25rem .3rem; }
 }
 """
 

@@ -43,6 +43,7 @@ from torch.utils import flop_counter
 
 from sacplan._device import index_kernels, row_kernels  # noqa: F401  (each registers its rules)
 from sacplan._device.devices import DeviceSpec
+from sacplan._device.host_step import update_and_copy_ms
 from sacplan._device.kernel_rates import KINDS
 from sacplan._device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
 from sacplan._torch.ops import RuleTable, arguments_by_name, aten_names, op_traits, tensors_in
@@ -252,6 +253,9 @@ def _matrix_dtype(func: torch._ops.OpOverload, args: Sequence[Any]) -> torch.dty
     return next((arg.dtype for arg in operands if isinstance(arg, torch.Tensor)), torch.float32)
 
 
+_FROM_HOST = "sacplan::from_host_"
+
+
 class CostModel:
     """FLOPs and time of ops on one device, cached by op, shapes, strides and dtypes.
 
@@ -291,6 +295,12 @@ class CostModel:
     ) -> tuple[int, float]:
         count = op_flops(func, args, kwargs, out) if _cost_traits(func).counts_flops else 0
         peak = self.flops_per_s(func, args) if count else 0.0
+        if func._schema.name == _FROM_HOST:
+            # An update that another processor makes: no kernel of the device, and no FLOPs of it.
+            parameters, read_bytes = args
+            return 0, update_and_copy_ms(
+                zip(map(tensor_bytes, parameters), read_bytes, strict=True), self.spec
+            )
         if self.spec.kind == "cuda":
             return count, sum(
                 self.kernel_ms(kernel, peak) for kernel in kernels_of(Call(func, args, kwargs, out, count))

@@ -19,6 +19,7 @@ from sacplan._profile import files
 from sacplan._profile.remarks import (
     no_optimizer,
     on_the_host,
+    runs_in_4_bits,
     summed_outputs,
     types_of_shards,
     without_bfloat16,
@@ -146,7 +147,7 @@ class Profile:
             return ()
         # Replicas hold the same shards, so only the ranks of one replica divide the parameters.
         shards = self.ranks.world_size // self.ranks.options.replicas
-        return types_of_shards(self.fingerprint.parameters, shards)
+        return types_of_shards(self.fingerprint.parameters, shards, in_4_bits=runs_in_4_bits(self.program))
 
     @property
     def has_no_optimizer(self) -> bool:

@@ -65,17 +65,26 @@ def summed_outputs(setup: Setup) -> str:
 _LOW = ("torch.bfloat16", "torch.float16")
 
 
-def types_of_shards(parameters: Iterable[FingerprintEntry], world_size: int) -> tuple[str, ...]:
+def runs_in_4_bits(program: Program) -> bool:
+    """Whether a step multiplies with 4-bit weights of bitsandbytes."""
+    return any("bitsandbytes" in op.name and "4bit" in op.name for op in program.ops)
+
+
+def types_of_shards(
+    parameters: Iterable[FingerprintEntry], world_size: int, *, in_4_bits: bool
+) -> tuple[str, ...]:
     """Say what becomes of the types of a model with adapters that ``fully_shard`` shards, a sentence each.
 
     ``fully_shard`` asks for one type among the trained parameters of a unit (``_init_mp_dtypes`` in PyTorch's
     ``_fsdp_param_group.py``). Frozen ones keep theirs. Those that upcast are the trainers: Accelerate called
     ``model.to(torch.float32)`` in mixed precision up to 1.12, and from 1.13 on converts trained parameters alone
-    (``fsdp2_prepare_model``). It leaves frozen weights of integers, such as those of ``Linear4bit``, out of the shards.
+    (``fsdp2_prepare_model``), but none of a model with 4-bit weights. Those that are stored as integers it leaves out
+    of the shards, although bitsandbytes runs with such shards (``tests/ranks/test_4bit_shards.py``).
 
     Args:
         parameters: of the whole model, name, shape and type (``Fingerprint.parameters``).
         world_size: ranks that the shards are on.
+        in_4_bits: whether the model has 4-bit weights, of which some types are those of storage alone.
     """
     found = list(parameters)
     # Types are written as ``"frozen torch.bfloat16"`` for parameters that are not trained.
@@ -87,7 +96,7 @@ def types_of_shards(parameters: Iterable[FingerprintEntry], world_size: int) -> 
         for test in (_LOW.__contains__, lambda dtype: not _is_float(dtype))
     )
     said = []
-    if low and trained == {"torch.float32"}:
+    if low and trained == {"torch.float32"} and not in_4_bits:
         # Two bytes more for each element: from 16 bits to 32.
         more = 2 * sum(math.prod(shape) for shape, _ in low)
         said.append(
@@ -100,9 +109,9 @@ def types_of_shards(parameters: Iterable[FingerprintEntry], world_size: int) -> 
         # Without ``"torch."``, the six letters in front, it is the name of the type in that module.
         whole = sum(math.prod(shape) * getattr(torch, dtype[6:]).itemsize for shape, dtype in packed)
         said.append(
-            f"frozen weights in {packed[0][1].removeprefix('torch.')} count as shards, which bitsandbytes cannot use: "
-            f"Accelerate leaves them out, and each rank then holds all {format_bytes(whole)}. With "
-            "bnb_4bit_quant_storage=torch.bfloat16 they are sharded"
+            f"frozen weights in {packed[0][1].removeprefix('torch.')} count as shards, as fully_shard makes them. "
+            f"Accelerate leaves them out, and each rank then holds all {format_bytes(whole)}: with "
+            "bnb_4bit_quant_storage=torch.bfloat16 it shards them too"
         )
     return tuple(said)
 

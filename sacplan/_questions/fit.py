@@ -65,7 +65,7 @@ from sacplan._profile.optimizers import (
     with_optimizer,
 )
 from sacplan._profile.profile import Profile
-from sacplan._profile.remarks import types_of_shards
+from sacplan._profile.remarks import runs_in_4_bits, types_of_shards
 from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
@@ -686,7 +686,8 @@ class _Sweep:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
         self._say_worst_routing()
         if any("fsdp_units" in row.options for row in rows):
-            self.remarks += types_of_shards(self.base.fingerprint.parameters, self.devices)
+            packed = runs_in_4_bits(self.base.program)
+            self.remarks += types_of_shards(self.base.fingerprint.parameters, self.devices, in_4_bits=packed)
         verdict = self._verdict(name, rows)
         if on_verdict is not None:
             on_verdict(verdict)

@@ -29,12 +29,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sacplan._device.devices import DeviceSpec
+from sacplan._device.host_step import SOCKET_BYTES_PER_S
 from sacplan._program.program import Op, Phase, Program, StorageKind
 from sacplan._ranks.shard_sizes import shards_of_a_rank
 from sacplan._ranks.shards import Parameter
 
-_OPTIMIZER_BYTES_PER_S = 25e9
-"""100 GB/s of a socket, which four ranks share."""
+_OPTIMIZER_BYTES_PER_S = SOCKET_BYTES_PER_S / 4
+"""Of a socket, which four ranks share."""
 _UNPINNED = 0.5
 """Share of the bandwidth of that link for memory that is not pinned: the driver copies it into pinned memory first."""
 

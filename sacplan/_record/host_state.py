@@ -35,7 +35,7 @@ PAGED_FROM = 100_000
 
 _LIBRARY = torch.library.Library("sacplan", "FRAGMENT")
 _LIBRARY.define("fused_update_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states) -> ()")
-_LIBRARY.define("from_host_(Tensor(a!)[] parameters) -> ()")
+_LIBRARY.define("from_host_(Tensor(a!)[] parameters, int[] read_bytes) -> ()")
 
 
 @torch.library.impl(_LIBRARY, "fused_update_", "Meta")
@@ -44,8 +44,11 @@ def _update(parameters: Any, gradients: Any, states: Any) -> None:
 
 
 @torch.library.impl(_LIBRARY, "from_host_", "Meta")
-def _copied(parameters: Any) -> None:
-    """Compute nothing: the host has updated its copies, and they are written over the parameters."""
+def _copied(parameters: Any, read_bytes: Any) -> None:
+    """Compute nothing: the host has updated its copies, and they are written over the parameters.
+
+    ``read_bytes`` is what the update of each reads on the host; its time depends on it (``_device/host_step.py``).
+    """
 
 
 # --- what is on the host
@@ -167,7 +170,8 @@ class CPUOffloadSizes(torch.optim.Optimizer):
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         small = [p for p in trained if p.numel() < minimal_size]
         self._offloaded = [p for p in trained if p.numel() >= minimal_size]
-        self.host_bytes = sum(_bytes_on_host(optimizer_class, p, kwargs) for p in self._offloaded)
+        self._read_bytes = [_bytes_on_host(optimizer_class, p, kwargs) for p in self._offloaded]
+        self.host_bytes = sum(self._read_bytes)
         self._small = optimizer_class(small, **kwargs) if small else None
         if self._small is not None:
             self.state = self._small.state
@@ -178,7 +182,7 @@ class CPUOffloadSizes(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Write the host's copies over the parameters; update the small ones."""
-        torch.ops.sacplan.from_host_(self._offloaded)
+        torch.ops.sacplan.from_host_(self._offloaded, self._read_bytes)
         if self._small is not None:
             self._small.step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 import sacplan
+from sacplan._device.devices import resolve_device
+from sacplan._device.links import Link
 from sacplan._profile.optimizer_names import OPTIMIZERS, named_optimizer
 from sacplan._profile.optimizer_table import BY_NAME, AdamW8bitSizes
 from sacplan._profile.optimizers import recorded_step, state_bytes
@@ -37,7 +40,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def on(device: str, optimizer: Any) -> sacplan.Profile:
+def on(device: str | sacplan.DeviceSpec, optimizer: Any) -> sacplan.Profile:
     return sacplan.profile(net(), batch(), loss, optimizer, device)
 
 
@@ -165,6 +168,20 @@ def test_an_optimizer_on_the_host() -> None:
         recorded_step(
             sacplan.profile(net(), batch(), loss, None, GPU), BY_NAME["adamw-offload-gradients"].make
         )
+
+
+@pytest.mark.parametrize("link_bytes_per_s", [1e8, 1e12])
+def test_the_time_of_an_optimizer_on_the_host(link_bytes_per_s: float) -> None:
+    """It reads all at 100 GB/s; on a slow link the first update is waited for, on a fast one the last copy."""
+    spec = dataclasses.replace(resolve_device(GPU), host_link=Link("a link", link_bytes_per_s, 0.0))
+    profile = on(spec, "adamw-offload")
+    (step,) = (op for op in profile.recorded.ops if "from_host_" in op.name)
+    large = [p.nbytes for p in net().parameters() if p.numel() >= 4096]
+    reads = [4 * n_bytes + 4 for n_bytes in large]
+    assert sum(reads) == profile.optimizer_host_bytes
+    updates, copies = [n / 100e9 for n in reads], [n / link_bytes_per_s for n in large]
+    seconds = updates[0] + sum(copies) if link_bytes_per_s < 1e9 else sum(updates) + copies[-1]
+    assert step.time_ms == pytest.approx(1e3 * seconds)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])

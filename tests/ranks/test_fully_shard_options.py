@@ -92,6 +92,31 @@ def adapted_layer(base: torch.dtype) -> nn.Module:
     )
 
 
+def in_4_bits(storage: torch.dtype) -> Callable[[], nn.Module]:
+    """As QLoRA: the frozen layers are packed, two values in a byte, and stored as elements of this type."""
+
+    def layer() -> nn.Module:
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        base = bitsandbytes.nn.Linear4bit(
+            48, 48, bias=False, compute_dtype=torch.float32, quant_type="nf4", quant_storage=storage
+        )
+        return FromFunction(
+            lambda self, x: torch.relu(self.base(x) + self.up(self.down(x))),
+            base=base.to("cpu"),  # packs the weight
+            down=nn.Linear(48, 4, bias=False),
+            up=nn.Linear(4, 48, bias=False),
+        )
+
+    return lambda: stacked(layer)
+
+
+def scales_bytes(model: nn.Module) -> int:
+    """Return the bytes of the scales beside 4-bit weights, which are neither parameters nor buffers."""
+    states = [layer.weight.quant_state for layer in model.modules() if type(layer).__name__ == "Linear4bit"]
+    scales = [(s.absmax, s.offset, s.state2.absmax, s.state2.code) for s in states]
+    return sum(t.nbytes for tensors in scales for t in tensors)
+
+
 def rarely_used() -> nn.Module:
     """Has parameters that no step uses, more than those that it uses."""
     return FromFunction(
@@ -154,6 +179,7 @@ HEAVY: dict[str, Any] = {"make": HeavyLayers, "batch": lambda: torch.randn(16, 6
 ODD: dict[str, Any] = {"make": odd_lm, "loss": mean_square, "units": ("0.layers.*", "")}
 LORA: dict[str, Any] = {"make": adapted(torch.float32), "batch": images, "loss": mean_square}
 QLORA: dict[str, Any] = {**LORA, "make": adapted(torch.bfloat16)}
+IN_4_BITS: dict[str, Any] = {**LORA, "policy": None}
 UNUSED: dict[str, Any] = {"make": lambda: stacked(rarely_used), "batch": images, "loss": mean_square}
 SHARED: dict[str, Any] = {
     "make": Shared, "batch": lambda: torch.randn(2, 16, 16), "loss": mean_square, "units": ("layer", "other", "")
@@ -200,6 +226,8 @@ CASES = {
     "mixed, unused parameters": Case(**UNUSED),
     "unused parameters": Case(policy=None, **UNUSED),
     "low-rank adapters": Case(policy=None, **LORA),
+    "4-bit weights as bytes": Case(**{**IN_4_BITS, "make": in_4_bits(torch.uint8)}),
+    "4-bit weights as bfloat16": Case(**{**IN_4_BITS, "make": in_4_bits(torch.bfloat16)}),
     "kept": Case(reshard=False),
     "root not kept": Case(reshard=True),
     "shards of two": Case(reshard=2, policy=None),
@@ -232,7 +260,8 @@ def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
     model, batch = case.make(), case.batch()
     profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", **case.arguments())
     units = resolve_units(case.units, profile.program)
-    measured = RankMemory(case.sharded(model, units, mesh), batch, case.loss).peak_bytes()
+    held = scales_bytes(model)
+    measured = RankMemory(case.sharded(model, units, mesh), batch, case.loss).peak_bytes(held)
     assert profile.peak_bytes == measured
 
 

@@ -1,0 +1,29 @@
+"""How long an optimizer takes that steps on the host, and writes the parameters back to the device.
+
+Both figures are assumptions: a socket's memory moves ``SOCKET_BYTES_PER_S``, which the ranks of a machine share, and
+copies of pinned memory take the link that the device's row names (``DeviceSpec.host_link``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sacplan._device.devices import DeviceSpec
+
+SOCKET_BYTES_PER_S = 100e9
+
+
+def update_and_copy_ms(parameters: Iterable[tuple[int, int]], spec: DeviceSpec) -> float:
+    """Return the milliseconds of an update on the host and of the copies behind it.
+
+    The copy of a parameter runs while the next ones are updated (``torchao/optim/cpu_offload.py``).
+
+    Args:
+        parameters: for each, its bytes, and those that its update reads: the parameter, its gradient and its state.
+        spec: the device that the parameters are copied to.
+    """
+    updated_s = copied_s = 0.0
+    for n_bytes, read_bytes in parameters:
+        updated_s += read_bytes / SOCKET_BYTES_PER_S
+        copied_s = max(copied_s, updated_s) + n_bytes / spec.host_link.bandwidth_bytes_per_s
+    return 1e3 * copied_s

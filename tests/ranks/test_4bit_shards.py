@@ -1,0 +1,70 @@
+"""4-bit weights of bitsandbytes under ``fully_shard``: what two real ranks compute with shards of them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sacplan._profile.remarks import types_of_shards
+from tests.ranks.test_fully_shard_options import in_4_bits
+from tests.support.processes import run_ranks
+from tests.support.ranks import fully_sharded
+from tests.support.steps import bit_equal, mean_square
+
+STORAGES = (torch.uint8, torch.bfloat16)
+
+
+def on_rank(rank: int, directory: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for storage in STORAGES:
+            torch.manual_seed(0)
+            whole = in_4_bits(storage)()
+            sharded = fully_sharded(copy.deepcopy(whole), mesh, ["", "layers.0", "layers.1", "layers.2"])
+            batch = torch.randn(32, 48)  # the same on both ranks, so that the mean of gradients is each one
+            found = []
+            for model in (whole, sharded):
+                for _ in range(2):
+                    model.zero_grad()
+                    loss = mean_square(model, batch)
+                    loss.backward()
+                grads = [p.grad for p in model.parameters() if p.requires_grad]
+                found.append([loss.detach(), *(getattr(g, "full_tensor", lambda g=g: g)() for g in grads)])
+            assert bit_equal(*found), storage
+            packed = sharded.layers[0].base.weight
+            assert packed.dtype == storage
+            assert packed._local_tensor.numel() * 2 == whole.layers[0].base.weight.numel()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+def test_shards_give_the_same_bits(tmp_path: object) -> None:
+    """Bytes and floats alike: bitsandbytes makes its weight again of what a unit has gathered."""
+    pytest.importorskip("bitsandbytes")
+    run_ranks(on_rank, (str(tmp_path),), 2)
+
+
+def test_it_is_said_that_accelerate_leaves_bytes_whole() -> None:
+    """And each rank then holds all of them."""
+    pytest.importorskip("bitsandbytes")
+    said = {}
+    for storage in STORAGES:
+        parameters = in_4_bits(storage)().named_parameters()
+        entries = [
+            (name, tuple(p.shape), f"{'' if p.requires_grad else 'frozen '}{p.dtype}")
+            for name, p in parameters
+        ]
+        said[storage] = types_of_shards(entries, 8, in_4_bits=True)
+    assert len(said[torch.uint8]) == 1
+    assert "Accelerate leaves them out, and each rank then holds all 3.38 KiB" in said[torch.uint8][0]
+    assert "bnb_4bit_quant_storage=torch.bfloat16" in said[torch.uint8][0]
+    assert said[torch.bfloat16] == ()  # they are no weights that a trainer turns into float32
