@@ -287,10 +287,12 @@ def test_gradients_of_rows_by_index_take_what_is_predicted() -> None:
     ("model", "axes"),
     [
         ("mlp", {"dp": 4}),
+        pytest.param("llama", {"dp": 4}, marks=pytest.mark.slow),
         *(
-            pytest.param(model, axes, marks=pytest.mark.slow)
+            pytest.param(model, axes, marks=[pytest.mark.slow, pytest.mark.exhaustive])
             for model in ("llama", "gpt2", "vit")
             for axes in ({"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2})
+            if (model, axes) != ("llama", {"dp": 4})
         ),
     ],
     ids=str,
