@@ -152,12 +152,12 @@ def test_few_traces_for_a_gpt_on_whole_devices() -> None:
     def batch(n: int) -> torch.Tensor:
         return torch.empty(n, 512, dtype=torch.long, device="meta")
 
+    how: Any = {"loss_fn": cross_entropy, "optimizer": torch.optim.AdamW}
+    assert len(max_batch(model, batch, "20GiB", device="rtx-4090", **how).points) <= 12
     last = 0
     for device in ("rtx-4090", "h200"):
-        how: Any = {"device": device, "loss_fn": cross_entropy, "optimizer": torch.optim.AdamW}
-        assert len(max_batch(model, batch, "20GiB", **how).points) <= 12
         # What is reserved grows by whole segments, so that lines through two sizes say less.
-        found = max_batch(model, batch, **how)
+        found = max_batch(model, batch, device=device, **how)
         assert len(found.points) <= 20
         memory = resolve_device(device).memory_bytes
         assert found.outside == (CUDA_CONTEXT,)
