@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Not every module of torch is imported: those that are, are compiled then.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --rooms
+# Files go to the next free process in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --rooms
+MARKS := not slow
 
 NOTEBOOKS := $(patsubst notebooks/%.ipynb,out/%.ipynb,$(wildcard notebooks/*.ipynb))
 
@@ -28,7 +30,7 @@ demo: $(VENV)/.installed  ## the end-to-end example
 	$(BIN)/python examples/transformer.py
 
 test: $(VENV)/.installed  ## the tests, but for the slow ones
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "$(MARKS)"
 
 test-slow: $(VENV)/.installed  ## the slow tests, two cases of each, which CI runs too
 	$(PYTEST) -m "slow and not exhaustive"

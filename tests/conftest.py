@@ -23,7 +23,11 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of slow tests exhaustive, but for the first and the last; none of ``every_case``."""
+    """Mark the cases of slow tests exhaustive, but for the first and the last; none of ``every_case``.
+
+    Files with many slow tests come first, then those with many tests: where several processes take a file each, none
+    begins a long one when the others are done.
+    """
     cases: dict[tuple[object, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("every_case"):
@@ -31,6 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for alike in cases.values():
         for item in alike[1:-1]:
             item.add_marker(pytest.mark.exhaustive)
+    tests = Counter(item.path for item in items)
+    slow = Counter(
+        item.path
+        for item in items
+        if item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive")
+    )
+    items.sort(key=lambda item: (-slow[item.path], -tests[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,8 @@ Found by running PyTorch's op database on a CPU, forward and backward, for real 
 which is the same for every device, and works on the meta device too. Almost all have a formula registered over it, and
 some of these differ: the mean of ``mse_loss`` lies in a storage as large as its input, since the function allocates the
 unreduced loss, and then makes it a scalar; with operands of mixed layouts it is TensorIterator that decides the strides
-of ``xlogy``. For these the function in C++ is asked: ``_IN_CPP``.
+of ``xlogy``. For these the function in C++ is asked: ``_IN_CPP``. (Of ``nll_loss`` the formula is right, and slow: it
+computes the loss, for each size of a loss in slices.)
 
 **Strides of dimensions of size 1.** They move no element, so torch's formulas choose them at will. But kernels look at
 them when they choose a memory format: an image [1, C, H, W] counts as channels last by the strides that a view or an
@@ -63,6 +64,8 @@ _IN_CPP = (
     aten.logit_backward.default,
     aten.mse_loss.default,
     aten.mvlgamma.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss_forward.default,
     aten.pow.Scalar,
     aten.rot90.default,
     aten.smooth_l1_loss.default,

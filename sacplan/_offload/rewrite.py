@@ -131,6 +131,9 @@ class _Journey:
         self.held: dict[int, None] = {}  # handles on the storage, until it is let go of
         self.gone: dict[int, None] = {}  # those that have let go of it, until they are released
         self.instances: dict[int, int] = {}  # unpacked tensors, and those on the copy that take their place
+        self.again: dict[
+            int, int
+        ] = {}  # handles of formulas that save what they unpacked, and those on the copy
         self.host = self.copy = (
             self.handle
         ) = -1  # storages of the copies, and a handle on the one that is back
@@ -165,8 +168,17 @@ class _Journey:
 
     def _step(self, position: int, code: int, arg: int) -> None:
         handles, storage = self.draft.handle_storages, self.move.storage
-        if code == _PACK and handles[arg] == storage and not self._is_code_s(arg):
+        if code == _PACK and handles[arg] == storage and self.instances:
+            # For a second derivative, a backward formula saves what it has unpacked.
+            self.again[arg] = arg = self.draft.new_handle(self.copy, self.draft.handle_ops[arg])
+        elif code == _PACK and handles[arg] == storage and not self._is_code_s(arg):
             self.held[arg] = None
+        elif code == _RELEASE and arg in self.again:
+            arg = self.again.pop(arg)
+        elif code == _UNPACK and self.draft.instance_handles[arg] in self.again:
+            handle = self.again[self.draft.instance_handles[arg]]
+            self.instances[arg] = self.draft.instance_handles.add(handle)
+            arg = self.instances[arg]
         elif code == _RELEASE and arg in self.gone:
             # This handle was released when the storage was let go of. Behind the last one nobody needs the copy.
             del self.gone[arg]

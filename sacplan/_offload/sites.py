@@ -129,20 +129,45 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
         return by_site[site.unit].get(CallSite(site.op, site.occurrence, site.place), -1)
 
     found: list[Move] = []
-    taken: set[int] = set()
+    taken: dict[int, int] = {}  # by storage that moves, where it is sent
     for one in decisions:
         sent, let_go = op_at(one.site), op_at(one.let_go)
         seen = tensors_of(program, sent) if sent >= 0 else ()
         storage = seen[one.tensor] if one.tensor < len(seen) else -1
         # The op does not run here, or is another one's by now; or an earlier decision moves the storage already.
-        if storage < 0 or storage in taken:
+        if storage < 0 or (storage in taken and not _dropped_between(program, storage, taken[storage], sent)):
             continue
-        taken.add(storage)
-        # Nobody lets go of what was written after it was copied.
-        if let_go <= sent or last_writes(program).get(storage, -1) >= sent:
+        taken[storage] = sent
+        # Nobody lets go of what was written after it was copied. PyTorch counts a write in place when the op returns,
+        # behind the mark.
+        made = program.ops[sent]
+        written = last_writes(program).get(storage, -1) >= sent or (
+            made.replaces >= 0 and storage in made.writes
+        )
+        if let_go <= sent or written:
             let_go = -1
         found.append(Move(storage, sent, let_go, _fetch(program, one.fetch, op_at, sent)))
     return found
+
+
+def _dropped_between(program: Program, storage: int, first: int, last: int) -> bool:
+    """Whether nobody was left between two ops who held a storage for the backward pass, and its copy went with them.
+
+    Code drops a part of the graph in the middle of a forward pass, as for an inner gradient, and keeps the tensor.
+    """
+    begin, end = int(program.liveness.op_events[first]), int(program.liveness.op_events[last])
+    held = 0
+    for at in program.liveness.events_of[storage]:
+        code, arg = program.events[at]
+        if at >= end:
+            break
+        if code == Event.PACK and program.handle_ops[arg] >= 0:
+            held += 1
+        elif code == Event.RELEASE and program.handle_ops[arg] >= 0:
+            held -= 1
+            if not held and at > begin:
+                return True
+    return False
 
 
 def _fetch(program: Program, seen: SeenTensor | None, op_at: Callable[[Site], int], sent: int) -> int:

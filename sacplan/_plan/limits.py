@@ -145,14 +145,18 @@ def allocator_room(spec: DeviceSpec, communicators: int = 0) -> Room:
     Raises:
         BudgetError: Nothing is left.
     """
-    outside = outside_allocator(spec, communicators)
-    room = Room(spec.memory_bytes - sum(one.n_bytes for one in outside), is_reserved=True, outside=outside)
+    room = _beside_others(spec, communicators)
     if room.n_bytes <= 0:
         raise BudgetError(
             f"{spec.name} has {format_bytes(spec.memory_bytes)}, and outside of the allocator there are "
-            f"{outside_text(outside)}: nothing is left. Give a budget, which limits the tensors alone."
+            f"{outside_text(room.outside)}: nothing is left. Give a budget, which limits the tensors alone."
         )
     return room
+
+
+def _beside_others(spec: DeviceSpec, communicators: int) -> Room:
+    outside = outside_allocator(spec, communicators)
+    return Room(spec.memory_bytes - sum(one.n_bytes for one in outside), is_reserved=True, outside=outside)
 
 
 def refuse_share(budget: float | str | None) -> None:
@@ -263,20 +267,19 @@ def _does_not_fit(made: Plan, spec: DeviceSpec) -> str:
     # A plan for a CPU, or one from an older file: there are no figures of an allocator to compare.
     if made.device_memory is None:
         return ""
-    outside = outside_allocator(spec, made.ranks.communicators)
-    room = spec.memory_bytes - sum(one.n_bytes for one in outside)
+    room = _beside_others(spec, made.ranks.communicators)
     reserved = made.device_memory.reserved_bytes()
-    if reserved <= room:
+    if reserved <= room.n_bytes:
         return ""
     expandable = made.device_memory.reserved_bytes(expandable=True)
     # In a process whose segments expand already, ``expandable`` is ``reserved`` again, and does not fit either. Then a
     # budget may be the cause: it limits the tensors alone.
-    if expandable <= room:
+    if expandable <= room.n_bytes:
         advice = f"With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
     elif made.budget_bytes is not None:
         advice = f"Without a budget, a plan is made that fits. {advice}"
     return (
         f"its tensors take {format_bytes(made.peak_bytes)}{rank}, for which the allocator reserves "
-        f"{format_bytes(reserved)} (max_memory_reserved), with {outside_text(outside)} outside of it, and {has}. "
+        f"{format_bytes(reserved)} (max_memory_reserved), with {outside_text(room.outside)} outside of it, and {has}. "
         f"{advice}"
     )

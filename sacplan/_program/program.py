@@ -231,15 +231,22 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         """Return the ops that ran in one module call."""
         return range(self.scopes[scope].first_op, self.scopes[scope].end_op)
 
-    def sites(self, scope: int) -> dict[int, CallSite]:
-        """Return the call sites of the forward ops of one module call, by op."""
-        seen: dict[tuple[str, str], int] = defaultdict(int)
-        found: dict[int, CallSite] = {}
-        for i, places, _ in self._places(scope):
-            name, place = self.ops[i].name, places.place
-            found[i] = CallSite(name, seen[place, name], place)
-            seen[place, name] += 1
-        return found
+    def sites(self, scope: int) -> Mapping[int, CallSite]:
+        """Return the call sites of the forward ops of one module call, by op. Kept, since every plan asks."""
+        if scope not in self._sites:
+            seen: dict[tuple[str, str], int] = defaultdict(int)
+            found: dict[int, CallSite] = {}
+            for i, places, _ in self._places(scope):
+                name, place = self.ops[i].name, places.place
+                found[i] = CallSite(name, seen[place, name], place)
+                seen[place, name] += 1
+            self._sites[scope] = found
+        return self._sites[scope]
+
+    @cached_property
+    def _sites(self) -> dict[int, dict[int, CallSite]]:
+        """Call sites by module call, as far as they were asked for."""
+        return {}
 
     def sequence(self, scope: int) -> OpSequence:
         """Return the forward ops of one module call that compute something, place by place."""

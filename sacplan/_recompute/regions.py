@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from sacplan._program.pins import NO_PINS, Pins
@@ -62,6 +62,7 @@ class Regions:
         self._kinds: dict[tuple[closure.ClosureProblem, closure.ClosureProblem | None], int] = {}
         self._solved: dict[tuple[int, _Effort], tuple[Option, ...]] = {}
         self._unit_of_group: dict[tuple[int, ...], str] = {}
+        self._components: dict[Hashable, tuple[tuple[tuple[int, ...], ...], ...]] = {}
         self._savers: dict[int, set[int]] = defaultdict(set)  # storage to the ops that autograd keeps it for
         for storage, op in zip(program.handle_storages, program.handle_ops, strict=True):
             self._savers[storage].add(op)
@@ -94,25 +95,49 @@ class Regions:
             if (kind, effort) not in self._solved:
                 self._solved[kind, effort] = _options(problem, late, effort)
             options = self._solved[kind, effort]
-            units = tuple(self._units(part, option) for option in options)
+            units = self._units(part, options)
             wide = tuple(not self._split.isdisjoint(found) for found in units)
             regions.append(Region(part.unit, part.members, kind, options, units, wide))
         return tuple(regions)
 
-    def _units(self, part: OpGroup, option: Option) -> tuple[str, ...]:
-        """Return the modules that have to be units for an option.
+    def _units(self, part: OpGroup, options: tuple[Option, ...]) -> tuple[tuple[str, ...], ...]:
+        """Return the modules that have to be units, for each option.
 
         For each connected group of its ops: the smallest module, not a leaf, that runs the group and everything that
         saves its outputs. A recipe must be recorded and its handles packed within one call of the unit.
         """
-        if not option.members:
-            return ()
         # The part's own module is the unit where it is called as a whole: a module that was not split, or one
         # whose calls share their decisions.
         if not part.once or (part.unit not in self._split and len(self.program.calls[part.unit]) == 1):
-            return (part.unit,)
-        gone = sorted(op for member in option.members for op in part.members[member])
-        return tuple(dict.fromkeys(map(self._unit_of, self._connected_by_reads(gone))))
+            return tuple((part.unit,) if option.members else () for option in options)
+        ops = sorted(op for group in part.members for op in group)
+        return tuple(
+            tuple(dict.fromkeys(self._unit_of(tuple(ops[i] for i in group)) for group in groups))
+            for groups in self._connected(part, ops, options)
+        )
+
+    def _connected(
+        self, part: OpGroup, ops: Sequence[int], options: tuple[Option, ...]
+    ) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Return for each option its ops in connected components, where one op reads what another made.
+
+        Ops are numbered as in ``ops``, those of the part. Layers that are alike share the answer.
+        """
+        place = {op: i for i, op in enumerate(ops)}
+        members = tuple(tuple(place[op] for op in group) for group in part.members)
+        reads = tuple(
+            (i, place[maker])
+            for i, op in enumerate(ops)
+            for s in self.program.ops[op].reads
+            if (maker := self.program.writer.get(s)) in place and maker is not None
+        )
+        key = members, reads, tuple(option.members for option in options)
+        if key not in self._components:
+            self._components[key] = tuple(
+                _components(sorted(i for member in option.members for i in members[member]), reads)
+                for option in options
+            )
+        return self._components[key]
 
     def _unit_of(self, group: tuple[int, ...]) -> str:
         """Return the unit for ops that run again together. Many options of a region have the same groups."""
@@ -124,17 +149,6 @@ class Regions:
             widest_unit = self._pins.widest_unit(next(iter(scopes)))
             self._unit_of_group[group] = unit_around(program, scopes, widest_unit)
         return self._unit_of_group[group]
-
-    def _connected_by_reads(self, gone: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Yield the connected components of ops, where one op reads what another made."""
-        program, inside = self.program, set(gone)
-        pairs = (
-            (op, maker)
-            for op in gone
-            for s in program.ops[op].reads
-            if (maker := program.writer.get(s)) in inside and maker is not None
-        )
-        return map(tuple, connected(gone, pairs))
 
     def _across_widest_units(self) -> set[int]:
         """Return the ops whose outputs are saved, or read by ops that may run again, outside of any possible unit.
@@ -197,6 +211,12 @@ class Regions:
         # Where all that is saved is early, there is nothing to choose from: such layers go with those that have none.
         differs = early != problem.free and not problem.saved <= early
         return problem, replace(problem, free=early) if differs else None
+
+
+def _components(gone: Sequence[int], reads: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the connected components of ops, of which pairs read from each other."""
+    inside = set(gone)
+    return tuple(map(tuple, connected(gone, (pair for pair in reads if inside.issuperset(pair)))))
 
 
 def closure_problem(

@@ -195,11 +195,7 @@ class DataRules(KnownValues, Watching):
         if traits.written_names:
             self._follow_write(func, traits, args, kwargs)
             return
-        fresh = [
-            t
-            for t in tensors_in(out)
-            if isinstance(t, FakeTensor) and self._worth_following(t) and is_plain(t)
-        ]
+        fresh = [t for t in tensors_in(out) if isinstance(t, FakeTensor) and self.follows(t) and is_plain(t)]
         if not fresh:
             return  # too large to follow
         # A tensor on an input's storage is a view, or the input itself, and needs no values of its own.

@@ -236,7 +236,7 @@ class KnownValues:
         # a tensor is merely not known.
         if not isinstance(fake, FakeTensor) or not is_plain(fake) or fake.shape != value.shape:
             return
-        if not self._worth_following(fake) or fake.untyped_storage().nbytes() > MAX_INTEGER_BYTES:
+        if not self.follows(fake) or fake.untyped_storage().nbytes() > MAX_INTEGER_BYTES:
             return
         with no_dispatch(), torch.no_grad():
             if value._is_zerotensor():
@@ -259,7 +259,8 @@ class KnownValues:
                 target.copy_(value)
             self._set(fake, own, rules)
 
-    def _worth_following(self, t: torch.Tensor) -> bool:
+    def follows(self, t: torch.Tensor) -> bool:
+        """Whether a tensor is small enough for its values to be followed."""
         if is_float(t):
             return t.numel() <= self._max_floats
         return t.numel() * t.element_size() <= MAX_INTEGER_BYTES

@@ -6,8 +6,9 @@ up once, for its outputs, its FLOPs, its time and its workspace.
 
 A hit must give what the op would have given. So an op is only in the cache if sizes, strides and types alone decide its
 outputs: aten's functions, views and in-place ops on plain fake tensors, where no value that ``data_rules`` follows goes
-in and none is decided. All others (data-dependent sizes, factories, ops that change a tensor's storage, other tensor
-classes) go the long way.
+in and none is decided. (None is where ``zeros_like`` and its relatives make more floats than are followed: an
+optimizer's state, of hundreds of parameters.) All others (data-dependent sizes, factories, ops that change a tensor's
+storage, other tensor classes) go the long way.
 
 Figures are those of one trace, whose cost model may be its own. Layouts of outputs are the same in every trace with the
 same kernels and settings (``_here``), so the process keeps them: a model that is recorded again, or rehearsed in
@@ -32,6 +33,8 @@ from sacplan._torch.private import is_plain, storage_key
 _VALUES = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+_FILLED = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default))
+"""Ops on a tensor whose values do not matter: ``data_rules`` decides those of the result, unless it is too large."""
 _UNLIKE = object()  # an output that cannot be made from layouts
 
 ArgumentLayout = tuple[bool, torch.Size, tuple[int, ...], int, torch.dtype]
@@ -117,7 +120,7 @@ class SeenOps:
         if found is None:
             found = self._eligible[id(func)] = (func, *self._look_up(func))
         _, eligible, is_view = found
-        if not eligible:
+        if not eligible or (func in _FILLED and not self._is_not_followed(args, kwargs)):
             return None
         # Whether gradients are on is in the key: oneDNN's LSTM returns a workspace only then. So is the default type:
         # that of a quotient of integers. The entry holds the op, so that its identity is not given to another one.
@@ -143,9 +146,20 @@ class SeenOps:
             # What is written by keyword is an ``out``, which may be resized.
             and len(traits.written_names) == len(traits.written_positions)
             and torch.Tag.inplace_view not in func.tags
-            and DataRules.leaves_alone(func)
+            and (DataRules.leaves_alone(func) or func in _FILLED)
         )
         return eligible, func.is_view and not traits.written_names
+
+    def _is_not_followed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the rules let go of the values of a new tensor like the first argument: it is too large."""
+        # With another type or device, the new tensor is not known to be as large.
+        like = args[0]
+        return (
+            type(like) is FakeTensor
+            and kwargs.get("dtype") in (None, like.dtype)
+            and kwargs.get("device") in (None, like.fake_device)
+            and (self._rules is None or not self._rules.follows(like))
+        )
 
     def _add(self, values: Iterable[Any], parts: list[Any], known: bool) -> bool:
         for v in values:

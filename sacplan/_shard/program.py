@@ -32,7 +32,6 @@ from sacplan._program.program import Event, Op, Phase, Program
 from sacplan._record.rehearsal import Piece
 from sacplan._shard.choose import CallSharding
 from sacplan._shard.costs import Costs
-from sacplan._shard.executor.prepare import changes_shape
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import Placements
 from sacplan._shard.places import CallPattern
@@ -45,7 +44,7 @@ from sacplan._shard.rank.storages import RankStorages
 from sacplan._shard.rank.tensors import AskedLayouts, PlacedTensors
 from sacplan._shard.views import Views
 from sacplan._torch.fake_tensors import fake_failures_unlogged
-from sacplan._torch.ops import READS_NUMBER, op_named
+from sacplan._torch.ops import READS_NUMBER, changes_shape, op_named
 from sacplan.errors import PlanError
 
 

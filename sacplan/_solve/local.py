@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
+import numpy.typing as npt
 
 from sacplan._solve.problem import DEVICE_MEMORY, Costs, Picks, Problem
 from sacplan.errors import SolverError
@@ -88,6 +91,7 @@ def descend(
     first = np.cumsum([0, *sizes[:-1]])
     costs = np.concatenate([choice.costs for choice in problem.choices])
     uses = np.concatenate([choice.uses for choice in problem.choices])
+    by_row = np.ascontiguousarray(uses.T)  # each step reads one row of the problem, for all options
     linked = np.isin(owner, list(_linked(problem)))
     allowed = np.ones(len(owner), dtype=bool)
     if not once:
@@ -112,7 +116,7 @@ def descend(
         for rows in problem.resources.values():
             ceiling[rows] = max(0, excess[rows].max())
         now = taken[owner]
-        freed = uses[now, at] - uses[:, at]
+        freed = by_row[at][now] - by_row[at]
         # What is freed below the limit is of no use for this row, so it must not make a move look cheap.
         if not beyond:
             freed = np.minimum(freed, excess[at])
@@ -128,20 +132,31 @@ def descend(
             dearer = more > 0
         price = np.full(len(costs), np.inf)
         np.divide(more, freed, out=price, where=worth)
-        in_order = price.argsort(kind="stable")
         # A move that costs nothing is for where no other is left: it may take the way from those that free more.
-        paid, free = in_order[(worth & dearer)[in_order]], in_order[(worth & ~dearer & (more == 0))[in_order]]
-        for move in (*paid, *free):
-            change = uses[move] - uses[now[move]]
+        for move in by_price(price, (worth & dearer, worth & ~dearer & (more == 0))):
+            after = excess + uses[move] - uses[now[move]]
             # Prices are in order, so the first move that keeps the ceiling is the cheapest.
-            if np.all(excess + change <= ceiling):
-                excess = excess + change
+            if (after <= ceiling).all():
+                excess = after
                 taken[owner[move]] = move
                 break
         else:
             # Stuck: no move is left, or each would raise some resource above its ceiling.
             break
     return {choice: option for choice, option in enumerate((best - first).tolist()) if option}
+
+
+def by_price(price: npt.NDArray[np.float64], groups: Iterable[npt.NDArray[np.bool_]]) -> Iterator[int]:
+    """Yield the moves of one group after the other, each by rising price; of equal ones the first."""
+    for group in groups:
+        moves = np.flatnonzero(group)
+        if not len(moves):
+            continue
+        # The cheapest most often does, so the others are sorted only if it does not.
+        cheapest = int(price[moves].argmin())
+        yield int(moves[cheapest])
+        in_order = price[moves].argsort(kind="stable")
+        yield from moves[in_order[1:]].tolist()
 
 
 def starts(problem: Problem) -> dict[int, int]:

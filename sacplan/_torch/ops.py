@@ -297,6 +297,15 @@ def is_alias(name: str) -> bool:
     return func is not None and (func.is_view or name in _ALIASES) and not op_traits(func).written_names
 
 
+RESHAPES = aten_names("view _unsafe_view _reshape_alias")
+_CHANGES_SHAPE = aten_names("set_ resize_ resize_as_")
+
+
+def changes_shape(func: Any) -> bool:
+    """Whether an op changes the shape of a tensor in place, which the shape of a placed tensor does not allow."""
+    return torch.Tag.inplace_view in func.tags or func._schema.name in _CHANGES_SHAPE
+
+
 def arguments_by_name(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:

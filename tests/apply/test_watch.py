@@ -69,7 +69,16 @@ def test_more_and_shorter_samples_are_larger_too() -> None:
         assert len(said_of([shape])) == 1
 
 
-@pytest.mark.parametrize("shape", [(6, 47), (6, 24), (3, 48), (5, 33), (1, 2), (6, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (6, 47),
+        (5, 33),
+        (6, 2),
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(6, 24), (3, 48), (1, 2)]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("device", "technique"), [("cpu", "recompute"), ("h100", "recompute"), ("cpu", "chunk")], ids=str
 )

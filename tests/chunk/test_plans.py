@@ -142,7 +142,10 @@ def test_the_smallest_peak_holds(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINING],
+)
 def test_kernels_of_a_gpu(name: str) -> None:
     case = TRAINING[name]()
     profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="h100")

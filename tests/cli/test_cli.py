@@ -599,7 +599,14 @@ _LINES = [line for lines in EXAMPLES.values() for line in lines]
 _LARGE = ("hf:gpt2", "hf:bert", "hf:meta-llama")
 
 
-@pytest.mark.parametrize("line", [x for x in _LINES if not any(name in x for name in _LARGE)])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] if "sacplan report" in line else [])
+        for line in _LINES
+        if not any(name in line for name in _LARGE)
+    ],
+)
 def test_examples_run(saved: Path, line: str) -> None:
     """Those with a person's own files; on an H100 the workspaces are more than all of this model, so on a CPU."""
     takes_device = line.split()[1] in (
@@ -632,6 +639,7 @@ def test_large_examples_are_parsed(line: str) -> None:
         root.commands[name].make_context(name, rest, parent=outer).close()
 
 
+@pytest.mark.slow
 def test_in_a_pipe(saved: Path) -> None:
     """No colour, no boxes, no progress but for a line, no trailing blanks; the same figures as in this process."""
     result = process("frontier", "profile.json.gz", "--points", "2", "--no-policies")
@@ -643,6 +651,7 @@ def test_in_a_pipe(saved: Path) -> None:
     assert not any(line != line.rstrip() for line in result.stdout.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
 def test_progress_is_for_terminals(saved: Path) -> None:
     """stderr is a terminal here, stdout is not: the stages and the colours are on stderr alone."""

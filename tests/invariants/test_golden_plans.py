@@ -16,7 +16,7 @@ import pytest
 from tests.support.golden import CASES, file_of
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("layers", "recurrence")
+QUICK = ("block", "recurrence")
 BUSY = "while True: sum(range(10**6))"
 
 

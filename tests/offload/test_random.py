@@ -24,6 +24,21 @@ def test_random_programs(kind: str, seed: int) -> None:
     assert not outcome.failures
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(750, id="a graph that is dropped, and its tensor sent again"),
+        pytest.param(758, id="a copy that an inner gradient saves again"),
+        pytest.param(866, id="sent at the op that writes it in place"),
+        pytest.param(888, id="a unit that is called twice"),
+    ],
+)
+def test_programs_whose_peaks_were_off(seed: int) -> None:
+    outcome = on_one_thread(run)(seed, kinds=OFFLOADING, threads=False)
+    assert outcome.predicted == len(OFFLOADING)
+    assert not outcome.failures
+
+
 @pytest.mark.parametrize("kind", OFFLOADING)
 def test_they_do_offload(kind: str) -> None:
     seen: Counter[str] = Counter()

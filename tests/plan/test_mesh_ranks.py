@@ -256,9 +256,10 @@ def test_models_of_transformers(meshes: tuple[str, ...], budgets: int, tmp_path:
 
 
 @pytest.mark.slow
-def test_plans_on_any_sharding_hold_on_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("models", [(llama,), pytest.param((gpt2, vit), marks=pytest.mark.exhaustive)])
+def test_plans_on_any_sharding_hold_on_ranks(models: tuple[Callable[[], Made], ...], tmp_path: Path) -> None:
     cases = {}
-    for make in (llama, gpt2, vit):
+    for make in models:
         file = tmp_path / f"{make.__name__}.json"
         planned_on_any_sharding(make, MESHES["2x2"], file)
         cases[make.__name__] = functools.partial(runs, make, file)

@@ -158,7 +158,11 @@ def one_gpu() -> Iterator[tuple[str, str]]:
 
 def fit_time() -> Iterator[tuple[str, str]]:
     both = {
-        sizes: [each["seconds"] for each in results("fit_time")["rows"] if each["sizes"] == sizes]
+        sizes: [
+            each["seconds"]
+            for each in results("fit_time")["rows"]
+            if each["sizes"] == sizes and each.get("version") != "before"
+        ]
         for sizes in (True, False)
     }
     with_sizes, without = (f"{min(each):.0f} to {max(each):.0f}" for each in both.values())

@@ -405,7 +405,7 @@ def test_what_fits_on_the_device_takes_nothing_of_the_host() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "optimizer", "batch"),
-    [("95MiB", "sgd", 16), ("105MiB", "sgd", 16), ("40MiB", "adamw", 2)],
+    slow_after(1, [("95MiB", "sgd", 16), ("105MiB", "sgd", 16), ("40MiB", "adamw", 2)]),
     ids=["nothing else fits", "the others are dear", "state on the host"],
 )
 def test_rows_on_the_host_are_what_profile_and_plan_say(budget: str, optimizer: str, batch: int) -> None:

@@ -254,7 +254,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = (
+    "mixed", "mixed, float16", "mixed, outputs in float32, of the root too", "mixed, padded", "mixed, nested",
+    "mixed, called three times", "mixed, two backward passes", "mixed, low-rank adapters on a bfloat16 base",
+    "unused parameters", "kept", "root not kept", "shards of two", "shards of two, padded", "replicas, mixed",
+    "replicas, only reduced", "replicas, mixed, shards of two", "offloaded", "offloaded, mixed",
+    "offloaded, mixed, replicas",
+)  # fmt: skip
+"""Cases that ``make test`` runs: each of the settings, and each kind of model."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
     case = CASES[name]
     model, batch = case.make(), case.batch()

@@ -9,7 +9,7 @@ import sacplan
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.partition import join, partition, runs
-from sacplan._recompute.regions import Region, Regions
+from sacplan._recompute.regions import Region, Regions, _components
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 
@@ -84,3 +84,22 @@ def test_layers_that_are_early_throughout_go_with_those_that_are_not(program: Pr
         fqn: region.options for fqn, region in plain.items()
     }
     assert len({regions[f"layers.{i}"].kind for i in range(1, 5)}) == 1
+
+
+def test_layers_that_are_alike_share_their_connected_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an option discards falls into the same groups in each of them, so it is worked out for one."""
+
+    def worked_out(layers: int) -> int:
+        found: list[object] = []
+
+        def count(gone: object, reads: object) -> object:
+            found.append(gone)
+            return _components(gone, reads)  # type: ignore[arg-type]
+
+        program = sacplan.profile(LM(layers=layers), tokens(2, 16), cross_entropy, device="cpu").program
+        with monkeypatch.context() as patched:
+            patched.setattr("sacplan._recompute.regions._components", count)
+            Regions(program, [op.time_ms for op in program.ops]).joined(1)
+        return len(found)
+
+    assert 0 < worked_out(4) == worked_out(8)

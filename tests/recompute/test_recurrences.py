@@ -14,24 +14,9 @@ import sacplan
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase
 from sacplan._recompute.partition import LARGEST_PART, join, most_joined, partition
+from tests.zoo.layers import Recurrence
 
 STEPS = (50, 100, 200)  # each twice the one before
-
-
-class Recurrence(nn.Module):
-    """A gated cell, written out: no modules to split it by."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-        self.gate, self.value = (nn.Parameter(torch.randn(32, 32) / 6) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x
-        for _ in range(self.steps):
-            z = torch.sigmoid(x + h @ self.gate)
-            h = z * h + (1 - z) * torch.tanh(x + h @ self.value)
-        return h
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import gc
 import random
 import resource
 import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import nn
 import sacplan
 from benchmarks.harness.steps import real_step
 from sacplan._program.program import StorageKind
+from sacplan._record import seen_ops
 from sacplan._record.fake_data import data_rules
 from sacplan._record.recorder import Recorder
+from sacplan._record.seen_ops import SeenOps
 from sacplan._record.state import preserved_state
 from sacplan._record.step import Step, default_loss
 from sacplan._verify.measure import measured_step
@@ -486,6 +489,28 @@ def test_ops_that_are_looked_up_give_the_recording_that_they_give_without(device
     monkeypatch.setattr(Recorder, "_seen_ops", lambda self: None)
     slow = profile()
     assert quick.program == again.program == slow.program
+
+
+def test_the_state_of_an_optimizer_is_made_once_for_parameters_of_one_layout(monkeypatch):
+    """Values of an optimizer's state are not followed, so its layout is all that there is to know."""
+    ran, made = Counter(), Counter()
+    observed, make = SeenOps.observed, SeenOps.make
+
+    def count_observed(self, func, *args):
+        ran[str(func)] += 1
+        return observed(self, func, *args)
+
+    def count_made(self, seen, args):
+        made[str(seen.func)] += 1
+        return make(self, seen, args)
+
+    monkeypatch.setattr(seen_ops, "_kept", {})  # what other tests have seen
+    monkeypatch.setattr(SeenOps, "observed", count_observed)
+    monkeypatch.setattr(SeenOps, "make", count_made)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    sacplan.profile(model, torch.rand(8, 16), device="h100", optimizer=torch.optim.AdamW)
+    # Two moments of five weights and five biases.
+    assert (ran["aten.zeros_like.default"], made["aten.zeros_like.default"]) == (2, 18)
 
 
 def test_ops_are_not_looked_up_where_another_mode_would_miss_them():

@@ -41,7 +41,7 @@ def resnet18() -> tuple[nn.Module, torch.Tensor, sacplan.Profile]:
     return model, batch, sacplan.profile(model, batch, device="cpu")
 
 
-@pytest.mark.parametrize("budget", slow_after(2, ["80%", "smallest", "50%"]))
+@pytest.mark.parametrize("budget", slow_after(1, ["smallest", "80%", "50%"]))
 def test_a_gpt_for_real(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile], budget: str) -> None:
     model, batch, profile = gpt
     plan = (
@@ -60,7 +60,7 @@ def test_a_gpt_for_real(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile], bu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", ["85%", "smallest"])
+@pytest.mark.parametrize("budget", [pytest.param("85%", marks=pytest.mark.exhaustive), "smallest"])
 def test_resnet18_for_real(resnet18: tuple[nn.Module, torch.Tensor, sacplan.Profile], budget: str) -> None:
     model, batch, profile = resnet18
     plan = (
@@ -79,7 +79,11 @@ def test_resnet18_for_real(resnet18: tuple[nn.Module, torch.Tensor, sacplan.Prof
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "budget_bytes"), [(convnets.resnet50, 4000 * MB), (convnets.densenet121, 8080 * MB)]
+    ("make", "budget_bytes"),
+    [
+        (convnets.resnet50, 4000 * MB),
+        pytest.param(convnets.densenet121, 8080 * MB, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_large_convnets_on_a_fake_device(make, budget_bytes: int) -> None:  # type: ignore[no-untyped-def]
     with torch.device("meta"):

@@ -400,7 +400,7 @@ def check_sums(program: Program, stages: Stages) -> None:
         pytest.param(lambda: convnet("resnet50"), 1.0, id="resnet50"),
         pytest.param(lambda: convnet("resnet50", False), 1.0, id="resnet50, not in place"),
         # The outputs of pools and of the last mean, which autograd does not save, are checkpoints nevertheless.
-        pytest.param(lambda: convnet("densenet121"), 1.012, id="densenet121"),
+        pytest.param(lambda: convnet("densenet121"), 1.012, id="densenet121", marks=pytest.mark.slow),
     ],
 )
 def test_keeping_all_takes_what_the_replay_says(profile, at_most: float) -> None:  # type: ignore[no-untyped-def]

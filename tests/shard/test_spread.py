@@ -439,8 +439,11 @@ MODEL_CASES = _model_cases()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What ranks find in the models that this run asks for, and in all other cases; one spawn for all."""
     directory: Path = tmp_path_factory.mktemp("ranks")
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    models = {name: case for name, case in MODEL_CASES.items() if {"case": name} in asked}
     others: dict[str, Case] = {
         "collectives": collectives,
         "checkpoint": functools.partial(checkpoint, str(directory / "checkpoint")),
@@ -454,7 +457,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "dropout": dropout_with_checkpoints,
         "other ways": other_ways,
     }
-    return on_ranks({**MODEL_CASES, **others, **agreement_cases(directory)}, directory)
+    return on_ranks({**models, **others, **agreement_cases(directory)}, directory)
 
 
 @pytest.mark.parametrize("case", MODEL_CASES)

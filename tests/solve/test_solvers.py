@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sacplan
 from sacplan._solve.alike import Alike, TiedProblem
-from sacplan._solve.local import descend, give_back
+from sacplan._solve.local import by_price, descend, give_back
 from sacplan._solve.mip import LinearProgram, LinearSolution
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, PairCost, Problem, Solution
 from sacplan._solve.solvers import Solver
@@ -47,6 +47,15 @@ def test_giving_back_never_breaks_a_limit_nor_costs(problem: Problem, data: st.D
     found = give_back(problem, picks)
     assert (problem.excess(found) <= np.maximum(before, 0)).all()
     assert problem.cost(found) <= problem.cost(picks) + 1e-9
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0, 2.0]), max_size=9), st.data())
+def test_moves_come_by_price_and_of_equal_ones_the_first(price: list[float], data: st.DataObject) -> None:
+    group = data.draw(st.lists(st.booleans(), min_size=len(price), max_size=len(price)))
+    wanted = sorted((i for i in range(len(price)) if group[i]), key=lambda i: (price[i], i))
+    others = sorted((i for i in range(len(price)) if not group[i]), key=lambda i: (price[i], i))
+    of_group = np.array(group, dtype=bool)
+    assert list(by_price(np.array(price), (of_group, ~of_group))) == [*wanted, *others]
 
 
 def test_the_descent_is_not_misled_by_a_move_that_only_shifts_the_peak() -> None:

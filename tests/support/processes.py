@@ -10,7 +10,15 @@ from typing import Any
 import torch.multiprocessing as mp
 
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sacplan"]
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    # sacplan/__init__.py imports nothing until it is asked for a name.
+    "sacplan._plan.planning",
+    "sacplan._apply.apply",
+    "sacplan._verify.verify",
+    "transformers.trainer",
+]
 
 
 def run_ranks(function: Callable[..., None], arguments: tuple[Any, ...], n_ranks: int) -> None:

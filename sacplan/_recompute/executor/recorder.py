@@ -53,7 +53,8 @@ from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import is_plain
 from sacplan.errors import RecipeError
 
-_DETACH = torch.ops.aten.detach.default
+_UNSCHEDULED = frozenset((torch.ops.aten.detach.default, torch.ops.prim.device.default))
+"""Autograd detaches outputs that it keeps itself, so where hooks are off; and asks fake tensors for their device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class UnitRecorder(Watching):
         expected, op = self._ops[self._at]
         if expected is func:
             self._at += 1
-        elif func is not _DETACH and self._follows_another(func):
+        elif func not in _UNSCHEDULED and self._follows_another(func):
             op = self._ops[self._at][1]
             self._at += 1
         else:
@@ -269,8 +270,8 @@ class UnitRecorder(Watching):
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> ScheduledOp | None:
         """Return what to do about an op that no schedule expects here, and remember it for the next call."""
-        if func is _DETACH:
-            return None  # autograd calls it for an output that it keeps itself, and so where hooks are off
+        if func in _UNSCHEDULED:
+            return None  # they come and go without anything that the plan decides about
         draft = self._draft or self._leave_schedule()
         op, known = self._lookup.next(func, args, kwargs)
         if self._lookup.differs and not self._differs:

@@ -15,11 +15,9 @@ from sacplan._shard.places import CallPattern
 from sacplan._shard.strategies import AxisStrategy, LocalCall, local_call
 from sacplan._torch.calls import Call, flat_tensors
 from sacplan._torch.fake_tensors import FAKE_TENSORS_CANNOT, FakeTensorMode
-from sacplan._torch.ops import aten_names, draws_numbers, is_alias
+from sacplan._torch.ops import RESHAPES, changes_shape, draws_numbers, is_alias
 from sacplan._torch.private import modes_off
 from sacplan.errors import PlanError
-
-RESHAPES = aten_names("view _unsafe_view _reshape_alias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +110,6 @@ def prepare(
         strides=forms[0].stride if func._schema.name == "aten::as_strided" else None,
         draws=tuple(cut) if draws_numbers(func, args, kwargs) else None,
     )
-
-
-_CHANGES_SHAPE = aten_names("set_ resize_ resize_as_")
-
-
-def changes_shape(func: Any) -> bool:
-    """Whether an op changes the shape of a tensor in place, which the shape of a placed tensor does not allow."""
-    return torch.Tag.inplace_view in func.tags or func._schema.name in _CHANGES_SHAPE
 
 
 _UNKNOWN = object()

@@ -18,7 +18,6 @@ from sacplan._program.derived import derived
 from sacplan._program.program import Op, Program, Tensor
 from sacplan._record.rehearsal import Piece, Rehearsal
 from sacplan._shard.choose import CallSharding, choose
-from sacplan._shard.executor.prepare import RESHAPES
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import Placements, WantedPlacements
 from sacplan._shard.redistribute import kept, redistribute
@@ -26,7 +25,7 @@ from sacplan._shard.strategies import local_call
 from sacplan._torch.autograd import below_autograd
 from sacplan._torch.calls import Call
 from sacplan._torch.collectives import all_reduce
-from sacplan._torch.ops import aten_names, op_named
+from sacplan._torch.ops import RESHAPES, aten_names, op_named
 from sacplan.errors import PlanError
 
 _OF_UNKNOWN_SIZE = aten_names("mkldnn_rnn_layer")
