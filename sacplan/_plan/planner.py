@@ -5,9 +5,10 @@ any budget (such as the loss in slices), a second one includes them. For a budge
 
 1. Each search asks its solvers in turn, the quick ones first, and stops when a plan is within ``_OPTIMAL`` of the lower
    bound. The cheapest plan of all searches wins.
-2. If none holds the budget, or only with a clearly longer step (``_DEAR``), look at the smallest peak. About each
-   moment near it, techniques may settle something, the same for all modules that are alike, or make further offers. All
-   of it together becomes a search of its own, which is looked at in the same way, for as long as its plans are dear.
+2. If none holds the budget, or only with a clearly longer step (``_DEAR``), look at the smallest peak. About it, or
+   else about each moment near it, techniques may settle something, the same for all modules that are alike, or make
+   further offers. All of it together becomes a search of its own, which is looked at in the same way, for as long as
+   its plans are dear.
 3. If even that is above the budget, ask Rotor, which may recompute a value several times. It works only for chains.
 
 Techniques that free memory otherwise than by running ops again come on top: a planner without them is asked first, and
@@ -238,18 +239,25 @@ class Planner:
         return self.search(replace(pins, kept_ops=kept), offers, peaks)
 
     def _further(self, search: PlanSearch) -> PlanSearch | None:
-        """Return a search that settles or offers more about each moment near the smallest peak of this one.
+        """Return a search that settles or offers more about the smallest peak of this one; None if there is no more.
 
-        A plan that has more to choose from may have its peak at any moment that is near the peak now, so all of them
-        are asked about, the highest first. What is settled costs little, and leaves the other techniques their choices,
-        so nothing is offered about a moment for which something is settled. None if there is no more.
+        If there is nothing about the peak itself, all moments near it are asked about: a plan that has more to choose
+        from may have its peak at any of them.
         """
         if not any(TECHNIQUES[name].is_about_peaks for name in self.techniques):
             return None
+        return self._further_about(search, 1.0) or self._further_about(search, _NEAR_PEAK)
+
+    def _further_about(self, search: PlanSearch, share: float) -> PlanSearch | None:
+        """Do so about all moments with this share of the peak, the highest first.
+
+        What is settled costs little, and leaves the other techniques their choices, so nothing is offered about a
+        moment for which something is settled.
+        """
         peaks = search.peaks
         plan = tuple(one for one in search.smallest.decisions if one not in search.settled)
         program = rewritten(search.plain.program, search.smallest.decisions, self.profile.spec)
-        near = tuple(summits(program, _NEAR_PEAK))
+        near = tuple(summits(program, share))
         asked, known = self.with_settled(search.settled), search.context.offers
         for peak in near:
             # A lower moment settles nothing twice.
