@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import sacplan
-from sacplan._plan.make import made_plan
+from benchmarks.harness.mixed_plans import plan_with
 from sacplan._program.decisions import Chunk
 from tests.chunk.test_ranks import RANKS, Wrap, replicated, sharded, sharded_with_head
 from tests.support.processes import run_ranks
@@ -51,8 +51,8 @@ def smallest(name: str, batch: torch.Tensor) -> sacplan.Plan:
 
 def with_loss_in_slices_alone(plan: sacplan.Plan, name: str, batch: torch.Tensor) -> sacplan.Plan:
     """Leave out slices in the middle of the model, whose rows of products round otherwise."""
-    kept = tuple(one for one in plan.decisions if not isinstance(one, Chunk) or one.span == "rest")
-    return made_plan(profile_of(name, batch), kept, plan.provenance, status="policy")
+    kept = [one for one in plan.decisions if not isinstance(one, Chunk) or one.span == "rest"]
+    return plan_with(profile_of(name, batch), kept)
 
 
 @pytest.mark.parametrize("name", WRAPS)
