@@ -52,7 +52,7 @@ from sacplan._techniques import TECHNIQUES, rewritten, why_not
 from sacplan.errors import PlanError
 
 _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
-_FURTHER = 4  # how often techniques are asked what else lowers the smallest peak, first about that moment alone
+_FURTHER = 4  # how often techniques are asked what else lowers the smallest peak, first about it alone
 _NEAR_PEAK = 0.8  # share of the smallest peak from which on a moment is near it
 _DEAR = 0.02  # share of the step's cost that a plan may add without further offers being asked for
 _WORTH_OFFERING = 0.01  # share of the smallest peak that an offer about a lower moment has to free somewhere
