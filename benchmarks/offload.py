@@ -153,7 +153,9 @@ def main() -> None:
     if arguments.table:
         print(table(read_results(arguments.json)[1]))
         return
-    run_cases(arguments.models, lambda name: rows_of(name, arguments.device), _line, arguments.json)
+    run_cases(
+        arguments.models, lambda name: rows_of(name, arguments.device), _line, arguments.json, key="model"
+    )
 
 
 if __name__ == "__main__":

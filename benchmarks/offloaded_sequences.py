@@ -218,7 +218,7 @@ def main() -> None:
     def rows_of(name: str) -> Iterator[Row]:
         yield measured(name)
 
-    run_cases(arguments.cases, rows_of, _line, arguments.json)
+    run_cases(arguments.cases, rows_of, _line, arguments.json, key="case")
 
 
 if __name__ == "__main__":

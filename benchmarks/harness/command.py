@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.harness.results import RESULTS, Row, describe, machine, write_results
+from benchmarks.harness.results import RESULTS, Row, describe, machine, read_results, write_results
 
 T = TypeVar("T")
 
@@ -58,16 +58,46 @@ def run_cases(
     rows_of: Callable[[T], Iterable[Row]],
     line: Callable[[Row], str],
     path: Path | None,
+    *,
+    key: str | None = None,
     **more: Any,
 ) -> list[Row]:
     """Print the rows of each case as they come, write the file after each case, and return all rows.
 
     A run that is stopped leaves the cases that it has finished.
+
+    Args:
+        cases: The cases to run.
+        rows_of: Yields the rows of a case.
+        line: Writes a row as text.
+        path: The file; None writes nothing.
+        key: What in a row names its case, if each case has one row. With it, a row takes the place of the one that the
+            file has of the same case, and rows of other cases stay.
+        **more: What the file says besides.
     """
-    rows: list[Row] = []
+    rows = _known_rows(path) if key is not None else []
     for case in cases:
         for row in rows_of(case):
-            rows.append(row)
+            at = next(
+                (i for i, one in enumerate(rows) if key is not None and one[key] == row[key]), len(rows)
+            )
+            rows[at : at + 1] = [row]
             print(line(row), flush=True)
         write_results(path, rows, **more)
+    return rows
+
+
+def _known_rows(path: Path | None) -> list[Row]:
+    """Return the rows that a file has already.
+
+    Raises:
+        SystemExit: They were made on another machine or with other versions, and a file names one of each.
+    """
+    if path is None or not path.exists():
+        return []
+    about, rows = read_results(path)
+    if about["machine"] != machine():
+        raise SystemExit(
+            f"{path} has figures of another machine ({describe(about['machine'])}); write to another file with --json."
+        )
     return rows
