@@ -58,14 +58,16 @@ class Away:
     """The moves of an option to offload.
 
     Attributes:
-        moves: the storages, and when they are away.
+        moves: the storages, and when they are away, in the order in which they are needed again.
         anchors: by move, the op whose weight's being asked for begins the copy back.
+        needed: by move, the event at which it is needed again.
         unit_of: the unit in which each op of the moves is seen.
         spec: the device.
     """
 
     moves: tuple[Move, ...]
     anchors: tuple[int | None, ...]
+    needed: tuple[int, ...]
     unit_of: tuple[tuple[int, str], ...]
     spec: DeviceSpec
 
@@ -251,9 +253,10 @@ class Offloads:
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
         sent = {s: op for s in chosen if (op := seen_at(program, unit, s)) is not None}
         let_go, late_out = self._let_go(chosen, copies, sent, latest)
-        fetch, late_back = self._fetch(chosen, copies, sent, gone, patch)
+        needed = self._needed(chosen, gone, patch)
+        fetch, late_back = self._fetch(needed, copies, sent)
         moves, anchors = [], []
-        for s in chosen:
+        for s in sorted(chosen, key=needed.__getitem__):
             at = fetch[s]
             moves.append(Move(s, sent[s], let_go[s], -1 if at is None else self._anchor_at[at]))
             anchors.append(None if at is None else self._anchor_op[at])
@@ -281,7 +284,9 @@ class Offloads:
             technique="offload",
             also=(Recomputation.name,),
             units=tuple(dict.fromkeys((unit, *(found for _, found in unit_of)))),
-            remembered=Away(tuple(moves), tuple(anchors), unit_of, self.spec),
+            remembered=Away(
+                tuple(moves), tuple(anchors), tuple(needed[m.storage] for m in moves), unit_of, self.spec
+            ),
             # Ops are numbered from the unit's first one, so that equal layers have equal signatures.
             signature=tuple(
                 (
@@ -320,20 +325,14 @@ class Offloads:
         return found, late
 
     def _fetch(
-        self,
-        chosen: Sequence[int],
-        copies: dict[int, float],
-        sent: dict[int, int],
-        gone: frozenset[int],
-        patch: Patch,
+        self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int]
     ) -> tuple[dict[int, int | None], float]:
         """Return by storage the anchor at which its copy back begins, and how long computation waits for it."""
-        needed = self._needed(chosen, gone, patch)
         found: dict[int, int | None] = {}
         begins, late = float("inf"), 0.0
         # Backwards in time: a copy has to be over when its tensor is needed and when the next copy begins, so
         # it begins as late as both allow.
-        for s in sorted(chosen, key=lambda s: (-needed[s], s)):
+        for s in sorted(needed, key=needed.__getitem__, reverse=True):
             begins = min(self._time_at(needed[s]), begins) - copies[s]
             at = bisect_right(self._anchor_at, begins, key=self._time_at) - 1
             # If neither the copy nor the ops take time, the clock alone may choose an anchor behind the need.

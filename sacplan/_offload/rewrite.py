@@ -149,12 +149,16 @@ class _Journey:
         positions.update(at for at in (let_go, move.fetch) if at >= 0)
         for position in sorted(positions):
             # What another technique has put in this place, which may be nothing, or else the recorded event.
-            before = self.draft.events.get(position) or (
+            was = before = self.draft.events.get(position) or (
                 (program.events[position],) if position not in self.draft.events else ()
             )
             self.out = []
-            # A copy back begins before the event of its place. Sending and letting go come behind it.
+            # A copy back begins before the event of its place, and behind those of earlier moves. Sending and letting
+            # go come behind it.
             if position == move.fetch and self.gone:
+                begun = self._begun(before)
+                self.out += before[:begun]
+                before = before[begun:]
                 self._fetch(position)
             for code, arg in before:
                 self._step(position, code, arg)
@@ -163,8 +167,16 @@ class _Journey:
             if position == let_go:
                 self._let_go(position)
             # Places where nothing changes stay out of the patch.
-            if tuple(self.out) != tuple(before):
+            if tuple(self.out) != tuple(was):
                 self.draft.events[position] = tuple(self.out)
+
+    def _begun(self, events: Sequence[tuple[int, int]]) -> int:
+        """Return how many copies back begin before the event of a place."""
+        ops = self.draft.ops
+        return next(
+            (i for i, (code, arg) in enumerate(events) if code != _OP or ops[arg].name != TO_DEVICE),
+            len(events),
+        )
 
     def _step(self, position: int, code: int, arg: int) -> None:
         handles, storage = self.draft.handle_storages, self.move.storage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 from msgspec.structs import replace
@@ -63,9 +64,11 @@ class Offloading(Technique):
         for _, option in taken:
             away: Away = option.remembered
             unit_of = {op: outer_unit(unit) for op, unit in away.unit_of}
-            for move, anchor in zip(away.moves, away.anchors, strict=True):
-                found.append(decision_of(program, move, anchor, unit_of))
-        return tuple(one for one in found if one is not None)
+            for move, anchor, needed in zip(away.moves, away.anchors, away.needed, strict=True):
+                found.append((needed, decision_of(program, move, anchor, unit_of)))
+        # Copies back that begin at the same place go in this order, and computation waits for the first one it needs.
+        found.sort(key=itemgetter(0))
+        return tuple(one for _, one in found if one is not None)
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
         """Return the patch that moves the tensors, with the time that computation waits for copies."""
