@@ -76,7 +76,7 @@ class LetGo:
             return  # nothing was sent, or nobody holds it any more; or it is gone already
         storage = saved.storage()
         if storage is not None and saved.stand.has_all_of(storage):
-            saved.stand.await_out()
+            saved.stand.await_out(storage)
             saved.let_go(saved.stand.version)
 
 

@@ -1,0 +1,124 @@
+"""A transfer: one copy between a device and the host, on a stream of its own.
+
+Each GPU has two streams for this, one out and one back. What orders them against the streams that compute are events
+and nothing else:
+
+- A copy out begins when the stream that computes has made the value, and runs beside all that is launched later. Memory
+  that it reads may go to others only when it is over, so whoever lets go of a tensor waits for its transfer first.
+- A copy back goes into memory that the computing stream has taken. Whoever used that memory before did so on that
+  stream, and the copy waits for it; it also waits for its own way out. Whoever needs the value waits for the copy.
+
+So memory is taken and freed on the computing stream, in an order that does not depend on how fast the link is, and the
+peak of a step does not either. With ``Tensor.record_stream`` for the copying streams it would: the allocator then keeps
+a block until it next happens to look at an event.
+
+Several computing streams are right as well. Each transfer remembers its ``home``, the stream on which it began, since a
+saved tensor may be let go of, asked for or dropped on another stream or thread (autograd runs a node on the stream of
+its forward op). Each stream that uses a transfer waits for it itself. Where it is not the one to which the memory
+belongs, ``record_stream`` tells the allocator of it. For the stream to which it belongs that does nothing
+(``recordStream`` in ``c10/cuda/CUDACachingAllocator.cpp``), so a step on one stream stays as predicted.
+
+A transfer that is given up, as after an error, or because part of a graph is dropped, is waited for by its home: a
+copy back must not write to memory that others have by then, and memory that is read must not be unmapped. Pinned memory
+needs no such care: torch's allocator keeps a block until the copies that use it are over (``record_event`` in
+``aten/src/ATen/native/cuda/Copy.cu``).
+
+Writes in place to a tensor that is on its way out can garble the copy, but not a value that is used: the memory is let
+go of only if the tensor's version, and the writes that the unit saw, are those of the moment at which the copy began
+(``marks.LetGo``). Behind that the copy is over.
+
+Without a GPU a copy is made where it would begin. Order, values, and what is held when are the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import cuda
+
+WITH_STREAMS = frozenset({"cuda"})
+"""Types of devices whose copies run on streams."""
+
+
+class _Streams:
+    """The streams of a device that copy out and back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.out, self.back = cuda.Stream(device), cuda.Stream(device)
+
+
+_streams: dict[torch.device, _Streams] = {}
+_making = threading.Lock()
+
+
+def _streams_of(device: torch.device) -> _Streams:
+    with _making:
+        if device not in _streams:
+            _streams[device] = _Streams(device)
+        return _streams[device]
+
+
+class Transfer:
+    """A copy that may still run.
+
+    Attributes:
+        target: the memory that is written. It lives as long as the transfer, so that this can be waited for before.
+    """
+
+    __slots__ = ("_device", "_event", "_home", "target")
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
+        self.target = target
+        self._device = device
+        self._home: Any = None  # the stream that has to wait yet
+        self._event: Any = None
+        if device.type not in WITH_STREAMS:
+            target.copy_(source)
+
+    @classmethod
+    def out(cls, source: torch.Tensor, host: torch.Tensor) -> Transfer:
+        """Copy from the device, behind all that has been launched so far."""
+        made = cls(host, source, source.device)
+        if source.device.type in WITH_STREAMS:
+            stream = _streams_of(source.device).out
+            made._begin(stream, source)
+        return made
+
+    @classmethod
+    def back(cls, sent: Transfer, copy: torch.Tensor) -> Transfer:
+        """Copy what has been sent to memory on the device that was taken just now."""
+        made = cls(copy, sent.target, copy.device)
+        if copy.device.type in WITH_STREAMS:
+            stream = _streams_of(copy.device).back
+            # The stream that asks may not be the one that has waited for the way out.
+            stream.wait_event(sent._event)
+            made._begin(stream, sent.target)
+        return made
+
+    def _begin(self, stream: Any, source: torch.Tensor) -> None:
+        self._home = cuda.current_stream(self._device)
+        stream.wait_stream(self._home)
+        with cuda.stream(stream):
+            self.target.copy_(source, non_blocking=True)
+        self._event = stream.record_event()
+
+    def wait(self, memory: torch.UntypedStorage) -> None:
+        """Have the stream that computes now wait for the end, before it uses or frees this memory on the device."""
+        if self._event is None:
+            return
+        current = cuda.current_stream(self._device)
+        current.wait_event(self._event)
+        note_use(memory, current)
+        if current == self._home:
+            self._home = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_home", None) is not None:
+            self._home.wait_event(self._event)
+
+
+def note_use(memory: torch.UntypedStorage, stream: Any) -> None:
+    """Tell the allocator that a stream uses memory, which may belong to another one."""
+    torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory).record_stream(stream)
