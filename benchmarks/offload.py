@@ -11,6 +11,8 @@ peak, and that smallest peak. For each budget and choice: whether it is held, an
 
 A plan with a choice that contains another one must cost no more. ``worse`` lists where it does, beyond 1e-6 ms.
 The peaks of the plans that offload are those of a fake step with the plan, on the device and on the host: ``exact``.
+``simulated_ms`` is how long that step takes by a simulation of streams (``harness/streams.py``), beside the
+``planned_ms`` of the plan; ``apart`` is the largest difference of the row, as a share.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import budget_at, plan_or_least
 from benchmarks.harness.results import GIB, Row, read_results
+from benchmarks.harness.streams import planned_ms, simulated
 from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models import chunk_models, gpu_models
 from benchmarks.models.cases import Case
@@ -68,8 +71,10 @@ def planned(case: Case, profile: sacplan.Profile, budget_bytes: int, choice: str
         "status": plan.status,
     }
     if plan.offloaded:
-        seen = case.verify(plan)
-        row["exact"] = (seen.peak_bytes, seen.host_bytes) == (plan.peak_bytes, plan.host_bytes)
+        seen, row["simulated_ms"] = simulated(case, plan, profile.spec)
+        row["planned_ms"] = planned_ms(plan)
+        peaks = seen.program.footprint
+        row["exact"] = (peaks.peak_bytes, peaks.host_peak_bytes) == (plan.peak_bytes, plan.host_bytes)
     return row
 
 
@@ -82,6 +87,12 @@ def worse(found: dict[str, Row]) -> list[str]:
         if set(CHOICES[less]) < set(CHOICES[more]) and found[less]["held"]
         if not found[more]["held"] or found[more]["longer_ms"] > found[less]["longer_ms"] + _TIE_MS
     ]
+
+
+def apart(plans: Iterable[Row]) -> float:
+    """Return by which share planned and simulated times differ at most."""
+    both = [(row["planned_ms"], row["simulated_ms"]) for row in plans if "simulated_ms" in row]
+    return max((abs(planned / simulated - 1) for planned, simulated in both), default=0.0)
 
 
 def rows_of(name: str, device: str) -> Iterator[Row]:
@@ -98,6 +109,7 @@ def rows_of(name: str, device: str) -> Iterator[Row]:
         found = {choice: planned(case, profile, budget_bytes, choice) for choice in CHOICES}
         budgets[budget] = {"budget_bytes": budget_bytes, **found, "worse": worse(found)}
     yield {
+        "apart": apart(found for budget in budgets.values() for found in map(budget.__getitem__, CHOICES)),
         "model": name,
         "device": device,
         "plain_peak_bytes": profile.peak_bytes,
@@ -111,7 +123,7 @@ def _line(row: Row) -> str:
     smallest = ", ".join(f"{choice} {n / GIB:.2f}" for choice, n in row["smallest_peak_bytes"].items())
     lines = [
         f"{row['model']} on {row['device']}: {row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.1f} ms; "
-        f"smallest: {smallest}"
+        f"smallest: {smallest}; planned and simulated times at most {row['apart']:.2%} apart"
     ]
     for budget, found in row["budgets"].items():
         costs = [

@@ -8,6 +8,7 @@ It follows the executor (``executor/parcels.py``) rule for rule:
 - Behind the op ``sent`` memory on the host is taken, and the copy out begins.
 - Behind the op ``let_go`` computation waits for that copy. All handles on the storage let go of it: those of autograd,
   and those of recomputation, whose recipes read it. What code still holds stays on the device until code frees it.
+  If all handles are released before, computation waits then.
 - Before the event ``fetch`` memory on the device is taken, and the copy back begins; at the latest when a value is
   needed.
 - Whoever needs the value first waits for the copy back. Then the memory on the host is free.
@@ -198,12 +199,14 @@ class _Journey:
                 self._end()
             return
         elif code == _RELEASE:
-            # If the last handle is released before the storage is let go of, nobody will ask for the copy.
+            # If the last handle is released before the storage is let go of, nobody will ask for the copy. But it may
+            # still run, and computation waits for it.
             known = arg in self.held
             self.held.pop(arg, None)
             if known and self.host >= 0 and not self.held and not self.gone:
+                self._run(position, WAIT_OUT, (self.host,), ())
                 self.out.append((code, arg))
-                self._end()  # it was never let go of
+                self._end()
                 return
         elif code == _UNPACK and self.draft.instance_handles[arg] in self.gone:
             # Autograd asks for a handle that has let go: it gets an instance of the one on the copy.

@@ -1,88 +1,140 @@
-"""The time that computation waits is that of a simulation, event by event, written apart from the planner."""
+"""The planned time of a step that offloads is that of streams, simulated event by event from what the executor does."""
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
+import functools
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import sacplan
-from sacplan._device.links import Link
+from benchmarks.harness.mixed_plans import mixed_plan, scattered_plan
+from benchmarks.harness.plans import as_budget, budget_at
+from benchmarks.harness.streams import fake_step, noted_streams, planned_ms, simulated, simulated_ms
+from benchmarks.models.cases import Case
+from sacplan._device.links import LINKS, Link
 from sacplan._offload.executor.parcels import Parcel
-from sacplan._offload.timing import PLANNED_SHARE
-from sacplan._program.program import Event, Program
+from sacplan._program.program import Event
 from sacplan._techniques import rewritten
-from tests.support.steps import grads_of
-from tests.zoo import language_models as models
+from tests.support.steps import grads_of, mean_square
+from tests.zoo import language_models
+from tests.zoo.convnets import CNN
+from tests.zoo.layers import Recurrence, Uneven
+
+LINKS_OF_CASES = {
+    "PCIe 5.0": LINKS["PCIe 5.0"],
+    "NVLink-C2C": LINKS["NVLink-C2C"],
+    "busy": Link("busy", 2e9, 2.5e-6),
+    "far": Link("far", 48e9, 1e-3),
+}
 
 
-def simulated_ms(program: Program, link: Link) -> float:
-    """Return the time of a step with two queues of copies, by a loop over what happens next.
+class Recurrent(nn.Module):
+    """Layers of which each is a loop over time, of another length."""
 
-    Only the order of the ops, their own times and the sizes of the copies are taken from the program.
-    """
-    ops = [program.ops[arg] for code, arg in program.events if code == Event.OP]
-    rate = PLANNED_SHARE * link.bandwidth_bytes_per_s / 1e3
-    now, at = 0.0, 0
-    waiting: dict[str, list[tuple[int, float]]] = {"out": [], "back": []}  # (storage, ms that it takes)
-    running: dict[str, int] = {}
-    done: set[int] = set()
-    happens: list[tuple[float, str]] = []  # when a copy of a queue ends
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Recurrence(steps) for steps in (2, 5, 3))
 
-    def begin(queue: str) -> None:
-        if queue in running or not waiting[queue]:
-            return
-        storage, ms = waiting[queue].pop(0)
-        running[queue] = storage
-        heapq.heappush(happens, (now + ms, queue))
-
-    def pass_to(time: float) -> None:
-        nonlocal now
-        while happens and happens[0][0] <= time:
-            now, queue = heapq.heappop(happens)
-            done.add(running.pop(queue))
-            begin(queue)
-        now = max(now, time)
-
-    while at < len(ops):
-        op = ops[at]
-        at += 1
-        if op.name in ("sacplan.copy_to_host", "sacplan.copy_to_device"):
-            queue = "out" if op.name.endswith("host") else "back"
-            source = op.reads[0] if queue == "out" else op.writes[0]
-            waiting[queue].append((op.writes[0], program.storage_bytes[source] / rate + link.latency_s * 1e3))
-            begin(queue)
-        elif op.name.startswith("sacplan.wait"):
-            while op.reads[0] not in done:
-                pass_to(happens[0][0])
-        else:
-            pass_to(now + op.time_ms)
-    return now
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
-@pytest.mark.parametrize(("gb_per_s", "share"), [(4, "85%"), (48, "80%"), (48, "60%")])
-def test_a_plan_takes_as_long_as_its_simulation(gb_per_s: float, share: str) -> None:
+class LSTM(nn.Module):
+    """cuDNN's kernels on a GPU: one op for a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(64, 64, batch_first=True) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "transformer": lambda: Case(
+        language_models.LM(layers=4, vocab=32), torch.randint(0, 32, (16, 128)), language_models.cross_entropy
+    ),
+    "uneven": lambda: Case(Uneven(), torch.randn(16, 512, 32), mean_square),
+    "recurrent": lambda: Case(Recurrent(), torch.randn(16384, 32), mean_square),
+    "lstm": lambda: Case(LSTM(), torch.randn(32, 128, 64), mean_square),
+    "cnn": lambda: Case(CNN(), torch.randn(64, 4, 8, 8), mean_square),
+}
+
+
+@functools.cache
+def profile_of(name: str, link: str) -> tuple[Case, sacplan.Profile]:
     torch.manual_seed(0)
-    model, batch = models.LM(layers=4, vocab=32), torch.randint(0, 32, (16, 128))
-    link = Link("of the test", gb_per_s * 1e9, 2.5e-6)
-    spec = dataclasses.replace(sacplan.DeviceSpec.of("h100 without workspaces"), host_link=link)
-    profile = sacplan.profile(model, batch, models.cross_entropy, device=spec)
-    plan = sacplan.plan(profile, share, techniques=("offload",))
+    case = CASES[name]()
+    spec = dataclasses.replace(
+        sacplan.DeviceSpec.of("h100 without workspaces"), host_link=LINKS_OF_CASES[link]
+    )
+    return case, sacplan.profile(case.model, case.batch, case.loss_fn, device=spec)
+
+
+def assert_as_simulated(case: Case, profile: sacplan.Profile, plan: sacplan.Plan) -> None:
+    seen, ms = simulated(case, plan, profile.spec)
+    # Both add up the same times, in another order.
+    assert planned_ms(plan) == pytest.approx(ms, rel=1e-9)
+    assert seen.peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.parametrize("link", LINKS_OF_CASES)
+@pytest.mark.parametrize(
+    ("name", "techniques"),
+    [
+        ("transformer", ("offload",)),
+        ("transformer", ("recompute", "offload")),
+        ("uneven", ("recompute", "offload")),
+        ("recurrent", ("offload",)),
+        ("lstm", ("offload",)),
+    ],
+)
+def test_planned(name: str, techniques: tuple[str, ...], link: str) -> None:
+    case, profile = profile_of(name, link)
+    least = sacplan.plan_smallest(profile, "greedy", techniques=("offload",)).peak_bytes
+    budget = as_budget(budget_at(0.3, least, profile.peak_bytes))
+    plan = sacplan.plan(profile, budget, "greedy", techniques=techniques)
+    assert plan.offloaded or "recompute" in techniques  # which is cheaper where the link is slow
+    assert_as_simulated(case, profile, plan)
+
+
+@pytest.mark.parametrize("link", ["busy", "NVLink-C2C"])
+@pytest.mark.parametrize("name", CASES)
+def test_at_random_places(name: str, link: str) -> None:
+    case, profile = profile_of(name, link)
+    draw = random.Random(0)
+    units = [unit for unit in profile.program.calls if unit.count(".") == 1]
+    plan = scattered_plan(profile, draw, units)
     assert plan.offloaded
-    program = rewritten(profile.program, plan.decisions, profile.spec)
-    assert plan.step_ms + plan.added_ms == pytest.approx(simulated_ms(program, link), rel=1e-6)
-    if gb_per_s < 10:  # a slow link is waited for
-        assert plan.added_ms > 0
+    assert_as_simulated(case, profile, plan)
+    assert_as_simulated(case, profile, mixed_plan(profile, draw, ("recompute", "offload")))
+
+
+def test_a_busy_link_is_waited_for() -> None:
+    case, profile = profile_of("transformer", "busy")
+    plan = sacplan.plan_smallest(profile, "greedy", techniques=("offload",))
+    assert plan.added_ms > profile.step_ms
+    with noted_streams() as noted:
+        seen = fake_step(case, plan, profile.spec)
+    # With all of the link it is faster, and no faster than without copies.
+    assert profile.step_ms < simulated_ms(seen.program, noted, profile.spec.host_link, 1.0) < planned_ms(plan)
 
 
 def test_copies_back_that_begin_together_go_in_the_order_in_which_they_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    model, batch = models.LM(layers=3, vocab=32), torch.randint(0, 32, (8, 32))
-    profile = sacplan.profile(model, batch, models.cross_entropy, device="cpu")
+    model, batch = language_models.LM(layers=3, vocab=32), torch.randint(0, 32, (8, 32))
+    profile = sacplan.profile(model, batch, language_models.cross_entropy, device="cpu")
     plan = sacplan.plan(profile, "60%", techniques=("recompute", "offload"))
     program = rewritten(profile.program, plan.decisions, profile.spec)
     sent: list[int] = []  # the copies on the host, in the order in which they are made
@@ -114,12 +166,12 @@ def test_copies_back_that_begin_together_go_in_the_order_in_which_they_are_neede
         parcels.append(self)
 
     def fetched(self: Parcel) -> None:
-        if self._copy is None:
+        if self._back is None:
             run.append(next(i for i, one in enumerate(parcels) if one is self))
         fetch(self)
 
     monkeypatch.setattr(Parcel, "__init__", noted)
     monkeypatch.setattr(Parcel, "fetch", fetched)
     with sacplan.apply(model, plan):
-        grads_of(model, batch, models.cross_entropy)
+        grads_of(model, batch, language_models.cross_entropy)
     assert run == begun
