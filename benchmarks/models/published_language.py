@@ -1,4 +1,4 @@
-"""Published steps of language models: minGPT, torchtitan, torchtune, nanochat; two Linears of a PyTorch issue."""
+"""Published steps of language models: minGPT, torchtitan, torchtune, PEFT, nanochat; two Linears of a PyTorch issue."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB, MIB
 from benchmarks.models import published_networks as networks
 from benchmarks.models.published_step import (
     COMPILE,
+    GB,
     Built,
     Fsdp,
     Point,
@@ -27,6 +29,7 @@ from benchmarks.models.published_step import (
     op_policy,
     step_in_backward,
 )
+from sacplan._cli import architectures
 from sacplan._profile.optimizer_table import AdamW8bitSizes
 from sacplan._program.program import Op, Phase, Program
 
@@ -222,6 +225,57 @@ def _tune_step(chunks: int = 1, **changes: Any) -> Step:
     return Step(**made | changes)
 
 
+# --- PEFT's QLoRA with FSDP ---------------------------------------------------------------------------
+
+
+_PEFT_LAYERS = "base_model.model.model.layers.*"
+
+
+def _qlora_70b() -> Built:
+    """Return Llama-2-70B in 4 bits, stored as bfloat16, with adapters of rank 8 on all linear layers."""
+    import peft
+    import transformers
+
+    row = architectures.find("meta-llama/Llama-2-70b-hf")
+    assert row is not None
+    config = transformers.LlamaConfig(**row.values, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = sacplan.with_lora(
+        model,
+        peft.LoraConfig(
+            r=8, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+        transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_quant_storage=torch.bfloat16,
+        ),
+    )
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            found: torch.Tensor = model(input_ids=batch, labels=batch).loss
+            return found
+
+    return Built(model=model, batch=empty(2, 2048), loss_fn=loss, optimizer=foreach_adamw)
+
+
+def _peft_fsdp(offload: bool) -> Step:
+    return Step(
+        build=_qlora_70b,
+        points=(Point(unit=GB, figure="reserved"),),
+        device="a100-80gb",
+        plan=lambda profile: sacplan.policy("full", profile=profile, layers=_PEFT_LAYERS),
+        fsdp=Fsdp(ranks=2, units=(_PEFT_LAYERS, ""), reshard="default", mixed=False, offload=offload),
+        assumed=True,
+        unknown="how it was read, and on which card: what a card shows counts the CUDA context and NCCL's buffers, "
+        "too. It was FSDP1 with flat parameters; predicted is FSDP2, with the last layer freed as the others",
+    )
+
+
 # --- nanochat ------------------------------------------------------------------------------------------
 
 
@@ -317,6 +371,8 @@ LANGUAGE: dict[str, Step] = {
         assumed=True,
         unknown=f"{_LAST_LAYER}; PyTorch of early 2024; which RMSNorm ran: the project had a fused one of its own",
     ),
+    "peft-qlora-70b-fsdp": _peft_fsdp(offload=False),
+    "peft-qlora-70b-fsdp-offload": _peft_fsdp(offload=True),
     "tune-3b-+_packed": _tune_step(),
     "tune-3b-+_compile": _tune_step(missing=COMPILE),
     "tune-3b-+_chunked_CE": _tune_step(8, missing=COMPILE),

@@ -74,6 +74,8 @@ class Fsdp:
     """``fully_shard`` with parameters in float32, computing in bfloat16 and reducing in float32.
 
     Attributes:
+        mixed: whether there is such a policy; without, parameters keep their types.
+        offload: whether shards are on the host.
         reshard: torchtitan's policy: ``"always"``; ``"never"``; ``"default"``: all layers but the last, which sacplan
             has not, and takes for ``"always"``.
     """
@@ -81,6 +83,8 @@ class Fsdp:
     ranks: int
     units: tuple[str, ...]
     reshard: Literal["always", "default", "never"]
+    mixed: bool = True
+    offload: bool = False
 
 
 class NeedsMixedPrecision(Exception):
@@ -144,7 +148,7 @@ def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
     """Return the options of ``sacplan.profile`` for FSDP2 with mixed precision."""
     if "mp_policy" not in inspect.signature(sacplan.profile).parameters:
         raise NeedsMixedPrecision("sacplan.profile takes no mp_policy yet")
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # None: all units but the outermost one free their parameters after the forward pass, as FSDP2 has it for the root.
@@ -152,7 +156,8 @@ def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
     return {
         "world_size": fsdp.ranks,
         "fsdp_units": list(fsdp.units),
-        "mp_policy": policy,
+        "mp_policy": policy if fsdp.mixed else None,
+        "offload_policy": CPUOffloadPolicy() if fsdp.offload else None,
         "reshard_after_forward": reshard,
     }
 

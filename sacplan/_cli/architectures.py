@@ -276,6 +276,9 @@ TABLE = (
         "meta-llama/Llama-2-13b-hf", 13_015_864_320, 5120, 13824, 40, 40, 40, 32000, 4096, short="Llama-2-13b"
     ),
     _LLAMA.row(
+        "meta-llama/Llama-2-70b-hf", 68_976_648_192, 8192, 28672, 80, 64, 8, 32000, 4096, short="Llama-2-70b"
+    ),
+    _LLAMA.row(
         "meta-llama/Meta-Llama-3-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, 128256, 8192,
         short="Llama-3-8B", **_LLAMA_3,
     ),

@@ -106,8 +106,10 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         )
     task, whole = task_of(type(model)), sum(p.numel() for p in model.parameters())
     loss_fn, name_of_class = None, type(model).__name__
-    if options.lora is not None or options.load_in_4bit:
-        model, loss_fn = adapted(model, task, options.lora, bool(options.load_in_4bit), dtype)
+    stored_as = options.bnb_4bit_quant_storage
+    if options.lora is not None or options.load_in_4bit or stored_as is not None:
+        in_4bit = bool(options.load_in_4bit)
+        model, loss_fn = adapted(model, task, options.lora, in_4bit, dtype, stored_as)
 
     def make_batch(size: int) -> dict[str, Any]:
         return make(model, found, replace(sizes, rows=size), place, dtype)
@@ -120,6 +122,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         "parameters": whole,
         **({} if options.lora is None else {"trained": trained, "lora": options.lora}),
         **({"load_in_4bit": True} if options.load_in_4bit else {}),
+        **({} if stored_as is None else {"bnb_4bit_quant_storage": stored_as}),
         **({} if loss_fn is None else {"autocast": options.dtype}),
         "task": task,
         **({} if found.has_loss else {"loss": "the sum of its outputs"}),

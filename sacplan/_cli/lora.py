@@ -78,16 +78,26 @@ class AutocastLoss(DefaultLoss):
 
 
 def adapted(
-    model: torch.nn.Module, task: str, lora: str | None, load_in_4bit: bool, dtype: torch.dtype
+    model: torch.nn.Module,
+    task: str,
+    lora: str | None,
+    load_in_4bit: bool,
+    dtype: torch.dtype,
+    storage: str | None = None,
 ) -> tuple[Any, AutocastLoss | None]:
     """Return the model with adapters, 4-bit layers or both, and the loss that its step trains (None: its own).
 
-    4-bit layers are those of QLoRA: NF4 in blocks of 64, with double quantization, which compute in ``dtype``. The step
-    runs under autocast in ``dtype``, as that of the Trainer does with ``bf16=True``; in float32 there is none.
+    4-bit layers are those of QLoRA: NF4 in blocks of 64, with double quantization, which compute in ``dtype`` and are
+    stored as ``storage`` (None: bytes). The step runs under autocast in ``dtype``, as that of the Trainer does with
+    ``bf16=True``; in float32 there is none.
 
     Raises:
-        TargetError: ``lora`` cannot be read, or the model has no such layers.
+        TargetError: ``lora`` cannot be read, the model has no such layers, or there is a ``storage`` of no 4-bit ones.
     """
+    if storage is not None and not load_in_4bit:
+        raise TargetError(
+            "--bnb-4bit-quant-storage says how 4-bit weights are stored: give --load-in-4bit too."
+        )
     config = quantization = None
     if lora is not None:
         # For a task without a class of its own PEFT is given none, and wraps the model in its general class.
@@ -98,6 +108,7 @@ def adapted(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=storage,
         )
     try:
         made = with_lora(model, config, quantization)

@@ -54,6 +54,15 @@ def dtype_name(text: str) -> str:
     return name
 
 
+def storage_name(text: str) -> str:
+    """Return the name of a type that bitsandbytes stores 4-bit weights as.
+
+    Raises:
+        typer.BadParameter: It stores them as none of that name.
+    """
+    return "uint8" if text.lower().removeprefix("torch.") == "uint8" else dtype_name(text)
+
+
 def output(what: str) -> Any:
     """Declare ``-o`` for the thing that is saved."""
     return option("--output", "-o", metavar="FILE", help=f"Where to save {what}.")
@@ -218,6 +227,10 @@ LORA_HELP = (
     "targets=q_proj+v_proj. The step runs under autocast. Default targets: all linear layers"
 )
 IN_4BIT = "Quantize linear layers as QLoRA does: NF4 of bitsandbytes with double quantization"
+STORAGE = (
+    "Type that 4-bit weights are stored as, with --load-in-4bit. A float, as in recipes for FSDP (bfloat16), lets "
+    "Accelerate shard them; nothing is then made float32. Default: uint8"
+)
 _PLANNED = "; with a plan, the plan's."
 
 
@@ -232,6 +245,9 @@ class HfOptions:
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
     lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}.")] = None
     load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}.")] = None
+    bnb_4bit_quant_storage: Annotated[
+        str | None, _hf(metavar="NAME", parser=storage_name, help=f"{STORAGE}.")
+    ] = None
     fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
     def given(self) -> dict[str, Any]:
@@ -256,6 +272,9 @@ class PlannedHfOptions(HfOptions):
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}{_PLANNED}")] = None
     lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}{_PLANNED}")] = None
     load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}{_PLANNED}")] = None
+    bnb_4bit_quant_storage: Annotated[
+        str | None, _hf(metavar="NAME", parser=storage_name, help=f"{STORAGE}{_PLANNED}")
+    ] = None
     fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
 
 

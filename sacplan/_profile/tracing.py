@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -103,6 +103,7 @@ def profile(
     mp_policy: Any = None,
     reshard_after_forward: bool | int | None = None,
     offload_policy: Any = None,
+    ignored_params: Iterable[torch.nn.Parameter] = (),
 ) -> Profile:
     """Record one step of a model.
 
@@ -147,6 +148,7 @@ def profile(
             for ``world_size``. ``mp_policy`` is a ``MixedPrecisionPolicy``. The model keeps its own type: parameters in
             float32 are recorded with units that compute in ``param_dtype``. With a ``CPUOffloadPolicy``,
             ``Profile.host_bytes`` is what a rank takes of the host's memory.
+        ignored_params: as for ``fully_shard``: parameters of the model that it leaves alone.
 
     Raises:
         TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
@@ -165,6 +167,7 @@ def profile(
         mp_policy,
         reshard_after_forward,
         offload_policy,
+        _names_of(ignored_params, model),
     )
     # Anything that is not a module is refused by ``trace_step``, with a better message.
     if fsdp_units is not None and isinstance(model, torch.nn.Module):
@@ -184,6 +187,20 @@ def profile(
         found = max(found, balanced, key=lambda one: one.peak_bytes)
     warn_of_step(found, stacklevel=3)
     return found.on_ranks(ranks)
+
+
+def _names_of(parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of parameters, in the order of the model; that of a tied one is its first."""
+    wanted = {id(p) for p in parameters}
+    if not wanted:
+        return ()
+    found = {id(p): name for name, p in model.named_parameters()}
+    if not wanted <= found.keys():
+        raise TraceError(
+            "ignored_params holds what is no parameter of the model; give a set of them, "
+            "{p for p in model.parameters() if ...}."
+        )
+    return tuple(name for key, name in found.items() if key in wanted)
 
 
 def _check_gradient_hooks(model: torch.nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Rows of ``fit`` on several devices: what runs the step there, as it is and with a plan.
 
 Each *arrangement* is a way to run one step on all devices: DDP, FSDP2 (with mixed precision for a model in float32,
-with ``CPUOffloadPolicy``), or a mesh with tensor parallelism that sacplan runs. They process the same samples:
+with ``CPUOffloadPolicy``, and as Accelerate shards packed weights), or a mesh with tensor parallelism that sacplan
+runs. They process the same samples:
 ``batch`` for each device. The step of one rank is a rewrite of the recorded step, so an arrangement needs no
 recording of its own, except for mixed precision, in which modules run other ops.
 
@@ -170,6 +171,17 @@ class RankRows:
         options = f"world_size={n}, fsdp_units={list(units)!r}"
         flags = (*size, *(word for unit in units for word in ("--fsdp-unit", unit)))
         yield Arrangement("FSDP2", options, flags, on(Ranks.of(n, units)))
+        # Accelerate leaves frozen integers out of the shards, among them 4-bit weights that are stored as bytes
+        # (``fsdp2_prepare_model``).
+        packed = [
+            name
+            for name, p in self.model.named_parameters()
+            if not p.requires_grad and not p.is_floating_point()
+        ]
+        if packed:
+            text = "ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
+            ignoring = Ranks.asked(n, units, ignored_params=packed)
+            yield Arrangement("FSDP2 of Accelerate", f"{options}, {text}", (), on(ignoring))
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         # Only a model in float32 gains from bfloat16. The recording with a policy is that of a rank already, so

@@ -116,7 +116,7 @@ def sharded(
         )
     found = parameters_of(program, parameters)
     names = resolve_units(units, program)
-    owned = owners(found, names, program, options.mp_policy)
+    owned = owners(found, names, program, options.mp_policy, options.ignored_params)
     if not owned:
         raise TraceError(
             f"none of the units {', '.join(map(repr, names))} has a parameter of its own: nothing would be sharded."
@@ -142,7 +142,8 @@ def on_host(
     if policy is None:
         return HostMemory(0, 0, 0)
     names = resolve_units(units, program)
-    owned = owners(parameters_of(program, parameters), names, program, options.mp_policy)
+    found = parameters_of(program, parameters)
+    owned = owners(found, names, program, options.mp_policy, options.ignored_params)
     shards = world_size // options.replicas
     return host_memory(
         program, [p for unit in owned.values() for p in unit], shards, pinned=policy.pin_memory

@@ -5,6 +5,7 @@ options = FullyShardOptions.of(mp_policy=MixedPrecisionPolicy(param_dtype=torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct
@@ -54,12 +55,14 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
             that many ranks. None: all units but the outermost ones free them.
         replicas: how many groups of ranks hold the same shards (HSDP); 1: parameters are sharded over all ranks.
         offload_policy: whether shards lie in the memory of the host; None: on the device.
+        ignored_params: names of parameters that each rank holds whole, on the device. Their gradients are not reduced.
     """
 
     mp_policy: MixedPrecision | None = None
     reshard_after_forward: bool | int | None = None
     replicas: Positive = 1
     offload_policy: CPUOffload | None = None
+    ignored_params: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -68,6 +71,7 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
         reshard_after_forward: Any = None,
         replicas: int = 1,
         offload_policy: Any = None,
+        ignored_params: Iterable[str] = (),
     ) -> FullyShardOptions:
         """Return checked options from torch's own objects.
 
@@ -83,7 +87,11 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             reshard_after_forward = False if reshard_after_forward == 1 else reshard_after_forward
         return cls(
-            MixedPrecision.of(mp_policy), reshard_after_forward, replicas, CPUOffload.of(offload_policy)
+            MixedPrecision.of(mp_policy),
+            reshard_after_forward,
+            replicas,
+            CPUOffload.of(offload_policy),
+            tuple(ignored_params),
         )
 
     @property
@@ -94,6 +102,11 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
     def check(self, world_size: int) -> None:
         """Raise ``TraceError`` if the options do not go together with a number of ranks."""
+        if self.ignored_params and self.mp_policy is not None:
+            raise TraceError(
+                "ignored_params keep their type while mp_policy changes that of the others, which is not modelled. "
+                "Leave one of the two out."
+            )
         if world_size % self.replicas:
             raise TraceError(f"{self.replicas} replicas of the shards do not divide world_size={world_size}.")
         if self.replicas > 1 and self.replicas == world_size:
@@ -132,6 +145,8 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
             parts.append(f"{self.replicas} replicas")
         if self.offload_policy is not None:
             parts.append(f"offload_policy={self.offload_policy}")
+        if self.ignored_params:
+            parts.append(f"{len(self.ignored_params)} ignored_params, which each rank holds whole")
         return ", ".join(parts)
 
 

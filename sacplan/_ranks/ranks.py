@@ -6,7 +6,7 @@ rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.local_paramete
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, structs
@@ -92,6 +92,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         mp_policy: Any = None,
         reshard_after_forward: Any = None,
         offload_policy: Any = None,
+        ignored_params: Iterable[str] = (),
     ) -> Ranks:
         """Return checked ranks from arguments as a user gives them, torch's own objects among them.
 
@@ -110,7 +111,9 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             if world_size is not None and world_size != math.prod(shape):
                 raise TraceError(f"world_size is {world_size}, and the mesh has {math.prod(shape)} ranks.")
             world_size, replicas = math.prod(shape), math.prod(shape[:-1])
-        options = FullyShardOptions.of(mp_policy, reshard_after_forward, replicas, offload_policy)
+        options = FullyShardOptions.of(
+            mp_policy, reshard_after_forward, replicas, offload_policy, ignored_params
+        )
         return cls.of(1 if world_size is None else world_size, fsdp_units, options)
 
     def asked_again(
@@ -145,6 +148,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             now.mp_policy if mp_policy is None else mp_policy,
             now.reshard_after_forward if reshard_after_forward is None else reshard_after_forward,
             now.offload_policy if offload_policy is None else offload_policy,
+            now.ignored_params,
         )
 
     @classmethod

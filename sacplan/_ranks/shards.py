@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -200,10 +200,11 @@ def owners(
     units: Sequence[str],
     program: Program,
     policy: MixedPrecision | None = None,
+    ignored: Collection[str] = (),
 ) -> Mapping[str, tuple[Parameter, ...]]:
     """Return the parameters of each unit, in the order of the units. Those outside of all units are left out.
 
-    ``policy`` says in which type units compute.
+    ``policy`` says in which type units compute. ``ignored`` are names of parameters that belong to no unit.
 
     Raises:
         TraceError: a scalar parameter, trainable ones of several types in a unit, or one that is used outside of
@@ -211,7 +212,12 @@ def owners(
     """
     found: dict[str, list[Parameter]] = {unit: [] for unit in units}
     owner_of: dict[int, str] = {}
+    unknown = sorted(set(ignored) - {p.name for p in parameters})
+    if unknown:
+        raise TraceError(f"ignored_params: the model has no parameters {_listed(unknown[:3])}.")
     for p in parameters:
+        if p.name in ignored:
+            continue
         around = [unit for unit in units if not unit or p.name.startswith(unit + ".")]
         if around:
             # Units around one parameter are nested, so the longest name is the innermost.

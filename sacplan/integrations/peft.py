@@ -44,7 +44,7 @@ def with_lora(
     lora: PeftConfig | None,
     quantization: BitsAndBytesConfig | None = None,
     *,
-    prepare: bool = True,
+    prepare: bool | None = None,
 ) -> torch.nn.Module:
     """Return a model of transformers with adapters, and with its linear layers in 4 bits.
 
@@ -55,7 +55,8 @@ def with_lora(
             are.
         prepare: Whether a quantized model passes through ``peft.prepare_model_for_kbit_training``, which makes
             everything that is not quantized float32: norms, the embedding and the head. Checkpointing stays off, since
-            plans take its place.
+            plans take its place. None: unless 4-bit weights are stored as floats (``bnb_4bit_quant_storage``). Those
+            are for FSDP, and recipes for it make nothing float32: adapters have the type of the storage, too.
 
     Returns:
         The model in training mode; with ``lora`` the ``PeftModel`` around it.
@@ -68,12 +69,14 @@ def with_lora(
         raise TraceError(f"model must be an nn.Module, not {type(model).__name__}.")
     if lora is not None and not isinstance(lora, library("peft").PeftConfig):
         raise TraceError(f"lora must be a peft.LoraConfig or None, not {type(lora).__name__}.")
+    stored_as: torch.dtype | None = None
     with warnings.catch_warnings():
         # PEFT asks the model by an older name of transformers whether it checkpoints.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         if quantization is not None:
             model = _quantized(model, quantization)
-            if prepare:
+            stored_as = _storage(quantization)
+            if stored_as is None if prepare is None else prepare:
                 prepared = library("peft").prepare_model_for_kbit_training
                 model = prepared(model, use_gradient_checkpointing=False)
         if lora is not None:
@@ -82,8 +85,19 @@ def with_lora(
                 model = library("peft").get_peft_model(model, copy.deepcopy(lora))
             except ValueError as error:  # no module has the names of target_modules, for example
                 raise TraceError(f"peft refuses this configuration for the model: {error}") from error
+    if lora is not None and stored_as is not None and not prepare:
+        # PEFT makes adapters float32. TRL turns those of quantized models back (``SFTTrainer.__init__``).
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(stored_as)
     trained: torch.nn.Module = model.train()
     return trained
+
+
+def _storage(quantization: BitsAndBytesConfig) -> torch.dtype | None:
+    """Return the float type that packed weights are stored as; None for bytes, the default."""
+    stored: torch.dtype = quantization.bnb_4bit_quant_storage
+    return stored if stored.is_floating_point else None
 
 
 def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torch.nn.Module:

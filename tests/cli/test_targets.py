@@ -35,6 +35,7 @@ PRINTED = {
     "gpt2-xl": 1558,
     "meta-llama/Llama-2-7b-hf": 6738,
     "Llama-2-13b": 13016,
+    "Llama-2-70b": 68977,
     "meta-llama/Meta-Llama-3-8B": 8030,
     "Llama-3-70B": 70554,
     "Llama-3.1-8B": 8030,

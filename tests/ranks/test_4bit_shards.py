@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
+import socket
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import sacplan
 from sacplan._profile.remarks import types_of_shards
-from tests.ranks.test_fully_shard_options import in_4_bits
+from tests.ranks.test_fully_shard_options import in_4_bits, scales_bytes
 from tests.support.processes import run_ranks
-from tests.support.ranks import fully_sharded
+from tests.support.ranks import RankMemory, fully_sharded, optimizer_of, patient_collectives
 from tests.support.steps import bit_equal, mean_square
 
 STORAGES = (torch.uint8, torch.bfloat16)
@@ -43,6 +46,56 @@ def on_rank(rank: int, directory: str) -> None:
             assert packed._local_tensor.numel() * 2 == whole.layers[0].base.weight.numel()
     finally:
         dist.destroy_process_group()
+
+
+def with_accelerate(rank: int, directory: str, port: int) -> None:
+    """Shard as Accelerate does, and compare with the peak that ``fit`` has for it."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=str(port))
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    try:
+        accelerator = Accelerator(cpu=True)
+        # Accelerate takes no plugin without a GPU.
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["FromFunction"],  # the layers
+            cpu_ram_efficient_loading=False,
+        )
+        for storage in STORAGES:
+            torch.manual_seed(0)
+            model = in_4_bits(storage)()
+            batch = torch.randn(32, 48)
+            ignored = {p for p in model.parameters() if not p.is_floating_point()}
+            assert bool(ignored) == (storage == torch.uint8)
+            ranks = {"world_size": 2, "fsdp_units": ["layers.*", ""], "ignored_params": ignored}
+            profile = sacplan.profile(model, batch, mean_square, optimizer_of, "cpu", **ranks)
+            held = scales_bytes(model)
+            sharded = fsdp2_prepare_model(accelerator, model)
+            whole = not hasattr(sharded.layers[0].base.weight, "full_tensor")
+            assert whole == (storage == torch.uint8)
+            with patient_collectives():
+                measured = RankMemory(sharded, batch, mean_square).peak_bytes(held)
+            if rank == 0:  # the one with the largest shards
+                assert measured == profile.peak_bytes
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+def test_accelerate_leaves_bytes_whole(tmp_path: object) -> None:
+    """The peak of a rank is that of ``ignored_params``, and that of shards if weights are stored as floats."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run_ranks(with_accelerate, (str(tmp_path), port), 2)
 
 
 @pytest.mark.slow

@@ -147,8 +147,9 @@ class Case:
     reshard: bool | int | None = None
     mesh: tuple[int, int] | None = None
     offload: bool = False
+    ignored: Callable[[nn.Module], set[nn.Parameter]] = lambda model: set()
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
         """Those of ``sacplan.profile``."""
         ranks = (
             {"mesh": {"replicate": self.mesh[0], "shard": self.mesh[1]}}
@@ -160,6 +161,7 @@ class Case:
             "mp_policy": self.policy and self.policy(),
             "reshard_after_forward": self.reshard,
             "offload_policy": offloading() if self.offload else None,
+            "ignored_params": self.ignored(model),
             **ranks,
         }
 
@@ -168,11 +170,23 @@ class Case:
         if self.mesh is not None:
             mesh = dist.device_mesh.init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard"))
         offload = offloading() if self.offload else None
-        return fully_sharded(model, mesh, units, self.reshard, self.policy and self.policy(), offload)
+        ignored = self.ignored(model)
+        return fully_sharded(
+            model, mesh, units, self.reshard, self.policy and self.policy(), offload, ignored
+        )
 
 
 def adapted(base: torch.dtype) -> Callable[[], nn.Module]:
     return lambda: stacked(lambda: adapted_layer(base))
+
+
+def integers(model: nn.Module) -> set[nn.Parameter]:
+    return {p for p in model.parameters() if not p.is_floating_point()}
+
+
+def plain() -> nn.Module:
+    model = stacked(lambda: adapted_layer(torch.float32))
+    return model.requires_grad_()
 
 
 HEAVY: dict[str, Any] = {"make": HeavyLayers, "batch": lambda: torch.randn(16, 64), "loss": mean_square}
@@ -228,6 +242,12 @@ CASES = {
     "low-rank adapters": Case(policy=None, **LORA),
     "4-bit weights as bytes": Case(**{**IN_4_BITS, "make": in_4_bits(torch.uint8)}),
     "4-bit weights as bfloat16": Case(**{**IN_4_BITS, "make": in_4_bits(torch.bfloat16)}),
+    "4-bit weights as bytes, whole as with Accelerate": Case(
+        ignored=integers, **{**IN_4_BITS, "make": in_4_bits(torch.uint8)}
+    ),
+    "a trained parameter that is whole": Case(
+        ignored=lambda model: {model.layers[1].base.weight}, policy=None, **{**LORA, "make": plain}
+    ),
     "kept": Case(reshard=False),
     "root not kept": Case(reshard=True),
     "shards of two": Case(reshard=2, policy=None),
@@ -270,7 +290,7 @@ FAST = (
 def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
     case = CASES[name]
     model, batch = case.make(), case.batch()
-    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", **case.arguments())
+    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", **case.arguments(model))
     units = resolve_units(case.units, profile.program)
     held = scales_bytes(model)
     measured = RankMemory(case.sharded(model, units, mesh), batch, case.loss).peak_bytes(held)
@@ -287,7 +307,7 @@ def test_a_planned_step_has_the_planned_peak(name: str, mesh: Any, tmp_path: Pat
     """Traced with the plan, and measured with the plan applied before ``fully_shard`` and behind it."""
     case = CASES[name]
     model, batch = case.make(), case.batch()
-    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", **case.arguments())
+    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", **case.arguments(model))
     plan = sacplan.plan_smallest(profile, solver="greedy")
     assert plan.peak_bytes < profile.peak_bytes
     assert sacplan.verify(model, batch, plan, case.loss, optimizer_of).peak_bytes == plan.peak_bytes
@@ -375,7 +395,7 @@ def test_clipping_takes_what_dtensors_take(
     monkeypatch.setattr("tests.support.ranks.optimizer_of", optimizer)
     case = Case(mesh=shape, **{**HEAVY, "policy": None, "batch": lambda: torch.randn(2, 64)})
     model, batch = case.make(), case.batch()
-    program = sacplan.profile(model, batch, case.loss, optimizer, "cpu", **case.arguments()).program
+    program = sacplan.profile(model, batch, case.loss, optimizer, "cpu", **case.arguments(model)).program
     predicted = max(
         moment.live_bytes
         for moment in program.liveness.moments
@@ -395,7 +415,9 @@ def test_clipping_takes_what_dtensors_take(
 
 
 def test_shards_and_the_optimizer_keep_the_type_of_the_parameters() -> None:
-    profile = sacplan.profile(lm(), tokens(), models.cross_entropy, optimizer_of, "cpu", **Case().arguments())
+    profile = sacplan.profile(
+        lm(), tokens(), models.cross_entropy, optimizer_of, "cpu", **Case().arguments(lm())
+    )
     program = profile.program
     types = {t.storage: t.dtype for t in program.tensors}
     state = [s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE]
@@ -412,7 +434,7 @@ def test_the_model_is_as_before(trace: str, optimizer: Any) -> None:
     model = lm()
     before = {name: (p, p.detach().clone(), p.data_ptr()) for name, p in model.named_parameters()}
     sacplan.profile(
-        model, tokens(), models.cross_entropy, optimizer, "cpu", trace=trace, **Case().arguments()
+        model, tokens(), models.cross_entropy, optimizer, "cpu", trace=trace, **Case().arguments(lm())
     )
     for name, p in model.named_parameters():
         same, value, address = before[name]
@@ -432,7 +454,7 @@ def test_a_real_trace_is_the_fake_one() -> None:
             optimizer_of,
             "cpu",
             trace=trace,
-            **Case().arguments(),
+            **Case().arguments(lm()),
         ).peak_bytes
         for trace in ("fake", "real")
     }
@@ -473,7 +495,7 @@ def test_a_plan_may_ask_for_other_ranks_than_the_profile() -> None:
 
 def test_what_is_said_about_the_step() -> None:
     profile = sacplan.profile(
-        lm(), tokens(), models.cross_entropy, device="cpu", **Case(mesh=(2, 4), reshard=2).arguments()
+        lm(), tokens(), models.cross_entropy, device="cpu", **Case(mesh=(2, 4), reshard=2).arguments(lm())
     )
     said = "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)"
     assert any(said in sentence for sentence in profile.assumptions)
@@ -551,16 +573,19 @@ def test_hooks_that_step_no_optimizer_are_not_modelled() -> None:
 def test_inference_keeps_no_parameters(reshard: bool | int) -> None:
     step: Any = (HeavyLayers(), torch.randn(4, 64))
     case = Case(**{**HEAVY, "reshard": None})
-    mixed = sacplan.profile(*step, device="cpu", mode="inference", **case.arguments())
+    mixed = sacplan.profile(*step, device="cpu", mode="inference", **case.arguments(step[0]))
     assert (
         mixed.peak_bytes
         < sacplan.profile(
-            *step, device="cpu", mode="inference", **{**case.arguments(), "mp_policy": None}
+            *step, device="cpu", mode="inference", **{**case.arguments(step[0]), "mp_policy": None}
         ).peak_bytes
     )
     with pytest.raises(TraceError, match="the step has no backward pass"):
         sacplan.profile(
-            *step, device="cpu", mode="inference", **{**case.arguments(), "reshard_after_forward": reshard}
+            *step,
+            device="cpu",
+            mode="inference",
+            **{**case.arguments(step[0]), "reshard_after_forward": reshard},
         )
 
 

@@ -44,6 +44,7 @@ def fully_sharded(
     reshard: bool | int | None = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
+    ignored_params: set[nn.Parameter] | None = None,
 ) -> nn.Module:
     """``fully_shard`` on modules, the inner ones first; ``units`` names the outer ones first."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -51,6 +52,7 @@ def fully_sharded(
     policies = {
         "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "offload_policy": offload_policy or OffloadPolicy(),
+        "ignored_params": ignored_params,
     }
     for fqn in reversed(units):
         fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard, **policies)
