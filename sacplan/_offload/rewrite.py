@@ -106,14 +106,18 @@ def rereads(program: Program) -> dict[int, Sequence[int]]:
 
 
 def _behind(program: Program, op: int) -> int:
-    """Return the last event of an op: that in which its recipe, if it leaves one, takes its arguments."""
+    """Return the last event of an op: the one in which its recipe, if it leaves one, takes its arguments.
+
+    Behind an op that writes in place, the old version is gone as well: both take the same memory.
+    """
     events = program.events
     at = int(program.liveness.op_events[op])
     room = events[at - 1][1] if at > 0 and events[at - 1][0] == _ALLOC else -1  # for a random op's generator
+    freed = {(_FREE, room), (_FREE, program.ops[op].replaces)}
     while at + 1 < len(events):
         code, arg = events[at + 1]
         of_recipe = code == _PACK and program.handle_tensors[arg] < 0 and program.handle_ops[arg] == op
-        if not of_recipe and (code, arg) != (_FREE, room):
+        if not of_recipe and (code, arg) not in freed:
             break
         at += 1
     return at

@@ -31,6 +31,7 @@ def test_random_programs(kind: str, seed: int) -> None:
         pytest.param(758, id="a copy that an inner gradient saves again"),
         pytest.param(866, id="sent at the op that writes it in place"),
         pytest.param(888, id="a unit that is called twice"),
+        pytest.param(1713, id="sent at an op that writes another tensor in place"),
     ],
 )
 def test_programs_whose_peaks_were_off(seed: int) -> None:
