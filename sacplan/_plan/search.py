@@ -79,6 +79,7 @@ class PlanSearch:
         settled: Decisions that all candidates share.
         peaks: Footprints whose peaks further offers of the context lower.
         asked: The solvers that were asked for a plan so far, each with its budget. Nobody is asked the same twice.
+        minimised: The solvers that were asked for the smallest peak so far.
     """
 
     context: PlanningContext
@@ -88,6 +89,7 @@ class PlanSearch:
     settled: tuple[Decision, ...] = ()
     peaks: tuple[Footprint, ...] = ()
     asked: list[tuple[Solver | StepSolver, int]] = field(default_factory=list)
+    minimised: list[Solver | StepSolver] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._measure((), "unplanned", None, "none")
@@ -135,6 +137,9 @@ class PlanSearch:
         # A peak near the floor is enough as well: larger regions cannot lower it by much.
         enough = max(budget_bytes, _AT_FLOOR * self.context.floor_bytes)
         for solver in solvers:
+            if solver in self.minimised:
+                continue
+            self.minimised.append(solver)
             if isinstance(solver, StepSolver):
                 self._add_proposals(solver, 0)
                 continue
