@@ -252,15 +252,15 @@ class Recorder(Watching):
     # --- ops ----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = fake_device_of(func, args)  # first, since most calls are this one
+        if device is not None:
+            return device
         if is_deferred(types):
             if has_local_parts(types):  # what runs in slices runs later, and no op follows now
                 self._in_place.defers(func)
                 if not self._paused and self._phase() is Phase.FORWARD:
                     self._calls.note_dtensors()
             return NotImplemented
-        device = fake_device_of(func, args)
-        if device is not None:
-            return device
         # At the first op behind the one that kept a number: only now has its output got its node.
         if self._numbers.has_latest:
             try:

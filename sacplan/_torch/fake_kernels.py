@@ -98,9 +98,47 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
                 return out
     # Such as a foreach op over all parameters; see ``_MOST_REMEMBERED``.
     if args and isinstance(args[0], (list, tuple)) and len(args[0]) > _MOST_REMEMBERED:
+        if _only_writes(mode, func, args, kwargs):
+            return None
         with fake_tensor.disable_fake_tensor_cache(mode):
             return _torchs_own(mode, func, types, args, kwargs or {})
     return _torchs_own(mode, func, types, args, kwargs or {})
+
+
+def _only_writes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a foreach op writes tensors in place and can do nothing else: neither raise an error, nor return any.
+
+    Torch's own formula would ask the one of the op on single tensors for each of them. That is not needed where all
+    lists are of floating tensors of the same shapes and types, whose values FakeTensorMode does not know.
+    """
+    if not func._schema.name.startswith("aten::_foreach_") or func._schema.returns:
+        return False
+    first = args[0]
+    for t in first:
+        if type(t) is not FakeTensor or t.fake_mode is not mode or t.constant is not None:
+            return False
+        if not t.dtype.is_floating_point:
+            return False
+    for value in (*args[1:], *(kwargs or {}).values()):
+        if isinstance(value, (list, tuple)):
+            if len(value) != len(first) or not all(map(_goes_into, value, first)):
+                return False
+        elif type(value) not in (int, float):
+            return False
+    return True
+
+
+def _goes_into(value: Any, into: FakeTensor) -> bool:
+    if type(value) in (int, float):
+        return True
+    return (
+        type(value) is FakeTensor
+        and value.fake_mode is into.fake_mode
+        and value.constant is None
+        and value.dtype == into.dtype
+        and value.shape == into.shape
+        and value.fake_device == into.fake_device
+    )
 
 
 _MOST_REMEMBERED = 16

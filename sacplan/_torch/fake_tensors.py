@@ -51,7 +51,7 @@ def fake_empty_strided(
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         else:
             meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
-        return FakeTensor(mode, meta, CPU)
+        return _wrapped(mode, meta)
 
 
 FIRST_ARGUMENT = object()
@@ -72,8 +72,35 @@ def fake_tensors(mode: FakeTensorMode, outputs: Any, base: Any) -> list[Any]:
                 meta.set_(base.untyped_storage(), offset, size, stride)
             else:
                 meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-            made.append(FakeTensor(mode, meta, CPU))
+            made.append(_wrapped(mode, meta))
     return made
+
+
+def _wrapped(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
+    """Return ``FakeTensor(mode, meta, CPU)``, in a third of the time: all but the tensor itself is copied.
+
+    ``meta`` is new: it requires no gradient.
+    """
+    attributes = vars(mode).get(_ATTRIBUTES)
+    if attributes is None:
+        first = FakeTensor(mode, meta, CPU)
+        # Not the mode itself, which would then hold itself until the garbage collector runs.
+        vars(mode)[_ATTRIBUTES] = {name: value for name, value in vars(first).items() if value is not mode}
+        return first
+    made = torch.Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(attributes)
+    made.fake_mode = mode
+    return made
+
+
+_ATTRIBUTES = "_sacplan_attributes"
+"""Name in the mode under which the attributes of a new fake CPU tensor are kept."""
 
 
 def meta_storage(nbytes: int) -> Any:
