@@ -37,9 +37,7 @@ from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.results import MIB, Row
 from benchmarks.harness.table import Table
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
-from sacplan._plan.make import made_plan
-from sacplan._plan.provenance import Provenance
-from sacplan._program.pins import NO_PINS
+from sacplan._plan.make import MadeBy, made_plan
 from sacplan._record.step import Step
 from sacplan._verify.measure import measured_step
 
@@ -133,9 +131,7 @@ def chunked(model: Model, batch: Batch) -> LossFn:
     assert isinstance(found, ChunkOptions), found
     # Planning would choose the slices; the comparison needs a given number of them, so the plan is made by hand.
     (chunk,) = (chunk for chunk, _ in found.options if chunk.slices == SLICES)
-    made_by = Provenance.now(
-        profile, "chunked-loss", None, objective="time", budget=None, pins=NO_PINS, techniques=("chunk",)
-    )
+    made_by = MadeBy("chunked-loss", objective="time", techniques=("chunk",))
     plan = made_plan(profile, (chunk,), made_by, status="feasible")
     sacplan.apply(model, plan)
     return plain_loss

@@ -11,7 +11,7 @@ from sacplan._program.decisions import Decision
 from sacplan._program.derived import derived
 from sacplan._program.program import Program
 from sacplan._recompute.technique import Recomputation
-from sacplan._technique.regions import Region
+from sacplan._technique.regions import Option, Region, units_of
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Technique
 from sacplan.errors import PlanError
@@ -70,6 +70,23 @@ def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
                 own = own.extended(more, kind)
             found.append(own)
     return found
+
+
+def decisions_of(
+    program: Program, taken: Sequence[tuple[Region, Option]], device: DeviceSpec | None = None
+) -> tuple[Decision, ...]:
+    """Return the options that regions take as decisions.
+
+    The techniques go in their listed order. Each names call sites of the program that those before it have rewritten.
+    """
+    found: list[Decision] = []
+    # Recomputation and copies run under one recorder in each unit, so their units are chosen together, and do not nest.
+    sharing = [(region, option) for region, option in taken if TECHNIQUES[option.technique].shares_units]
+    units = units_of(sharing)
+    for technique in TECHNIQUES.values():
+        own = [(region, option) for region, option in taken if technique.name in option.techniques]
+        found += technique.decisions(rewritten(program, found, device), own, units)
+    return tuple(found)
 
 
 def by_technique(decisions: Sequence[Decision]) -> Iterator[tuple[Technique, list[Decision]]]:

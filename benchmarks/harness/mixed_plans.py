@@ -14,23 +14,21 @@ from collections.abc import Iterable, Sequence
 import sacplan
 from sacplan._offload.options import Offloads
 from sacplan._offload.sites import last_writes, place_of, sites_of, tensors_of, weight_of, weights_asked_for
-from sacplan._plan.make import made_plan
-from sacplan._plan.provenance import Provenance
+from sacplan._plan.make import MadeBy, made_plan
 from sacplan._plan.request import Request
-from sacplan._plan.search import decisions_of
 from sacplan._program.decisions import Decision, Offload, SeenTensor, Site
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Program
 from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._techniques import regions
+from sacplan._techniques import decisions_of, regions
 
 ALL = ("recompute", "chunk", "offload")
 
 
 def plan_with(profile: sacplan.Profile, decisions: Sequence[Decision]) -> sacplan.Plan:
     """Return the plan with these decisions, and the figures of the step with them."""
-    return made_plan(profile, tuple(decisions), Provenance.now(profile, "random"), status="feasible")
+    return made_plan(profile, tuple(decisions), MadeBy("random"), status="feasible")
 
 
 def mixed_plan(profile: sacplan.Profile, rng: random.Random, techniques: Sequence[str] = ALL) -> sacplan.Plan:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._device.outside_allocator import outside_text
-from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room
+from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room, Try
 from sacplan._plan.planner import ROTOR_STAGES, Planner, smallest_bytes
-from sacplan._plan.search import Candidate, PlanSearch
+from sacplan._plan.search import PlanSearch
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import with_other_optimizer
 from sacplan._profile.profile import Profile
@@ -24,16 +24,22 @@ from sacplan._program.liveness import Footprint
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase
 from sacplan._rotor.sequences import Rotor, is_longer
-from sacplan._techniques import TECHNIQUES, rewritten
+from sacplan._techniques import TECHNIQUES
 from sacplan.errors import InfeasibleBudget, PlanError
 
 
-def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
-    """Return the error: what was tried, the smallest peak and where it is, and what to do about it."""
+def infeasible(profile: Profile, asked: Planner, budget_bytes: int) -> InfeasibleBudget:
+    """Return the error: what was tried, the smallest peak and where it is, and what to do about it.
+
+    Args:
+        profile: The step.
+        asked: The planner that has found nothing.
+        budget_bytes: The budget.
+    """
     # The search that came nearest to the budget is the one to explain.
     search = asked.nearest
     run = search.smallest.footprint
-    inference = asked.profile.mode == "inference"
+    inference = profile.mode == "inference"
     binding = _binding(run, inference=inference)
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != "optimizer step" else binding
     advice = "make the batch smaller"
@@ -57,20 +63,20 @@ def infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
         how = f", {', '.join(own)}" if own else f" (solvers: {names})"
         message = (
             f"no plan found keeps the step under {format_bytes(budget_bytes)}{how}. Unplanned it takes "
-            f"{format_bytes(asked.profile.peak_bytes)}. The smallest peak reached is {reached}"
+            f"{format_bytes(profile.peak_bytes)}. The smallest peak reached is {reached}"
         )
     return InfeasibleBudget(
         message,
         f"Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
         # A technique's own solver has tried everything there is.
-        alternatives=None if own else _Alternatives(asked, search, budget_bytes),
+        alternatives=None if own else _Alternatives(profile, asked, search, budget_bytes),
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
     )
 
 
-def segments_do_not_fit(profile: Profile, nearest: Candidate, room: Room) -> InfeasibleBudget:
+def segments_do_not_fit(profile: Profile, nearest: Try, room: Room) -> InfeasibleBudget:
     """Return the error for plans whose tensors fit a GPU, and whose reserved segments do not.
 
     Args:
@@ -78,13 +84,11 @@ def segments_do_not_fit(profile: Profile, nearest: Candidate, room: Room) -> Inf
         nearest: The plan with the fewest reserved bytes.
         room: What the allocator may reserve.
     """
-    run = nearest.footprint
+    run, reserved = nearest.made.footprint, nearest.needs
     binding = _binding(run, inference=profile.mode == "inference")
-    program = rewritten(profile.program, nearest.decisions, profile.spec)
-    reserved = reserved_bytes(program)
     # ``reserved`` is with the setting of this process. If its segments expand already, both figures are equal, and
     # there is nothing to advise.
-    expandable = reserved_bytes(program, expandable=True)
+    expandable = reserved_bytes(nearest.made.program, expandable=True)
     helps = (
         f"With {EXPANDABLE_SEGMENTS}, here and where you train, it reserves {format_bytes(expandable)}, which fits. "
         if expandable <= room.n_bytes < reserved
@@ -121,11 +125,13 @@ class _Alternatives:
     Each is a search of its own, which takes as long as planning. So they are made only when the message is read.
 
     Attributes:
+        profile: The step.
         asked: The planner that has found nothing.
         search: Its search that came nearest to the budget.
         budget_bytes: The budget.
     """
 
+    profile: Profile
     asked: Planner
     search: PlanSearch
     budget_bytes: int
@@ -136,7 +142,8 @@ class _Alternatives:
 
     def _without_pins(self) -> str:
         """Return a sentence on the smallest peak without pins, if it is smaller."""
-        if not self.asked.pins:
+        pins = self.asked.recorded.pins
+        if not pins:
             return ""
         free = self.asked.search(NO_PINS)
         # A budget of 0 asks for the smallest peak, whatever budget the message is about.
@@ -145,20 +152,20 @@ class _Alternatives:
         if smallest >= self.search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up
             return ""
         return (
-            f"That is with {self.asked.pins.said}; without the pins the smallest is {format_bytes(smallest)} "
+            f"That is with {pins.said}; without the pins the smallest is {format_bytes(smallest)} "
             f"({smallest} bytes). "
         )
 
     def _with_rotor(self) -> str:
         """Return a sentence on what Rotor, which may recompute a value several times, would reach."""
         # A new search: what Rotor finds for the advice must not count as found by the search that the error is about.
-        free, rotor = PlanSearch(self.search.context), Rotor(stages=ROTOR_STAGES)
+        free, rotor = PlanSearch(self.search.context, self.search.context.step), Rotor(stages=ROTOR_STAGES)
         if self.asked.last is not None:
             return ""  # Rotor was asked already
         try:
             free.solve(rotor, self.budget_bytes)
             # The advice names what was tried: plain ``"rotor"`` would solve a longer chain with more stages.
-            longer = is_longer(self.search.program, rotor)
+            longer = is_longer(self.search.context.program, rotor)
         except PlanError:
             return ""  # the model is not a chain
         found = free.best(self.budget_bytes)
@@ -171,7 +178,7 @@ class _Alternatives:
 
     def _with_techniques(self) -> str:
         """Return sentences on what other techniques would reach; the first one with which the budget holds ends it."""
-        if self.asked.profile.mode == "inference":  # only chunks help there, and they are the default
+        if self.profile.mode == "inference":  # only chunks help there, and they are the default
             return ""
         said = ""
         for name in TECHNIQUES:
@@ -181,7 +188,7 @@ class _Alternatives:
             found = more.cheapest(self.budget_bytes)
             named = f"techniques={more.techniques!r}"
             if found is not None:
-                share = (found.footprint.recompute_ms + found.added_ms) / self.asked.profile.step_ms
+                share = (found.footprint.recompute_ms + found.added_ms) / self.profile.step_ms
                 takes = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time than"
                 if f"{abs(share):.1%}" == "0.0%":
                     takes = "takes as long as"
@@ -194,7 +201,7 @@ class _Alternatives:
 
     def _with_optimizers(self) -> str:
         """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
-        profile = self.asked.profile
+        profile = self.profile
         # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
         if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
             return ""

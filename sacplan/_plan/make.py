@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from numbers import Integral
+from typing import Any
 
+import torch
+from msgspec import UNSET
+
+import sacplan
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.bound import bound_of
+from sacplan._plan.limits import OF_DEVICE, Limit
 from sacplan._plan.plan import Plan
-from sacplan._plan.provenance import Provenance
+from sacplan._plan.provenance import Provenance, Scalar
 from sacplan._plan.reading import LayerReading, kept_layers, kept_sections
 from sacplan._plan.value import Status, UnitPlan
 from sacplan._profile.profile import Profile
@@ -19,15 +28,37 @@ from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
 from sacplan._ranks.unit_limits import check_units
-from sacplan._technique.step import op_costs
-from sacplan._techniques import by_technique, rewritten
+from sacplan._record.fake_values import decides_sizes
+from sacplan._technique.step import Objective, op_costs
+from sacplan._techniques import DEFAULT_TECHNIQUES, by_technique, rewritten
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """Who makes a plan, and what was asked for. Together with the profile this is its ``Provenance``.
+
+    Attributes:
+        solver: Name of the solver or policy.
+        options: Its options.
+        objective, techniques, limits_reached, beyond: See ``Provenance``.
+        limit: The limit as the user gave it.
+        pins: Ops and modules that the plan leaves alone. The lower bound takes them into account.
+    """
+
+    solver: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    objective: Objective | None = None
+    limit: Limit = OF_DEVICE
+    pins: Pins = NO_PINS
+    techniques: tuple[str, ...] = DEFAULT_TECHNIQUES
+    limits_reached: tuple[str, ...] = ()
+    beyond: tuple[str, ...] = ()
 
 
 def made_plan(
     profile: Profile,
     decisions: tuple[Decision, ...],
-    provenance: Provenance,
-    pins: Pins = NO_PINS,
+    made_by: MadeBy,
     *,
     status: Status,
     gap: float | None = None,
@@ -38,8 +69,7 @@ def made_plan(
     Args:
         profile: The step without a plan.
         decisions: The decisions of the plan.
-        provenance: How the plan was made.
-        pins: Ops that the plan leaves alone. The lower bound takes them into account.
+        made_by: How the plan was made.
         status: See ``Plan``.
         gap: See ``Plan``.
         budget_bytes: The budget in bytes that the plan was made for; None if there was none.
@@ -48,6 +78,7 @@ def made_plan(
         PlanError: A unit that cannot be one under ``fully_shard``, or an op that would run again from a parameter that
             an optimizer has changed by then.
     """
+    provenance = provenance_of(profile, made_by)
     plain, program = profile.program, rewritten(profile.program, decisions, profile.spec)
     # What the other techniques leave. Recomputation is described and bounded from below for that program: they may have
     # moved ops away. Copies of what is kept move none.
@@ -67,7 +98,9 @@ def made_plan(
     alone = all(isinstance(one, Recompute) for one in decisions)
     # Costs are times whatever the objective was, since the bound is reported in ms.
     bound_ms = (
-        0.0 if otherwise else bound_of(left, op_costs(left, "time"), pins.kept_ops).at(found.peak_bytes)
+        0.0
+        if otherwise
+        else bound_of(left, op_costs(left, "time"), made_by.pins.kept_ops).at(found.peak_bytes)
     )
     units, sequences = unit_plans(
         left if watched else plain,
@@ -96,6 +129,43 @@ def made_plan(
         device_memory=device_memory(program) if profile.spec.kind == "cuda" else None,
         host_bytes=found.host_peak_bytes,
     )
+
+
+def provenance_of(profile: Profile, made_by: MadeBy) -> Provenance:
+    """Return the provenance of a plan that is made now, by this version."""
+    # Of the rules of the profile, only those about sizes count: an assumed value alone makes no tensor larger. Seconds
+    # are enough for the date.
+    return Provenance(
+        solver=made_by.solver,
+        options={name: _scalar(value) for name, value in made_by.options.items()},
+        objective=made_by.objective,
+        techniques=made_by.techniques,
+        keep=made_by.pins.keep,
+        never=made_by.pins.never,
+        budget=_as_written(made_by.limit.budget),
+        headroom=_as_written(made_by.limit.headroom),
+        mode=profile.mode,
+        trace=profile.trace,
+        runtime=profile.runtime,
+        assumptions=tuple(filter(decides_sizes, profile.rules)) or UNSET,
+        limits_reached=made_by.limits_reached or UNSET,
+        beyond=made_by.beyond or UNSET,
+        sacplan=sacplan.__version__,
+        torch=str(torch.__version__),
+        date=datetime.now(timezone.utc).replace(microsecond=0),
+    )
+
+
+def _scalar(value: Any) -> Scalar:
+    # Told apart by exact type: a subclass, such as ``numpy.float64``, becomes text like any other object.
+    return value if type(value) in (bool, int, float, str, type(None)) else repr(value)
+
+
+def _as_written(size: Any) -> int | float | str | None:
+    if size is None or isinstance(size, str):
+        return size
+    # Numbers of NumPy count as Integral or Real, too. A file has Python's.
+    return int(size) if isinstance(size, Integral) else float(size)
 
 
 def unit_plans(

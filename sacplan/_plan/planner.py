@@ -24,21 +24,15 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.context import PlanningContext, planning_context
-from sacplan._plan.limits import OF_DEVICE, Limit
-from sacplan._plan.make import made_plan
-from sacplan._plan.plan import Plan
-from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, PlanSearch
-from sacplan._plan.value import Status
-from sacplan._profile.profile import Profile
-from sacplan._program.decisions import Accumulate, Decision
+from sacplan._program.decisions import Decision
 from sacplan._program.derived import derived
+from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint, bytes_at_ops, summits
-from sacplan._program.pins import NO_PINS, Pins, resolve_pins
+from sacplan._program.pins import Pins, resolve_pins
 from sacplan._program.program import Phase, Program
 from sacplan._rotor.sequences import Rotor
 from sacplan._solve.greedy import Greedy
@@ -46,7 +40,7 @@ from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
 from sacplan._solve.uniform import Uniform
 from sacplan._technique.offers import Offer
-from sacplan._technique.step import Objective, PlanStep
+from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import StepSolver
 from sacplan._techniques import TECHNIQUES, rewritten, why_not
 from sacplan.errors import PlanError
@@ -63,20 +57,17 @@ ROTOR_STAGES = 48
 
 @dataclass(frozen=True)
 class Planner:
-    """The checked arguments of ``plan`` (``Request.planner`` makes one), and the searches for its answer.
+    """The searches for the cheapest plan of a step. ``Request.planner`` makes one from checked arguments.
 
     Use a planner for one budget only. It remembers every plan that it has measured, so a second budget might get a
     cheaper plan than ``plan`` returns for it. Regions, effects and bounds follow from the step alone; all planners of a
     program share them.
 
     Attributes:
-        profile: The step to plan.
+        recorded: The step as it was recorded, with the requirements on a plan.
+        fingerprint: Of the model: its modules are what pins can name.
         solvers: Solvers in the order in which they are asked.
-        objective: See ``plan``.
-        pins: Ops and modules that no plan touches.
         techniques: Names of the techniques that plans may use.
-        accumulate: See ``plan``.
-        host_budget_bytes: Memory of the host that the step may take with the plan; None: what the device's row says.
         last: The solver to ask if none of the others holds the budget; None for none.
         crowded: Solvers for searches with several offers, such as those of all layers.
         settled: Decisions with which the step is planned as if it had been recorded with them.
@@ -84,54 +75,30 @@ class Planner:
         begun: The search without offers if another planner of this step has made it, for the same budget.
     """
 
-    profile: Profile
+    recorded: PlanStep
+    fingerprint: Fingerprint
     solvers: tuple[Solver | StepSolver, ...]
-    objective: Objective
-    pins: Pins
     techniques: tuple[str, ...]
-    accumulate: Accumulate
-    host_budget_bytes: int | None = None
     last: Rotor | None = None
     crowded: tuple[Solver | StepSolver, ...] = ()
     settled: tuple[Decision, ...] = ()
     limits_reached: dict[str, None] = field(default_factory=dict)
     begun: PlanSearch | None = None
 
-    @property
-    def program(self) -> Program:
-        """The step to plan."""
-        program = self.profile.program
-        return _settled_program(program, self.settled, self.profile.spec) if self.settled else program
-
-    def step(self, pins: Pins) -> PlanStep:
-        """Return the step to plan, with these pins."""
-        gradients = self.profile.mode != "inference"
-        return PlanStep(
-            self.program,
-            self.objective,
-            pins,
-            self.profile.spec,
-            gradients,
-            self.accumulate,
-            self._host_room_bytes,
-        )
-
-    @property
-    def _host_room_bytes(self) -> int:
-        """Memory of the host that is left for a plan: the budget, less what the step takes there as it is."""
-        budget_bytes = self.host_budget_bytes
-        if budget_bytes is None:
-            budget_bytes = self.profile.spec.host_memory_bytes
-        return max(0, budget_bytes - self.profile.unplanned_host_bytes)
+    @cached_property
+    def step(self) -> PlanStep:
+        """The step to plan: as it was recorded, or with what is settled."""
+        if not self.settled:
+            return self.recorded
+        program = _settled_program(self.recorded.program, self.settled, self.recorded.device)
+        # Pins name ops by number, and the ops of that step are numbered anew.
+        pins = self.recorded.pins
+        pins = resolve_pins(program, self.fingerprint, pins.keep, pins.never)
+        return replace(self.recorded, program=program, pins=pins)
 
     def with_settled(self, settled: tuple[Decision, ...]) -> Planner:
         """Return the planner of the step with these decisions."""
-        if settled == self.settled:
-            return self
-        asked = replace(self, settled=settled, begun=None)
-        # Pins name ops by number, and the ops of that step are numbered anew.
-        pins = resolve_pins(asked.program, self.profile.fingerprint, self.pins.keep, self.pins.never)
-        return replace(asked, pins=pins)
+        return self if settled == self.settled else replace(self, settled=settled, begun=None)
 
     def with_technique(self, name: str) -> Planner:
         """Return a planner with one more technique, whose searches begin anew and do not ask Rotor."""
@@ -141,8 +108,7 @@ class Planner:
 
     def own_solvers(self) -> list[StepSolver]:
         """Return the solvers that the techniques bring themselves."""
-        step = self.step(self.pins)
-        return [solver for name in self.techniques for solver in TECHNIQUES[name].solvers(step)]
+        return [solver for name in self.techniques for solver in TECHNIQUES[name].solvers(self.step)]
 
     @property
     def searches(self) -> list[PlanSearch]:
@@ -156,7 +122,7 @@ class Planner:
         ``_go_further`` appends further searches.
         """
         # The search without offers is always the first one, and others rely on that: Rotor is asked in it.
-        found = [self.begun or self.search(self.pins)]
+        found = [self.begun or self.search(self.step.pins)]
         offers = self._offers(None)
         if offers:
             found.append(self._with_offers(offers))
@@ -184,34 +150,25 @@ class Planner:
         self, pins: Pins, offers: tuple[Offer, ...] = (), peaks: tuple[Footprint, ...] = ()
     ) -> PlanSearch:
         """Return a new search with these pins and offers."""
-        # Candidates are measured on the step as it was recorded, where pins do not matter any more.
-        recorded = replace(self, settled=(), begun=None).step(NO_PINS) if self.settled else None
         return PlanSearch(
-            self.context(pins, offers),
-            limits_reached=self.limits_reached,
-            recorded=recorded,
-            settled=self.settled,
-            peaks=peaks,
+            self.context(pins, offers), self.recorded, self.settled, peaks, limits_reached=self.limits_reached
         )
 
     def context(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanningContext:
         """Return what is derived from the step with these pins and offers. Planners of one program share it."""
-        step = self.step(pins)
-        return planning_context(step, self.techniques, offers)
+        return planning_context(replace(self.step, pins=pins), self.techniques, offers)
 
     def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
         """Return the known offers, and those of the techniques that are compatible with them.
 
         ``peak`` is the footprint whose peak the offers should lower; None asks for those that may pay at any budget.
         """
-        step = self.step(self.pins)
-        goes: dict[
-            Hashable, bool
-        ] = {}  # by kind, since layers that are alike go with what is settled, or none does
+        # By kind, since either all layers that are alike go with what is settled, or none does.
+        goes: dict[Hashable, bool] = {}
         for name in self.techniques:
-            for offer in TECHNIQUES[name].offers(step, peak):
+            for offer in TECHNIQUES[name].offers(self.step, peak):
                 # The user's patterns name an op of the offer, or it replaces events that a known offer replaces, too.
-                if not self.pins.named_ops.isdisjoint(offer.ops) or not all(map(offer.goes_with, known)):
+                if not self.step.pins.named_ops.isdisjoint(offer.ops) or not all(map(offer.goes_with, known)):
                     continue
                 kind = offer.region.kind
                 if kind not in goes:
@@ -222,19 +179,19 @@ class Planner:
 
     def _goes_with_settled(self, name: str, offer: Offer) -> bool:
         """Whether a technique can carry out an offer in the recorded step together with what is settled."""
-        technique, profile = TECHNIQUES[name], self.profile
+        technique, step = TECHNIQUES[name], self.recorded
         # Other techniques rewrite the program one after the other. Only decisions of the same technique can be in the
         # way.
         own = [one for one in self.settled if isinstance(one, technique.decision)]
-        return not own or not technique.why_not(profile.program, (*own, offer.furthest), profile.spec)
+        return not own or not technique.why_not(step.program, (*own, offer.furthest), step.device)
 
     def _with_offers(self, offers: tuple[Offer, ...], peaks: tuple[Footprint, ...] = ()) -> PlanSearch:
         """Return a search in which pins keep the other techniques away from the ops and modules of these offers."""
-        profile, pins = self.profile, self.pins
+        pins = self.step.pins
         # The other techniques see these modules as if the user had named them in ``never``, and the ops in ``keep``.
         alone = [unit for offer in offers for unit in offer.alone]
         if alone:
-            pins = resolve_pins(self.program, profile.fingerprint, pins.keep, (*pins.never, *alone))
+            pins = resolve_pins(self.step.program, self.fingerprint, pins.keep, (*pins.never, *alone))
         kept = pins.kept_ops.union(*(offer.kept for offer in offers))
         return self.search(replace(pins, kept_ops=kept), offers, peaks)
 
@@ -256,8 +213,7 @@ class Planner:
         """
         peaks = search.peaks
         plan = tuple(one for one in search.smallest.decisions if one not in search.settled)
-        program = rewritten(search.plain.program, search.smallest.decisions, self.profile.spec)
-        near = tuple(summits(program, share))
+        near = tuple(summits(search.smallest.program, share))
         asked, known = self.with_settled(search.settled), search.context.offers
         for peak in near:
             # A lower moment settles nothing twice.
@@ -286,21 +242,21 @@ class Planner:
             offers: Other plans may take these; nothing is settled about their ops.
             again: Settle something else about units that are settled already.
         """
-        # Asked about the recorded step, since that is what decisions are carried out on.
-        step = replace(self, settled=()).step(self.pins)
         taken = (*self.settled, *plan, *(offer.furthest for offer in offers))
         settled = () if again else {one.unit for one in self.settled}
         found = [
             one
             for name in self.techniques
-            for one in TECHNIQUES[name].settled(step, peak, taken)
+            # Asked about the recorded step, since that is what decisions are carried out on.
+            for one in TECHNIQUES[name].settled(self.recorded, peak, taken)
             if one.unit not in settled
         ]
         # What is found takes the place of what was settled about the same units.
         units = {one.unit for one in found}
         asked = (*(one for one in self.settled if one.unit not in units), *found)
         # It may not go together with what the plan has beside it.
-        return self.settled if why_not(step.program, (*asked, *plan), step.device) else asked
+        refused = why_not(self.recorded.program, (*asked, *plan), self.recorded.device)
+        return self.settled if refused else asked
 
     def _offers_about(self, peaks: Sequence[Footprint]) -> tuple[Offer, ...]:
         """Return the offers that pay at any budget, and those about these peaks."""
@@ -311,25 +267,16 @@ class Planner:
 
     def _frees(self, offer: Offer, least_bytes: float) -> bool:
         """Whether an offer makes that much less be alive at some op of the step."""
-        program, furthest = self.program, (offer.furthest,)
+        program, device, furthest = self.step.program, self.step.device, (offer.furthest,)
         # It does not go together with what is settled.
-        if why_not(program, furthest, self.profile.spec):
+        if why_not(program, furthest, device):
             return False
-        before, now = bytes_at_ops(program), bytes_at_ops(rewritten(program, furthest, self.profile.spec))
+        before, now = bytes_at_ops(program), bytes_at_ops(rewritten(program, furthest, device))
         # Ops that the offer adds come behind the recorded ones, and are left out. A recorded op that no longer runs has
         # 0 bytes, which does not mean that anything was freed at it.
         now = now[: len(before)]
         freed: int = (before - now)[now > 0].max(initial=0)
         return freed >= least_bytes
-
-    def smallest_plan(self, *, without_rotor: bool = False) -> Plan:
-        """Return the plan with the smallest peak.
-
-        Rotor may reach a smaller peak than the other solvers, at several times the cost of the step. A comparison or a
-        recommendation does not want that plan: ``without_rotor``.
-        """
-        asked = replace(self, last=None) if without_rotor else self
-        return asked.as_plan(asked.smallest(0))
 
     def cheapest(self, budget_bytes: int, *, quick: bool = False) -> Candidate | None:
         """Return the cheapest candidate that holds a budget, or None.
@@ -363,7 +310,7 @@ class Planner:
     def _is_dear(self, budget_bytes: int) -> bool:
         """Whether no plan holds a budget so far, or none without making the step clearly longer."""
         found = _cheapest(self.searches, budget_bytes)
-        return found is None or found.cost > _DEAR * sum(self.own[0].plain.costs)
+        return found is None or found.cost > _DEAR * sum(self.own[0].recorded.costs)
 
     def _solvers(self, search: PlanSearch) -> tuple[Solver | StepSolver, ...]:
         return (*self.own_solvers(), *(self.crowded if len(search.context.offers) > 1 else self.solvers))
@@ -374,7 +321,7 @@ class Planner:
         Searches that both make are left out, and so are those whose lower bound is at the limit.
         """
         # Contexts are shared by all planners of a program. A search with this one has been made for the other planner.
-        known = other.context(other.pins)
+        known = other.context(other.step.pins)
         searches = [
             search
             for search in self.searches
@@ -387,7 +334,7 @@ class Planner:
 
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         # A step that fits as it is needs no solver. Its search begins with the empty plan.
-        if search.program.footprint.peak_bytes > budget_bytes:
+        if search.context.program.footprint.peak_bytes > budget_bytes:
             for one in self._solvers(search):
                 search.solve(one, budget_bytes)
                 if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
@@ -476,48 +423,9 @@ class Planner:
         except PlanError:
             return  # the model is not a chain, or pins forbid making all of it one unit
 
-    def as_plan(
-        self,
-        found: Candidate,
-        limit: Limit = OF_DEVICE,
-        budget_bytes: int | None = None,
-        beyond: tuple[str, ...] = (),
-    ) -> Plan:
-        """Return a candidate as a plan.
-
-        Args:
-            found: The candidate.
-            limit, budget_bytes: What was asked for. None: the smallest peak.
-            beyond: What other techniques would save, a sentence for each.
-        """
-        known = (*self.solvers, *self.crowded, *(() if self.last is None else (self.last,)))
-        # A solver that a technique brings itself is in none of these lists, and its options are not noted.
-        used = next((options_of(solver) for solver in known if solver.name == found.solver), None)
-        made_by = Provenance.now(
-            self.profile,
-            found.solver,
-            used,
-            objective=self.objective,
-            budget=limit.budget,
-            headroom=limit.headroom,
-            pins=self.pins,
-            techniques=self.techniques,
-            limits_reached=tuple(self.limits_reached),
-            beyond=beyond,
-        )
-        return made_plan(
-            self.profile,
-            found.decisions,
-            made_by,
-            self.pins,
-            status=cast(Status, found.status),
-            gap=found.gap,
-            budget_bytes=budget_bytes,
-        )
-
 
 @derived
-def _settled_program(program: Program, decisions: tuple[Decision, ...], device: DeviceSpec) -> Program:
+def _settled_program(program: Program, decisions: tuple[Decision, ...], device: DeviceSpec | None) -> Program:
     """Return the step with what is settled, its ops in order. Worked out once, so that searches share it."""
     return rewritten(program, decisions, device).renumbered()
 

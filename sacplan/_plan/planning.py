@@ -147,4 +147,4 @@ def plan_smallest(
         world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy
     )
     request = Request(OF_DEVICE, solver, objective, keep, never, techniques, accumulate, host_budget)
-    return handed_out(request.planner(profile.on_ranks(ranks)).smallest_plan(), profile.spec)
+    return handed_out(request.smallest_plan(profile.on_ranks(ranks)), profile.spec)

@@ -26,10 +26,9 @@ from msgspec import structs
 
 from sacplan._chunk.entries import ChunkOptions, entry_size, loss_chunks
 from sacplan._plan.limits import handed_out, looking_for_plans
-from sacplan._plan.make import made_plan
+from sacplan._plan.make import MadeBy, made_plan
 from sacplan._plan.meshes import POLICIES, spread_of
 from sacplan._plan.plan import Plan
-from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Chunk, Decision, Discarded, as_decisions
@@ -132,8 +131,8 @@ def policy(
         name, asked, techniques = f"{name}-{n_slices}", {"mode": mode, "slices": n_slices}, ("chunk",)
     elif mode != "none":
         decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
-    provenance = Provenance.now(profile, name, asked, pins=pins, techniques=techniques)
-    return handed_out(made_plan(profile, decisions, provenance, pins, status="policy"), profile.spec)
+    made_by = MadeBy(name, asked, pins=pins, techniques=techniques)
+    return handed_out(made_plan(profile, decisions, made_by, status="policy"), profile.spec)
 
 
 def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:

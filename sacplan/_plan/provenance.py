@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from datetime import datetime, timezone
-from numbers import Integral
-from typing import Annotated, Any
+from datetime import datetime
+from typing import Annotated
 
 import msgspec
-import torch
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-import sacplan
-from sacplan._profile.profile import Profile
 from sacplan._program.files import Name
-from sacplan._program.pins import NO_PINS, Pins
-from sacplan._record.fake_values import decides_sizes
 from sacplan._record.step import Mode
 from sacplan._solve.mip import WORK_LIMIT
 from sacplan._technique.step import Objective
 from sacplan._techniques import DEFAULT_TECHNIQUES
 
 Scalar = bool | int | float | str | None
-_SCALARS = (bool, int, float, str, type(None))
 
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,44 +62,6 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     torch: Name
     date: Annotated[datetime, Meta(tz=True)]
 
-    @classmethod
-    def now(
-        cls,
-        profile: Profile,
-        solver: str,
-        options: Mapping[str, Any] | None = None,
-        *,
-        objective: Objective | None = None,
-        budget: Any = None,
-        headroom: Any = None,
-        pins: Pins = NO_PINS,
-        techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
-        limits_reached: tuple[str, ...] = (),
-        beyond: tuple[str, ...] = (),
-    ) -> Provenance:
-        """Return the provenance of a plan made now, by this version. Options that are not JSON scalars become text."""
-        # Values of options are told apart by exact type. A subclass, such as ``numpy.float64``, becomes text like any
-        # other object. Of the rules of the profile, only those about sizes count: an assumed value alone makes no
-        # tensor larger. Seconds are enough for the date.
-        return cls(
-            solver=solver,
-            options={k: v if type(v) in _SCALARS else repr(v) for k, v in (options or {}).items()},
-            objective=objective,
-            techniques=techniques,
-            keep=pins.keep,
-            never=pins.never,
-            **cls.asked(budget, headroom),
-            mode=profile.mode,
-            trace=profile.trace,
-            runtime=profile.runtime,
-            assumptions=tuple(filter(decides_sizes, profile.rules)) or UNSET,
-            limits_reached=limits_reached or UNSET,
-            beyond=beyond or UNSET,
-            sacplan=sacplan.__version__,
-            torch=str(torch.__version__),
-            date=datetime.now(timezone.utc).replace(microsecond=0),
-        )
-
     @property
     def assumed(self) -> tuple[str, ...]:
         """One sentence for each assumption about sizes that depend on data, with what to do if it may not hold."""
@@ -133,23 +87,3 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             f"{' and '.join(self.limits_reached)} ended at the limit of work: with a higher one, such as "
             f"sacplan.Milp(work_limit={10 * WORK_LIMIT}), there may be a better plan"
         )
-
-    @staticmethod
-    def asked(budget: Any, headroom: Any) -> dict[str, Any]:
-        """Return budget and headroom as fields, in types that JSON has."""
-        return {"budget": _as_written(budget), "headroom": _as_written(headroom)}
-
-
-def _as_written(size: Any) -> int | float | str | None:
-    if size is None or isinstance(size, str):
-        return size
-    # Numbers of NumPy count as Integral or Real, too. A file has Python's.
-    return int(size) if isinstance(size, Integral) else float(size)
-
-
-def options_of(solver: object) -> dict[str, Any]:
-    """Return the fields of a solver object."""
-    # Solvers of sacplan are dataclasses. One of the user's own may be any object.
-    if dataclasses.is_dataclass(solver):
-        return {f.name: getattr(solver, f.name) for f in dataclasses.fields(solver)}
-    return dict(getattr(solver, "__dict__", {}))

@@ -6,15 +6,19 @@ Everything that plans goes this way: ``plan`` itself, each sharding of a mesh (`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
 
 from sacplan._plan.beyond import beyond
 from sacplan._plan.infeasible import infeasible, segments_do_not_fit
 from sacplan._plan.limits import OF_DEVICE, Limit, Try, next_budget
+from sacplan._plan.make import MadeBy, made_plan
 from sacplan._plan.plan import Plan
 from sacplan._plan.planner import ROTOR_STAGES, Planner, resolve_solver
+from sacplan._plan.search import Candidate
+from sacplan._plan.value import Status
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.decisions import Accumulate
@@ -23,9 +27,9 @@ from sacplan._rotor.sequences import Rotor
 from sacplan._solve.alike import Alike
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.solvers import Solver
-from sacplan._technique.step import Objective
+from sacplan._technique.step import Objective, PlanStep
 from sacplan._technique.technique import StepSolver
-from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques, rewritten
+from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
 from sacplan.errors import InfeasibleBudget, PlanError
 
 
@@ -90,29 +94,74 @@ class Request:
         tries: list[Try] = []
         while (budget_bytes := next_budget(room, tries)) is not None:
             # A planner for each budget: the result is then what the user gets who asks for that budget.
-            asked: Planner = self.planner(profile)
+            asked = self.planner(profile)
             found = asked.cheapest(budget_bytes)
             # If nothing holds the budget, the plan with the smallest peak says how far it is off.
             if found is None:
                 found = asked.nearest.smallest
             peak_bytes = found.footprint.peak_bytes
-            needs = room.needs(rewritten(profile.program, found.decisions, profile.spec))
+            needs = room.needs(found.program)
             if needs <= room.n_bytes:
                 # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
                 kept_bytes = max(budget_bytes, peak_bytes)
                 # Whoever names the techniques has chosen. In inference, nothing else helps.
                 says_beyond = says_beyond and self.techniques is None and profile.mode == "train"
                 said = beyond(asked, found, kept_bytes) if says_beyond else ()
-                made = asked.as_plan(found, self.limit, kept_bytes, said)
-                return Outcome(profile, made, made.peak_bytes)
+                return Outcome(profile, self._made(profile, asked, found, kept_bytes, said), peak_bytes)
             tries.append(Try(found, budget_bytes, peak_bytes, needs))
         least = min(tries, key=lambda one: one.needs)
         # Segments are looked at only where the tensors fit. If they do not, there was one try.
         if least.peak_bytes > room.n_bytes:
-            error = infeasible(asked, room.n_bytes)
+            error = infeasible(profile, asked, room.n_bytes)
         else:
-            error = segments_do_not_fit(profile, least.made, room)
+            error = segments_do_not_fit(profile, least, room)
         return Outcome(profile, None, error.smallest_feasible_bytes, error)
+
+    def smallest_plan(self, profile: Profile, *, without_rotor: bool = False) -> Plan:
+        """Return the plan with the smallest peak.
+
+        Rotor may reach a smaller peak than the other solvers, at several times the cost of the step. A comparison or a
+        recommendation does not want that plan: ``without_rotor``.
+        """
+        asked = self.planner(profile)
+        if without_rotor:
+            asked = replace(asked, last=None)
+        # No limit was asked for, so the plan names none.
+        return replace(self, limit=OF_DEVICE)._made(profile, asked, asked.smallest(0))
+
+    def _made(
+        self,
+        profile: Profile,
+        asked: Planner,
+        found: Candidate,
+        budget_bytes: int | None = None,
+        beyond: tuple[str, ...] = (),
+    ) -> Plan:
+        """Return what a planner has found as a plan.
+
+        Args:
+            profile: The step.
+            asked: The planner.
+            found: The candidate.
+            budget_bytes: What it was planned for; None: the smallest peak.
+            beyond: What other techniques would save, a sentence for each.
+        """
+        known = (*asked.solvers, *asked.crowded, *(() if asked.last is None else (asked.last,)))
+        made_by = MadeBy(
+            found.solver,
+            # A solver that a technique brings itself is in none of these lists, and its options are not noted.
+            next((_options_of(solver) for solver in known if solver.name == found.solver), {}),
+            self.objective,
+            self.limit,
+            asked.recorded.pins,
+            asked.techniques,
+            tuple(asked.limits_reached),
+            beyond,
+        )
+        status = cast(Status, found.status)
+        return made_plan(
+            profile, found.decisions, made_by, status=status, gap=found.gap, budget_bytes=budget_bytes
+        )
 
     def planner(self, profile: Profile) -> Planner:
         """Check the arguments for a step, and return its planner. Errors are those of ``plan``."""
@@ -130,25 +179,30 @@ class Request:
         # Several offers, such as those of all layers, make the integer program of the whole step slow. These two stay
         # quick.
         crowded = (Alike(), Greedy()) if self.solver == "best" else solvers
-        host_bytes = (
-            None
-            if self.host_budget is None
-            else parse_budget(self.host_budget, profile.spec.host_memory_bytes)
-        )
-        taken = profile.unplanned_host_bytes
-        if host_bytes is not None and host_bytes < taken:
-            raise PlanError(
-                f"host_budget={self.host_budget!r} is {format_bytes(host_bytes)}, and without a plan the step takes "
-                f"{format_bytes(taken)} of the host: its optimizer, and what an offload_policy keeps there. Raise it."
-            )
-        return Planner(
-            profile,
-            solvers,
+        taken, spec = profile.unplanned_host_bytes, profile.spec
+        host_bytes = spec.host_memory_bytes
+        if self.host_budget is not None:
+            host_bytes = parse_budget(self.host_budget, spec.host_memory_bytes)
+            if host_bytes < taken:
+                raise PlanError(
+                    f"host_budget={self.host_budget!r} is {format_bytes(host_bytes)}, and without a plan the step "
+                    f"takes {format_bytes(taken)} of the host: its optimizer, and what an offload_policy keeps there. "
+                    "Raise it."
+                )
+        step = PlanStep(
+            profile.program,
             self.objective,
             pins,
-            names,
+            spec,
+            profile.mode != "inference",
             self.accumulate,
-            host_bytes,
-            last if usable else None,
-            crowded,
+            max(0, host_bytes - taken),  # what is left for a plan
         )
+        return Planner(step, profile.fingerprint, solvers, names, last if usable else None, crowded)
+
+
+def _options_of(solver: object) -> dict[str, Any]:
+    # Solvers of sacplan are dataclasses. One of the user's own may be any object.
+    if dataclasses.is_dataclass(solver):
+        return {f.name: getattr(solver, f.name) for f in dataclasses.fields(solver)}
+    return dict(getattr(solver, "__dict__", {}))

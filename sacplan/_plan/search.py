@@ -23,7 +23,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from sacplan._device.devices import DeviceSpec
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.effects import RegionProblem
 from sacplan._program.decisions import Decision
@@ -32,10 +31,9 @@ from sacplan._program.program import Program
 from sacplan._solve.local import give_back
 from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
-from sacplan._technique.regions import Option, Region, units_of
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import StepSolver
-from sacplan._techniques import TECHNIQUES, rewritten
+from sacplan._techniques import decisions_of, rewritten
 
 _IN_VAIN = 3  # give up after so many sizes in a row without a cheaper plan, or without a smaller peak
 _ROUNDS = 4  # of asking a solver at most, for one size
@@ -46,9 +44,10 @@ _NEAR, _SMALL = 2e-2, 2e-3
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Decisions, and the figures of the step with them.
+    """Decisions about a step, and the figures of the step with them.
 
     Attributes:
+        step: The step as it was recorded.
         decisions: The decisions of a plan.
         footprint: Footprint of the rewritten program.
         added_ms: Additional time of the step, without the ops that run again.
@@ -58,6 +57,7 @@ class Candidate:
         solver: Name of the solver.
     """
 
+    step: PlanStep
     decisions: tuple[Decision, ...]
     footprint: Footprint
     added_ms: float
@@ -66,43 +66,38 @@ class Candidate:
     gap: float | None
     solver: str
 
+    @property
+    def program(self) -> Program:
+        """The step with the decisions."""
+        return rewritten(self.step.program, self.decisions, self.step.device)
+
 
 @dataclass(slots=True)
 class PlanSearch:
     """Asks solvers for proposals. Each set of decisions is measured once and remembered.
 
     Attributes:
-        context: Regions, effects and bounds of the step.
-        tried: All candidates measured so far, by their decisions.
-        limits_reached: Names of solvers that stopped at their limit of work. Searches for one plan may share it.
-        recorded: The step without any plan, if ``settled`` are decisions with which the context has been made.
+        context: Regions, effects and bounds of the step to plan, in which the settled decisions are carried out.
+        recorded: The step without any plan. Candidates are measured on it, where pins do not matter any more.
         settled: Decisions that all candidates share.
         peaks: Footprints whose peaks further offers of the context lower.
+        tried: All candidates measured so far, by their decisions.
+        limits_reached: Names of solvers that stopped at their limit of work. Searches for one plan may share it.
         asked: The solvers that were asked for a plan so far, each with its budget. Nobody is asked the same twice.
         minimised: The solvers that were asked for the smallest peak so far.
     """
 
     context: PlanningContext
-    tried: dict[frozenset[Decision], Candidate] = field(default_factory=dict)
-    limits_reached: dict[str, None] = field(default_factory=dict)
-    recorded: PlanStep | None = None
+    recorded: PlanStep
     settled: tuple[Decision, ...] = ()
     peaks: tuple[Footprint, ...] = ()
+    tried: dict[frozenset[Decision], Candidate] = field(default_factory=dict)
+    limits_reached: dict[str, None] = field(default_factory=dict)
     asked: list[tuple[Solver | StepSolver, int]] = field(default_factory=list)
     minimised: list[Solver | StepSolver] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._measure((), "unplanned", None, "none")
-
-    @property
-    def program(self) -> Program:
-        """The step that the context is about: without a plan, but for what is settled."""
-        return self.context.program
-
-    @property
-    def plain(self) -> PlanStep:
-        """The step without any plan."""
-        return self.context.step if self.recorded is None else self.recorded
 
     def solve(self, solver: Solver | StepSolver, budget_bytes: int) -> None:
         """Look for the cheapest plan: with single regions, then with joined ones for as long as that helps."""
@@ -230,7 +225,8 @@ class PlanSearch:
         gap = None
         if solution.bound is not None:
             gap = max(0.0, cost - solution.bound) / cost if cost else 0.0
-        decisions = decisions_of(self.program, effects.taken(solution.picks), self.context.step.device)
+        step, taken = self.context.step, effects.taken(solution.picks)
+        decisions = decisions_of(step.program, taken, step.device)
         return self._measure(decisions, solution.status, gap, solver)
 
     def _measure(
@@ -241,14 +237,13 @@ class PlanSearch:
         # Candidates are told apart by what they decide, in whatever order.
         key = frozenset(decisions)
         if key not in self.tried:
-            plain = self.plain.program
-            program = rewritten(plain, decisions, self.plain.device)
+            step = self.recorded
+            program = rewritten(step.program, decisions, step.device)
             found = program.footprint
             # Time beyond the recorded step that no op running again explains: slices, and waits for copies.
-            added_ms = program.step_ms - plain.step_ms - found.recompute_ms if decisions else 0.0
-            again = sum(self.plain.costs[op] for op in found.again)
-            cost = again + self.plain.added_cost(added_ms)
-            self.tried[key] = Candidate(decisions, found, added_ms, cost, status, gap, solver)
+            added_ms = program.step_ms - step.program.step_ms - found.recompute_ms if decisions else 0.0
+            cost = sum(step.costs[op] for op in found.again) + step.added_cost(added_ms)
+            self.tried[key] = Candidate(step, decisions, found, added_ms, cost, status, gap, solver)
         return self.tried[key]
 
     def _add_proposals(self, solver: StepSolver, budget_bytes: int) -> None:
@@ -257,20 +252,3 @@ class PlanSearch:
         if not self.context.offers:
             for decisions in solver.proposals(self.context.step, budget_bytes):
                 self._measure(decisions, "feasible", None, solver.name)
-
-
-def decisions_of(
-    program: Program, taken: Sequence[tuple[Region, Option]], device: DeviceSpec | None = None
-) -> tuple[Decision, ...]:
-    """Return the options that regions take as decisions.
-
-    The techniques go in their listed order. Each names call sites of the program that those before it have rewritten.
-    """
-    found: list[Decision] = []
-    # Recomputation and copies run under one recorder in each unit, so their units are chosen together, and do not nest.
-    sharing = [(region, option) for region, option in taken if TECHNIQUES[option.technique].shares_units]
-    units = units_of(sharing)
-    for technique in TECHNIQUES.values():
-        own = [(region, option) for region, option in taken if technique.name in option.techniques]
-        found += technique.decisions(rewritten(program, found, device), own, units)
-    return tuple(found)

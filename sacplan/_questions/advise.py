@@ -251,7 +251,7 @@ class _Tried:
         yield from self._smallest("recompute", "recompute", more, names)
 
     def _smallest(self, name: str, kind: Kind, what: str, techniques: tuple[str, ...]) -> Iterator[Remedy]:
-        smallest = Request(techniques=techniques).planner(self.profile).smallest_plan(without_rotor=True)
+        smallest = Request(techniques=techniques).smallest_plan(self.profile, without_rotor=True)
         # Rounded up: there is no plan for a budget below the smallest peak.
         gib = f"{math.ceil(smallest.peak_bytes / 2**30 * 100) / 100:.2f}GiB"
         if smallest.peak_bytes < 2**30:

@@ -136,10 +136,9 @@ def _rows(
     named: list[FrontierRow],
     progress: Progress,
 ) -> Iterator[FrontierRow]:
-    planner = how.planner(profile)
     # Budgets lie between the smallest peak, below which there is no plan, and the unplanned one, above which
     # none is needed. A policy outside of this range gets no plan of the same peak.
-    smallest = planner.smallest_plan(without_rotor=True).peak_bytes
+    smallest = how.smallest_plan(profile, without_rotor=True).peak_bytes
     evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
     theirs = {row.budget_bytes for row in named if smallest <= row.budget_bytes <= profile.peak_bytes}
     asked = [

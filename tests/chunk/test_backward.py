@@ -17,7 +17,7 @@ from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import backward_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._chunk.rest import training_chunk
-from sacplan._plan.make import made_plan
+from sacplan._plan.make import MadeBy, made_plan
 from sacplan._plan.policies import _discarded_by
 from sacplan._plan.request import Request
 from sacplan._plan.search import PlanSearch
@@ -81,8 +81,7 @@ def with_recomputation(profile: sacplan.Profile) -> tuple[Decision, ...]:
 
 
 def planned(profile: sacplan.Profile) -> sacplan.Plan:
-    provenance = sacplan.policy("none", profile=profile).provenance
-    return made_plan(profile, with_recomputation(profile), provenance, status="policy")
+    return made_plan(profile, with_recomputation(profile), MadeBy("by hand"), status="policy")
 
 
 def gradients(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -192,7 +191,7 @@ def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, sacpla
         patched.setattr(rest, "_rehearsed", rehearsed)
         profile = sacplan.profile(*make_case(layers, (1, 512)), loss_fn, device="cpu")
         # Rotor looks for schedules of its own, in which nothing runs in slices.
-        plan = Request(techniques=("recompute", "chunk")).planner(profile).smallest_plan(without_rotor=True)
+        plan = Request(techniques=("recompute", "chunk")).smallest_plan(profile, without_rotor=True)
     return counts["measured"], counts["rehearsed"], plan
 
 
@@ -212,7 +211,6 @@ def test_gradients_that_are_let_go_of_at_once() -> None:
     model, batch = make_case()
     profile = sacplan.profile(model, batch, loss_fn, optimizer, device="h100 without workspaces")
     expected = rewritten(profile.program, NORMS, profile.spec)
-    provenance = sacplan.policy("none", profile=profile).provenance
-    plan = made_plan(profile, NORMS, provenance, status="policy")
+    plan = made_plan(profile, NORMS, MadeBy("by hand"), status="policy")
     assert expected.footprint.end_bytes == profile.program.footprint.end_bytes
     assert sacplan.verify(model, batch, plan, loss_fn, optimizer).peak_bytes == plan.peak_bytes

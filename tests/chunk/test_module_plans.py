@@ -133,8 +133,7 @@ def test_effects_add_up_with_those_of_recomputation() -> None:
     assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(3)]
     loss = loss_chunks(profile.program, profile.spec)
     assert isinstance(loss, ChunkOptions)
-    step = asked.step(asked.pins)
-    offers = tuple(each.offer(step) for each in (loss, *chunks))
+    offers = tuple(each.offer(asked.step) for each in (loss, *chunks))
     effects = asked._with_offers(offers).context.effects(1)
     tried = 0
     for i, region in enumerate(effects.regions):

@@ -10,10 +10,9 @@ import torch
 import sacplan
 from sacplan._plan.context import planning_context
 from sacplan._plan.effects import RegionProblem
-from sacplan._plan.search import decisions_of
 from sacplan._solve.problem import HOST_MEMORY
 from sacplan._technique.step import PlanStep
-from sacplan._techniques import rewritten
+from sacplan._techniques import decisions_of, rewritten
 from tests.zoo import language_models as models
 
 DEVICES = ("cpu", "h100 without workspaces")

@@ -13,13 +13,11 @@ from hypothesis import given
 
 import sacplan
 from sacplan._plan.context import planning_context
-from sacplan._plan.make import made_plan
+from sacplan._plan.make import MadeBy, made_plan
 from sacplan._plan.plan import Plan
-from sacplan._plan.provenance import Provenance
-from sacplan._plan.search import decisions_of
 from sacplan._profile.tracing import trace_step
 from sacplan._technique.step import PlanStep
-from sacplan._techniques import rewritten
+from sacplan._techniques import decisions_of, rewritten
 from tests.support.recomputing import fuzz, same_bits, step
 from tests.zoo.random_nets import NOT_FAKE, STEPS, RandomNet, batch, nets
 
@@ -35,7 +33,7 @@ def mixed_plan(profile: sacplan.Profile, seed: int) -> Plan:
         away = [o for o, option in enumerate(region.options) if option.technique == "offload"]
         picks[i] = draw.choice(away) if away and draw.random() < 0.7 else draw.randrange(len(region.options))
     decisions = decisions_of(profile.program, effects.taken(picks), profile.spec)
-    return made_plan(profile, decisions, Provenance.now(profile, "none"), status="feasible")
+    return made_plan(profile, decisions, MadeBy("none"), status="feasible")
 
 
 def assert_right(model: RandomNet, seed: int) -> int:

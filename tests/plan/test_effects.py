@@ -15,11 +15,11 @@ from torch import nn
 import sacplan
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.effects import RegionProblem, _Effects
-from sacplan._plan.search import decisions_of
 from sacplan._program.decisions import discarded_by
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.rewrite import recompute_ops, recomputed
 from sacplan._technique.step import PlanStep
+from sacplan._techniques import decisions_of
 from tests.zoo.experts import Experts
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import Shared

@@ -18,8 +18,8 @@ from torch import nn
 
 import sacplan
 from sacplan._plan import schema
+from sacplan._plan.make import MadeBy, provenance_of
 from sacplan._plan.plan import _digest
-from sacplan._plan.provenance import Provenance
 from sacplan._program.decisions import AnyDecision, Chunk, Recompute, Site, as_decisions, discarded_by
 from sacplan._program.fingerprint import Fingerprint
 from tests.support.damage import damaged_bytes, damaged_contents, set_to
@@ -108,7 +108,7 @@ def test_who_made_it_with_what(profile: sacplan.Profile) -> None:
 
 
 def test_plans_are_equal_whoever_made_them(plan: sacplan.Plan, profile: sacplan.Profile) -> None:
-    assert structs.replace(plan, provenance=Provenance.now(profile, "somebody")) == plan
+    assert structs.replace(plan, provenance=provenance_of(profile, MadeBy("somebody"))) == plan
     assert structs.replace(plan, peak_bytes=1) != plan
     assert plan != "a plan"
 

@@ -43,7 +43,7 @@ def whole() -> sacplan.Profile:
     return profile_with_room(2**40)
 
 
-NOTHING = Candidate((), cast(Any, None), 0.0, 0.0, "unplanned", None, "none")
+NOTHING = Candidate(cast(Any, None), (), cast(Any, None), 0.0, 0.0, "unplanned", None, "none")
 
 
 # --- the rule ------------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
-from sacplan._plan.make import unit_plans
+from sacplan._plan.make import MadeBy, provenance_of, unit_plans
 from sacplan._plan.plan import Plan
-from sacplan._plan.provenance import Provenance
 from sacplan._profile.tracing import trace_step
 from sacplan._program.decisions import as_decisions
 from sacplan._program.places import ops_of
@@ -36,7 +35,7 @@ def plan_of(profile: sacplan.Profile, sites: Mapping[str, Sites]) -> Plan:
         units=units, sequences=sequences,
         peak_bytes=found.peak_bytes, baseline_peak_bytes=profile.peak_bytes, budget_bytes=None, recompute_ms=0.0,
         recompute_flops=0, lower_bound_ms=0.0, step_ms=0.0, step_flops=0, status="feasible", gap=None,
-        provenance=Provenance.now(profile, "none"), device="cpu", fingerprint=profile.fingerprint,
+        provenance=provenance_of(profile, MadeBy("none")), device="cpu", fingerprint=profile.fingerprint,
     )  # fmt: skip
 
 
