@@ -12,6 +12,7 @@ from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Accumulate
+from sacplan._ranks.ranks import AskedRanks
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
 from sacplan._technique.technique import StepSolver
@@ -112,10 +113,8 @@ def plan(
     if asks_for_mesh(None if of_fsdp is not None else mesh, techniques, world_size, fsdp_units):
         outcome = on_meshes(request, profile, mesh)
     else:
-        ranks = profile.ranks.asked_again(
-            world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy
-        )
-        outcome = request.outcome(profile.on_ranks(ranks), says_beyond=True)
+        asked = AskedRanks(world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy)
+        outcome = request.outcome(profile.on_ranks(asked.changing(profile.ranks)), says_beyond=True)
     return handed_out(outcome.made(), profile.spec)
 
 
@@ -143,8 +142,6 @@ def plan_smallest(
     one for a budget. Arguments and errors are those of ``plan``.
     """
     profile = opened(profile, Profile)
-    ranks = profile.ranks.asked_again(
-        world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy
-    )
+    asked = AskedRanks(world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy)
     request = Request(OF_DEVICE, solver, objective, keep, never, techniques, accumulate, host_budget)
-    return handed_out(request.smallest_plan(profile.on_ranks(ranks)), profile.spec)
+    return handed_out(request.smallest_plan(profile.on_ranks(asked.changing(profile.ranks))), profile.spec)

@@ -28,7 +28,7 @@ from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.model_calls import ModelCall
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Routing, Setup, compiled_inside, current_autocast, scripted_inside
-from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.ranks import AskedRanks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
@@ -160,7 +160,7 @@ def profile(
         SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
     """
     # A world size of 1 is the default and says nothing. Given as such, it would contradict a mesh.
-    ranks = Ranks.asked(
+    ranks = AskedRanks(
         None if world_size == 1 else world_size,
         fsdp_units,
         mesh,
@@ -168,7 +168,7 @@ def profile(
         reshard_after_forward,
         offload_policy,
         _names_of(ignored_params, model),
-    )
+    ).ranks()
     # Anything that is not a module is refused by ``trace_step``, with a better message.
     if fsdp_units is not None and isinstance(model, torch.nn.Module):
         _check_gradient_hooks(model)

@@ -33,7 +33,7 @@ from sacplan._questions.scaled import Peaks, Sized, sized_alike
 from sacplan._questions.sweep import Row
 from sacplan._questions.verdict import FitRow
 from sacplan._questions.ways import AS_IT_IS, PLAN
-from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.ranks import AskedRanks, Ranks
 from sacplan._shard.mesh import Mesh
 from sacplan.errors import PlanError, TraceError
 
@@ -180,7 +180,7 @@ class RankRows:
         ]
         if packed:
             text = "ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
-            ignoring = Ranks.asked(n, units, ignored_params=packed)
+            ignoring = AskedRanks(n, units, ignored_params=packed).ranks()
             yield Arrangement("FSDP2 of Accelerate", f"{options}, {text}", (), on(ignoring))
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -192,7 +192,7 @@ class RankRows:
             text = "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
 
             yield Arrangement("FSDP2, bfloat16", f"{options}, {text}", (), lambda whole: whole, asked)
-        offloaded = Ranks.asked(n, units, offload_policy=CPUOffloadPolicy())
+        offloaded = AskedRanks(n, units, offload_policy=CPUOffloadPolicy()).ranks()
         yield Arrangement(
             "FSDP2, CPU offload", f"{options}, offload_policy=CPUOffloadPolicy()", (), on(offloaded)
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, structs
@@ -82,74 +83,6 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             raise TraceError(f"fsdp_units is the string {fsdp_units!r}; give a list, [{fsdp_units!r}].")
         units = None if fsdp_units is None else tuple(fsdp_units)
         return cls(world_size, units, fully_shard=UNSET if options == DEFAULTS else options)
-
-    @classmethod
-    def asked(
-        cls,
-        world_size: int | None = None,
-        fsdp_units: Sequence[str] | None = None,
-        mesh: Any = None,
-        mp_policy: Any = None,
-        reshard_after_forward: Any = None,
-        offload_policy: Any = None,
-        ignored_params: Iterable[str] = (),
-    ) -> Ranks:
-        """Return checked ranks from arguments as a user gives them, torch's own objects among them.
-
-        Raises:
-            TraceError: an argument that ``fully_shard`` does not take, or some that do not go together.
-        """
-        replicas = 1
-        if mesh is not None:
-            shape = _mesh_shape(mesh)
-            if fsdp_units is None:
-                raise TraceError(
-                    f"mesh {shape} is given without fsdp_units: here it is the mesh of fully_shard. Name the modules "
-                    'that it is called on, fsdp_units=["layers.*", ""]. A step that sacplan itself spreads over a mesh '
-                    "is planned with sacplan.plan(profile, mesh=...)."
-                )
-            if world_size is not None and world_size != math.prod(shape):
-                raise TraceError(f"world_size is {world_size}, and the mesh has {math.prod(shape)} ranks.")
-            world_size, replicas = math.prod(shape), math.prod(shape[:-1])
-        options = FullyShardOptions.of(
-            mp_policy, reshard_after_forward, replicas, offload_policy, ignored_params
-        )
-        return cls.of(1 if world_size is None else world_size, fsdp_units, options)
-
-    def asked_again(
-        self,
-        world_size: int | None = None,
-        fsdp_units: Sequence[str] | None = None,
-        mesh: Any = None,
-        mp_policy: Any = None,
-        reshard_after_forward: Any = None,
-        offload_policy: Any = None,
-    ) -> Ranks:
-        """Return the ranks with some arguments changed: what is not asked for stays. Errors are those of ``asked``."""
-        of_units = (mp_policy, reshard_after_forward, offload_policy)
-        if all(value is None for value in (world_size, fsdp_units, mesh, *of_units)):
-            return self
-        # These arguments mean nothing without units, so they are about those that there are.
-        if fsdp_units is None and any(value is not None for value in of_units):
-            fsdp_units = self.fsdp_units
-        # The mesh is rebuilt from its sizes: replicas and, within each of them, shards.
-        now = self.options
-        if mesh is None and world_size is None:
-            world_size = self.world_size
-            mesh = (
-                None
-                if now.replicas == 1
-                else {"replicate": now.replicas, "shard": world_size // now.replicas}
-            )
-        return self.asked(
-            world_size,
-            fsdp_units,
-            mesh,
-            now.mp_policy if mp_policy is None else mp_policy,
-            now.reshard_after_forward if reshard_after_forward is None else reshard_after_forward,
-            now.offload_policy if offload_policy is None else offload_policy,
-            now.ignored_params,
-        )
 
     @classmethod
     def spread(cls, sharding: Sharding) -> Ranks:
@@ -270,6 +203,75 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         options, policy = self.options, self.options.mp_policy
         rest = str(structs.replace(options, mp_policy=None))
         return f"{rest or 'its defaults'} and {policy or 'no mixed-precision policy'}"
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRanks:
+    """Arguments about ranks as a user gives them, torch's own objects among them; None: not given.
+
+    Attributes:
+        world_size, fsdp_units: see ``Ranks``.
+        mesh: that of ``fully_shard``: a ``DeviceMesh``, or its sizes by name.
+        mp_policy, reshard_after_forward, offload_policy: arguments of ``fully_shard``.
+        ignored_params: likewise, by name.
+    """
+
+    world_size: int | None = None
+    fsdp_units: Sequence[str] | None = None
+    mesh: Any = None
+    mp_policy: Any = None
+    reshard_after_forward: Any = None
+    offload_policy: Any = None
+    ignored_params: Iterable[str] = ()
+
+    def ranks(self) -> Ranks:
+        """Return them checked.
+
+        Raises:
+            TraceError: an argument that ``fully_shard`` does not take, or some that do not go together.
+        """
+        world_size, replicas = self.world_size, 1
+        if self.mesh is not None:
+            shape = _mesh_shape(self.mesh)
+            if self.fsdp_units is None:
+                raise TraceError(
+                    f"mesh {shape} is given without fsdp_units: here it is the mesh of fully_shard. Name the modules "
+                    'that it is called on, fsdp_units=["layers.*", ""]. A step that sacplan itself spreads over a mesh '
+                    "is planned with sacplan.plan(profile, mesh=...)."
+                )
+            if world_size is not None and world_size != math.prod(shape):
+                raise TraceError(f"world_size is {world_size}, and the mesh has {math.prod(shape)} ranks.")
+            world_size, replicas = math.prod(shape), math.prod(shape[:-1])
+        options = FullyShardOptions.of(
+            self.mp_policy, self.reshard_after_forward, replicas, self.offload_policy, self.ignored_params
+        )
+        return Ranks.of(1 if world_size is None else world_size, self.fsdp_units, options)
+
+    def changing(self, now: Ranks) -> Ranks:
+        """Return ranks with what is asked for changed; what is not given stays. Errors are those of ``ranks``."""
+        if self == AskedRanks():
+            return now
+        units, world_size, mesh, options = self.fsdp_units, self.world_size, self.mesh, now.options
+        # These arguments mean nothing without units, so they are about those that there are.
+        of_units = (self.mp_policy, self.reshard_after_forward, self.offload_policy)
+        if units is None and any(value is not None for value in of_units):
+            units = now.fsdp_units
+        # The mesh is rebuilt from its sizes: replicas and, within each of them, shards.
+        if mesh is None and world_size is None:
+            world_size = now.world_size
+            if options.replicas > 1:
+                mesh = {"replicate": options.replicas, "shard": world_size // options.replicas}
+        return AskedRanks(
+            world_size,
+            units,
+            mesh,
+            options.mp_policy if self.mp_policy is None else self.mp_policy,
+            options.reshard_after_forward
+            if self.reshard_after_forward is None
+            else self.reshard_after_forward,
+            options.offload_policy if self.offload_policy is None else self.offload_policy,
+            self.ignored_params or options.ignored_params,
+        ).ranks()
 
 
 def _mesh_shape(mesh: Any) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from sacplan._plan.reading import ranks_text
 from sacplan._program.mixed_precision import MixedPrecision
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.options import FullyShardOptions
-from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.ranks import AskedRanks, Ranks
 from sacplan._ranks.shards import resolve_units
 from sacplan._shard.costs import Costs
 from sacplan._shard.mesh import Mesh
@@ -542,9 +542,9 @@ def test_files_of_before_have_no_new_fields() -> None:
 )
 def test_what_fully_shard_does_not_take(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        Ranks.asked(
+        AskedRanks(
             **{**({} if "mesh" in arguments else {"world_size": 8}), "fsdp_units": UNITS, **arguments}
-        )
+        ).ranks()
 
 
 def test_integers_are_no_type_to_compute_in() -> None:
@@ -559,7 +559,7 @@ def test_options_without_units(arguments: dict[str, Any]) -> None:
     if "mp_policy" in arguments:
         arguments = {"mp_policy": usual()}
     with pytest.raises(TraceError, match="without fsdp_units"):
-        Ranks.asked(**{**({} if "mesh" in arguments else {"world_size": 8}), **arguments})
+        AskedRanks(**{**({} if "mesh" in arguments else {"world_size": 8}), **arguments}).ranks()
 
 
 def test_hooks_that_step_no_optimizer_are_not_modelled() -> None:

@@ -21,7 +21,7 @@ from sacplan._device.devices import resolve_device
 from sacplan._program.program import Patch, Phase, StorageKind
 from sacplan._ranks.fully_shard import _FullyShardRewriter
 from sacplan._ranks.options import CPUOffload, FullyShardOptions
-from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.ranks import AskedRanks
 from sacplan._ranks.shards import owners, parameters_of, resolve_units
 from sacplan.errors import TraceError
 from tests.support.ranks import RANKS, RankMemory, fully_sharded
@@ -153,6 +153,6 @@ def test_policies() -> None:
     with pytest.raises(
         TraceError, match=r"offload_policy is True; give torch.distributed.fsdp.CPUOffloadPolicy"
     ):
-        Ranks.asked(RANKS, UNITS, offload_policy=True)
+        AskedRanks(RANKS, UNITS, offload_policy=True).ranks()
     with pytest.raises(TraceError, match="without fsdp_units"):
-        Ranks.asked(RANKS, offload_policy=CPUOffloadPolicy())
+        AskedRanks(RANKS, offload_policy=CPUOffloadPolicy()).ranks()
