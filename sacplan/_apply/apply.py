@@ -20,7 +20,7 @@ from sacplan._shard.executor.install import spread
 from sacplan._shard.placements import parse_layout
 from sacplan._shard.process_groups import device_mesh_of
 from sacplan._shard.sharding import Sharding
-from sacplan._technique.technique import Installed
+from sacplan._technique.technique import Installed, ToInstall
 from sacplan._techniques import by_technique
 from sacplan.errors import PlanError, PlanMismatch
 
@@ -194,7 +194,7 @@ def put_on(
         if plan.ranks.sharding is not None:
             installed.append(SpreadModel(model, plan.ranks.sharding, mesh, check))
         for technique, own in by_technique(plan.decisions):
-            installed.append(technique.install(model, own, plan.recorded, check=check))
+            installed.append(technique.install(ToInstall(model, own, plan.recorded, check)))
         if watched:
             installed.append(Watched(model, plan))
     # Also after an interrupt: a model that is half changed would be refused by the next ``apply``.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from sacplan._chunk.body import stretches_patch
 from sacplan._chunk.chunk_entry import CannotChunk
@@ -16,11 +14,10 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk, Decision
 from sacplan._program.liveness import Footprint
 from sacplan._program.optimizer_ops import steps_in_backward
-from sacplan._program.places import OpSequence
 from sacplan._program.program import Patch, Phase, Program
 from sacplan._technique.offers import Offer
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Installed, StepSolver, Technique
+from sacplan._technique.technique import Installed, StepSolver, Technique, ToInstall
 from sacplan.errors import PlanError
 
 
@@ -95,22 +92,15 @@ class Chunking(Technique):
         except ValueError as error:
             return f"{error}, so these chunks do not go together: {chunks}."
 
-    def install(
-        self,
-        model: torch.nn.Module,
-        decisions: Sequence[Decision],
-        recorded: Mapping[str, Sequence[OpSequence]],
-        *,
-        check: bool,
-    ) -> Installed:
+    def install(self, wanted: ToInstall) -> Installed:
         """Replace the forward of each unit."""
         from sacplan._chunk.executor.install import InstalledChunks  # the executor is not needed to plan
         from sacplan._chunk.executor.stretch import InstalledStretches
 
-        stretches = _stretches(decisions)
+        stretches = _stretches(wanted.decisions)
         if stretches:
-            return InstalledStretches(model, stretches, recorded)
-        return InstalledChunks(model, [one for one in decisions if isinstance(one, Chunk)])
+            return InstalledStretches(wanted.model, stretches, wanted.recorded)
+        return InstalledChunks(wanted.model, [one for one in wanted.decisions if isinstance(one, Chunk)])
 
 
 def _stretches(decisions: Sequence[Decision]) -> list[Chunk]:

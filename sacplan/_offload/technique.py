@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from operator import itemgetter
 
-import torch
 from msgspec.structs import replace
 
 from sacplan._device.devices import DeviceSpec, resolve_device
@@ -15,13 +14,12 @@ from sacplan._offload.rewrite import moved
 from sacplan._offload.sites import decision_of, moves_of
 from sacplan._offload.timing import clocked
 from sacplan._program.decisions import Decision, Offload
-from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._recompute.rewrite import recompute_ops
 from sacplan._technique.regions import Option, Region, outermost, units_of
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Installed, Technique
+from sacplan._technique.technique import Installed, Technique, ToInstall
 
 
 class Offloading(Technique):
@@ -82,14 +80,7 @@ class Offloading(Technique):
             draft.ops[op] = replace(draft.ops[op], time_ms=ms)
         return draft.patch()
 
-    def install(
-        self,
-        model: torch.nn.Module,
-        decisions: Sequence[Decision],
-        recorded: Mapping[str, Sequence[OpSequence]],
-        *,
-        check: bool,
-    ) -> Installed:
+    def install(self, wanted: ToInstall) -> Installed:
         """Mark the ops at which something is copied in the units."""
         # The executors are not needed to plan. That of recipes has the hooks through which all saved tensors go.
         from sacplan._offload.executor.marks import Board, Fetch, LetGo, Send
@@ -98,7 +89,7 @@ class Offloading(Technique):
         # At one op memory is let go of first, then copies out begin, and copies back are ordered last.
         marks: dict[str, dict[CallSite, list[LetGo | Send | Fetch]]] = defaultdict(lambda: defaultdict(list))
         board = Board()
-        own = [one for one in decisions if isinstance(one, Offload)]
+        own = [one for one in wanted.decisions if isinstance(one, Offload)]
         for number, one in enumerate(own):
             marks[one.let_go.unit][CallSite(*one.let_go[1:])].append(LetGo(board, number))
         for number, one in enumerate(own):
@@ -108,4 +99,4 @@ class Offloading(Technique):
                 site = CallSite(*one.fetch.site[1:])
                 marks[one.fetch.unit][site].append(Fetch(board, number, one.fetch.tensor))
         frozen = {unit: {site: tuple(all_) for site, all_ in sites.items()} for unit, sites in marks.items()}
-        return InstalledMarks(model, frozen, recorded)
+        return InstalledMarks(wanted.model, frozen, wanted.recorded)

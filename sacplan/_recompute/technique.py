@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-
-import torch
+from collections.abc import Collection, Sequence
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
 from sacplan._program.derived import derived
-from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._ranks.unit_limits import narrowed
 from sacplan._recompute.regions import Regions
 from sacplan._recompute.rewrite import recompute, recompute_ops
 from sacplan._technique.regions import Option, Region, outermost, units_of
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Installed, Technique
+from sacplan._technique.technique import Installed, Technique, ToInstall
 
 
 class Recomputation(Technique):
@@ -61,18 +58,11 @@ class Recomputation(Technique):
         """Return the patch that drops the discarded storages and runs their ops again."""
         return recompute(program, discarded_by(decisions))
 
-    def install(
-        self,
-        model: torch.nn.Module,
-        decisions: Sequence[Decision],
-        recorded: Mapping[str, Sequence[OpSequence]],
-        *,
-        check: bool,
-    ) -> Installed:
+    def install(self, wanted: ToInstall) -> Installed:
         """Replace the forward of each unit."""
         from sacplan._recompute.executor.install import InstalledRecipes  # the executor is not needed to plan
 
-        return InstalledRecipes(model, discarded_by(decisions), recorded, check)
+        return InstalledRecipes(wanted.model, discarded_by(wanted.decisions), wanted.recorded, wanted.check)
 
 
 @derived

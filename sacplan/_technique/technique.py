@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -21,6 +22,23 @@ from sacplan._program.program import Patch, Program
 from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
+
+
+@dataclass(frozen=True, slots=True)
+class ToInstall:
+    """The decisions of one technique, and the model that they are put on.
+
+    Attributes:
+        model: the model.
+        decisions: those of the technique.
+        recorded: by unit, the ops of its calls in the recorded step.
+        check: compare in the first step what can be compared.
+    """
+
+    model: torch.nn.Module
+    decisions: Sequence[Decision]
+    recorded: Mapping[str, Sequence[OpSequence]]
+    check: bool
 
 
 class Installed(Protocol):
@@ -209,19 +227,5 @@ class Technique(ABC):
         """
 
     @abstractmethod
-    def install(
-        self,
-        model: torch.nn.Module,
-        decisions: Sequence[Decision],
-        recorded: Mapping[str, Sequence[OpSequence]],
-        *,
-        check: bool,
-    ) -> Installed:
-        """Put decisions on a model.
-
-        Args:
-            model: the model.
-            decisions: those of this technique.
-            recorded: by unit, the ops of its calls in the recorded step.
-            check: compare in the first step what can be compared.
-        """
+    def install(self, wanted: ToInstall) -> Installed:
+        """Put the decisions on the model."""

@@ -22,12 +22,12 @@ from sacplan._executor.stand_ins import InstalledStandIns, StandIn
 from sacplan._plan.context import planning_context
 from sacplan._program.decisions import Decision, SiteDecision
 from sacplan._program.derived import derived
-from sacplan._program.places import CallSites, OpSequence
+from sacplan._program.places import CallSites
 from sacplan._program.program import CallSite, Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Installed, Technique
+from sacplan._technique.technique import Installed, Technique, ToInstall
 from sacplan._techniques import TECHNIQUES, rewritten
 from sacplan._torch.ops import is_computation, tensors_in
 from sacplan._torch.private import storage_key
@@ -73,15 +73,8 @@ class HalfPrecision(Technique):
         }
         return halved(program, {s for op, u in ops.items() for s in saved_floats(program, op, u)})
 
-    def install(
-        self,
-        model: torch.nn.Module,
-        decisions: Sequence[Decision],
-        recorded: Mapping[str, Sequence[OpSequence]],
-        *,
-        check: bool,
-    ) -> Installed:
-        return InstalledHalves(model, decisions)
+    def install(self, wanted: ToInstall) -> Installed:
+        return InstalledHalves(wanted.model, wanted.decisions)
 
 
 def saved_floats(program: Program, op: int, unit: str) -> list[int]:
