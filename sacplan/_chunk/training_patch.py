@@ -90,7 +90,7 @@ class ChunkPatch:
         made_at = {program.tensors[t].storage: self.end for t in results}
         made_at |= {program.tensors[t].storage: -1 if self.whole else self.exit for t in outputs}
         # After the deferred ops, and with ``setdefault``: what runs in the place of one stays.
-        early = self._drop_lazy(made_at)
+        self._drop_lazy(made_at)
         self._free_after_use({program.tensors[t].storage for t in outputs})
         if self.left is not None:
             events[self.exit] = []
@@ -109,7 +109,8 @@ class ChunkPatch:
         after = [(_DROP, instance), *((_RELEASE, handle) for handle in until_end)]
         moved = self._put_off()
         # What lets go of a gradient as soon as it is there, such as a hook of the optimizer, does so behind the loop.
-        after += [*moved, *((_FREE, s) for s in early if (_FREE, s) not in moved)]
+        early = [(_FREE, s) for s in self._freed_early(made_at)]
+        after += [*moved, *(one for one in early if one not in moved)]
         after += [(_FREE, self.run.rehearsal.stands_for(made)) for made in summed]
         events[self.end] += [(_UNPACK, instance), *body, *after]
         gone = frozenset(self.deferred)
@@ -144,16 +145,12 @@ class ChunkPatch:
                 self.draft.storage_bytes[storage] = n_bytes
         return summed
 
-    def _drop_lazy(self, made_at: Mapping[int, int]) -> list[int]:
+    def _drop_lazy(self, made_at: Mapping[int, int]) -> None:
         """Drop the events of storages that nobody holds, since they are not computed.
 
         Args:
             made_at: by storage of a result, where a loop makes it. It is held from there on.
-
-        Returns:
-            Results of the final loop that the program frees before that one makes them.
         """
-        early: list[int] = []
         program, tensors = self.program, self.run.tensors
         on_cpu = self.run.rehearsal.device.kind == "cpu"  # elsewhere they do not count
         readers = Counter(s for op in program.ops for s in op.reads)
@@ -175,9 +172,17 @@ class ChunkPatch:
                 # A result lives as in the program once its loop has made it, so later events of it stay.
                 elif code != _OP and s in tensors.storages and not (s in made_at and at > made_at[s]):
                     self.events.setdefault(at, [])
-                    if code == _FREE and made_at.get(s) == self.end:
-                        early.append(s)
-        return early
+
+    def _freed_early(self, made_at: Mapping[int, int]) -> list[int]:
+        """Return results of the final loop that the program frees before that loop makes them."""
+        program = self.program
+        return [
+            s
+            for s in self.run.tensors.storages
+            if made_at.get(s) == self.end
+            for at in program.liveness.events_of[s]
+            if at <= self.end and program.events[at][0] == _FREE
+        ]
 
     def _free_after_use(self, outputs: Collection[int]) -> None:
         """Free what ops of a forward pass that runs whole make for each other, as ``compute_whole`` lets go of it."""
