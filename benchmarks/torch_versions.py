@@ -22,11 +22,10 @@ import torch
 from benchmarks.harness.checks import Check, run
 from benchmarks.harness.command import Parser
 from benchmarks.harness.results import RESULTS, ROOT, Row, read_results
-from benchmarks.harness.table import between_marks, markdown_line
+from benchmarks.harness.table import markdown_line, put_on_page
 
 FIGURES = RESULTS / "torch_versions.json"
 PAGE = ROOT / "docs" / "versions.md"
-BEGIN, END = "<!-- table: python -m benchmarks.torch_versions --table -->\n", "<!-- end of table -->"
 
 CHECKS: dict[str, list[str]] = {
     "README": ["tests/project/test_docs.py", "-k", "README"],
@@ -80,8 +79,7 @@ def table(found: list[Row]) -> str:
 
 def write_page(found: list[Row]) -> None:
     """Put the table into the page of the docs."""
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(between_marks(page, BEGIN, END, f"\n{table(found)}\n"), encoding="utf-8")
+    put_on_page(PAGE, "python -m benchmarks.torch_versions", table(found))
 
 
 def main() -> None:

@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from benchmarks.harness.checks import Check, run
-from benchmarks.harness.command import Parser
-from benchmarks.harness.results import RESULTS, ROOT, Row, describe, machine, read_results, write_results
-from benchmarks.harness.table import between_marks, markdown_head, markdown_line
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import RESULTS, ROOT, Row, describe, machine, read_results
+from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
 
 FIGURES = RESULTS / "trainers.json"
 PAGE = ROOT / "docs" / "trainers.md"
-BEGIN, END = "<!-- table: python -m benchmarks.trainers --table -->\n", "<!-- end of table -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,7 @@ def table(found: list[Row]) -> str:
 
 def write_page(found: list[Row]) -> None:
     """Put the table into the page of the docs."""
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(between_marks(page, BEGIN, END, f"\n{table(found)}\n"), encoding="utf-8")
+    put_on_page(PAGE, "python -m benchmarks.trainers", table(found))
 
 
 def main() -> int:
@@ -83,11 +81,13 @@ def main() -> int:
     if arguments.table:
         write_page(read_results(arguments.json)[1])
         return 0
-    rows = []
-    for name in TRAINERS:
-        rows.append(row_of(name))
-        print({key: rows[-1][key] for key in ("name", "versions", "passed", "failed", "skipped")}, flush=True)
-    write_results(arguments.json, rows)
+    shown = ("name", "versions", "passed", "failed", "skipped")
+    rows = run_cases(
+        TRAINERS,
+        lambda name: [row_of(name)],
+        lambda row: str({key: row[key] for key in shown}),
+        arguments.json,
+    )
     print(describe(machine()))
     if arguments.json == FIGURES:
         write_page(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class Table:
@@ -46,7 +47,8 @@ def markdown_head(heads: Iterable[str]) -> list[str]:
     return [markdown_line(heads), markdown_line(["---"] * len(heads))]
 
 
-def between_marks(text: str, begin: str, end: str, table: str) -> str:
-    """Return a page with another table between two marks."""
-    before, _, rest = text.partition(begin)
-    return f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
+def put_on_page(page: Path, command: str, table: str) -> None:
+    """Put the table of a benchmark into a page of the docs, between two marks; the first names the command."""
+    begin, end = f"<!-- table: {command} --table -->\n", "<!-- end of table -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    page.write_text(f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
