@@ -130,7 +130,7 @@ def chunked(model: Model, batch: Batch) -> LossFn:
     found = loss_chunks(profile.program, profile.spec)
     assert isinstance(found, ChunkOptions), found
     # Planning would choose the slices; the comparison needs a given number of them, so the plan is made by hand.
-    (chunk,) = (chunk for chunk, _ in found.options if chunk.slices == SLICES)
+    (chunk,) = (chunk for chunk in found.chunks if chunk.slices == SLICES)
     made_by = MadeBy("chunked-loss", objective="time", techniques=("chunk",))
     plan = made_plan(profile, (chunk,), made_by, status="feasible")
     sacplan.apply(model, plan)

@@ -66,7 +66,7 @@ def slices_cost(profile: sacplan.Profile) -> Row:
     """Return what a fixed number of slices of the loss adds to the step without a plan."""
     found = loss_chunks(profile.program, profile.spec)
     assert isinstance(found, ChunkOptions), found
-    rewrite = next(rewrite for chunk, rewrite in found.options if chunk.slices == SLICES)
+    rewrite = next(found.rewrite(chunk) for chunk in found.chunks if chunk.slices == SLICES)
     return {
         "slices": SLICES,
         "unit": found.unit,

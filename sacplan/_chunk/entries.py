@@ -25,14 +25,14 @@ from sacplan._chunk.rest import training_chunk
 from sacplan._chunk.training_patch import Rewrite
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import registered
-from sacplan._program.decisions import Accumulate, Chunk
+from sacplan._program.decisions import Accumulate, Chunk, Decision
 from sacplan._program.derived import derived
 from sacplan._program.elements import is_inside, pattern_of
 from sacplan._program.liveness import Fold
 from sacplan._program.pins import Pins
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program
 from sacplan._technique.offers import Offer
-from sacplan._technique.regions import Option, Region
+from sacplan._technique.regions import Option
 from sacplan._technique.step import PlanStep
 
 _TRIED = 12  # modules, from the last one backwards
@@ -48,27 +48,49 @@ _SAME = 1.02  # times the bytes of another entry: no better
 _TrainingSpan: TypeAlias = Literal["module", "backward", "rest"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class ChunkOptions:
     """One place where a chunk may begin, with the numbers of slices that are offered.
 
+    Each number of slices is rehearsed when its rewrite is asked for.
+
     Attributes:
-        unit: fqn of the module at which it begins.
-        ops: those that no longer run where they ran, forward and backward.
-        options: the decision and its rewrite, by rising number of slices.
+        program: the recorded step.
+        device: what it runs on.
+        chunks: the decisions, by rising number of slices.
     """
 
-    unit: str
-    ops: frozenset[int]
-    options: tuple[tuple[Chunk, Rewrite], ...]
+    program: Program
+    device: DeviceSpec
+    chunks: tuple[Chunk, ...]
 
-    def held_ops(self, program: Program) -> frozenset[int]:
+    @property
+    def unit(self) -> str:
+        """The fqn of the module at which it begins."""
+        return self.chunks[0].unit
+
+    @property
+    def ops(self) -> frozenset[int]:
+        """Those that no longer run where they ran, forward and backward, however many slices there are."""
+        return self.rewrite(self.chunks[0]).deferred
+
+    def rewrite(self, chunk: Chunk) -> Rewrite:
+        """Return the rewrite of one of the decisions. It is rehearsed once for a program."""
+        return training_chunk(self.program, chunk, self.device)
+
+    @property
+    def options(self) -> tuple[tuple[Chunk, Rewrite], ...]:
+        """All decisions with their rewrites."""
+        with registered(self.device):  # once for all rehearsals
+            return tuple((chunk, self.rewrite(chunk)) for chunk in self.chunks)
+
+    def held_ops(self) -> frozenset[int]:
         """Return forward ops that make what a loop of the backward pass holds from there on, such as a mask.
 
         Discarding that would free nothing. What enters is not among it: autograd keeps that, and may have it made
-        again.
+        again. Any number of slices holds the same.
         """
-        patch, held = self.options[-1][1].patch, set()
+        program, patch, held = self.program, self.rewrite(self.chunks[0]).patch, set()
         backward = next(
             (i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops)
         )
@@ -86,24 +108,15 @@ class ChunkOptions:
 
         A chunk of the loss ends with the forward pass, so no unit may be around its module.
         """
-        options = [
-            Option(step.added_cost(rewrite.added_ms), 0, (), "chunk", decision, rewrite.patch)
-            for decision, rewrite in self.options
-        ]
-        offered = tuple(
-            (msgspec.structs.replace(decision, unit=""), f"{option.cost:.9g}")
-            for (decision, _), option in zip(self.options, options, strict=True)
-        )
-        region = Region(
-            unit=self.unit,
-            members=tuple((op,) for op in sorted(self.ops)),
-            kind=("chunk", offered),
-            options=(Option(0.0, 0, (), "chunk"), *options),
-            units=((), *((self.unit,),) * len(options)),
-            wide=(False,) * (1 + len(options)),
-        )
-        alone = (self.unit,) if self.options[0][0].span == "rest" else ()
-        return Offer(region, self.ops, self.ops | self.held_ops(step.program), alone)
+
+        def option_of(chunk: Decision) -> Option:
+            assert isinstance(chunk, Chunk)
+            rewrite = self.rewrite(chunk)
+            return Option(step.added_cost(rewrite.added_ms), 0, (), "chunk", chunk, rewrite.patch)
+
+        ops = self.ops
+        alone = (self.unit,) if self.chunks[0].span == "rest" else ()
+        return Offer(self.unit, self.chunks, option_of, ops, ops | self.held_ops(), alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +227,13 @@ def _module_chunks(
     for unit, calls in program.calls.items():
         if len(calls) == 1 and _name_in_layer(unit) == name and len(program.ops_in(calls[0])) == n_ops:
             chunk = msgspec.structs.replace(found, unit=unit)
+            offered = _offered(program, chunk, _MODULE_SLICES, device)
             try:
-                alike.append(_offered(program, chunk, _MODULE_SLICES, device))
+                # All of them, since those of the first one serve for all that are alike, and that takes no rehearsal.
+                assert offered.options
             except CannotChunk:
                 continue  # of that name and size, but not alike
+            alike.append(offered)
     return tuple(alike)
 
 
@@ -328,12 +344,8 @@ def _offered(
     program: Program, found: Chunk, numbers: Iterator[int] | tuple[int, ...], device: DeviceSpec
 ) -> ChunkOptions:
     size = entry_size(program, found)
-    options = []
-    for slices in numbers:
-        if slices <= size:
-            chunk = msgspec.structs.replace(found, slices=slices)
-            options.append((chunk, training_chunk(program, chunk, device)))
-    return ChunkOptions(found.unit, options[0][1].deferred, tuple(options))
+    chunks = (msgspec.structs.replace(found, slices=slices) for slices in numbers if slices <= size)
+    return ChunkOptions(program, device, tuple(chunks))
 
 
 def most_bytes(program: Program, rewrite: Rewrite) -> int:

@@ -45,23 +45,26 @@ class PlanningContext:
         self._effects: dict[int, RegionProblem] = {}
         self._bounds: dict[tuple[Decision, ...], Bound] = {}
 
-    def bound_at(self, peak_bytes: int) -> float:
+    def bound_at(self, peak_bytes: int, most: float = math.inf) -> float:
         """Return the least that any plan with this peak costs, in the unit of the costs.
 
         With one offer, each of its options is a step of its own: the bound is the smallest cost of an option together
         with the recomputation that is left. With several, the offers count as free, each at its lowest peak.
+
+        Args:
+            peak_bytes: The peak.
+            most: Where the bound is at least this, return this instead. Fewer options have to be worked out then.
         """
-        steps: list[tuple[float, tuple[Decision, ...]]] = [(0.0, self._furthest)]
-        if len(self.offers) == 1:
-            options = self.offers[0].region.options[1:]
-            # The offer not taken comes first: it is an option, too, and limits which of the others have to be looked
-            # at.
-            steps = [(0.0, ()), *((one.cost, (one.decision,)) for one in options if one.decision is not None)]
-        least = math.inf
-        for cost, decisions in steps:
-            # An option that costs as much by itself cannot lower the minimum, so its step is not rewritten.
-            if cost < least:
-                least = min(least, cost + self._bound_with(decisions).at(peak_bytes))
+        if len(self.offers) != 1:
+            return min(most, self._bound_with(self._furthest).at(peak_bytes))
+        (offer,) = self.offers
+        # The offer not taken is an option, too. It comes first, and limits which of the others are looked at.
+        least = min(most, self._bound_with(()).at(peak_bytes))
+        for option, decision in zip(offer.options(), offer.decisions, strict=True):
+            # Each may take a rehearsal. Those that follow cost more, and leave no less to recompute than the last one.
+            if option.cost >= least or option.cost + self.bound.at(peak_bytes) >= least:
+                break
+            least = min(least, option.cost + self._bound_with((decision,)).at(peak_bytes))
         return least
 
     def _bound_with(self, decisions: tuple[Decision, ...]) -> Bound:

@@ -170,11 +170,14 @@ class Planner:
                 # The user's patterns name an op of the offer, or it replaces events that a known offer replaces, too.
                 if not self.step.pins.named_ops.isdisjoint(offer.ops) or not all(map(offer.goes_with, known)):
                     continue
-                kind = offer.region.kind
-                if kind not in goes:
-                    goes[kind] = self._goes_with_settled(name, offer)
-                if goes[kind]:
-                    known = (*known, offer)
+                # Its kind takes all of its options, which nobody has asked for so far.
+                if self.settled:
+                    kind = offer.region.kind
+                    if kind not in goes:
+                        goes[kind] = self._goes_with_settled(name, offer)
+                    if not goes[kind]:
+                        continue
+                known = (*known, offer)
         return known
 
     def _goes_with_settled(self, name: str, offer: Offer) -> bool:
@@ -325,7 +328,7 @@ class Planner:
         searches = [
             search
             for search in self.searches
-            if search.context is not known and search.context.bound_at(budget_bytes) < limit_ms
+            if search.context is not known and search.context.bound_at(budget_bytes, limit_ms) < limit_ms
         ]
         for search in searches:
             self._solve(search, budget_bytes)

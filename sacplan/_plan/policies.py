@@ -218,10 +218,10 @@ def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
             f"the loss would run in slices from {found.unit!r} on, where {said} pins what {op.name} makes. "
             "Leave that pattern out."
         )
-    rows = entry_size(profile.program, found.options[0][0])
+    rows = entry_size(profile.program, found.chunks[0])
     if slices > rows:
         raise PlanError(f"slices={slices}, but what enters {found.unit!r} has only {rows} rows.")
-    return structs.replace(found.options[0][0], slices=slices)
+    return structs.replace(found.chunks[0], slices=slices)
 
 
 # --- options ----------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class _Tried:
             return
         # Each number of slices is tried on the recorded step. More slices save less and less and take more
         # time, so the fewest are taken that save nearly as much as the most.
-        programs = {chunk.slices: self.profile.with_plan((chunk,)) for chunk, _ in found.options}
+        programs = {chunk.slices: self.profile.with_plan((chunk,)) for chunk in found.chunks}
         smallest = min(program.footprint.peak_bytes for program in programs.values())
         enough = smallest + _SAME * max(0, self.peak_bytes - smallest)
         slices = min(n for n, program in programs.items() if program.footprint.peak_bytes <= enough)

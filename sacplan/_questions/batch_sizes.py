@@ -251,5 +251,5 @@ def _floor_bytes(traced: Profile, may_chunk: bool) -> int:
     chunks = loss_chunks(traced.program, traced.spec) if may_chunk else ()
     if isinstance(chunks, ChunkOptions):
         # The last option has the most slices, which hold the least at once.
-        programs += [traced.with_plan((chunk,)) for chunk, _ in chunks.options[-1:]]
+        programs += [traced.with_plan((chunk,)) for chunk in chunks.chunks[-1:]]
     return min(program.liveness.floor_bytes for program in programs)

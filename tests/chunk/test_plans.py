@@ -550,7 +550,7 @@ def test_sums_in_half_precision_are_as_good_as_without_slices(make_loss: Loss) -
     profile = sacplan.profile(model, batch, make_loss, device="cpu")
     found = loss_chunks(profile.program, profile.spec)
     assert isinstance(found, ChunkOptions)
-    chunk = next(chunk for chunk, _ in found.options if chunk.slices == 64)
+    chunk = next(chunk for chunk in found.chunks if chunk.slices == 64)
     assert chunk.accumulate == "float32"
 
     exact = step(copy.deepcopy(model).double(), batch, cross_entropy)[1]["head.weight"]
@@ -565,4 +565,4 @@ def test_sums_in_float32_are_in_the_parameter_s_type() -> None:
     profile = sacplan.profile(lm(), batch_of(), cross_entropy, device="cpu")
     found = loss_chunks(profile.program, profile.spec)
     assert isinstance(found, ChunkOptions)
-    assert {chunk.accumulate for chunk, _ in found.options} == {"parameter"}
+    assert {chunk.accumulate for chunk in found.chunks} == {"parameter"}

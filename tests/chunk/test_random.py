@@ -99,7 +99,7 @@ def test_random_heads(device: str, ops: list[str], loss: str, rows: int, length:
     if not isinstance(found, ChunkOptions):
         return
     expected = gradients(model, x, loss_fn)
-    for chunk, _ in found.options[:3]:
+    for chunk in found.chunks[:3]:
         predicted = rewritten(profile.program, (chunk,), profile.spec)
         seen = trace_step(
             model, x, loss_fn, None, device, "cost-model", "fake",

@@ -8,8 +8,16 @@ import pytest
 import torch
 
 import sacplan
+from sacplan._chunk import entries, rest
+from sacplan._chunk.chunk_entry import ChunkEntry
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
+from sacplan._chunk.training_patch import Rewrite
+from sacplan._program.decisions import Chunk
+from sacplan._program.program import Program
 from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES
+from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import Uneven
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +74,25 @@ def test_the_line_is_saved_with_the_plan(profile: sacplan.Profile, tmp_path: obj
     assert sacplan.Plan.load(path).beyond == plan.beyond
     with open(path) as file:
         assert json.load(file)["provenance"].get("beyond", []) == list(plan.beyond)
+
+
+def test_slices_that_cannot_pay_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uneven layers on a CPU: two slices of the loss cost more than the recomputation that they would save."""
+    rehearsed, rehearse = [], rest._rehearsed
+
+    def noted(program: Program, entry: ChunkEntry, chunk: Chunk, device: sacplan.DeviceSpec) -> Rewrite:
+        found = rehearse(program, entry, chunk, device)  # an entry that is refused raises
+        rehearsed.append(chunk.slices)
+        return found
+
+    monkeypatch.setattr(rest, "_rehearsed", noted)
+    profile = sacplan.profile(Uneven(), torch.randn(8, 32, 32), mean_square, device="cpu")
+    floor = profile.program.liveness.floor_bytes
+    plan = sacplan.plan(profile, f"{(floor + 3 * profile.peak_bytes) // 4}B")
+    assert plan.recompute_ms
+    assert not plan.beyond
+    # One number to know at which module slices may begin, and two slices, which cost least.
+    found = loss_chunks(profile.program, profile.spec)
+    assert isinstance(found, ChunkOptions)
+    assert len(found.chunks) > 2
+    assert sorted(set(rehearsed)) == [2, entries._PROBE]
