@@ -12,7 +12,9 @@ storage, other tensor classes) go the long way.
 
 Figures are those of one trace, whose cost model may be its own. Layouts of outputs are the same in every trace with the
 same kernels and settings (``_here``), so the process keeps them: a model that is recorded again, or rehearsed in
-slices, asks no fake kernel twice.
+slices, asks no fake kernel twice. No shorter-lived value could hold them, since two calls of ``profile`` share nothing.
+So whatever a fake kernel reads, other than its arguments, has to be in ``_here`` or in the key of an op:
+``test_outputs_that_are_kept_are_those_of_the_setting_of_the_process`` goes through the settings of torch.
 """
 
 from __future__ import annotations

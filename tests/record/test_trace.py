@@ -8,6 +8,7 @@ import resource
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sacplan
 from benchmarks.harness.steps import real_step
@@ -25,6 +27,7 @@ from sacplan._record.recorder import Recorder
 from sacplan._record.seen_ops import SeenOps
 from sacplan._record.state import preserved_state
 from sacplan._record.step import Step, default_loss
+from sacplan._torch.fake_kernels import fake_kernels
 from sacplan._verify.measure import measured_step
 from sacplan.errors import SacplanWarning
 from tests.zoo.experts import MoE
@@ -489,6 +492,107 @@ def test_ops_that_are_looked_up_give_the_recording_that_they_give_without(device
     monkeypatch.setattr(Recorder, "_seen_ops", lambda self: None)
     slow = profile()
     assert quick.program == again.program == slow.program
+
+
+class Kernels(nn.Module):
+    """Ops with more kernels than one: what they return beside their result is the kernel's choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.lstm, self.linear = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = F.max_pool2d(self.norm(self.conv(x)).relu(), 2).flatten(2).transpose(1, 2)
+        x = self.linear(F.layer_norm(self.lstm(x)[0], (8,)))
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).cumsum(2).logsumexp(-1)
+
+
+@contextmanager
+def changed(get, put, value):
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+SETTINGS = {
+    "threads": lambda: changed(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
+    "default type": lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "deterministic": lambda: changed(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "float32 products": lambda: changed(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "oneDNN off": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "oneDNN deterministic": lambda: torch.backends.mkldnn.flags(enabled=True, deterministic=True),
+    "cuDNN off": lambda: torch.backends.cudnn.flags(enabled=False),
+    "cuDNN benchmark": lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True),
+    "NNPACK off": lambda: torch.backends.nnpack.flags(enabled=False),
+    "attention by products": lambda: sdpa_kernel(SDPBackend.MATH),
+    "fast path off": lambda: changed(
+        torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+    ),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "device"),
+    [
+        *((name, "cpu") for name in SETTINGS),
+        *((name, "h100") for name in ("cuDNN off", "attention by products")),
+    ],
+)
+def test_outputs_that_are_kept_are_those_of_the_setting_of_the_process(setting, device, monkeypatch):
+    """They are kept for the life of the process, so whatever a kernel of torch reads is in the key or its arguments."""
+
+    def profile():
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SacplanWarning)
+            return sacplan.profile(Kernels(), torch.rand(2, 4, 8, 8), device=device).program
+
+    monkeypatch.setattr(seen_ops, "_kept", {})
+    profile()
+    with SETTINGS[setting]():
+        kept = profile()
+        monkeypatch.setattr(seen_ops, "_kept", {})
+        assert kept == profile()
+
+
+@pytest.mark.parametrize(
+    ("setting", "read"),
+    [
+        ("threads", torch.get_num_threads),
+        ("default type", torch.get_default_dtype),
+        ("deterministic", torch.are_deterministic_algorithms_enabled),
+        ("oneDNN off", lambda: torch.backends.mkldnn.enabled),
+        ("cuDNN off", lambda: torch.backends.cudnn.enabled),
+    ],
+)
+def test_a_kernel_that_reads_a_setting_is_asked_for_each_value(setting, read):
+    asked = []
+
+    def kernel(*args, **kwargs):
+        asked.append(read())
+        return NotImplemented
+
+    def profile():
+        sacplan.profile(Then(torch.tanh), torch.rand(4, 8), lambda model, x: model(x).sum(), device="cpu")
+
+    with fake_kernels({torch.ops.aten.tanh.default: kernel}):
+        profile()
+        profile()
+        assert len(asked) == 1
+        with SETTINGS[setting]():
+            profile()
+    assert len(set(asked)) == 2
 
 
 def test_the_state_of_an_optimizer_is_made_once_for_parameters_of_one_layout(monkeypatch):
