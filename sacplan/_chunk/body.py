@@ -87,6 +87,7 @@ def stretches_patch(program: Program, decisions: Sequence[Chunk], spec: DeviceSp
 
 @derived
 def _stretches_patch(program: Program, decisions: tuple[Chunk, ...], spec: DeviceSpec) -> Patch:
+    # By where the loops run, so that what they add is numbered in the order of the step.
     placed = sorted(
         (one for decision in decisions for one in placed_stretches(program, decision)), key=lambda s: s.end
     )
@@ -98,6 +99,7 @@ def _stretches_patch(program: Program, decisions: tuple[Chunk, ...], spec: Devic
 
 def loop_bytes(program: Program, decisions: Sequence[Chunk], spec: DeviceSpec) -> list[int]:
     """Return by decision what its loop makes at its peak, beside its inputs and the buffers of its exits."""
+    # The first call of a unit stands for the others.
     placed = [next(placed_stretches(program, decision)) for decision in decisions]
     return [record.peak_bytes for record in _records(program, placed, spec)]
 
@@ -148,6 +150,7 @@ def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedSt
                 f"a stretch of unit {decision.unit!r} that ends with {decision.sites[-1]} makes what {op.name} reads "
                 "before that."
             )
+    # A plan names an exit by its position among the sites, the patch by its op.
     exits: dict[int, tuple[int, ...]] = defaultdict(tuple)
     for position, output in decision.exits:
         if position >= len(sites):
@@ -235,6 +238,7 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
         nonlocal in_slices
         in_slices = loop.run(sampled)
 
+    # First the ops are put off, which allocates the buffers of the exits. Then one run of the loop fills them.
     with rehearsal.running():
         buffers, allocations = _collected(program, stretch, loop, inputs, rehearsal)
         bases = inputs.bases.values()
@@ -242,7 +246,9 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
     # The engine then ran all ops whole. That is no error in a step, but a plan must not count on it.
     if not in_slices:
         raise PlanError(f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices.")
+    # The record serves all stretches of this kind, so it has the positions of inputs, and not their storages.
     number = {s: i for i, s in enumerate(_input_storages(program, stretch))}
+    # An op of a slice counts for all slices that it stands for.
     ops = tuple(
         msgspec.structs.replace(op, recomputable=False)
         for op in sampled.counted(piece.ops, rehearsal.n_ops - len(piece.ops))
@@ -280,6 +286,7 @@ def _peak_bytes(program: Program, loop: Piece) -> int:
     draft = PatchBuilder(program)
     known: dict[int, int] = {}
     events = draft.put(loop.events, loop.ops, _indices(draft, loop, known))
+    # Nothing is alive at first: the inputs and the buffers of the exits belong to the step around the loop.
     fold, most = Fold(program, draft.patch(), initial=()), 0
     for code, arg in events:
         fold.step(code, arg)
@@ -334,12 +341,14 @@ class _LoopRewriter:
             # A view of a buffer is made where the step makes it. All else happens in the loop.
             if flow.computes[i] or not any(flow.origin[flow.storage[t]] in buffers for t in op.inputs):
                 events[position] = ()
+        # One for each exit, in the order in which ``_collected`` met them.
         allocations = iter(record.allocations)
         for i in stretch.members:
             for output in stretch.exits.get(i, ()):
                 at = int(positions[i])
                 made = self._buffer(i, flow.outputs[i][output], exits[i, output], next(allocations))
                 events[at] = (*events[at], (_OP, made))
+        # The loop reads at the end what its ops read before, so the step may not have freed it by then.
         after = self._inputs_freed(stretch, end)
         storages = [*_input_storages(program, stretch), *exits.values()]
         events[end] = (*events[end], *self._loop(stretch, record, storages), *after)

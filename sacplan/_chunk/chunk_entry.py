@@ -92,7 +92,9 @@ class ChunkSpan:
             raise CannotChunk(
                 f"what enters {entry.unit!r} has shape {like.shape}, which has no such axis ({chunk})"
             )
+        # The dimension is (outer, size, inner) in one, of which the middle is sliced.
         size = like.shape[chunk.dim] // (chunk.outer * chunk.inner)
+        # A chunk of the rest goes on behind the module, up to the loss.
         last = scope.end_op if chunk.span != "rest" else len(program.ops)
         return ChunkSpan(
             program,

@@ -140,6 +140,8 @@ class DeferredRun:
         storage = self.program.tensors[tensor].storage
         self.tensors.given.add(storage)
         self.held[storage, index] = None
+        # A sliced output has a gradient that is sliced alike. That of a reduced one, such as a loss, each slice reads
+        # as a whole.
         window = self.expected[forward][1]
         self.tensors.lazy[tensor] = Lazy(DeferredTensor(self.region, made, window=window, data=made))
 
@@ -169,6 +171,7 @@ class DeferredRun:
             raise CannotChunk(f"{op.name} gave {len(outputs)} results instead of {len(op.outputs)}", index)
         for t, made in zip(op.outputs, outputs, strict=True):
             storage = self.program.tensors[t].storage
+            # A lazy result does not come into being here. Any other is there, as in the plain step.
             if isinstance(made, Lazy):
                 self._note_output(index, made.value)
                 self.tensors.add(t, storage, made)
@@ -183,6 +186,7 @@ class DeferredRun:
         self.ran[index] = seen
 
     def _note_output(self, index: int, value: DeferredTensor) -> None:
+        # A slice across the edge of a window runs other sizes than one inside, so sampling has to know the edges.
         if (window := value.window) is not None:
             self.sampled.windows.add((window.start, window.start + window.axis.size))
         if value.combined is not None:

@@ -50,6 +50,7 @@ def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrit
         return _rehearsed(program, entry, chunk, device)
     # Layers repeat, so the rewrite of one module serves for all that are alike.
     known = _rewrites(program, msgspec.structs.replace(chunk, unit=""), device)
+    # Tried with one of each kind so far. Where none goes over, the module is of another kind, and is rehearsed.
     for scope, rewrite in known.items():
         found = transferred(program, rewrite.patch, rewrite.deferred, scope, entry.scope)
         if found is not None:
@@ -63,6 +64,7 @@ def _check_plain(program: Program, entry: ChunkEntry, chunk: Chunk) -> None:
     if not program.on_dtensors:
         return
     scope = program.scopes[entry.scope]
+    # Backward ops follow from forward ones, so these are enough.
     for i in range(scope.first_op, scope.end_op if chunk.span != "rest" else len(program.ops)):
         op = program.ops[i]
         module = program.scopes[op.scope].fqn if op.scope >= 0 else ""

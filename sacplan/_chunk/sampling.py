@@ -33,6 +33,7 @@ class SampledSlices:
 
     def __call__(self, slices: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Yield the slices that run."""
+        # The last one is no part of any run: it may be shorter, and a loop of one slice has only that.
         *every, last = slices
         chosen: list[tuple[tuple[int, int], int]] = []
         for _, same in groupby(every, self._lengths):

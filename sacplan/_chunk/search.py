@@ -114,6 +114,7 @@ class StretchSearch:
         self._places: _PathEdges | None = None
         self._sites: dict[int, dict[int, CallSite]] = {}
         self._reached_least = False
+        # The step as it is holds some budgets, and is where ``smallest`` begins.
         self._measure(())
 
     @property
@@ -137,6 +138,7 @@ class StretchSearch:
         """Search for the least extra time within a budget; None if nothing is found that holds it."""
         if self.program.footprint.peak_bytes > budget:
             self._close_loop(budget)
+            # By its own limits, the search for the smallest peak may come upon a path that holds the budget.
             if self.best(budget) is None:
                 self.minimise()
         return self.best(budget)
@@ -189,6 +191,7 @@ class StretchSearch:
         """Replace estimates of the picked loops by what they take; return whether any was wrong."""
         wrong = False
         for pick, inside in zip(picks, loop_bytes(self.program, decisions, self.spec), strict=True):
+            # Compared first: a figure that was measured before teaches nothing.
             wrong |= pick.candidates.exact.get(pick.slices) != inside
             pick.candidates.learn(pick.slices, inside)
         return wrong
@@ -230,6 +233,7 @@ class StretchSearch:
         """Return the stretches of the cheapest path, by the estimates; None if there is no path."""
         n = self.flow.n_ops
         starts, untils, costs, slices, which = (each.tolist() for each in self._edges(budget))
+        # By start, end and cost, so that of equal paths the first is taken, whatever the order of the candidates.
         order = np.lexsort((costs, untils, starts))
         fits = (self._total <= budget).tolist()
         # The same sweep with sums: ``cost[i]`` is final when i is reached. Edges come sorted by where they
@@ -250,6 +254,7 @@ class StretchSearch:
                 edge = next(edges)
         if cost[n] == float("inf"):
             return None
+        # Back along the edges that were taken; -1 is the edge over an op that runs as it is.
         picks = []
         at = n
         while at > 0:
@@ -282,6 +287,7 @@ class StretchSearch:
         That is so for most of them if the step has its peak in one place.
         """
         places = self.places
+        # ``above[i]`` is the number of ops before i that do not fit: an edge is wanted if some lie below it.
         above = np.concatenate([[0], np.cumsum(self._total > budget)])
         wanted = (above[places.untils] > above[places.starts]) & (places.outside <= budget)
         rows: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
@@ -307,6 +313,7 @@ class StretchSearch:
     def decision(self, candidates: Candidates, end: int, slices: int) -> Chunk:
         """Return the decision of a plan for a candidate that ends with an op."""
         program, shape = self.program, candidates.shape
+        # Sites name ops that compute. Their views are found again from what they read (``_placed`` in ``body.py``).
         members = [end + i for i in shape.members if self.flow.computes[end + i]]
         scope = unit_scope(program, [program.ops[i].scope for i in members], self.pins)
         if scope not in self._sites:

@@ -153,6 +153,8 @@ class Alignment:
 
     def next(self, caller: str, place: str, description: str) -> RecordedOp | None:
         """Return the recorded op that the next op is; None if it was not recorded."""
+        # In the order of the whole call until something differs. From then on each module call is followed by itself,
+        # so that a difference in one leaves the others aligned.
         if self.difference is None:
             op = self._expected(place, description)
             if op is not None:

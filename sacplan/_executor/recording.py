@@ -14,6 +14,7 @@ class Pausable(Protocol):
     paused: bool
 
 
+# By thread: on a GPU, autograd runs a backward pass on threads of its own, where nothing records a forward pass.
 class _ThreadRecorder(threading.local):
     recorder: Pausable | None = None
 
@@ -26,9 +27,11 @@ here = _ThreadRecorder()
 def unrecorded() -> Iterator[None]:
     """Pause the recorder of this thread, for ops that are no part of a unit's forward pass."""
     recorder = here.recorder
+    # No unit's forward pass runs on this thread.
     if recorder is None:
         yield
         return
+    # It may have been paused already, and then stays so.
     paused, recorder.paused = recorder.paused, True
     try:
         yield

@@ -54,6 +54,7 @@ class SavedStorage:
 
     def __init__(self, storage: Any, awaited: set[SavedStorage]) -> None:
         self.storage = weakref.ref(storage)
+        # A set of the call keeps it alive until it has a holder.
         self._awaited = awaited
         awaited.add(self)
         self.holders: list[weakref.ref[Any]] = []
@@ -68,12 +69,14 @@ class SavedStorage:
 
     def asked(self) -> None:
         """Call those who wait for the first time that autograd asks for one of the tensors."""
+        # Emptied first, since what is called may ask for the tensor itself.
         waiting, self.on_ask = self.on_ask, []
         for one in waiting:
             one()
 
     def let_go(self, version: int) -> None:
         """Have all holders let go of their tensors whose storage still has the contents of this version."""
+        # A holder that is gone has nothing to let go of, and one that saw another version keeps its own contents.
         for ref in self.holders:
             holder: Holder | None = ref()
             if holder is not None and holder.let_go(version):

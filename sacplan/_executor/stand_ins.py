@@ -158,6 +158,7 @@ class InstalledStandIns:
 
 def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:
     """Make the module run ``stand_in``; its copies behave as the top of this file says."""
+    # On the instance, where Python looks before it asks the class, and past ``Module.__setattr__``.
     module.__dict__["forward"] = stand_in
     module.__dict__["__getstate__"] = _State(module, stand_in)
     module.__dict__["_replicate_for_data_parallel"] = _Replicate(module, stand_in)

@@ -29,4 +29,5 @@ def last_write_to(tensor: torch.Tensor) -> int:
 
 def last_write_to_storage(storage: torch.UntypedStorage) -> int:
     """Return the number of the last write to a storage; 0 if there was none."""
+    # Asked very often, and most steps have no such write: then no key is made.
     return last_writes.get(storage_key(storage), 0) if last_writes else 0

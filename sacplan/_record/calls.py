@@ -65,6 +65,7 @@ def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
             return {str(key): as_json(item) for key, item in value.items()}
         if isinstance(value, complex):
             return {"complex": [value.real, value.imag]}
+        # Types, layouts and the like come back from their names.
         for kind, name in _NAMED.items():
             if isinstance(value, kind):
                 return {name: str(value).removeprefix("torch.")}

@@ -123,6 +123,7 @@ def _with_compiled_step(kind: Any) -> type[torch.optim.Optimizer]:
                 if p.grad is None:
                     continue
                 updated.append(p)
+                # As the class does in its first step.
                 if not self.state[p]:
                     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
                     made = {name: self._new_buffer(p, name == "exp_avg") for name in names}
@@ -174,6 +175,7 @@ class CPUOffloadSizes(torch.optim.Optimizer):
         self.host_bytes = sum(self._read_bytes)
         self._small = optimizer_class(small, **kwargs) if small else None
         if self._small is not None:
+            # All state on the device is that of the small parameters.
             self.state = self._small.state
         if offload_gradients:
             for p in self._offloaded:
@@ -196,6 +198,7 @@ def _bytes_on_host(
 ) -> int:
     copy = torch.empty_like(p, requires_grad=True)
     copy.grad = torch.empty_like(copy)
+    # A step of the real class on a copy: what it keeps then is what the host keeps.
     one = make([copy], **kwargs)
     one.step()
     state = [t for _, found in _states(one) for v in found.values() for t in plain_parts(v)]

@@ -90,6 +90,7 @@ class Rehearsal:
     def given(self, tensor: int) -> torch.Tensor:
         """Return a fake tensor that stands for one of the program; it is alive before and after what runs."""
         like = self.program.tensors[tensor]
+        # To make it is no op of the step.
         with self._recorder.paused():
             made = torch.empty_strided(like.shape, like.stride, dtype=getattr(torch, like.dtype))
         self.known[self._recorder.storages.track_given(made)] = like.storage
@@ -165,6 +166,7 @@ class Rehearsal:
     ) -> list[tuple[int, int]]:
         """Put ops that were seen into a program, and return their events; new storages are added to it."""
         storage = draft.numbering(self.known, self._recorder.storages.nbytes)
+        # A plan names call sites of the model, and these ops have none, so none of them may run again.
         ops = [
             Op(
                 op.name,

@@ -187,6 +187,7 @@ def default_loss(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def _own_loss(output: Any) -> Any:
+    # Outputs of Hugging Face models have an attribute, others a key.
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
@@ -219,6 +220,7 @@ def resolve_batch(batch: Any) -> Any:
     """Return the batch; one that is given as a callable is made by calling it, of a data loader it is the largest."""
     if is_loader(batch):
         batch = LongestBatch(batch)()
+    # A mapping may be callable as well, and is a batch all the same.
     if callable(batch) and not isinstance(batch, (torch.Tensor, Mapping)):
         batch = batch()
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(_as_tree(batch))):
@@ -230,6 +232,7 @@ def resolve_batch(batch: Any) -> Any:
 
 
 def _as_tree(batch: Any) -> Any:
+    # A pytree knows ``dict``, and takes its relatives, such as ``BatchEncoding``, for leaves.
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 

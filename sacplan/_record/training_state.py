@@ -69,6 +69,7 @@ class TrainingState:
         if self._is_paused():
             return
         self.in_optimizer_step = False
+        # It may have made its state just now. Other optimizers, such as those inside of a wrapper, are not this step's.
         if any(optimizer is o for o in self._optimizers):
             self._track_state(optimizer)
 
@@ -76,6 +77,7 @@ class TrainingState:
         """Count parameters, buffers and gradients."""
         for p in model.parameters():
             self._storages.track(p, StorageKind.PARAMETER)
+            # Kept, so that no other tensor gets its identity.
             self._parameters[id(p)] = p
             if p.grad is not None:
                 self._storages.track(p.grad, StorageKind.GRADIENT)

@@ -49,6 +49,7 @@ def alive_at_peak(
     check_top(top)
     groups = peak_groups(profile, planned(profile, plan))
     rows = [(g.module, g.op, g.kind, g.recomputed, g.count, g.each_bytes, g.n_bytes) for g in groups[:top]]
+    # One row for all that is not shown, so that the bytes still sum up to the peak.
     rest = groups[top:] if top is not None else []
     if rest:
         n_bytes = sum(g.n_bytes for g in rest)

@@ -62,8 +62,10 @@ def distinct_curves(profile: Profile, most: int | None = 8) -> list[Curve]:
     for fqn, tradeoff in profile.tradeoffs.items():
         # Modules that can discard nothing have no curve.
         if tradeoff.points:
+            # Layers of one model are alike, and are drawn once.
             shape = tuple((p.discard_ratio, p.recompute_ms) for p in tradeoff.points)
             alike[pattern_of(fqn), tradeoff.saved_bytes, shape].append(tradeoff)
+    # By what all of them keep together.
     chosen = sorted(alike.values(), key=lambda same: -len(same) * same[0].saved_bytes)[:most]
     return [_curve(same, profile.fingerprint.model_class) for same in chosen]
 

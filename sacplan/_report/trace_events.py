@@ -163,6 +163,7 @@ def _module_slices(program: Program, timeline: Timeline, model: str) -> Iterator
             name = phase if scope == ROOT_SCOPE else program.scopes[scope].fqn or model
             stack.append(part)
             yield {"ph": "B", "name": name, "cat": phase, **common, "ts": stamps[i]}
+    # What is still open ends with the last op.
     for _ in stack:
         yield {"ph": "E", **common, "ts": stamps[-1]}
 
@@ -174,6 +175,7 @@ def _scopes(program: Program, op: int) -> list[int]:
 
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    # A kind that is never alive would be a band of height 0.
     kinds = [kind for kind in STACK if timeline.kind_bytes[:, kind].any()]
     rows = timeline.kind_bytes[:, kinds].tolist()
     names = [STACK[kind] for kind in kinds]

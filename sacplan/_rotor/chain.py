@@ -82,6 +82,7 @@ class Chain:
     backward_extra_bytes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        # The class is frozen; fields get their types once, before anybody reads them.
         for field in _LENGTHS:
             convert = _times if field.endswith("_ms") else _whole_bytes
             object.__setattr__(self, field, convert(field, getattr(self, field)))
@@ -136,6 +137,7 @@ class Chain:
         """
 
         def rounded(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            # In integers and rounded up: a slot too few would let a sequence go over the budget.
             return tuple(min(-(-size * slots // budget_bytes), slots + 1) for size in sizes)
 
         own = self.sizes()

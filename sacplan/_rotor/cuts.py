@@ -101,6 +101,7 @@ def coarser(cuts: ForwardCuts, most: int) -> ForwardCuts:
     count = len(cuts.boundary)
     if count <= most:
         return cuts
+    # Rounded down one by one, so that lengths differ by at most one. The loss stays a stage by itself.
     ends = [(part + 1) * count // most for part in range(most)]
     ops = [
         tuple(op for stage in cuts.ops[start:end] for op in stage)
@@ -201,6 +202,7 @@ class _Lives:
         initial = frozenset(self.program.initial)
 
         def add(to: list[int], after: int, until: int, what: int) -> None:
+            # It crosses from behind the op that makes it to in front of its last reader.
             if until > after:
                 to[after + 1] += what
                 to[until + 1] -= what
@@ -243,6 +245,7 @@ def _no_cut(
         if forward[p - 1] in inside and forward[p] in inside and crossing[p] > 0
     ]
     if positions:
+        # The nearest to a cut, and of equals the one in the middle.
         p = min(positions, key=lambda p: (crossing[p] + blocked[p], abs(2 * p - len(forward))))
         names = []
         for s in lives.across(p)[:3]:

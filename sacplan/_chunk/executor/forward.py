@@ -121,11 +121,13 @@ class ChunkedForward(StandIn):
             args, kwargs = tree_unflatten(inputs, spec)
             with _replaced(places, given):
                 out = self.call_original(*args, **kwargs)
+        # The loss follows, which is computed of lazy outputs.
         if self.decision.span == "rest":
             return out
         results, spec = tree_flatten(out)
         lazies = [x for x in results if isinstance(x, Lazy)]
         whole = self.decision.span == "backward"
+        # The region ends here: one loop makes all outputs, and what is no lazy tensor stays as it is.
         made = iter(leave(start, leaves[at], lazies, whole=whole) if lazies else ())
         return tree_unflatten([next(made) if isinstance(x, Lazy) else x for x in results], spec)
 

@@ -84,6 +84,7 @@ class _Frame:
         """Return the site of the next op, if it is one of a stretch."""
         assert self._outer is not None
         self._calls = module_calls(self._outer, self._calls)
+        # Places are told by the module calls around an op, which are read from Python's stack.
         around = [(frame, self._names[id(m)]) for frame, m in self._calls.items() if id(m) in self._names]
         self._here = self._places.at(around)
         recorded = self._alignment.next(self._places.caller, self._here, description)
@@ -119,6 +120,7 @@ class _Frame:
         """Compute deferred ops without slices, since an op that runs now (None: the call ends) needs them."""
         with nullcontext() if description is None else _as_outside():
             stretch.run_whole()
+        # Its other ops would wait for what is there already, so they run as they are.
         self._given_up.update(i for i, one in self.open.items() if one is stretch)
         self._note(description, "none that touches what was put off")
 
@@ -168,6 +170,7 @@ class StretchMode(Watching):
                 return run_composite(func, *args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         name = str(func)
+        # Views have no site of their own. One of what is put off is put off as well.
         site = self._locate(name, tensors) if is_computation(name) else None
         if is_alias(name):
             stretch = self._stretch_with(tensors)

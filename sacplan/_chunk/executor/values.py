@@ -47,6 +47,7 @@ class Window(NamedTuple):
 
     def clip(self, start: int, stop: int) -> tuple[int, int]:
         """Return the part of the slice [``start``, ``stop``) of the region that it has, in the tensor's own indices."""
+        # In the tensor's own indices, cut off where it ends. A slice that misses it is empty.
         size = self.axis.size
         return max(0, min(size, start - self.start)), max(0, min(size, stop - self.start))
 
@@ -115,6 +116,7 @@ class SlicedRegion:
         choose: Choose | None = None,
     ) -> None:
         self.size = size
+        # Rounded up, so there may be fewer slices than asked for.
         self.length = max(1, -(-size // slices))
         self.accumulate = accumulate
         self.tally = Tally()
@@ -130,6 +132,7 @@ class SlicedRegion:
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """Yield begin and end of each slice that runs."""
+        # A step runs all of them. A rehearsal runs a few, each in the place of others that are alike (``sampling.py``).
         starts = range(0, self.size, self.length)
         every = [(start, min(self.size, start + self.length)) for start in starts]
         yield from every if self._choose is None else self._choose(every)
@@ -143,6 +146,7 @@ class SlicedRegion:
 
     def note_scalar(self, value: DeferredTensor) -> None:
         """Note a scalar that a loop computes along if anybody still refers to it."""
+        # Weakly: what code has dropped is not computed.
         self._pending.append(weakref.ref(value))
 
     def remove_hooks(self) -> None:
@@ -217,6 +221,7 @@ class DeferredTensor:
     @property
     def free(self) -> bool:
         """Whether it does not depend on the slices."""
+        # Without a node it is computed, or the region begins with it. Neither depends on a slice.
         return self.window is None and (self.node is None or self.node.stage is Stage.FREE)
 
     @property
@@ -242,6 +247,7 @@ class DeferredTensor:
 
     def settle(self, data: torch.Tensor) -> None:
         """Keep the computed tensor, and let go of the op that makes it."""
+        # With the op goes what it reads, unless something else refers to that.
         self.data, self.node, self.source = data, None, None
 
 
@@ -257,12 +263,14 @@ class Held:
     def checked(self, func: Any) -> torch.Tensor:
         """Return the tensor, or raise ``ChunkError`` if it was changed or freed since."""
         t = self.tensor
+        # The plain step has read it by now, so to change it is no error there. Here the change would be in the result.
         if version_of(t) != self.version:
             raise ChunkError(
                 f"{func} runs in slices when its result is needed, but a tensor of shape {tuple(t.shape)} that it "
                 "reads was changed in place since. Read results, such as logits, before optimizer.step() changes the "
                 "weights; or leave this chunk out of the plan."
             )
+        # Parameters are freed by resizing their storage to nothing, which no version shows.
         if t.numel() and not t.untyped_storage().nbytes():
             raise ChunkError(
                 f"{func} runs in slices when its result is needed, but the memory of a tensor of shape "
@@ -305,6 +313,7 @@ class DeferredOp:
     ) -> None:
         self.number = next(DeferredOp._numbers)
         self.func, self.args, self.kwargs = func, args, kwargs
+        # Leaves, since lists among the arguments hold tensors as well, as those of ``cat`` do.
         self.inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (DeferredTensor, Held))]
         self.stage, self.rule, self.cut, self.move = stage, rule, cut, move
         self.outputs: list[weakref.ref[DeferredTensor]] = []
