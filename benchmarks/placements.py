@@ -29,7 +29,6 @@ from benchmarks.harness.results import MIB, Row, write_results
 from benchmarks.models.cases import fused_adamw
 from sacplan._placing.shardings import searched
 from sacplan._plan.meshes import Spread, spreads
-from sacplan._ranks.shards import parameters_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
 
@@ -139,11 +138,10 @@ def limits_of(named: Sequence[Spread], smallest: int) -> list[int]:
 
 def looked(profile: sacplan.Profile, mesh: Mesh) -> Iterator[Row]:
     """Yield a row for each limit."""
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     named = list(spreads(profile, mesh))
-    least = Spread("search", profile, searched(profile, parameters, mesh, 1).sharding)
+    least = Spread("search", profile, searched(profile, mesh, 1).sharding)
     for limit in limits_of(named, least.profile.peak_bytes):
-        found, seconds = timed(lambda limit=limit: searched(profile, parameters, mesh, limit))
+        found, seconds = timed(lambda limit=limit: searched(profile, mesh, limit))
         way = Spread("search", profile, found.sharding)
         row = row_of(way, named, limit) | {"seconds": seconds, "plan": best_plan(profile, mesh, limit)}
         yield row | {"is_best": is_best(row)} | described(way.sharding)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from sacplan._profile.profile import Profile
 from sacplan._program.elements import pattern_of
 from sacplan._program.program import ROOT_SCOPE, Phase, Program, StorageKind
 from sacplan._ranks.shards import Parameter
@@ -23,34 +24,36 @@ from sacplan.errors import PlanError
 _WHOLE = (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
 
 
-def with_data_parallel(
-    sharding: Sharding,
-    axis: str,
-    program: Program,
-    parameters: Sequence[Parameter],
-    rows: int,
-    *,
-    cut_parameters: bool,
-) -> Sharding:
+def rows_of(profile: Profile) -> int:
+    """Return the number of samples in the batch: dimension 0 of its first tensor that has dimensions.
+
+    Raises:
+        PlanError: no tensor of the batch has a dimension.
+    """
+    for _, shape, _ in profile.fingerprint.batch:
+        if shape:
+            return int(shape[0])
+    raise PlanError("the batch has no tensor with a dimension, so it cannot be spread over ranks.")
+
+
+def with_data_parallel(sharding: Sharding, axis: str, profile: Profile, *, cut_parameters: bool) -> Sharding:
     """Return a sharding with the batch cut along one more of its axes.
 
     Args:
         sharding: has parameters replicated on the axis, and places that leave it open.
         axis: its name.
-        program: the step of the whole model.
-        parameters: of the model.
-        rows: size of the batch: dimension 0 of its tensors.
+        profile: of the whole model.
         cut_parameters: they are cut, too: ``"fsdp"``.
 
     Raises:
         PlanError: the ranks of the axis do not divide the batch.
     """
-    mesh = sharding.mesh
+    mesh, rows = sharding.mesh, rows_of(profile)
     at = mesh.names.index(axis)
     homes = dict(sharding.homes)
     if cut_parameters:
-        homes = _cut_homes(sharding, at, parameters)
-    return Sharding(mesh, homes, _with_entries(sharding, at, _entries(program, rows), rows))
+        homes = _cut_homes(sharding, at, profile.parameters)
+    return Sharding(mesh, homes, _with_entries(sharding, at, _entries(profile.recorded, rows), rows))
 
 
 def _cut_homes(sharding: Sharding, at: int, parameters: Sequence[Parameter]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Shardings of a step on a mesh, as a plan asks for them: the fastest one under a limit, and tensor parallelism.
 
-    found = searched(profile, parameters, mesh, limit=40 * 2**30)
+    found = searched(profile, mesh, limit=40 * 2**30)
     profile.on_ranks(Ranks.spread(found.sharding))
 
 The search goes by its own cost model (``evaluation.py``). The program of one rank has the exact time and peak;
@@ -10,7 +10,6 @@ recomputation and chunks are planned there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import structs
@@ -35,22 +34,21 @@ class Sought(NamedTuple):
     limited: bool
 
 
-def searched(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, limit: float = 0) -> Sought:
+def searched(profile: Profile, mesh: Mesh, limit: float = 0) -> Sought:
     """Return the fastest sharding whose peak on a rank, before recomputation, is at most ``limit`` bytes.
 
     Args:
         profile: of the whole model on one device.
-        parameters: of the model.
         mesh: the ranks.
         limit: 0: none. Where no sharding keeps it, the one with the smallest peak is returned: recomputation may help.
     """
-    search = _search(profile, parameters, mesh)
+    search = _search(profile, mesh)
     # No sharding keeps the limit: the plan may still, by recomputation.
     found = search.cheapest(limit or math.inf) or search.smallest
     return Sought(sharding_of(search.evaluation, found.choice), found.limited)
 
 
-def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh) -> Sought:
+def tensor_parallel(profile: Profile, mesh: Mesh) -> Sought:
     """Return the fastest tensor parallelism on the last axis, which has the fastest links. Other axes are left open.
 
     Raises:
@@ -59,7 +57,7 @@ def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mes
     name, ranks = mesh.axes[-1]
     # On a mesh of this axis alone. The other axes are added below: ``R`` for parameters, ``*`` (any) for
     # inputs.
-    search = _search(profile, parameters, Mesh(((name, ranks),)), ("megatron",))
+    search = _search(profile, Mesh(((name, ranks),)), ("megatron",))
     found = search.cheapest() or search.smallest
     alone = sharding_of(search.evaluation, found.choice)
     # Nothing is cut: on this axis all ranks would do the same.
@@ -77,11 +75,9 @@ def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mes
     return Sought(Sharding(mesh, homes, tuple(places)), found.limited)
 
 
-def _search(
-    profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, roles: tuple[str, ...] = ()
-) -> ShardingSearch:
+def _search(profile: Profile, mesh: Mesh, roles: tuple[str, ...] = ()) -> ShardingSearch:
     """Return the search for a mesh; it is kept with the recording, so that later limits use what it has found."""
-    return _recorded_search(profile.recorded, tuple(parameters), mesh, profile.spec, roles)
+    return _recorded_search(profile.recorded, profile.parameters, mesh, profile.spec, roles)
 
 
 @derived

@@ -35,7 +35,6 @@ from sacplan._plan.request import Outcome, Request
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes, is_share
 from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
 from sacplan._techniques import TECHNIQUES
@@ -77,18 +76,6 @@ class Spread:
         if self.limited:
             named = named.with_limit("the search for a sharding")
         return structs.replace(plan, provenance=named)
-
-
-def rows_of(profile: Profile) -> int:
-    """Return the number of samples in the batch: dimension 0 of its first tensor that has dimensions.
-
-    Raises:
-        PlanError: No tensor of the batch has a dimension.
-    """
-    for _, shape, _ in profile.fingerprint.batch:
-        if shape:
-            return int(shape[0])
-    raise PlanError("the batch has no tensor with a dimension, so it cannot be spread over ranks.")
 
 
 def devices_of(text: str, profile: Profile) -> int:
@@ -160,13 +147,12 @@ def spreads(
     Raises:
         PlanError: The step cannot be spread over this mesh in any of the ways. It says why for each.
     """
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     # Each sharding is made in the loop below, where an error becomes the reason why its way is left out.
     makers: list[tuple[str, Callable[[], Sought]]] = [
-        (name, functools.partial(named_sharding, profile, parameters, mesh, name))
+        (name, functools.partial(named_sharding, profile, mesh, name))
         for name in (_names(mesh) if names is None else names)
     ]
-    makers += [("search", functools.partial(searched, profile, parameters, mesh, limit)) for limit in limits]
+    makers += [("search", functools.partial(searched, profile, mesh, limit)) for limit in limits]
     # Several ways are often refused for one reason, which the error then gives once.
     refused: dict[str, list[str]] = {}  # by reason
     seen, is_any = set[str](), False
@@ -221,7 +207,7 @@ def described_name(name: str, mesh: Mesh) -> str:
     return f"{name} ({', '.join(parts)})"
 
 
-def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, name: str) -> Sought:
+def named_sharding(profile: Profile, mesh: Mesh, name: str) -> Sought:
     """Return a sharding by its name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, or ``"fsdp + megatron"`` and its like.
 
     Raises:
@@ -234,15 +220,13 @@ def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh
         )
     found, limited, axes = Sharding(mesh), False, mesh.names
     if _TENSOR in words:
-        found, limited = tensor_parallel(profile, parameters, mesh)
+        found, limited = tensor_parallel(profile, mesh)
         axes = axes[:-1]
     # The other axes are for data parallelism. Beside ``megatron`` alone it is that of ``ddp``, in which every rank has
     # all parameters.
     data = words[0] if words[0] != _TENSOR else "ddp"
     for axis in axes:
-        found = with_data_parallel(
-            found, axis, profile.recorded, parameters, rows_of(profile), cut_parameters=data == "fsdp"
-        )
+        found = with_data_parallel(found, axis, profile, cut_parameters=data == "fsdp")
     return Sought(found, limited)
 
 
@@ -257,8 +241,7 @@ def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
         raise PlanError(
             f"mesh {mesh!r} stands for several meshes; name the axes, such as {{'dp': 4, 'tp': 2}}."
         )
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    sharding, limited = named_sharding(profile, parameters, meshes[0], name)
+    sharding, limited = named_sharding(profile, meshes[0], name)
     if not _is_spread(sharding):
         raise PlanError(
             f"{name!r} spreads nothing of this step over mesh {meshes[0]}: no op that takes parameters can be cut along"

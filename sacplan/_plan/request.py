@@ -111,10 +111,10 @@ class Request:
             tries.append(Try(found, budget_bytes, peak_bytes, needs))
         least = min(tries, key=lambda one: one.needs)
         # Segments are looked at only where the tensors fit. If they do not, there was one try.
-        if least.peak_bytes > room.n_bytes:
-            error = infeasible(profile, asked, room.n_bytes)
-        else:
+        if least.peak_bytes <= room.n_bytes:
             error = segments_do_not_fit(profile, least, room)
+        else:
+            error = infeasible(profile, asked, room.n_bytes)
         return Outcome(profile, None, error.smallest_feasible_bytes, error)
 
     def smallest_plan(self, profile: Profile, *, without_rotor: bool = False) -> Plan:

@@ -32,6 +32,7 @@ from sacplan._program.liveness import Footprint
 from sacplan._program.notebook import Section, as_html
 from sacplan._program.program import Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, Ranks
+from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan._record.step import (
     Mode,
 )
@@ -113,6 +114,15 @@ class Profile:
         # Ranks first: workspaces are added where the first product runs in the rank's own program.
         program = self.ranks.program(self.recorded, self.fingerprint.local_parameters, self.spec)
         return program.with_(library_workspaces(program, self.spec))
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of the whole model, with their storages in the recorded step.
+
+        Raises:
+            TraceError: parameters share storages without being the same parameter.
+        """
+        return parameters_of(self.recorded, self.fingerprint.parameters)
 
     @property
     def device(self) -> str:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
+from sacplan._placing.data_parallel import rows_of
 from sacplan._plan.limits import limit_of_device
-from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, rows_of, spreads, tried
+from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, spreads, tried
 from sacplan._plan.request import Outcome, Request
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile

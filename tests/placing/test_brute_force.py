@@ -19,7 +19,6 @@ from sacplan._placing.search import ShardingSearch
 from sacplan._profile.profile import Profile
 from sacplan._program.calls import call_with
 from sacplan._program.program import Event, Op, Phase
-from sacplan._ranks.shards import parameters_of
 from sacplan._shard.costs import Costs
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Placement
@@ -285,10 +284,9 @@ def prices(
 
 
 def check(profile: Profile, ranks: int, limits: int, every: int = 1) -> None:
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     search = ShardingSearch(
         profile.recorded,
-        parameters,
+        profile.parameters,
         Mesh.of(ranks),
         profile.spec,
         options=Milp(gap=0.0, work_limit=100_000_000),

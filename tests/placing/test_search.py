@@ -17,7 +17,6 @@ from sacplan._placing.search import ShardingSearch, ShardingSolution
 from sacplan._placing.shardings import searched, tensor_parallel
 from sacplan._profile.profile import Profile
 from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.shards import parameters_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.places import matches
 from sacplan._shard.sharding import Sharding
@@ -51,8 +50,7 @@ def stack(layers: int, rows: int = 8) -> Profile:
 
 def search(profile: Profile, mesh: dict[str, int], **allowed: str) -> ShardingSearch:
     roles = {axis: ROLES[role] for axis, role in allowed.items()}
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    return ShardingSearch(profile.recorded, parameters, Mesh.of(mesh), profile.spec, roles, OPTIONS)
+    return ShardingSearch(profile.recorded, profile.parameters, Mesh.of(mesh), profile.spec, roles, OPTIONS)
 
 
 def fastest(profile: Profile, mesh: dict[str, int], **allowed: str) -> tuple[Sharding, ShardingSolution]:
@@ -157,12 +155,11 @@ def test_tensor_parallelism_keeps_the_batch_whole() -> None:
 
 def test_tensor_parallelism_leaves_other_axes_open() -> None:
     profile = stack(2)
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    found = tensor_parallel(profile, parameters, Mesh.of({"dp": 2, "tp": 4})).sharding
+    found = tensor_parallel(profile, Mesh.of({"dp": 2, "tp": 4})).sharding
     assert all(home.startswith("R,S") for home in found.homes.values())
     assert {name for name, shape, _ in profile.fingerprint.parameters if len(shape) > 1} == {
         p.name
-        for p in parameters
+        for p in profile.parameters
         if any(matches(pattern, p.name) for pattern in found.homes) and len(p.shape) > 1
     }
     assert all(text.startswith("*,") for place in found.places for text in place.inputs)
@@ -171,11 +168,10 @@ def test_tensor_parallelism_leaves_other_axes_open() -> None:
 
 def test_a_limit_that_nothing_keeps_gives_the_smallest() -> None:
     profile = stack(2)
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    found = ShardingSearch(profile.recorded, parameters, Mesh.of(4), profile.spec)
+    found = ShardingSearch(profile.recorded, profile.parameters, Mesh.of(4), profile.spec)
     smallest = sharding_of(found.evaluation, found.smallest.choice)
-    assert searched(profile, parameters, Mesh.of(4), 1).sharding == smallest
-    assert searched(profile, parameters, Mesh.of(4)).sharding == fastest(profile, {"ranks": 4})[0]
+    assert searched(profile, Mesh.of(4), 1).sharding == smallest
+    assert searched(profile, Mesh.of(4)).sharding == fastest(profile, {"ranks": 4})[0]
 
 
 def test_nothing_is_worse_than_what_people_name() -> None:

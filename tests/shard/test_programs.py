@@ -21,7 +21,6 @@ from sacplan._plan.meshes import named_sharding
 from sacplan._profile.tracing import trace_step
 from sacplan._program.program import Program
 from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.shards import parameters_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.process_groups import pretended_ranks
 from sacplan._shard.sharding import Sharding
@@ -144,8 +143,7 @@ def check(model: str, optimizer: str, device: str, sharding: Sharding) -> None:
 def named(model: str, optimizer: str, device: str, name: str) -> Sharding:
     _, profile = step(model, optimizer, device)
     axes, policy = NAMED[name]
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    return named_sharding(profile, parameters, Mesh.of(axes), policy).sharding
+    return named_sharding(profile, Mesh.of(axes), policy).sharding
 
 
 def with_dropout() -> Made:
@@ -208,9 +206,8 @@ def test_shardings_that_are_found_take_what_is_predicted(
     model: str, share: float, axes: dict[str, int]
 ) -> None:
     _, profile = step(model, "foreach", "h100")
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     try:
-        found = searched(profile, parameters, Mesh.of(axes), int(share * profile.peak_bytes)).sharding
+        found = searched(profile, Mesh.of(axes), int(share * profile.peak_bytes)).sharding
     except sacplan.PlanError as error:
         pytest.skip(str(error))
     check(model, "foreach", "h100", found)

@@ -9,15 +9,13 @@ from collections.abc import Mapping
 import sacplan
 from sacplan._placing.answer import sharding_of
 from sacplan._placing.search import ShardingSearch
-from sacplan._ranks.shards import parameters_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
 
 
 def drawn_sharding(profile: sacplan.Profile, axes: Mapping[str, int], share: float, seed: int) -> Sharding:
     """Any strategies for a share of all ops and parameters; the others are replicated, or follow."""
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    evaluation = ShardingSearch(profile.recorded, parameters, Mesh.of(axes), profile.spec).evaluation
+    evaluation = ShardingSearch(profile.recorded, profile.parameters, Mesh.of(axes), profile.spec).evaluation
     choice, rng = evaluation.replicated(), random.Random(seed)
     for c in range(len(evaluation.graph.classes)):
         if rng.random() >= share:
