@@ -397,15 +397,15 @@ class Planner:
         """
         for one in self._ladder:
             best, known = min(one.own, key=smallest_bytes), math.inf
-            # ``minimise`` stops at the first solver that larger regions do not help. The others may go lower at once.
-            for solver in one._solvers(best) if best.context.offers else ():
-                best.minimise((solver,), budget_bytes)
             # Each round may lower it by a few bytes only, so it has to be worth the next one.
             while best.context.offers and budget_bytes < smallest_bytes(best) <= _WORTH_ASKING * known:
                 if _cheapest(self.searches, budget_bytes) is not None:
                     break  # another planner's plan holds the budget
                 known = smallest_bytes(best)
-                one._solve(best, known - 1)
+                # ``minimise`` stops at the first solver that larger regions do not help. The others may go lower.
+                for solver in one._solvers(best):
+                    best.minimise((solver,), budget_bytes)
+                one._solve(best, max(budget_bytes, smallest_bytes(best) - 1))
         self._ask_last(self.nearest, budget_bytes)
 
     def _ask_last(self, best: PlanSearch, budget_bytes: int) -> None:
