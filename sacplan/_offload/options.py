@@ -164,6 +164,10 @@ class Offloads:
                 prompt = self._option(unit, region, base, members, gone, patch, chosen, latest)
                 if prompt.signature != lazy.signature:
                     yield prompt
+            # For the smallest peak, copies come back no earlier than they must, though computation waits for them.
+            if kept:
+                every, last = tuple(sorted(kept)), self._stops[-1]
+                yield self._option(unit, region, base, members, gone, patch, every, last, early=False)
 
     def _bases(self, region: Region, inside: frozenset[int]) -> Iterator[tuple[Option, tuple[int, ...]]]:
         """Yield some options to recompute, with those of their members that the unit runs."""
@@ -248,13 +252,15 @@ class Offloads:
         patch: Patch,
         chosen: tuple[int, ...],
         latest: int,
+        *,
+        early: bool = True,
     ) -> Option:
         program = self.program
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
         sent = {s: op for s in chosen if (op := seen_at(program, unit, s)) is not None}
         let_go, late_out = self._let_go(chosen, copies, sent, latest)
         needed = self._needed(chosen, gone, patch)
-        fetch, late_back = self._fetch(needed, copies, sent)
+        fetch, late_back = (self._fetch if early else self._fetch_last)(needed, copies, sent)
         moves, anchors = [], []
         for s in sorted(chosen, key=needed.__getitem__):
             at = fetch[s]
@@ -349,6 +355,22 @@ class Offloads:
                 late = max(late, there - begins)
             else:
                 found[s] = at
+        return found, late
+
+    def _fetch_last(
+        self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int]
+    ) -> tuple[dict[int, int | None], float]:
+        """Return the same if each copy back begins at the last anchor before its tensor is needed."""
+        found: dict[int, int | None] = {}
+        free, late = 0.0, 0.0
+        for s in sorted(needed, key=needed.__getitem__):
+            at = bisect_left(self._anchor_at, needed[s]) - 1
+            # An op that runs before the one at which the tensor is sent cannot know of it.
+            usable = at >= 0 and self._anchor_op[at] >= sent[s]
+            found[s] = at if usable else None
+            there = self._time_at(needed[s])
+            free = max(free, self._time_at(self._anchor_at[at]) if usable else there) + copies[s]
+            late = max(late, free - there)
         return found, late
 
     def _needed(self, chosen: Sequence[int], gone: frozenset[int], patch: Patch) -> dict[int, int]:
