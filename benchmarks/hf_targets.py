@@ -257,9 +257,9 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
     lines += [f"{describe(about['machine'])}; {about['date']}.", "", _COLUMNS]
     heads = ("model type", "class", "configuration", "reads", "loss")
     lines += [*markdown_head(heads), *(markdown_line(_cells(o)) for o in done)]
-    lines += ["", "## No step", "", "With the error of the default configuration.", ""]
-    lines += [*markdown_head(("model type", "why"))]
-    lines += [markdown_line((f"`{o.model_type}`", escaped(o.reason))) for o in rest]
+    lines += ["", "## No step", "", "Why, and the error of the default configuration.", ""]
+    lines += [*markdown_head(("model type", "why", "error"))]
+    lines += [markdown_line((f"`{o.model_type}`", why(o.reason), escaped(o.reason))) for o in rest]
     lines += [
         "",
         "## Parts of others",
@@ -268,6 +268,44 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
     ]
     lines += ["", ", ".join(f"`{name}`" for name in about["parts"]) + "."]
     return "\n".join(lines) + "\n"
+
+
+_WHY = (
+    (r"requires the (\S+) library", r"needs the library \1, which was not installed"),
+    (
+        r"DataDependentError",
+        "a size depends on the values of its input, which a step without data does not have",
+    ),
+    (
+        r"none of the arguments of its forward|no batch could be made",
+        "sacplan has no rule that makes its input",
+    ),
+    (r"Training is not implemented", "the library does not train it"),
+    (
+        r"missing \d+ required positional|All labels must be",
+        "sacplan has no rule that makes one of its inputs",
+    ),
+    (r"^not done after|^the process|exit code", "it took too long, or too much memory, for this table"),
+    (
+        r"NoneType|has no attribute|needs to be specified|KeyError|'bool' object|validation|cannot be read|not set",
+        "its default configuration leaves out or contradicts what the model needs",
+    ),
+    (
+        r"must match|same reduction dim|invalid for input|do not match|to have \d+ channels|expects? |expected |unpack"
+        r"|doesn't match|cat expects|is different than|Multiple valid|multiple of|multiply to|placeholder|batch_size"
+        r"|both input_ids|are wrong|should not be zero|negative dimension",
+        "parts of its default configuration do not agree in size, or sacplan has no rule for the layout of its input",
+    ),
+)
+"""What errors say of a model type, and the same in words. The first that matches counts."""
+
+
+def why(reason: str) -> str:
+    """Say in words why a model type has no step."""
+    for said, words in _WHY:
+        if found := re.search(said, reason):
+            return found.expand(words)
+    return "its default configuration does not run"
 
 
 def _cells(o: Outcome) -> list[str]:

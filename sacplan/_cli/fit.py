@@ -70,6 +70,7 @@ def fit(
     """
     import sacplan
     from sacplan._cli.answers import fit_answer
+    from sacplan._cli.hf import positions
     from sacplan._program.progress import stages_go_to
     from sacplan._questions.on_ranks import read_devices
 
@@ -111,7 +112,7 @@ def fit(
             accumulation_steps=grad_accum or 1,
             routing=routing or "balanced",
             # No sequence beyond the model's positions is tried: it could not run.
-            longest=None if seq is None else _positions(loaded.model),
+            longest=None if seq is None else positions(loaded.model),
             name=_named(target, hf),
             sizes=sizes,
             on_verdict=lambda verdict: known.append(verdict.sentence),
@@ -141,12 +142,6 @@ def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: i
         return tensor.new_zeros(shape)
 
     return {name: resized(tensor) for name, tensor in make_batch(batch).items()}
-
-
-def _positions(model: Any) -> int | None:
-    """Return for how many tokens a model of transformers has positions; None if it does not say."""
-    found: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return found
 
 
 def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> str:

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import inspect
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from sacplan._cli.hf_batches import (
     has_own_loss,
     make,
     reads_tokens,
+    text_config,
 )
 from sacplan._cli.lora import adapted
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
@@ -89,7 +91,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     config = _config(name, asked.fetch)
     dtype = getattr(torch, str(options.dtype))
     # The text configuration of a model with several parts is an object of its own, with its own flag.
-    cached = [c for c in (config, config.get_text_config()) if getattr(c, "use_cache", False)]
+    cached = [c for c in (config, text_config(config)) if getattr(c, "use_cache", False)]
     for part in cached:
         part.use_cache = False  # useless in training, and the outputs would keep the cache alive
     # Most such models shift the labels to the right to get the decoder's input, and raise without a first
@@ -307,24 +309,31 @@ def _seq(name: str, model: Any, asked: int | None) -> int:
     # Errors for what was asked for alone: the default length is cut to what there is.
     if asked is not None and not reads_tokens(type(model)):
         raise TargetError(f"{name} reads {_read_by(type(model))}; --seq is for models that read tokens.")
-    limit = _positions(model)
+    limit = positions(model)
     if asked is not None and limit is not None and asked > limit:
         raise TargetError(f"--seq {asked}: {name} has positions for {limit} tokens.")
     default = int(HF_DEFAULTS.seq or 0)
+    # Axial positions are a grid that a sequence fills in training (Reformer).
+    if first_of(model.config, "axial_pos_embds"):
+        default = limit = math.prod(model.config.axial_pos_shape)
     return asked if asked is not None else min(default, limit or default)
 
 
-def _positions(model: Any) -> int | None:
+def positions(model: Any) -> int | None:
     """Return for how many tokens there are positions, or None where any length runs."""
-    stated = first_of(model.config.get_text_config(), "max_position_embeddings", "max_target_positions")
-    # RoBERTa and its kin count positions from behind the padding's own row: of 514, 512 are left.
+    stated = first_of(text_config(model.config), "max_position_embeddings", "max_target_positions")
+    # RoBERTa, ProphetNet and their kin count positions from behind the padding's own row: of 514, 512 are left.
     counted = [
-        positions.num_embeddings - owner.padding_idx - 1
-        for owner in model.modules()
-        if isinstance(getattr(owner, "padding_idx", None), int)
-        and isinstance(positions := getattr(owner, "position_embeddings", None), torch.nn.Embedding)
+        part.num_embeddings - part.padding_idx - 1
+        for name, part in model.named_modules()
+        if name.rpartition(".")[2] == "position_embeddings"
+        and isinstance(part, torch.nn.Embedding)
+        and part.padding_idx is not None
     ]
-    return min((n for n in (stated, *counted) if n is not None), default=None)
+    # ProphetNet predicts n-grams, and its last positions are those of the tokens ahead.
+    ahead = (first_of(model.config, "ngram") or 1) - 1
+    found = min((n for n in (stated, *counted) if n is not None), default=None)
+    return None if found is None else found - ahead
 
 
 def _read_by(model_class: type[Any]) -> str:

@@ -16,7 +16,7 @@ import inspect
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sacplan._record.step import call_model
+from sacplan.integrations.peft import without_a_log
 
 InputShapes = Mapping[str, int]
 """The number of the layout of each argument that has several; see ``LAYOUTS``."""
@@ -109,7 +110,7 @@ class BatchInputs:
         self.model, self.config, self.sizes = model, config, sizes
         self.name = type(model).__name__
         self.parameters = inspect.signature(model.forward).parameters
-        self.text = config.get_text_config()
+        self.text = text_config(config)
         self.vocab = first_of(self.text, "vocab_size", "n_vocab") or _VOCABULARY
         self.length = sizes.tokens
         self.rows = sizes.rows
@@ -178,7 +179,20 @@ class BatchInputs:
         size = size or first_of(backbone, "image_size", "img_size")
         size = size or self.sizes.pixels
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        # Squares of patches are shuffled into one feature (Idefics 3): a side is a multiple of theirs.
+        shuffled = first_of(self.config, "scale_factor", "pixel_shuffle_factor")
+        patch = first_of(vision, "patch_size")
+        if vision is not self.config and isinstance(shuffled, int) and isinstance(patch, int):
+            height, width = (
+                max(1, side // (patch * shuffled)) * patch * shuffled for side in (height, width)
+            )
         return channels if isinstance(channels, int) else 3, height, width
+
+    def samples(self) -> int:
+        """Return the samples of a sound: as many as fill whole tokens, where the configuration says what one takes."""
+        unit = first_of(self.part("audio_config"), "samples_per_token")
+        unit = unit if isinstance(unit, int) else 1
+        return max(1, self.sizes.samples // unit) * unit
 
     def images(self) -> torch.Tensor:
         return self.floats(self.rows, *self.image_shape())
@@ -209,6 +223,14 @@ _NOT_TEXT = (
     "past_values",
     "grid_thw",
 )
+
+
+def text_config(config: Any) -> Any:
+    """Return the configuration of the text that a model reads, or writes if it has one for either (MusicGen)."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # ambiguous, says transformers
+        return config.get_text_config(decoder=True)
 
 
 def first_of(config: Any, *names: str) -> Any:
@@ -255,9 +277,20 @@ def _pixel_values(i: BatchInputs, name: str = "pixel_values") -> torch.Tensor:
     if i.parameters.keys() & _PLACES_OF_PATCHES or i.layout_of(name) == _PATCHES_BY_ROW:
         return i.floats(i.rows, i.patches() ** 2, channels * vision.patch_size**2)
     frames = first_of(i.config, "num_frames") or 2
-    # One image for each row, without and with a dimension for their number; the frames of a video; two images.
-    between: tuple[tuple[int, ...], ...] = ((), (1,), (frames,), (2,))
+    # One image for each row, without and with a dimension for their number; the frames of a video; several images.
+    between: tuple[tuple[int, ...], ...] = ((), (1,), (frames,), (_tiles(i, height, width),))
     return i.floats(i.rows, *between[i.layout_of(name)], channels, height, width)
+
+
+def _tiles(i: BatchInputs, height: int, width: int) -> int:
+    """Return how many images one is cut into: a small one, and tiles of the size that suits it best (LLaVA-NeXT)."""
+    grids = first_of(i.config, "image_grid_pinpoints")
+    if not grids:
+        return 2
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    tiles: int = image_size_to_num_patches((height, width), grids, i.part("vision_config").image_size)
+    return tiles
 
 
 _PATCHES_BY_ROW = 4
@@ -271,6 +304,19 @@ def _patches_of_a_tower(i: BatchInputs) -> torch.Tensor | None:
     if not i.requires("hidden_states") or "grid_thw" not in i.parameters:
         return None
     return _pixel_values(i, "hidden_states")
+
+
+def _pixel_mask(i: BatchInputs) -> torch.Tensor | None:
+    """Return which patches are there, or which pixels of images."""
+    if "spatial_shapes" in i.parameters:
+        return i.ones(i.rows, i.patches() ** 2)
+    images = _pixel_values(i)
+    owner = _maker_of_features(i.model, "image")
+    reads = {} if owner is None else inspect.signature(type(owner).get_image_features).parameters
+    mask = reads.get("pixel_attention_mask")
+    # Of several images in a row, some may be padding; of one, only where the model insists.
+    needed = images.dim() == 5 or (mask is not None and mask.default is inspect.Parameter.empty)
+    return i.ones(*images.shape[:-3], *images.shape[-2:]) if needed else None
 
 
 def _places_of_patches(i: BatchInputs) -> torch.Tensor:
@@ -290,8 +336,8 @@ def _spectrogram_shape(i: BatchInputs) -> tuple[int, ...]:
         (i.rows, mels, frames),
         (i.rows, frames, mels),
         (i.rows, 1, frames, mels),
-        (i.rows, i.sizes.samples),
-        (i.rows, 1, i.sizes.samples),
+        (i.rows, i.samples()),
+        (i.rows, 1, i.samples()),
         # Frames that were stacked before: as wide as the first layer reads. Some read more bands, and do not
         # say how many.
         (i.rows, frames, _width_of_first_layer(i.model) or mels),
@@ -343,8 +389,8 @@ def _waves(i: BatchInputs) -> torch.Tensor:
     audio = i.part("audio_config")
     mels = first_of(audio, "num_mel_bins", "feature_size") or i.sizes.mels
     shapes = (
-        (i.rows, i.sizes.samples),
-        (i.rows, 1, i.sizes.samples),
+        (i.rows, i.samples()),
+        (i.rows, 1, i.samples()),
         (i.rows, first_of(audio, "max_length") or i.sizes.frames, mels),
         (i.rows, mels, i.sizes.frames),
     )
@@ -403,17 +449,25 @@ INPUTS: dict[str, Callable[[BatchInputs], Any]] = {
     "spatial_shapes": lambda i: i.rows_of(i.patches(), i.patches()),
     "pixel_position_ids": _places_of_patches,
     "image_position_ids": _places_of_patches,
-    "pixel_attention_mask": lambda i: (
-        i.ones(i.rows, i.patches() ** 2) if "spatial_shapes" in i.parameters else None
-    ),
+    "pixel_attention_mask": _pixel_mask,
     "image_sizes": lambda i: None if i.layout_of("image_sizes") else i.rows_of(*i.image_shape()[1:]),
     "input_points": lambda i: i.shares(i.rows, 1, 2, 2) * i.sizes.pixels,
     "input_labels": lambda i: i.ones(i.rows, 1, 2),
     "decoder_input_ids": lambda i: i.tokens(),
-    "qformer_input_ids": lambda i: i.tokens(),
+    "qformer_input_ids": lambda i: i.tokens(
+        min(i.length, first_of(i.part("qformer_config"), "max_position_embeddings") or i.length)
+    ),
     "input_features_mask": _audio_mask,
     "feature_attention_mask": _audio_mask,
     "pixel_values_videos": _videos,
+    "prompt_pixel_values": lambda i: i.images(),
+    "prompt_masks": lambda i: i.images(),
+    # Episodes of a decision transformer.
+    "states": lambda i: i.floats(i.rows, _EPISODE, i.config.state_dim),
+    "actions": lambda i: i.floats(i.rows, _EPISODE, i.config.act_dim) if "states" in i.parameters else None,
+    "rewards": lambda i: i.floats(i.rows, _EPISODE, 1),
+    "returns_to_go": lambda i: i.floats(i.rows, _EPISODE, 1),
+    "timesteps": lambda i: i.integers(0, _EPISODE, i.rows, _EPISODE) if "states" in i.parameters else None,
     "visual_feats": lambda i: i.floats(i.rows, 10, i.config.visual_feat_dim),
     "visual_pos": lambda i: i.shares(i.rows, 10, 4),
     "past_values": lambda i: i.shares(i.rows, *_series(i, past=True)),
@@ -426,6 +480,8 @@ INPUTS: dict[str, Callable[[BatchInputs], Any]] = {
     "return_loss": lambda i: True,
 }
 """Arguments of forward by name, and how to make each. One that returns None is left out."""
+
+_EPISODE = 20
 
 LAYOUTS: dict[str, int] = {
     "pixel_values": 5, "hidden_states": 4, "input_features": 7, "input_values": 4, "image_sizes": 2,
@@ -473,10 +529,11 @@ def make_batch(inputs: BatchInputs, *, labels: bool = True) -> dict[str, Any]:
             batch[name] = made
     # Placeholders last, since counting features runs a part of the model on the other arguments.
     if "input_ids" in batch:
-        if "pixel_values" in batch:
-            _place(inputs, batch, "image")
-        if "input_features" in batch or "input_values" in batch:
-            _place(inputs, batch, "audio")
+        sounds = "input_features" in batch or "input_values" in batch
+        kinds = [
+            kind for kind, is_there in (("image", "pixel_values" in batch), ("audio", sounds)) if is_there
+        ]
+        _place(inputs, batch, kinds)
     if made_labels is not None:
         # Labels of a language model have the length of its tokens, which placeholders may have changed.
         same = "input_ids" in batch and _are_tokens(made_labels) and "TokenClass" not in inputs.name
@@ -500,43 +557,57 @@ def _are_tokens(labels: Any) -> bool:
     return isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point()
 
 
-def _place(inputs: BatchInputs, batch: dict[str, Any], kind: str) -> None:
+def _place(inputs: BatchInputs, batch: dict[str, Any], kinds: Sequence[str]) -> None:
     """Put one placeholder token into each row for every feature that the model makes of an image or a sound.
 
-    ``kind`` is ``"image"`` or ``"audio"``. A model without such a token or such features is left alone.
+    ``kinds`` are of ``"image"`` and ``"audio"``. A model without such a token or such features is left alone.
     """
-    owner = _maker_of_features(inputs.model, kind)
-    if owner is None:
+    tokens = {kind: token for kind in kinds if (token := _placeholder(inputs, batch, kind)) is not None}
+    if not tokens:
         return
-    token = first_of(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
-    # A model around a model, such as ColPali, has the token in the configuration of the inner one.
-    if token is None:
-        token = first_of(getattr(owner, "config", None), f"{kind}_token_id", f"{kind}_token_index")
-    if token is None:
-        return
-    features_of = getattr(type(owner), f"get_{kind}_features")
-    accepted = inspect.signature(features_of).parameters
-    given = {k: v for k, v in batch.items() if k in accepted}
-    # Counted once: batches of other sizes have as many in each row.
-    if kind not in inputs.features:
-        made = inputs.run(owner, given, lambda model, given: _number_of(features_of(model, **given)))
-        inputs.features[kind] = made // inputs.rows
     # The row is made longer if it has no room for the placeholders and some text.
-    count = inputs.features[kind]
+    count = sum(inputs.features[kind] for kind in tokens)
     inputs.length = max(inputs.sizes.tokens, count + _TEXT_BESIDES)
     batch["input_ids"] = ids = inputs.tokens()
-    # Some text comes before the placeholders, the rest behind them.
-    ids[:, 4 : 4 + count] = token
+    # Some text comes before the placeholders, and between those of an image and a sound; the rest behind them.
+    begin = _TEXT_BEFORE
+    # Text has none of them, by chance either: as many as there are features are accepted.
+    text = next(other for other in range(len(tokens) + 1) if other not in tokens.values())
+    ids[torch.isin(ids, ids.new_tensor(list(tokens.values())))] = text
+    for kind, token in tokens.items():
+        ids[:, begin : begin + inputs.features[kind]] = token
+        begin += inputs.features[kind] + _TEXT_BEFORE
     if "attention_mask" in batch:
         batch["attention_mask"] = torch.ones_like(ids)
     # Some forwards are also told which tokens are placeholders.
     if "mm_token_type_ids" in inputs.parameters:
-        batch["mm_token_type_ids"] = (ids == token).long()
-    if "token_type_ids" in inputs.parameters and kind == "image":
-        batch["token_type_ids"] = (ids == token).long()
+        batch["mm_token_type_ids"] = sum((ids == token).long() for token in tokens.values())
+    if "token_type_ids" in inputs.parameters and "image" in tokens:
+        batch["token_type_ids"] = (ids == tokens["image"]).long()
 
 
-def _maker_of_features(model: torch.nn.Module, kind: str) -> torch.nn.Module | None:
+def _placeholder(inputs: BatchInputs, batch: Mapping[str, Any], kind: str) -> int | None:
+    """Return the token that stands for a feature, and count the features; None if the model has none."""
+    owner = _maker_of_features(inputs.model, kind)
+    if owner is None:
+        return None
+    token: int | None = first_of(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
+    # A model around a model, such as ColPali, has the token in the configuration of the inner one.
+    if token is None:
+        token = first_of(getattr(owner, "config", None), f"{kind}_token_id", f"{kind}_token_index")
+    if token is None:
+        return None
+    # Counted once: batches of other sizes have as many in each row.
+    if kind not in inputs.features:
+        features_of = getattr(type(owner), f"get_{kind}_features")
+        accepted = inspect.signature(features_of).parameters
+        given = {k: v for k, v in batch.items() if k in accepted}
+        made = inputs.run(owner, given, lambda model, given: _number_of(features_of(model, **given)))
+        inputs.features[kind] = made // inputs.rows
+    return token
+
+
+def _maker_of_features(model: torch.nn.Module, kind: str) -> Any:
     """Return the module that makes features of images or sounds: the model, or a model inside of it (ColPali)."""
     return next((part for part in model.modules() if hasattr(type(part), f"get_{kind}_features")), None)
 
@@ -548,8 +619,8 @@ def _number_of(features: Any) -> int:
     return sum(f.numel() // f.shape[-1] for f in features if isinstance(f, torch.Tensor))
 
 
-_TEXT_BESIDES = 16
-"""The least number of tokens of text beside the placeholders."""
+_TEXT_BESIDES, _TEXT_BEFORE = 16, 4
+"""The least number of tokens of text beside the placeholders, and of those before them."""
 
 
 def without_data(
@@ -563,7 +634,8 @@ def without_data(
     def watched(model: torch.nn.Module, arguments: Any) -> Any:
         seen.append(call(model, arguments))
 
-    with warnings.catch_warnings():
+    # torch logs what its fake kernels refuse, such as a layout that the model does not read.
+    with warnings.catch_warnings(), without_a_log("torch._subclasses.fake_tensor"):
         warnings.simplefilter("ignore")  # the profile reports what it assumes
         # Any GPU: to learn the workspaces of kernels on a CPU, ops would run on real tensors of these sizes.
         sacplan.profile(model, dict(arguments), watched, mode="inference", device="h100")

@@ -358,16 +358,19 @@ def _decide_filled(
 
 
 def _decide_comparison(
-    same: bool, infinite: bool, values: KnownValues, args: Any, kwargs: Any, out: Any
+    same: bool, other: bool, values: KnownValues, args: Any, kwargs: Any, out: Any
 ) -> tuple[Any, str]:
-    """Compare finite floats: ``x op x`` is ``same``, ``x op inf`` is ``infinite``."""
+    """Compare finite floats other than zero: ``x op x`` is ``same``, ``x op inf`` and ``x op 0`` are ``other``."""
     # Any other comparison depends on the values, and has no rule.
     left, right = args[0], args[1]
     is_infinite = isinstance(right, float) and math.isinf(right)
-    if not left.dtype.is_floating_point or not (right is left or is_infinite):
+    # Models look for padding so, which is zeros.
+    is_zero = isinstance(right, (int, float)) and right == 0
+    if not left.dtype.is_floating_point or not (right is left or is_infinite or is_zero):
         return None, ""
     with no_dispatch():
-        return (torch.full(out.shape, same if right is left else infinite, dtype=torch.bool),), "finite"
+        found = torch.full(out.shape, same if right is left else other, dtype=torch.bool)
+    return (found,), "not zero" if is_zero else "finite"
 
 
 @assume(aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims)
@@ -384,13 +387,13 @@ def _decide_not_finite(values: KnownValues, args: Any, kwargs: Any, out: Any) ->
         return (torch.zeros(out.shape, dtype=torch.bool),), "finite"
 
 
-for _op, _same, _infinite in (
+for _op, _same, _other in (
     (aten.eq.Tensor, True, False),
     (aten.ne.Tensor, False, True),
     (aten.eq.Scalar, True, False),
     (aten.ne.Scalar, False, True),
 ):
-    assume[_op] = functools.partial(_decide_comparison, _same, _infinite)
+    assume[_op] = functools.partial(_decide_comparison, _same, _other)
 for _op, _position, _fill in (
     (aten.zeros_like.default, 0, 0),
     (aten.ones_like.default, 0, 1),

@@ -36,6 +36,7 @@ DESCRIPTIONS = {
     "worst": "what is chosen by score (topk, argmax, multinomial) is the same candidates everywhere",
     "in order": "what is sorted by a value that is not known is taken to be in order already",
     "even spread": "random numbers are spread evenly over their range",
+    "not zero": "a float that is not known is not zero: there is no padding",
     "finite": "floats are taken to be finite",
     "all elements": "a mask that is not known is true everywhere, and selects every element (an upper bound)",
     "checks pass": "a check (an assert, or an if that only raises) of values that are not known passes",

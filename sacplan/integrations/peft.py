@@ -146,7 +146,8 @@ _BITSANDBYTES = "bitsandbytes.backends.cpu.ops"
 
 
 @contextlib.contextmanager
-def _without_a_log(name: str) -> Iterator[None]:
+def without_a_log(name: str) -> Iterator[None]:
+    """Silence a logger."""
     logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True
     try:
@@ -162,7 +163,7 @@ def library(name: str) -> Any:
         TraceError: it is not installed.
     """
     try:
-        with _without_a_log(_BITSANDBYTES):
+        with without_a_log(_BITSANDBYTES):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:  # it is here, and something that it needs is not

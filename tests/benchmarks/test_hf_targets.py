@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks import hf_targets
-from benchmarks.hf_targets import Outcome, outcome_of, page, read, shallow
+from benchmarks.hf_targets import Outcome, outcome_of, page, read, shallow, why
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
@@ -48,6 +48,16 @@ def test_what_has_no_step_says_why() -> None:
     assert "none of the arguments of its forward is known" in found.reason
     assert "bark" in page({"machine": {"machine": "x", "cores": 1, "threads": 1, "torch": "2"}, "date": "-",
                            "model_types": 3, "parts": ["a"]}, [found])  # fmt: skip
+
+
+def test_what_has_no_step_says_why_in_words() -> None:
+    _, found = read()
+    said = {why(o.reason) for o in found if not o.profiled}
+    assert "its default configuration does not run" not in said  # which says nothing of the reason
+    assert (
+        why("ImportError: A requires the timm library but it")
+        == "needs the library timm, which was not installed"
+    )
 
 
 def test_layers_that_are_alike_are_left_out() -> None:

@@ -360,6 +360,7 @@ RULED = {
     "randperm": (lambda x: sorted(torch.randperm(5).tolist()), [0, 1, 2, 3, 4], "even spread"),
     "uniform_": (lambda x: torch.empty([]).uniform_(2, 4).item(), 3.0, "even spread"),
     "finite": (lambda x: bool(torch.isfinite(x * x).all()), True, "finite"),
+    "no padding": (lambda x: bool((x * x == 0.0).any()), False, "not zero"),
     "nan": (lambda x: bool(torch.isnan(x * x).any()), False, "finite"),
     "mask": (lambda x: tuple(x[x > 0].shape), (32,), "all elements"),
     "where": (lambda x: len(torch.where(x > 0)[0]), 32, "all elements"),
