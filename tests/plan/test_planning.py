@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import sacplan
+from sacplan._plan.request import Request
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
@@ -36,6 +37,18 @@ def test_budgets_are_gib_text_or_shares(profile: sacplan.Profile) -> None:
 def test_same_input_same_plan(profile: sacplan.Profile) -> None:
     fresh = dataclasses.replace(profile)  # nothing cached
     assert sacplan.plan(fresh, "70%") == sacplan.plan(profile, "70%")
+
+
+def test_a_candidate_knows_the_step_with_its_decisions() -> None:
+    """Also where some decisions are settled, and the others are about the step with these."""
+    with torch.device("meta"):
+        model = LM(layers=2, dim=32, vocab=64)
+    profile = sacplan.profile(model, tokens(8, 64, 64), loss_fn=cross_entropy, device="h100")
+    planner = Request(solver="greedy", techniques=("recompute", "chunk")).planner(profile)
+    planner.smallest(0)
+    assert any(search.settled for search in planner.searches)
+    for one in (each for search in planner.searches for each in search.tried.values()):
+        assert one.program.footprint == one.footprint == profile.footprint(one.decisions)
 
 
 def test_units_list_what_they_keep_and_discard(profile: sacplan.Profile) -> None:

@@ -547,6 +547,16 @@ def test_what_fully_shard_does_not_take(arguments: dict[str, Any], message: str)
         ).ranks()
 
 
+@pytest.mark.parametrize("more", [{"mp_policy": usual()}, {"ignored_params": ("head.weight",)}])
+def test_arguments_that_are_not_given_stay(more: dict[str, Any]) -> None:
+    given = {"fsdp_units": UNITS, "mesh": {"replicate": 2, "shard": 4}, **more}
+    now = AskedRanks(**given).ranks()
+    assert AskedRanks().changing(now) is now
+    kept = AskedRanks(reshard_after_forward=False).changing(now)
+    assert kept == AskedRanks(**given, reshard_after_forward=False).ranks()
+    assert AskedRanks(reshard_after_forward=2).changing(kept).options.replicas == 2
+
+
 def test_integers_are_no_type_to_compute_in() -> None:
     with pytest.raises(TraceError, match=r"param_dtype is 'int8'; give a floating-point type"):
         MixedPrecision.of(policy(param_dtype=torch.int8))
