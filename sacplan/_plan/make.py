@@ -35,7 +35,7 @@ from sacplan._techniques import DEFAULT_TECHNIQUES, by_technique, rewritten
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """Who makes a plan, and what was asked for. Together with the profile this is its ``Provenance``.
+    """The solver or policy that makes a plan, and what it was asked for; with the profile, the plan's ``Provenance``.
 
     Attributes:
         solver: Name of the solver or policy.
