@@ -337,7 +337,13 @@ class _Effects:
         of_option = (pattern, option.technique, where)
         known = self.known.effects
         if of_option not in known:
-            known[of_option] = self._local_effect(region, option, events)
+            parts = TECHNIQUES[option.technique].parts(self.program, region, option)
+            if len(parts) > 1:
+                known[of_option] = _sum_of(
+                    [self._local_effect_of(pattern, region, part, events) for part in parts]
+                )
+            else:
+                known[of_option] = self._local_effect(region, option, events)
         return known[of_option]
 
     def _events_for(self, region: Region) -> list[tuple[int, int, int]]:
@@ -412,7 +418,7 @@ class _Effects:
                     else:  # an op that the rewrite adds: it runs again before the recorded one
                         most = max(most, planned.noted)
             after.append(planned.live - plain.live)
-            during.append(noted - plain.noted)
+            during.append(noted - plain.noted if code == _OP else after[-1])
             # Counted from what the plain step has alive before the event, to which ``_spread`` adds it.
             if most:
                 again.append((k, most - before))
@@ -472,6 +478,18 @@ class _Effects:
                 row[interval] = max(
                     row[interval], liveness.before_event[where[k]] + n_bytes - self.base[interval]
                 )
+
+
+def _sum_of(effects: Sequence[_LocalEffect]) -> _LocalEffect:
+    """Return the effect of all of these together, which change the lives of different storages."""
+    after, during = (np.sum([getattr(e, name) for e in effects], axis=0) for name in ("after", "during"))
+    # While ops of one of them run again, what the others have changed up to that event is there, too.
+    again = [
+        (k, n_bytes + int(after[k - 1] - effect.after[k - 1]) if k else n_bytes)
+        for effect in effects
+        for k, n_bytes in effect.again
+    ]
+    return _LocalEffect(after, during, tuple(sorted(again)))
 
 
 def _undominated(

@@ -10,6 +10,7 @@ from sacplan._program.decisions import Decision, Recompute, as_decisions, discar
 from sacplan._program.derived import derived
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._ranks.unit_limits import narrowed
+from sacplan._recompute.parts import parts
 from sacplan._recompute.regions import Regions
 from sacplan._recompute.rewrite import recompute, recompute_ops
 from sacplan._technique.regions import Option, Region, outermost, units_of
@@ -37,6 +38,10 @@ class Recomputation(Technique):
         """Return the patch that discards the option's ops in the region's unit."""
         discarded = dict.fromkeys(region.ops(option), 1)
         return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())))
+
+    def parts(self, program: Program, region: Region, option: Option) -> Sequence[Option]:
+        """Return the groups of ops that do not touch each other."""
+        return parts(program, region, option)
 
     def decisions(
         self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None

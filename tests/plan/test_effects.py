@@ -14,12 +14,13 @@ from torch import nn
 
 import sacplan
 from sacplan._plan.context import PlanningContext
-from sacplan._plan.effects import RegionProblem, _Effects
+from sacplan._plan.effects import RegionProblem, _Effects, _Events, _sum_of
 from sacplan._program.decisions import discarded_by
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.rewrite import recompute_ops, recomputed
+from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._techniques import decisions_of
+from sacplan._techniques import TECHNIQUES, decisions_of
 from tests.zoo.experts import Experts
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import Shared
@@ -69,6 +70,43 @@ def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
         assert effects.problem.peak(choice) == run.peak_bytes
         cost = sum(effects.problem.choices[i].costs[o] for i, o in choice.items())
         assert run.recompute_ms == pytest.approx(cost)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_effects_of_parts_add_up_to_that_of_the_whole_option(name: str) -> None:
+    step = PlanStep(program_of(name))
+    several = 0
+    for size in PlanningContext(step).sizes:
+        regions = TECHNIQUES["recompute"].regions(step, size)
+        effects = _Effects(step.program, regions)
+        for region in regions:
+            events = _Events(step.program, region, effects._events_for(region))
+            for option in region.options[1:]:
+                parts = TECHNIQUES["recompute"].parts(step.program, region, option)
+                assert sorted(m for part in parts for m in part.members) == sorted(option.members)
+                several += len(parts) > 1
+                whole = effects._local_effect(region, option, events)
+                found = _sum_of([effects._local_effect(region, part, events) for part in parts])
+                assert np.array_equal(found.after, whole.after)
+                assert np.array_equal(found.during, whole.during)
+                assert found.again == whole.again
+    assert several or name == "plain"
+
+
+def test_parts_are_folded_once_for_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    folded: list[int] = []
+    fold = _Effects._local_effect
+
+    def counted(self: _Effects, region: Region, option: Option, own: _Events) -> Any:
+        folded.append(len(option.members))
+        return fold(self, region, option, own)
+
+    monkeypatch.setattr(_Effects, "_local_effect", counted)
+    context = PlanningContext(PlanStep(_language_model().program))
+    joined = context.effects(5)
+    of_options = sum(len(option.members) for region in joined.regions for option in region.options)
+    # Options drop ops of several layers; most folds are of a part of one of them.
+    assert sum(folded) < of_options / 3
 
 
 @pytest.mark.parametrize("name", PROFILES)
