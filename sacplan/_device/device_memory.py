@@ -56,6 +56,12 @@ _STAYS = (
 )
 
 
+# Plain integers, since a play asks at every event.
+_OP = int(Event.OP)
+_HOLDS = frozenset(map(int, (Event.ALLOC, Event.PACK, Event.UNPACK)))
+_LETS_GO = frozenset(map(int, (Event.FREE, Event.RELEASE, Event.DROP)))
+
+
 class AllocatorPeaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The peaks that torch's allocator reports, in bytes.
 
@@ -292,11 +298,11 @@ class _Reader:
 
     def step(self, code: int, arg: int) -> None:
         """Go on by one event."""
-        if code == Event.OP:
+        if code == _OP:
             self._run(arg)
-        elif code in (Event.ALLOC, Event.PACK, Event.UNPACK):
+        elif code in _HOLDS:
             self._hold(self.program.storage_of(code, arg))
-        elif code in (Event.FREE, Event.RELEASE, Event.DROP):
+        elif code in _LETS_GO:
             self._release(self.program.storage_of(code, arg))
 
     def _run(self, index: int) -> None:

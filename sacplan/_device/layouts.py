@@ -75,6 +75,9 @@ _IN_CPP = (
 )
 
 
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
 def _in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
     return run_in_cpp(mode, func, args, kwargs)
 
@@ -91,7 +94,8 @@ def _kernel(rule: Rule) -> FakeKernel:
 def shared_kernels() -> dict[Any, FakeKernel]:
     """Return the fake kernels for every device, by op."""
     structured: dict[Any, FakeKernel] = dict.fromkeys(_IN_CPP, _in_cpp)
-    return structured | {op: _kernel(rule) for op, rule in on_all_devices.items()}
+    views: dict[Any, FakeKernel] = dict.fromkeys(_VIEWS, _view)
+    return structured | views | {op: _kernel(rule) for op, rule in on_all_devices.items()}
 
 
 @functools.cache
@@ -107,7 +111,7 @@ def elementwise_kernels() -> dict[Any, FakeKernel]:
     for op in elementwise_ops():
         if is_structured(op):
             found[op] = _elementwise_in_cpp
-        elif op not in (*_IN_CPP, *on_all_devices, *on_cpu, aten.clone.default):
+        elif op not in (*_IN_CPP, *_VIEWS, *on_all_devices, *on_cpu, aten.clone.default):
             found[op] = _kernel_where_a_size_is_one
     return found
 
@@ -154,7 +158,7 @@ def rule_of(func: Any) -> str | None:
     tables: dict[str, Any] = {
         "CPU": on_cpu,
         "all devices": on_all_devices,
-        "C++": _IN_CPP,
+        "C++": (*_IN_CPP, *_VIEWS),
         "sizes of 1": elementwise_kernels(),
     }
     return next((name for name, ops in tables.items() if func in ops), None)
@@ -210,10 +214,9 @@ def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -
 # --- views: TensorUtils.cpp, computeStride -------------------------------------------------------------------
 
 
-@on_all_devices(aten.view.default, aten._unsafe_view.default)
-def _strides_where_sizes_are_one(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    """Kernels recognize channels last by these strides."""
-    return viewed(mode, a["self"], own.shape) if 1 in own.shape else own
+def _view(mode: FakeTensorMode, _: Any, tensor: torch.Tensor, size: Sequence[int]) -> Any:
+    """Kernels recognize channels last by these strides. Torch's own formula takes far longer, too."""
+    return viewed(mode, tensor, size)
 
 
 # --- factories: TensorFactories.cpp, empty_like ----------------------------------------------------------------
