@@ -71,7 +71,7 @@ class ChunkOptions:
 
     @property
     def ops(self) -> frozenset[int]:
-        """Those that no longer run where they ran, forward and backward, however many slices there are."""
+        """The ops that no longer run where they ran, forward and backward, however many slices there are."""
         return self.rewrite(self.chunks[0]).deferred
 
     def rewrite(self, chunk: Chunk) -> Rewrite:

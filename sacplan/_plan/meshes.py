@@ -78,7 +78,7 @@ class Spread:
         return structs.replace(plan, provenance=named)
 
 
-def devices_of(text: str, profile: Profile) -> int:
+def devices_of(text: str, spec: DeviceSpec) -> int:
     """Return the number in ``"8xh100"``.
 
     Raises:
@@ -86,22 +86,22 @@ def devices_of(text: str, profile: Profile) -> int:
     """
     found = re.fullmatch(r"(\d+)\s*x\s*(\S+)", text.strip())
     if found is None:
-        raise PlanError(f"{text!r} cannot be read as a number of devices; give '8x{profile.device}', or 8.")
+        raise PlanError(f"{text!r} cannot be read as a number of devices; give '8x{spec.name}', or 8.")
     # The name of a device may have several words; the first one is compared.
-    if found[2] != profile.device.split()[0]:
+    if found[2] != spec.name.split()[0]:
         raise PlanError(
-            f"{text!r} is of {found[2]}, and the profile is of a step on {profile.device}: make a profile with "
-            f"device={found[2]!r}, or give '{found[1]}x{profile.device.split()[0]}'."
+            f"{text!r} is of {found[2]}, and the profile is of a step on {spec.name}: make a profile with "
+            f"device={found[2]!r}, or give '{found[1]}x{spec.name.split()[0]}'."
         )
     return int(found[1])
 
 
-def resolve_mesh(mesh: Any, profile: Profile) -> tuple[Mesh, ...]:
+def resolve_mesh(mesh: Any, spec: DeviceSpec) -> tuple[Mesh, ...]:
     """Return the meshes that the user means: one, or all meshes of a number of devices.
 
     Args:
         mesh: Sizes by axis, ``{"dp": 2, "tp": 4}``. ``8`` or ``"8xh100"`` stands for all meshes of eight devices.
-        profile: The profile of the whole model.
+        spec: The device that the profile is of.
 
     Raises:
         PlanError: ``mesh`` is none of these, or names another device than the profile's.
@@ -109,11 +109,11 @@ def resolve_mesh(mesh: Any, profile: Profile) -> tuple[Mesh, ...]:
     if isinstance(mesh, str):
         if "x" not in mesh:
             raise PlanError(
-                f"mesh {mesh!r} cannot be read; give '8x{profile.device}', 8, or {{'dp': 2, 'tp': 4}}."
+                f"mesh {mesh!r} cannot be read; give '8x{spec.name}', 8, or {{'dp': 2, 'tp': 4}}."
             )
-        mesh = devices_of(mesh, profile)
+        mesh = devices_of(mesh, spec)
     if isinstance(mesh, int) and not isinstance(mesh, bool) and mesh > 1:
-        return meshes_of(mesh, profile.spec)
+        return meshes_of(mesh, spec)
     return (Mesh.of(mesh),)
 
 
@@ -236,7 +236,7 @@ def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
     Raises:
         PlanError: As for ``named_sharding``; or ``mesh`` stands for several meshes; or nothing would be spread.
     """
-    meshes = resolve_mesh(mesh, profile)
+    meshes = resolve_mesh(mesh, profile.spec)
     if len(meshes) != 1:
         raise PlanError(
             f"mesh {mesh!r} stands for several meshes; name the axes, such as {{'dp': 4, 'tp': 2}}."
@@ -369,7 +369,7 @@ def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
         )
     # Only ``"best"`` is several solvers, of which one is quick. Another solver is asked for every sharding.
     quick = replace(request, solver="greedy") if request.solver == "best" else request
-    meshes, shared = resolve_mesh(mesh, profile), is_share(request.limit.budget)
+    meshes, shared = resolve_mesh(mesh, profile.spec), is_share(request.limit.budget)
     ways: list[Spread] = []
     refused: list[str] = []
     for each in meshes:

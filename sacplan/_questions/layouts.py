@@ -218,7 +218,11 @@ def layouts(
         number, _, device = map(str.strip, devices.partition("x"))
         devices = number if device else devices
     of_profile = isinstance(devices, str) and "x" in devices and isinstance(model, Profile)
-    n = devices_of(str(devices), model) if of_profile and isinstance(model, Profile) else _number(devices)
+    n = (
+        devices_of(str(devices), model.spec)
+        if of_profile and isinstance(model, Profile)
+        else _number(devices)
+    )
     with reported(progress, "layouts") as step:
         whole = (
             model
@@ -238,7 +242,7 @@ def layouts(
 
         if n == 1:
             add(Layout.of(whole, request.outcome(whole)))
-        for mesh in resolve_mesh(n, whole) if n > 1 else ():
+        for mesh in resolve_mesh(n, whole.spec) if n > 1 else ():
             try:
                 # The search is asked twice: for the fastest sharding (0: no limit), and under this peak.
                 limits = (0, limit.room(whole.spec, mesh.communicators).n_bytes) if search else ()

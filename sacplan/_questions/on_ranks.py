@@ -202,7 +202,7 @@ class RankRows:
         """Yield the meshes with an axis for tensor parallelism; without one, DDP and FSDP2 do the same."""
         asked = next(iter(self.steps))
         whole = self.completed(self.recorded(self.batch * self.devices, {}), asked)
-        for mesh in resolve_mesh(self.devices, whole):
+        for mesh in resolve_mesh(self.devices, whole.spec):
             if "tp" not in mesh.names:
                 continue
             try:
