@@ -214,7 +214,7 @@ def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -
 # --- views: TensorUtils.cpp, computeStride -------------------------------------------------------------------
 
 
-def _view(mode: FakeTensorMode, _: Any, tensor: torch.Tensor, size: Sequence[int]) -> Any:
+def _view(mode: FakeTensorMode, _: Any, tensor: Any, size: Sequence[int]) -> Any:
     """Kernels recognize channels last by these strides. Torch's own formula takes far longer, too."""
     return viewed(mode, tensor, size)
 

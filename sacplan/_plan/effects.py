@@ -469,15 +469,15 @@ class _Effects:
                 by_op[last < 0] = 0  # before the region's first event
                 # A difference of two peaks, which may be at two different ops.
                 row[own + 1] = np.maximum.reduceat(at_op + by_op, offsets) - self.base[own + 1]
-            # Ops that run again may set the peak of the interval that they run in.
-            for k, n_bytes in effect.again:
-                # The first interval that ends at the event or behind it; one more, since interval 0 is before the step.
-                # What follows the last op counts in the last interval.
-                interval = int(np.searchsorted(self._last_event, where[k])) + 1
-                interval = min(interval, len(row) - 1)
-                row[interval] = max(
-                    row[interval], liveness.before_event[where[k]] + n_bytes - self.base[interval]
-                )
+            if not effect.again:
+                continue
+            # Ops that run again may set the peak of the interval that they run in: the first one that ends at their
+            # event or behind it; one more, since interval 0 is before the step. What follows the last op counts in the
+            # last interval.
+            at, n_bytes = np.array(effect.again, dtype=np.int64).T
+            intervals = np.minimum(np.searchsorted(self._last_event, where[at]) + 1, len(row) - 1)
+            alive = liveness.before_event[where[at]] + n_bytes - self.base[intervals]
+            np.maximum.at(row, intervals, alive)
 
 
 def _sum_of(effects: Sequence[_LocalEffect]) -> _LocalEffect:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
+from sacplan._chunk import rest
+from sacplan._device import device_memory
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT
 from sacplan._plan.limits import Limit
@@ -22,6 +24,7 @@ from sacplan._profile import tracing
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.pins import NO_PINS
+from sacplan._program.program import Program
 from sacplan._program.progress import stages_go_to
 from sacplan._questions.fit import _Sweep
 from sacplan._questions.largest import largest
@@ -183,6 +186,34 @@ def test_rows_on_a_gpu_without_a_budget_are_what_plan_says() -> None:
         assert (row.peak_bytes, row.reserved_bytes) == (plan.peak_bytes, plan.device_memory.reserved_bytes())
         assert row.recompute_ms == pytest.approx(plan.recompute_ms)
         assert row.reserved_bytes + CUDA_CONTEXT.n_bytes <= memory
+
+
+def test_no_program_is_played_or_rehearsed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator is asked once about each step with an optimizer and a plan, and so is each loss in slices."""
+    played: list[Any] = []
+    rehearsed: list[Any] = []
+    play, rehearse = device_memory.peaks_on, rest._rehearsed
+
+    def peaks_on(allocator: Any, program: Program) -> Any:
+        played.append((type(allocator), program.events, program.storage_bytes))
+        return play(allocator, program)
+
+    def rehearsal(program: Program, entry: Any, chunk: Any, device: Any) -> Any:
+        rehearsed.append((program.events, program.storage_bytes, chunk))
+        return rehearse(program, entry, chunk, device)
+
+    monkeypatch.setattr(device_memory, "peaks_on", peaks_on)
+    monkeypatch.setattr(rest, "_rehearsed", rehearsal)
+    with torch.device("meta"):
+        model = LM(layers=3, dim=256, vocab=4096, dropout=0.0)
+    memory = CUDA_CONTEXT.n_bytes + 380 * 2**20
+    spec = replace(resolve_device("h100"), memory_bytes=memory, matmul_workspace_bytes=0)
+    found = sacplan.fit(model, lambda n: tokens(n, 256, 4096), spec, cross_entropy, batch=16, sizes=False)
+    assert any(row.reserved_bytes for row in found.rows)
+    assert played
+    assert rehearsed
+    assert len(set(played)) == len(played)
+    assert len(set(rehearsed)) == len(rehearsed)
 
 
 def test_the_verdict_is_told_before_sizes_are_computed() -> None:
