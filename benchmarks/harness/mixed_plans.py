@@ -31,15 +31,27 @@ def plan_with(profile: sacplan.Profile, decisions: Sequence[Decision]) -> sacpla
     return made_plan(profile, tuple(decisions), MadeBy("random"), status="feasible")
 
 
-def mixed_plan(profile: sacplan.Profile, rng: random.Random, techniques: Sequence[str] = ALL) -> sacplan.Plan:
+def mixed_plan(
+    profile: sacplan.Profile,
+    rng: random.Random,
+    techniques: Sequence[str] = ALL,
+    *,
+    joined: int | None = None,
+) -> sacplan.Plan:
     """Return a plan in which every region takes one of its options, dominated ones among them.
 
     Each of the techniques has as good a chance, however few of the options are its own.
+
+    Args:
+        profile: the step.
+        rng: draws.
+        techniques: of the options.
+        joined: how many neighbouring regions are joined at most; drawn if it is not given.
     """
     planner = Request(solver="greedy", techniques=techniques).planner(profile)
     # Of the searches with all techniques, one with offers is the last.
     context = planner.own[-1].context
-    found = regions(context.step, rng.choice((1, 1, 1, 2)), context.techniques)
+    found = regions(context.step, joined or rng.choice((1, 1, 1, 2)), context.techniques)
     found += [offer.region for offer in context.offers]
     taken = [(region, _drawn(region, rng)) for region in found]
     taken = [(region, option) for region, option in taken if option is not region.options[0]]

@@ -41,6 +41,7 @@ class SavedStorage:
     Args:
         storage: as long as it is alive.
         awaited: those of the call that nobody holds yet; this is one of them until it has a holder.
+        for_others: whether hooks around the unit hold what autograd saves, so that nothing can be taken away.
 
     Attributes:
         storage: as long as it is alive.
@@ -50,10 +51,11 @@ class SavedStorage:
         on_ask: what is called when autograd first asks for one of the tensors.
     """
 
-    __slots__ = ("__weakref__", "_awaited", "holders", "is_away", "on_ask", "stand", "storage")
+    __slots__ = ("__weakref__", "_awaited", "for_others", "holders", "is_away", "on_ask", "stand", "storage")
 
-    def __init__(self, storage: Any, awaited: set[SavedStorage]) -> None:
+    def __init__(self, storage: Any, awaited: set[SavedStorage], for_others: bool = False) -> None:
         self.storage = weakref.ref(storage)
+        self.for_others = for_others
         # A set of the call keeps it alive until it has a holder.
         self._awaited = awaited
         awaited.add(self)
@@ -90,9 +92,13 @@ class SavedStorages:
     An op may have a mark before autograd saves its tensor, so what nobody holds yet is kept alive here. From its first
     holder on it lives with its holders alone: code may drop part of a graph in the middle of a forward pass, and what
     stands for its tensors has to go with it.
+
+    Attributes:
+        for_others: see ``SavedStorage``.
     """
 
     def __init__(self) -> None:
+        self.for_others = False
         self._known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._awaited: set[SavedStorage] = set()
 
@@ -102,7 +108,7 @@ class SavedStorages:
         key = storage_key(storage)
         found = self._known.get(key)
         if found is None or found.storage() is not storage:  # else the address was reused
-            found = self._known[key] = SavedStorage(storage, self._awaited)
+            found = self._known[key] = SavedStorage(storage, self._awaited, self.for_others)
         return found
 
     def end(self) -> None:

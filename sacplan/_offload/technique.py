@@ -93,7 +93,7 @@ class Offloading(Technique):
         for number, one in enumerate(own):
             marks[one.let_go.unit][CallSite(*one.let_go[1:])].append(LetGo(board, number))
         for number, one in enumerate(own):
-            marks[one.unit][one.sites[0]].append(Send(board, number, one.tensor))
+            marks[one.unit][one.sites[0]].append(Send(board, number, one.tensor, one.unit))
         for number, one in enumerate(own):
             if one.fetch is not None:
                 site = CallSite(*one.fetch.site[1:])

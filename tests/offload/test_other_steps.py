@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan._offload.executor.parcels import Parcel
@@ -36,11 +35,6 @@ def accumulated(model: models.LM, batch: torch.Tensor) -> Tensors:
     return gradients(model)
 
 
-def checkpointed(model: models.LM, batch: torch.Tensor) -> Tensors:
-    checkpoint(models.cross_entropy, model, batch, use_reentrant=False).backward()
-    return gradients(model)
-
-
 def differentiated_twice(model: models.LM, batch: torch.Tensor) -> Tensors:
     loss = models.cross_entropy(model, batch)
     first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -64,9 +58,7 @@ def planned() -> tuple[models.LM, torch.Tensor, sacplan.Plan]:
     return model, batch, plan
 
 
-@pytest.mark.parametrize(
-    "run", [in_evaluation, without_gradients, accumulated, checkpointed, differentiated_twice]
-)
+@pytest.mark.parametrize("run", [in_evaluation, without_gradients, accumulated, differentiated_twice])
 def test_a_step_that_was_not_recorded(
     planned: tuple[models.LM, torch.Tensor, sacplan.Plan],
     run: Callable[[models.LM, torch.Tensor], Tensors],

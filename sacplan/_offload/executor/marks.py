@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from sacplan._executor.saved import SavedOf, SavedStorage
 from sacplan._offload.executor.parcels import Parcel
 from sacplan._torch.private import is_plain
+from sacplan.errors import SacplanWarning
 
 
 class Board:
@@ -23,6 +25,7 @@ class Board:
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int], weakref.ref[SavedStorage]] = {}
+        self._told_of_hooks = False
 
     def __reduce__(self) -> Any:
         return Board, ()  # a copy of the model begins anew
@@ -36,6 +39,20 @@ class Board:
         ref = self._sent.get((threading.get_ident(), number))
         return None if ref is None else ref()
 
+    def note_hooks(self, unit: str) -> None:
+        """Warn once (``SacplanWarning``) that nothing is copied, since other hooks hold what autograd saves."""
+        if self._told_of_hooks:
+            return
+        self._told_of_hooks = True
+        where = f"unit {unit!r} of the plan" if unit else "the model, which is one unit of the plan,"
+        warnings.warn(
+            f"{where} runs inside of saved-tensor hooks (torch.utils.checkpoint, save_on_cpu, saved_tensors_hooks). "
+            "They hold what autograd saves there, so the plan copies nothing of it to the host, and the step may take "
+            "more memory than planned. Leave them out; or make the profile of a step with them, and plan again.",
+            SacplanWarning,
+            stacklevel=2,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -44,6 +61,7 @@ class Send:
     board: Board
     number: int
     tensor: int
+    unit: str
 
     def ran(self, tensors: Sequence[torch.Tensor], saved_of: SavedOf) -> None:
         """Copy the tensor, unless this step has none such here: then it is kept."""
@@ -56,8 +74,11 @@ class Send:
         if not storage.nbytes() or storage.nbytes() % tensor.element_size():
             return
         saved = saved_of(tensor)
+        # What hooks around the unit hold stays where they have it, so a copy would serve nobody.
+        if saved.for_others:
+            self.board.note_hooks(self.unit)
         # Another decision may have sent it from another op: one copy is enough.
-        if saved.stand is None:
+        elif saved.stand is None:
             saved.stand = Parcel(tensor)
             self.board.enter(self.number, saved)
 

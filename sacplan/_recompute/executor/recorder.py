@@ -156,6 +156,8 @@ class UnitRecorder(Watching):
         # A mark may be about any tensor that is saved, so with marks the hooks are always on.
         may_switch = self._saved is None and (schedule is None or schedule.switches)
         self._hooks.begin(self._pack, may_switch=may_switch)
+        if self._saved is not None:
+            self._saved.for_others = self._hooks.around is not None
         # Without a schedule nobody knows where autograd saves a discarded tensor, so the hooks are on
         # throughout.
         if schedule is None or not self._hooks.may_switch:

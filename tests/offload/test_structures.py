@@ -1,0 +1,191 @@
+"""Models that call a module twice, tie weights, or have saved-tensor hooks of their own; and regions that are joined.
+
+Bits stay the same. The peaks on the device and on the host are those of the fake step, and their sum is what PyTorch's
+profiler measures on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import sacplan
+from benchmarks.harness.mixed_plans import in_one_place, mixed_plan, scattered_plan
+from benchmarks.harness.streams import fake_step
+from benchmarks.models.cases import Case
+from sacplan._offload.executor.parcels import Parcel
+from sacplan._techniques import rewritten
+from tests.support.steps import bit_equal, grads_of, mean_square
+from tests.zoo import language_models as models
+from tests.zoo.layers import Shared
+
+BOTH = ("recompute", "offload")
+Parcels = list[weakref.ref[Parcel]]
+
+
+class OneLayerIn(models.LM):
+    """A language model with a context around its second layer."""
+
+    around: Callable[[], Any] = contextlib.nullcontext
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            with self.around() if i == 1 else contextlib.nullcontext():
+                h = layer(h)
+        return self.head(self.norm(h))
+
+
+def hooks() -> Any:
+    """Hooks that keep what they get."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def language_model(around: Callable[[], Any] | None = None, tied: bool = False) -> Case:
+    model = OneLayerIn(layers=3, vocab=32, dropout=0.0)
+    if around is not None:
+        model.around = around
+    if tied:
+        model.head.weight = model.embed.weight
+    return Case(model, torch.randint(0, 32, (8, 32)), models.cross_entropy)
+
+
+class TwiceInside(nn.Module):
+    """Blocks of which one part is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"twice": nn.Linear(32, 32), "once": nn.Linear(32, 32)}) for _ in range(3)
+        )
+        for layer in self.layers:
+            layer.forward = functools.partial(self.block, layer)
+
+    @staticmethod
+    def block(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + layer["once"](torch.sigmoid(layer["twice"](torch.tanh(layer["twice"](x)))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "a layer is called three times": lambda: Case(Shared(), torch.randn(16, 16, 16), mean_square),
+    "a part of a layer is called twice": lambda: Case(TwiceInside(), torch.randn(256, 32), mean_square),
+    "tied weights": lambda: language_model(tied=True),
+    "hooks around a layer": lambda: language_model(hooks),
+    "save_on_cpu around a layer": lambda: language_model(save_on_cpu),
+}
+
+
+def assert_right(case: Case, profile: sacplan.Profile, plan: sacplan.Plan) -> None:
+    seen = fake_step(case, plan, profile.spec).program.footprint
+    assert (seen.peak_bytes, seen.host_peak_bytes) == (plan.peak_bytes, plan.host_bytes)
+    real = case.verify(plan, run="real")
+    assert real.peak_bytes == in_one_place(rewritten(profile.program, plan.decisions, profile.spec))
+    plain = grads_of(case.model, case.batch, case.loss_fn)
+    with sacplan.apply(case.model, plan):
+        for _ in range(2):
+            assert bit_equal(plain, grads_of(case.model, case.batch, case.loss_fn))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_and_peaks(name: str) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]()
+    profile = case.profile("cpu")
+    plans = [mixed_plan(profile, random.Random(seed), BOTH) for seed in range(3)]
+    once = [unit for unit, calls in profile.program.calls.items() if unit.count(".") <= 1 and len(calls) == 1]
+    units = [unit for unit in once if unit and not any(other.startswith(f"{unit}.") for other in once)]
+    plans.append(scattered_plan(profile, random.Random(0), units))
+    assert any(plan.offloaded for plan in plans)
+    for plan in plans:
+        assert_right(case, profile, plan)
+
+
+@pytest.mark.parametrize("joined", [2, 3])
+def test_joined_regions(joined: int) -> None:
+    """Those offload nothing themselves, beside others that do."""
+    torch.manual_seed(0)
+    case = Case(
+        models.LM(layers=5, vocab=32, dropout=0.0), torch.randint(0, 32, (8, 32)), models.cross_entropy
+    )
+    profile = case.profile("cpu")
+    plans = [mixed_plan(profile, random.Random(seed), BOTH, joined=joined) for seed in range(4)]
+    assert any(plan.offloaded and plan.discarded for plan in plans)
+    for plan in plans:
+        assert_right(case, profile, plan)
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Case, sacplan.Profile, sacplan.Plan]:
+    torch.manual_seed(0)
+    case = language_model()
+    profile = case.profile("cpu")
+    return case, profile, sacplan.plan(profile, "60%", techniques=BOTH)
+
+
+def checkpointed(case: Case) -> list[torch.Tensor]:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return checkpoint(case.loss_fn, model, batch, use_reentrant=False)
+
+    return grads_of(case.model, case.batch, loss)
+
+
+def inside(context: Callable[[], Any]) -> Callable[[Case], list[torch.Tensor]]:
+    def run(case: Case) -> list[torch.Tensor]:
+        with context():
+            return grads_of(case.model, case.batch, case.loss_fn)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "run", [inside(hooks), inside(save_on_cpu), checkpointed], ids=["hooks", "save_on_cpu", "checkpoint"]
+)
+def test_hooks_around_the_model_that_the_profile_does_not_know(
+    planned: Any, parcels: Parcels, run: Callable[[Case], list[torch.Tensor]]
+) -> None:
+    """They hold what is saved, so nothing is copied, and a warning says so once."""
+    case, _, plan = planned
+    assert plan.offloaded
+    plain = run(case)
+    with sacplan.apply(case.model, plan):
+        with pytest.warns(sacplan.SacplanWarning, match="saved-tensor hooks"):
+            assert bit_equal(plain, run(case))
+        assert not parcels
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert bit_equal(plain, run(case))
+            # Without them the plan does all of it again.
+            assert bit_equal(plain, grads_of(case.model, case.batch, case.loss_fn))
+        assert len(parcels) == len(plan.offloaded)
+
+
+def test_what_hooks_in_the_model_hold_is_not_offloaded() -> None:
+    torch.manual_seed(0)
+    case = language_model(save_on_cpu)
+    plan = sacplan.plan_smallest(case.profile("cpu"), "greedy", techniques=("offload",))
+    assert {one.unit for one in plan.offloaded} == {"layers.0", "layers.2"}
+
+
+def test_checkpointing_in_the_model_is_refused() -> None:
+    torch.manual_seed(0)
+    case = language_model()
+    layer = case.model.layers[1]
+    layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+    with pytest.raises(sacplan.TraceError, match="checkpointing is already switched on"):
+        case.profile("cpu")
