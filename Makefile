@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Some containers forbid Python to write what it has compiled. Then every process compiles all that it imports of torch.
+unexport PYTHONDONTWRITEBYTECODE
 # Not every module of torch is imported: those that are, are compiled then.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 # Files go to the next free process in the order of tests/conftest.py.
@@ -23,6 +25,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(INSTALL) torch
 	@echo "2 of 2: sacplan, and what its tests, notebooks and documentation need"
 	$(INSTALL) --editable '.[hf,highs,plot,notebook,examples,docs,dev]'
+	@# What most processes import, compiled by one, before several do it at the same time.
+	$(BIN)/python -W ignore -m tests.support.processes
 	touch $@
 
 demo: $(VENV)/.installed  ## the end-to-end example

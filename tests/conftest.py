@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,10 @@ torch.set_num_threads(1)  # threads that wait for one another on a busy machine 
 gc.set_threshold(
     10_000, 20, 20
 )  # by default, looking for cycles among all that torch holds is a tenth of the time
+
+# Some tests write a module, import it, and write it again. Within a second, and with the same size, Python would take
+# what it has compiled of the first one. What is installed is compiled already (``Makefile``).
+sys.dont_write_bytecode = True
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

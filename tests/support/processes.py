@@ -1,7 +1,11 @@
-"""Ranks of a test, in processes of their own."""
+"""Ranks of a test, in processes of their own.
+
+``python -m tests.support.processes`` imports what they import, so that Python writes what it has compiled.
+"""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -30,3 +34,8 @@ def run_ranks(function: Callable[..., None], arguments: tuple[Any, ...], n_ranks
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     mp.start_processes(function, arguments, nprocs=n_ranks, start_method=METHOD)
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        importlib.import_module(name)
