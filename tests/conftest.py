@@ -18,10 +18,6 @@ gc.set_threshold(
     10_000, 20, 20
 )  # by default, looking for cycles among all that torch holds is a tenth of the time
 
-# Some tests write a module, import it, and write it again. Within a second, and with the same size, Python would take
-# what it has compiled of the first one. What is installed is compiled already (``Makefile``).
-sys.dont_write_bytecode = True
-
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
@@ -50,9 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and tests out of garbage collections, of which libraries ask for many: they stay anyway."""
+    """Leave modules and tests out of garbage collections, of which libraries ask for many: they stay anyway.
+
+    From here on, nothing that is imported is written down in compiled form.
+    """
     gc.collect()
     gc.freeze()
+    # Some tests write a module, import it, and write it again. Within a second, and with the same size, Python would
+    # take what it has compiled of the first one. All that is installed is compiled by now.
+    sys.dont_write_bytecode = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

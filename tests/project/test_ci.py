@@ -131,3 +131,12 @@ def test_the_script_that_tries_a_wheel_refuses_a_clone() -> None:
     )
     assert done.returncode != 0
     assert "not from the environment" in done.stderr
+
+
+def test_processes_of_make_keep_what_they_compile() -> None:
+    """Where a container forbids that, each would compile what it imports of torch."""
+    rule = 'shown: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"'
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["make", "--silent", "--no-print-directory", "--eval", rule, "shown"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
