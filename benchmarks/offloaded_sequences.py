@@ -1,6 +1,6 @@
 """How long a sequence fits one GPU with offloading, chunks and the optimizer on the host, and what does it cost?
 
-    python -m benchmarks.offloaded_sequences [--cases llama-3-8b-h100 gemma-2-2b-h100]
+    python -m benchmarks.offloaded_sequences [--cases llama-3-8b-h100 gemma-2-2b-h100] [--steps short long longest]
     python -m benchmarks.offloaded_sequences --table    # the table of docs/offload.md, from the figures that are there
 
 Models: the shapes of Llama-3-8B and Gemma-2-2B for an H100, and of Llama-3.2-1B and 3B for an RTX 4090, with all their
@@ -9,11 +9,16 @@ host, which moves each gradient there as soon as it is there. Techniques: recomp
 budget is the device's memory less 15 %. The host's is what the device's row says of it, or all that a machine with
 eight such devices has (``-node``), for the optimizer and for what waits there together.
 
-A row is a model with the smallest peak of a step of 8,192 tokens, and the longest sequence. That is found with the
-decisions of the smallest peak at a length nearby: other lengths, multiples of 8,192 tokens, are looked at with the same
-decisions, until one fits and the next one does not. So a search at every length could find a longer one. Both have the
-figures of a plan, and the peaks of a fake step with it, on the device and on the host; the longest sequence is planned
-for the budget, not for the smallest peak. ``planning_s`` is processor time.
+A row is a step of a model:
+
+- ``short``: the smallest peak of a step of 8,192 tokens.
+- ``long``: the plan for the budget at a length that is given.
+- ``longest``: the plan for the budget at the longest length that was found. It is looked for with the decisions of the
+  smallest peak at the given length: other lengths, multiples of 8,192 tokens, are looked at with the same decisions,
+  until one fits and the next one does not. So a search at every length could find a longer one.
+
+Each has the figures of the plan, and the peaks of a fake step with it, on the device and on the host. ``planning_s`` is
+processor time. The file keeps the rows that a run does not make again.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ class Asked:
     Attributes:
         model: One of ``chunk_models.OFFLOADED``.
         device: The name of a device.
-        tokens: A length near the longest, from which on it is looked for.
+        tokens: A length near the longest.
         shares: Of the host's memory, how many devices' shares the step may take.
     """
 
@@ -66,9 +71,10 @@ class Asked:
         return self.shares * resolve_device(self.device).host_memory_bytes
 
 
+STEPS = ("short", "long", "longest")
 CASES = {
     "llama-3-8b-h100": Asked("llama-3-8b", "h100", 524288),
-    "llama-3-8b-h100-node": Asked("llama-3-8b", "h100", 655360, shares=8),
+    "llama-3-8b-h100-node": Asked("llama-3-8b", "h100", 524288, shares=8),
     "gemma-2-2b-h100": Asked("gemma-2-2b", "h100", 32768),
     "llama-3.2-1b-4090": Asked("llama-3.2-1b", "rtx-4090", 262144),
     "llama-3.2-3b-4090": Asked("llama-3.2-3b", "rtx-4090", 131072),
@@ -133,8 +139,8 @@ def longest(asked: Asked, plan: sacplan.Plan, budget_bytes: int) -> Row:
     return {"tokens": low, "looked_at": {n: seen[n] for n in sorted(seen)}}
 
 
-def measured(name: str) -> Row:
-    """Return the row of a case."""
+def measured(name: str, step: str) -> Row:
+    """Return the row of a step of a case."""
     asked = CASES[name]
     spec = resolve_device(asked.device)
     budget_bytes = spec.memory_bytes - int(DEFAULT_HEADROOM * spec.memory_bytes)
@@ -147,29 +153,35 @@ def measured(name: str) -> Row:
         return sacplan.plan(profile, as_budget(budget_bytes), **options)
 
     row: Row = {
+        "row": f"{name}, {step}",
         "case": name,
+        "step": step,
         "model": asked.model,
         "device": spec.name,
         "budget_bytes": budget_bytes,
         "host_budget_bytes": asked.host_budget_bytes,
-        "short": figures(asked, SHORT, smallest),
     }
+    if step == "short":
+        return row | figures(asked, SHORT, smallest)
+    if step == "long":
+        return row | figures(asked, asked.tokens, within)
     reached = longest(asked, smallest(asked.case(asked.tokens).profile(asked.device)), budget_bytes)
-    return row | {"search": reached, "long": figures(asked, reached["tokens"], within)}
+    return row | {"looked_at": reached["looked_at"]} | figures(asked, reached["tokens"], within)
 
 
 def _line(row: Row) -> str:
-    lines = [
-        f"{row['case']}: {row['budget_bytes'] / GIB:.2f} GiB, host {row['host_budget_bytes'] / GIB:.0f} GiB"
-    ]
-    for kind in ("short", "long"):
-        found = row[kind]
-        on_host = found["host_bytes"] + found["optimizer_host_bytes"]
-        lines.append(
-            f"  {found['tokens']:>8} tokens: {found['peak_bytes'] / GIB:.2f} GiB, "
-            f"{on_host / GIB:.1f} on the host, {found['share']:+.1%}, planned in {found['planning_s']:.0f} s"
-        )
-    return "\n".join(lines)
+    on_host = row["host_bytes"] + row["optimizer_host_bytes"]
+    return (
+        f"{row['row']}: {row['tokens']} tokens, {row['peak_bytes'] / GIB:.2f} of {row['budget_bytes'] / GIB:.2f} GiB, "
+        f"{on_host / GIB:.1f} of {row['host_budget_bytes'] / GIB:.0f} on the host, {row['share']:+.1%}, "
+        f"planned in {row['planning_s']:.0f} s"
+    )
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Return rows by case and step."""
+    names = list(CASES)
+    return sorted(rows, key=lambda row: (names.index(row["case"]), STEPS.index(row["step"])))
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -187,22 +199,23 @@ def table(rows: Iterable[Row]) -> str:
             "planned in",
         )
     )
-    for row in rows:
-        for kind in ("short", "long"):
-            found = row[kind]
-            cells = (
-                f"`{row['model']}`",
-                f"`{row['device']}`, {row['budget_bytes'] / GIB:.1f} GiB; {row['host_budget_bytes'] / GIB:.0f} GiB",
-                f"{found['tokens']:,} tokens, {'smallest peak' if kind == 'short' else 'the longest'}",
-                f"{found['peak_bytes'] / GIB:.2f} GiB",
-                f"{found['host_bytes'] / GIB:.1f}, {found['optimizer_host_bytes'] / GIB:.1f} GiB",
-                f"{found['share']:+.1%}".replace("%", " %"),
-                f"{found['chunks']}",
-                f"{found['offloaded']}",
-                f"{found['planning_s']:.0f} s",
-            )
-            # A model is named once.
-            lines.append(markdown_line(cells if kind == "short" else ("", "", *cells[2:])))
+    known = ""
+    for row in in_order(rows):
+        what = {"short": ", smallest peak", "long": "", "longest": ", the longest"}[row["step"]]
+        cells = (
+            f"`{row['model']}`",
+            f"`{row['device']}`, {row['budget_bytes'] / GIB:.1f} GiB; {row['host_budget_bytes'] / GIB:.0f} GiB",
+            f"{row['tokens']:,} tokens{what}",
+            f"{row['peak_bytes'] / GIB:.2f} GiB",
+            f"{row['host_bytes'] / GIB:.1f}, {row['optimizer_host_bytes'] / GIB:.1f} GiB",
+            f"{row['share']:+.1%}".replace("%", " %"),
+            f"{row['chunks']}",
+            f"{row['offloaded']}",
+            f"{row['planning_s']:.0f} s",
+        )
+        # A model is named once.
+        lines.append(markdown_line(cells if row["case"] != known else ("", "", *cells[2:])))
+        known = row["case"]
     return "\n".join(lines)
 
 
@@ -210,15 +223,17 @@ def main() -> None:
     parser = Parser(__doc__, "offloaded_sequences.json")
     parser.add_argument("--table", action="store_true", help="print the table from the file, run nothing")
     parser.choice("--cases", CASES)
+    parser.choice("--steps", STEPS)
     arguments = parser.begin(silence=True)
     if arguments.table:
         print(table(read_results(arguments.json)[1]))
         return
 
-    def rows_of(name: str) -> Iterator[Row]:
-        yield measured(name)
+    def rows_of(asked: tuple[str, str]) -> Iterator[Row]:
+        yield measured(*asked)
 
-    run_cases(arguments.cases, rows_of, _line, arguments.json, key="case")
+    asked = [(name, step) for name in arguments.cases for step in arguments.steps]
+    run_cases(asked, rows_of, _line, arguments.json, key="row")
 
 
 if __name__ == "__main__":
