@@ -211,7 +211,7 @@ def _row(row: FitRow, on_host: bool) -> list[str]:
             if on_host
             else []
         ),
-        "yes" if row.fits else f"no, by {show.rounded_size(row.over_bytes)}",
+        "yes" if row.fits else f"no, by {row.over}",
         "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}",
         "?" if row.largest_batch is None else str(row.largest_batch),
         "?" if row.longest_seq is None else str(row.longest_seq),

@@ -42,6 +42,7 @@ class MadeBy:
         options: Its options.
         objective, techniques, limits_reached, beyond: See ``Provenance``.
         limit: The limit as the user gave it.
+        host_budget: That for the memory of the host; None: the device's row has it.
         pins: Ops and modules that the plan leaves alone. The lower bound takes them into account.
     """
 
@@ -49,6 +50,7 @@ class MadeBy:
     options: Mapping[str, Any] = field(default_factory=dict)
     objective: Objective | None = None
     limit: Limit = OF_DEVICE
+    host_budget: Any = None
     pins: Pins = NO_PINS
     techniques: tuple[str, ...] = DEFAULT_TECHNIQUES
     limits_reached: tuple[str, ...] = ()
@@ -144,6 +146,7 @@ def provenance_of(profile: Profile, made_by: MadeBy) -> Provenance:
         never=made_by.pins.never,
         budget=_as_written(made_by.limit.budget),
         headroom=_as_written(made_by.limit.headroom),
+        host_budget=UNSET if (host := _as_written(made_by.host_budget)) is None else host,
         mode=profile.mode,
         trace=profile.trace,
         runtime=profile.runtime,

@@ -32,6 +32,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         budget: The budget as the user gave it; None if there was none, as when the plan had to fit its
             device.
         headroom: The headroom as the user gave it; None if there was none.
+        host_budget: The limit for the memory of the host as the user gave it. Absent if there was none.
         mode, trace, runtime: Arguments of the profile, see ``sacplan.profile``.
         assumptions: Rules of the profile for sizes that depend on data (``data_rules``), such as balanced routing.
             Absent if there were none.
@@ -52,6 +53,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     never: tuple[Name, ...] = ()
     budget: int | float | str | None = None
     headroom: int | float | str | None = None
+    host_budget: int | float | str | UnsetType = UNSET
     mode: Mode = "train"
     trace: Name
     runtime: Name

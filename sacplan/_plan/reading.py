@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from sacplan._device.device_memory import DeviceMemory
 from sacplan._device.outside_allocator import outside_on_gpu, outside_text
 from sacplan._plan.value import PlanValue, UnitPlan
@@ -364,6 +366,7 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
             else "",
         ),
         ("on the host", host_text(plan)),
+        ("host budget", "" if plan.provenance.host_budget is UNSET else str(plan.provenance.host_budget)),
         ("gradients", f"{plan.gradients}: {plan.why_gradients}" if plan.provenance.mode == "train" else ""),
         ("cheaper", ". ".join(plan.beyond)),
         ("technique", ", ".join(plan.provenance.techniques)),

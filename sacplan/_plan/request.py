@@ -153,6 +153,7 @@ class Request:
             next((_options_of(solver) for solver in known if solver.name == found.solver), {}),
             self.objective,
             self.limit,
+            self.host_budget,
             asked.recorded.pins,
             asked.techniques,
             tuple(asked.limits_reached),

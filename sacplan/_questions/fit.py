@@ -68,7 +68,7 @@ from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import runs_in_4_bits, types_of_shards
 from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
-from sacplan._program.budget import format_bytes
+from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.pins import NO_PINS
@@ -97,7 +97,7 @@ _DEAR = (
 _TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 
 
-@checked(PlanError, "model", "make_batch", "optimizer", "budget")
+@checked(PlanError, "model", "make_batch", "optimizer", "budget", "host_budget")
 def fit(
     model: torch.nn.Module,
     make_batch: Callable[..., Any] | DataLoader[Any],
@@ -113,6 +113,7 @@ def fit(
     accumulation_steps: int = 1,
     routing: Routing = "balanced",
     longest: int | None = None,
+    host_budget: float | str | None = None,
     name: str | None = None,
     sizes: bool = True,
     on_verdict: Callable[[Verdict], object] | None = None,
@@ -141,6 +142,8 @@ def fit(
         accumulation_steps: As for ``profile``; ``batch`` is one micro-batch. Times are those of all of them.
         routing: As for ``profile``. With balanced routing, a sentence says what the worst would need.
         longest: The longest sequence to try, for models that have a limit.
+        host_budget: Limit for the memory of the host that a step takes, as for ``plan``: what waits there, the
+            optimizer's state and gradients, and shards. By default the host's share of common machines with the device.
         name: Name of the model in the answer.
         sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
         on_verdict: A function that is called with the verdict as soon as it is known, before the largest sizes are.
@@ -189,6 +192,7 @@ def fit(
         accumulation_steps,
         routing,
         longest,
+        spec.host_memory_bytes if host_budget is None else parse_budget(host_budget, spec.host_memory_bytes),
         devices=n_devices,
     )
     with looking_for_plans():
@@ -215,6 +219,7 @@ class _Sweep:
     accumulation_steps: int
     routing: Routing
     longest: int | None
+    host_budget_bytes: int
     devices: int = 1
     notes: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -318,9 +323,13 @@ class _Sweep:
         return step.state_bytes, peak, program.step_ms - self.base.step_ms
 
     def on_host(self, name: str) -> int:
-        """Return the bytes of the host's memory that an optimizer takes."""
+        """Return the bytes of the host's memory that an optimizer takes; 0 on a CPU, where they are in the peak."""
         step = self.steps[name]
-        return 0 if step is None else step.host_bytes
+        return 0 if step is None or self.spec.kind == "cpu" else step.host_bytes
+
+    def within_host(self, way: Way, name: str) -> Way:
+        """Return a way whose plan takes no more of the host than an optimizer leaves."""
+        return way.within(max(1, self.host_budget_bytes - self.on_host(name)))
 
     # --- ways
 
@@ -335,7 +344,8 @@ class _Sweep:
             begins(f"smallest peak: {way.name}")
             if way.techniques:
                 # The quick solver: a peak that is a little smaller changes no row that fits.
-                planner = Request(solver="greedy", techniques=way.techniques).planner(self.base)
+                asked = Request(solver="greedy", techniques=way.techniques, host_budget=way.host_budget)
+                planner = asked.planner(self.base)
                 self._smallest[way] = planner.smallest(0, quick=not way.long)
             else:
                 self._smallest[way] = Request().planner(self.base).search(NO_PINS).smallest
@@ -344,8 +354,12 @@ class _Sweep:
     def row(self, name: str, way: Way) -> FitRow:
         """Return the row of one way with one optimizer, at the asked size."""
         begins(f"{name}, {way.name}")
+        way = self.within_host(way, name)
         found = self._found(name, way)
-        best, peak, fits = found.made, found.peak_bytes, found.needs <= self.budget_bytes
+        best, peak = found.made, found.peak_bytes
+        host_bytes = self.on_host(name) + best.footprint.host_peak_bytes
+        over_host_bytes = max(0, host_bytes - self.host_budget_bytes)
+        fits = found.needs <= self.budget_bytes and not over_host_bytes
         steps = self.accumulation_steps
         recompute_ms, added_ms = steps * best.footprint.recompute_ms, steps * best.added_ms
         # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
@@ -379,7 +393,8 @@ class _Sweep:
             over_bytes=max(0, found.needs - self.budget_bytes),
             expandable_bytes=None if fits or reserved is None else self._expandable(name, best),
             same_as=None if same == way else same.name,
-            host_bytes=self.on_host(name) + best.footprint.host_peak_bytes,
+            host_bytes=host_bytes,
+            over_host_bytes=over_host_bytes,
         )
 
     def _found(self, name: str, way: Way) -> Try:
@@ -428,7 +443,7 @@ class _Sweep:
         if not way.techniques:  # as it is: nothing to plan
             return None
         if (way, left) not in self._planned:
-            planner = Request(techniques=way.techniques).planner(self.base)
+            planner = Request(techniques=way.techniques, host_budget=way.host_budget).planner(self.base)
             # A planner searches without offers first. Where that is what "plan" has searched, it goes on from there.
             begun = self._planners.get((PLAN, left))
             if begun is not None and begun.searches[0].context is planner.context(NO_PINS):
@@ -650,10 +665,16 @@ class _Sweep:
         found = []
         for one in self.hosted:
             step = recorded_step(self.base, one.make)
-            if step.host_bytes > self.spec.host_memory_bytes:
+            if step.host_bytes > self.host_budget_bytes:
+                # The default is no promise: other machines have another share of the host for each device.
+                kind = (
+                    "common machines have"
+                    if self.host_budget_bytes == self.spec.host_memory_bytes
+                    else "there are"
+                )
                 self.notes.append(
-                    f"{one.name} would take {format_bytes(step.host_bytes)} of the host's memory, of which common "
-                    f"machines have {format_bytes(self.spec.host_memory_bytes)} for each {self.spec.name}."
+                    f"{one.name} would take {format_bytes(step.host_bytes)} of the host's memory, of which {kind} "
+                    f"{format_bytes(self.host_budget_bytes)} for each {self.spec.name}."
                 )
                 continue
             self.steps[one.name] = step
@@ -680,7 +701,16 @@ class _Sweep:
                 made[batch] = self.recorded(batch, self.seq)
             return made[batch]
 
-        ranks = RankRows(self.model, self.devices, self.steps, self.limit, self.batch, recorded, self.notes)
+        ranks = RankRows(
+            self.model,
+            self.devices,
+            self.steps,
+            self.limit,
+            self.host_budget_bytes,
+            self.batch,
+            recorded,
+            self.notes,
+        )
         rows = ranks.rows()
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")

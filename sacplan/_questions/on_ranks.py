@@ -101,6 +101,7 @@ class RankRows:
         steps: The steps of optimizers by name: of the one that was asked for, then of those to try where it does not
             fit. None stands for no optimizer.
         limit: The limit on each device.
+        host_budget_bytes: The memory of the host for each device.
         batch: Samples for each device.
         recorded: Makes the step of the whole model without an optimizer, from the samples in the batch and further
             arguments of ``profile``.
@@ -111,6 +112,7 @@ class RankRows:
     devices: int
     steps: Mapping[str, OptimizerStep | None]
     limit: Limit
+    host_budget_bytes: int
     batch: int
     recorded: Callable[[int, Mapping[str, Any]], Profile]
     notes: list[str]
@@ -146,7 +148,11 @@ class RankRows:
         # Kept for the largest batch, which needs the arrangement and the rank of a row.
         self._known[one.name, name] = one, rank
         bare = self._row(one, name, rank, None)
-        return [bare] if bare.fits else [bare, self._row(one, name, rank, Request(self.limit).outcome(rank))]
+        # No plan makes shards or an optimizer on the host smaller.
+        if bare.fits or bare.over_host_bytes:
+            return [bare]
+        asked = Request(self.limit, host_budget=f"{self.host_budget_bytes}B")
+        return [bare, self._row(one, name, rank, asked.outcome(rank))]
 
     @staticmethod
     def shards_whole(one: Arrangement, name: str) -> bool:
@@ -228,6 +234,8 @@ class RankRows:
         if rank.spec.kind == "cuda" and (outcome is None or plan is not None):
             reserved = reserved_bytes(rank.with_plan(decisions))
         peak = rank.peak_bytes if outcome is None else outcome.peak_bytes
+        on_host = rank.unplanned_host_bytes + (0 if plan is None else plan.host_bytes)
+        over_host_bytes = max(0, on_host - self.host_budget_bytes)
         needs = reserved if counts_segments and reserved is not None else peak
         taken: dict[str, Any] = {"recompute_ms": 0.0, "added_ms": 0.0, "step_ms": rank.step_ms}
         if outcome is not None:
@@ -238,13 +246,14 @@ class RankRows:
                 "unplanned_peak_bytes": rank.peak_bytes,
                 **taken,
                 # Planning has compared with the limit itself.
-                "fits": needs <= room if outcome is None else plan is not None,
+                "fits": needs <= room and not over_host_bytes if outcome is None else plan is not None,
                 "peak_bytes": peak,
             },
             optimizer=name,
             way=(AS_IT_IS if outcome is None else PLAN).name,
             techniques=() if outcome is None else PLAN.techniques,
-            host_bytes=rank.host_bytes + rank.optimizer_host_bytes + (0 if plan is None else plan.host_bytes),
+            host_bytes=on_host,
+            over_host_bytes=over_host_bytes,
             spread=one.name,
             options=one.options,
             flags=one.flags,

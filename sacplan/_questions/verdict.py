@@ -41,11 +41,12 @@ class FitRow(Row):
         options, flags: Arguments for it: of ``sacplan.profile`` (of ``sacplan.plan`` for a mesh), and on the command
             line. Empty where the command line has none.
         host_bytes: Memory of the host that the plan and the optimizer take.
+        over_host_bytes: By how much that is more than the host's budget; 0 if it is not.
     """
 
     shown: ClassVar = (
         "optimizer", "spread", "way", "peak_bytes", "reserved_bytes", "fits", "over_bytes", "expandable_bytes",
-        "step_ms", "largest_batch", "longest_seq", "same_as", "host_bytes", "techniques",
+        "step_ms", "largest_batch", "longest_seq", "same_as", "host_bytes", "over_host_bytes", "techniques",
     )  # fmt: skip
 
     optimizer: str
@@ -62,6 +63,7 @@ class FitRow(Row):
     options: str = ""
     flags: tuple[str, ...] = ()
     host_bytes: int = 0
+    over_host_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -74,6 +76,13 @@ class FitRow(Row):
         reserved = "" if self.reserved_bytes is None else f", {format_bytes(self.reserved_bytes)} reserved"
         host = f", {format_bytes(self.host_bytes)} on the host" if self.host_bytes else ""
         return f"{format_bytes(self.peak_bytes)}{reserved}{host}"
+
+    @property
+    def over(self) -> str:
+        """By how much it does not fit, in words."""
+        if self.over_host_bytes:
+            return f"{format_bytes(self.over_host_bytes)} of the host"
+        return format_bytes(self.over_bytes)
 
     @property
     def added_share(self) -> float:
@@ -162,7 +171,7 @@ class Verdict:
         if asked.fits:
             runs = f" with {asked.spread}" if asked.spread else ""
             return f"{step} on {device}: fits{runs}. It needs {asked.memory}, of {left}."
-        over = f"{format_bytes(asked.over_bytes)} more than {left}"
+        over = f"{asked.over} more than {'there is' if asked.over_host_bytes else left}"
         if self.recommended is not None:
             best = self.recommended
             return (

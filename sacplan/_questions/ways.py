@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sacplan._technique.technique import Technique
 from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES
@@ -23,16 +23,27 @@ class Way:
         name: In rows.
         techniques: Those of the plan; none for the step as it is.
         long: Whether everything is asked that may lower the peak, which may take minutes.
+        host_bytes: Memory of the host that a plan may take, where it may take any; None: all of it.
     """
 
     name: str
     techniques: tuple[str, ...] = ()
     long: bool = False
+    host_bytes: int | None = None
 
     @property
     def takes_host(self) -> bool:
         """Whether a plan may take memory of the host."""
         return any(TECHNIQUES[name].takes_host for name in self.techniques)
+
+    def within(self, host_bytes: int) -> Way:
+        """Return the way with what its plan may take of the host; the same one where plans take nothing there."""
+        return replace(self, host_bytes=host_bytes) if self.takes_host else self
+
+    @property
+    def host_budget(self) -> str | None:
+        """What a plan may take of the host, as ``plan`` reads it."""
+        return None if self.host_bytes is None else f"{self.host_bytes}B"
 
 
 AS_IT_IS = Way("as it is")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from msgspec import UNSET
 
 import sacplan
 from sacplan._chunk.alternatives import Alternative
@@ -190,6 +191,8 @@ def _code(profile: Profile, plan: Plan) -> str:
     chosen = [] if plan.provenance.budget is None else [repr(plan.provenance.budget)]
     if plan.provenance.headroom is not None:
         chosen.append(f"headroom={plan.provenance.headroom!r}")
+    if plan.provenance.host_budget is not UNSET:
+        chosen.append(f"host_budget={plan.provenance.host_budget!r}")
     if plan.ranks.sharding is not None:
         chosen.append(f"mesh={dict(plan.ranks.sharding.mesh.axes)!r}")
     if plan.provenance.mode == "train" and plan.provenance.techniques != DEFAULT_TECHNIQUES:

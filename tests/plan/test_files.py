@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import msgspec
@@ -20,6 +21,7 @@ import sacplan
 from sacplan._plan import schema
 from sacplan._plan.make import MadeBy, provenance_of
 from sacplan._plan.plan import _digest
+from sacplan._plan.reading import difference, plan_rows
 from sacplan._program.decisions import AnyDecision, Chunk, Recompute, Site, as_decisions, discarded_by
 from sacplan._program.fingerprint import Fingerprint
 from tests.support.damage import damaged_bytes, damaged_contents, set_to
@@ -105,6 +107,22 @@ def test_who_made_it_with_what(profile: sacplan.Profile) -> None:
     assert by["rotor"].solver == "rotor"
     assert by["policy"].options == {"mode": "selective", "option": 2, "layers": None}
     assert by["policy"].objective is None
+
+
+def test_the_host_budget_is_in_the_file_where_one_was_given(profile: sacplan.Profile, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"budget": "99%", "solver": "greedy", "techniques": ("recompute", "offload")}
+    given = sacplan.plan(profile, **asked, host_budget="4GiB")
+    free = sacplan.plan(profile, **asked)
+    for name, made, found in (("given", given, "4GiB"), ("free", free, None)):
+        made.save(tmp_path / f"{name}.json")
+        written = json.loads((tmp_path / f"{name}.json").read_text())
+        VALIDATOR.validate(written)
+        # A file without one is as it was before there was the field.
+        assert written["provenance"].get("host_budget") == found
+        assert sacplan.Plan.load(tmp_path / f"{name}.json").provenance == made.provenance
+        assert dict(plan_rows(made)).get("host budget") == found
+    other = structs.replace(given, decisions=())
+    assert difference(other, free).figures["host budget"] == ("4GiB", "none")
 
 
 def test_plans_are_equal_whoever_made_them(plan: sacplan.Plan, profile: sacplan.Profile) -> None:

@@ -474,3 +474,52 @@ def test_an_optimizer_that_the_host_cannot_hold_is_named() -> None:
     )
     assert {row.optimizer for row in on_host(found)} == {"paged-adamw-8bit"}
     assert any("adamw-offload would take 68.00 MiB of the host's memory" in each for each in found.computed)
+
+
+def with_host(host_budget: str, budget: str) -> sacplan.Verdict:
+    return sacplan.fit(
+        wide(), lambda n: tokens(n, 256, 4096), "h100 without workspaces", cross_entropy, "adamw-offload", budget,
+        batch=16, sizes=False, host_budget=host_budget,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_one_host_budget_holds_the_optimizer_and_what_waits() -> None:
+    """The optimizer has 68 MiB there; with all of the host, what waits would take 60 more."""
+    rows = {row.way: row for row in with_host("100MiB", "80MiB").rows if row.optimizer == "adamw-offload"}
+    row = rows["plan + chunked loss + offload"]
+    assert 68 * 2**20 < row.host_bytes <= 100 * 2**20
+    assert row.over_host_bytes == 0
+    free = sacplan.fit(
+        wide(), lambda n: tokens(n, 256, 4096), "h100 without workspaces", cross_entropy, "adamw-offload", "80MiB",
+        batch=16, sizes=False,
+    )  # fmt: skip
+    larger = next(one for one in free.rows if (one.optimizer, one.way) == (row.optimizer, row.way))
+    assert larger.host_bytes > 100 * 2**20
+    assert larger.peak_bytes < row.peak_bytes < rows["plan + chunked loss"].peak_bytes
+
+
+def test_a_host_that_is_too_small_for_the_optimizer() -> None:
+    """``plan`` refuses it, and no row with it fits, though the device has room."""
+    found = with_host("40MiB", "2GiB")
+    row = found.rows[0]
+    assert (row.fits, row.over_bytes, row.over_host_bytes) == (False, 0, row.host_bytes - 40 * 2**20)
+    assert "28.00 MiB of the host more than there is" in found.sentence
+    assert found.recommended is not None
+    assert found.recommended.optimizer != "adamw-offload"
+    profile = sacplan.profile(
+        wide(), tokens(16, 256, 4096), cross_entropy, "adamw-offload", "h100 without workspaces"
+    )
+    with pytest.raises(sacplan.PlanError, match=r"takes 68\.00 MiB of the host"):
+        sacplan.plan(profile, "2GiB", host_budget="40MiB")
+
+
+def test_a_host_that_is_too_small_for_the_shards() -> None:
+    """With ``CPUOffloadPolicy`` shards, gradients and the optimizer are there."""
+    found = sacplan.fit(
+        wide(), lambda n: tokens(n, 256, 4096), "2xh100 without workspaces", cross_entropy, "adamw", "2GiB",
+        batch=4, sizes=False, host_budget="1MiB",
+    )  # fmt: skip
+    row = next(row for row in found.rows if row.spread == "FSDP2, CPU offload")
+    assert not row.fits
+    assert row.over_host_bytes == row.host_bytes - 2**20
