@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,12 +17,14 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
+from sacplan._offload.executor.parcels import Parcel
 from sacplan._plan.make import MadeBy, made_plan
 from sacplan._program.decisions import Chunk, Offload
 from sacplan._program.liveness import bytes_at_ops, footprint_of, summits
 from sacplan._techniques import rewritten
 from tests.chunk.test_backward import gradients, loss_fn, make_case
 from tests.offload.test_plans import in_one_place
+from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import MLP, FromFunction
@@ -70,6 +79,84 @@ def test_bits_are_those_of_the_same_slices_without_copies() -> None:
             assert found.keys() == expected.keys()
             assert bit_equal(list(expected.values()), list(found.values()))
         assert not handle.differences
+
+
+class Failing:
+    """Modules of a model that fail, one after the other: in the forward pass, or when their gradient comes."""
+
+    def __init__(self, model: nn.Module, backward: bool) -> None:
+        self.model, self.backward = model, backward
+
+    def _fail(self, *_: object) -> None:
+        raise KeyError("in the middle")
+
+    def _forward(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
+        if self.backward:
+            output.register_hook(self._fail)
+        else:
+            self._fail()
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for module in self.model.modules():
+            handle = module.register_forward_hook(self._forward)
+            yield module
+            handle.remove()
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_exceptions_in_the_middle_leave_nothing_behind(
+    backward: bool, parcels: list[weakref.ref[Parcel]]
+) -> None:
+    """With recomputation, slices and copies; also on a link whose copies are still under way then."""
+    _, plan = smallest("cpu", WITH)
+    assert plan.discarded
+    model, batch = make_case(LAYERS)
+    with sacplan.apply(model, plan), slow_link() as link:
+        expected = gradients(model, batch)
+        failed = copied = 0
+        for _ in Failing(model, backward):
+            before = len(parcels)
+            with contextlib.suppress(KeyError):  # a module whose output needs no gradient fails in neither
+                gradients(model, batch)
+                failed -= 1
+            failed, copied = failed + 1, copied + (len(parcels) > before)
+            model.zero_grad()
+            gc.collect()
+            assert not any(ref() for ref in parcels)
+        assert failed > 5
+        assert copied > 5
+        found = gradients(model, batch)
+        assert bit_equal(list(expected.values()), list(found.values()))
+    assert not link.broken
+
+
+def test_threads_and_batches_of_other_sizes() -> None:
+    """With recomputation, slices and copies, at once: bits are those of the same slices without copies."""
+    profile, plan = smallest("cpu", WITH)
+    kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
+    without = made_plan(profile, kept, MadeBy("by hand"), status="policy")
+    model, batch = make_case(LAYERS)
+    batches = [batch, batch[:1], batch[:, : batch.shape[1] // 2], batch]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the step is not the one", sacplan.SacplanWarning)
+        plain = copy.deepcopy(model)
+        sacplan.apply(plain, without)
+        expected = [gradients(plain, one) for one in batches]
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+        right: list[bool] = []
+
+        def train(replica: nn.Module) -> None:
+            for one, wanted in zip(batches, expected, strict=True):
+                right.append(bit_equal(list(wanted.values()), list(gradients(replica, one).values())))
+
+        for replica in replicas:
+            sacplan.apply(replica, plan)
+        threads = [threading.Thread(target=train, args=(replica,)) for replica in replicas]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert right == [True] * 8
 
 
 def test_slices_and_copies_in_one_unit_that_recomputes_nothing() -> None:
