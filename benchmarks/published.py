@@ -207,6 +207,32 @@ def _rates(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+OFFLOADED = {
+    "torchtune, inputs of layers": ("tune-3b-+_optimizer_in_backward", "tune-3b-+_activation_offloading"),
+    "torchao, optimizer": ("ao-vitg-none", "ao-vitg-offload"),
+    "torchao, optimizer and gradients": ("ao-vitg-none", "ao-vitg-offload_gradients"),
+}
+"""What has been offloaded: the ids of the step without and with it."""
+
+
+def offloading_table(rows: Sequence[Row]) -> str:
+    """Return the table of ``docs/offload.md``: what offloading changes, as published and as predicted."""
+    by_id = {row["id"]: row for row in rows}
+    source = published_rows()
+    lines = markdown_head(
+        ("on the host", "peak, published", "predicted", "error", "time, published", "time, predicted")
+    )
+    for what, (without, with_it) in OFFLOADED.items():
+        before, after = by_id[without], by_id[with_it]
+        peaks = [
+            " -> ".join(_bytes(row[key], source[with_it]["unit"]) for row in (before, after))
+            for key in ("published_bytes", "predicted_bytes")
+        ]
+        slower = [_percent(before[key] / after[key] - 1) for key in ("published_per_s", "predicted_per_s")]
+        lines.append(markdown_line((what, *peaks, _percent(after["error"]), *slower)))
+    return "\n".join(lines)
+
+
 def _ops(rows: Sequence[Row]) -> list[str]:
     """Write a line for each op and metric: the worst error, and the median."""
     by_op: dict[tuple[str, str], list[float]] = {}

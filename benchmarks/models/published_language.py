@@ -26,6 +26,7 @@ from benchmarks.models.published_step import (
     foreach_adamw,
     full_policy,
     fused_adamw,
+    offloading_policy,
     op_policy,
     step_in_backward,
 )
@@ -379,20 +380,22 @@ LANGUAGE: dict[str, Step] = {
     "tune-3b-+_activation_checkpointing": _tune_step(8, plan=full_policy, missing=COMPILE),
     "tune-3b-QLoRA": _tune_step(
         build=lambda: _tune(8, rank=64),
-        plan=full_policy,
+        plan=offloading_policy,
         missing=COMPILE,
         assumed=True,
         unknown="rank, layers and optimizer are those of torchtune 0.4's 3B_qlora_single_device.yaml, with the batch "
         "of the other rows; NF4 of bitsandbytes stands for torchao's. The eager loss keeps log-probabilities "
         "in float32 (3.91 GiB) and copies the logits of a chunk to float32 (0.49 GiB), which a compiled one "
-        "need not. Whether the inputs of the layers (1.27 GiB) were offloaded to the host, as torchtune can, "
-        "is not said",
+        "need not",
     ),
     "tune-3b-+_optimizer_in_backward": _tune_step(
         build=lambda: _tune_in_backward(fused_adamw), plan=full_policy, missing=COMPILE
     ),
+    "tune-3b-+_activation_offloading": _tune_step(
+        build=lambda: _tune_in_backward(fused_adamw), plan=offloading_policy, missing=COMPILE
+    ),
     "tune-3b-+_8-bit_AdamW": _tune_step(
-        build=lambda: _tune_in_backward(AdamW8bitSizes), plan=full_policy, missing=COMPILE
+        build=lambda: _tune_in_backward(AdamW8bitSizes), plan=offloading_policy, missing=COMPILE
     ),
     "nanochat-d20": Step(
         build=_nanochat,

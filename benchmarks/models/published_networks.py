@@ -305,6 +305,32 @@ class ViT(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
+class GiantBlock(nn.Module):
+    """A layer of DINOv2's giant transformer as timm has it: SwiGLU of one product, and scales of what is added."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 2 * inner), nn.Linear(inner, width)
+        self.ls1, self.ls2 = (nn.Parameter(torch.empty(width)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attention(self.norm1(x)) * self.ls1
+        gate, up = self.fc1(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.fc2(F.silu(gate) * up) * self.ls2
+
+    _attention = ViTBlock._attention
+
+
+def vit_giant(classes: int) -> nn.Module:
+    """Build timm's ``vit_giant_patch14_dinov2`` for images of 224 x 224."""
+    model = ViT(layers=0, width=1536, heads=24, patch=14, classes=classes)
+    model.blocks = nn.ModuleList(GiantBlock(1536, 24, 4096) for _ in range(40))
+    return model
+
+
 # --- ResNet-101 -------------------------------------------------------------------------------------------
 
 

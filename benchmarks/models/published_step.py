@@ -16,9 +16,13 @@ import torch
 from torch import nn
 
 import sacplan
+from benchmarks.harness.mixed_plans import plan_with
 from benchmarks.harness.played import Loop
 from benchmarks.harness.steps import LossFn
 from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._offload.sites import place_of, sites_of, weight_of, weights_asked_for
+from sacplan._program.decisions import Offload, SeenTensor, Site
+from sacplan._program.program import CallSite, Program, StorageKind
 
 Figure = Literal["allocated", "active", "reserved", "reserved_expandable", "end"]
 Kind = Literal["known", "assumed", "compiled"]
@@ -203,3 +207,50 @@ def op_policy(profile: sacplan.Profile) -> sacplan.Plan:
 def full_policy(profile: sacplan.Profile) -> sacplan.Plan:
     """Return the checkpointing of whole layers."""
     return sacplan.policy("full", profile=profile, layers=_LAYERS)
+
+
+def offloading_policy(profile: sacplan.Profile) -> sacplan.Plan:
+    """Return torchtune's activation offloading on top of it: the inputs of layers wait on the host.
+
+    As torchtune does it with streams (``OffloadActivations``): the copy of an input begins when its layer does, up to
+    five inputs stay on the device until theirs are over, and a layer's input is called back one layer ahead.
+    """
+    plan, program = full_policy(profile), profile.program
+    layers = sorted((unit for unit in plan.units if unit.startswith("layers.")), key=_number)
+    decisions = []
+    for i, unit in enumerate(layers):
+        sites = sites_of(program, unit)
+        first = next(iter(sites))
+        # The layer's input is what its first op reads and no parameter.
+        (storage,) = (
+            s for s in program.ops[first].reads if program.storage_kinds[s] != StorageKind.PARAMETER
+        )
+        later = layers[min(i + _STASH, len(layers) - 1)]
+        at = (
+            next(iter(sites_of(program, later).items()))
+            if i + _STASH < len(layers)
+            else _last(program, later)
+        )
+        ahead = layers[i + 1] if i + 1 < len(layers) else unit
+        asked = next(iter(weights_asked_for(program, ahead).values()))
+        place = place_of(program, first, storage)
+        assert place is not None
+        decisions.append(
+            Offload(
+                unit, *sites[first], tensor=place, let_go=Site(later, *at[1]),
+                fetch=SeenTensor(ahead, *sites_of(program, ahead)[asked], weight_of(program, asked)),
+            )
+        )  # fmt: skip
+    return plan_with(profile, (*plan.decisions, *decisions))
+
+
+_STASH = 5
+"""torchtune's ``max_fwd_stash_size``."""
+
+
+def _number(unit: str) -> int:
+    return int(unit.rpartition(".")[2])
+
+
+def _last(program: Program, unit: str) -> tuple[int, CallSite]:
+    return list(sites_of(program, unit).items())[-1]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sacplan
 from benchmarks.harness.results import MIB
 from benchmarks.models import published_networks as networks
 from benchmarks.models.published_step import (
@@ -24,6 +25,7 @@ from benchmarks.models.published_step import (
     step_in_backward,
 )
 from sacplan._profile.optimizer_table import AdamW8bitSizes
+from sacplan._record.host_state import CPUOffloadSizes
 
 # --- vision -----------------------------------------------------------------------------------------------
 
@@ -42,6 +44,32 @@ def _vit_h(optimizer: Any) -> Built:
     with torch.device("meta"):
         model = networks.ViT(layers=32, width=1280, heads=16, patch=14, classes=45)
     return _images(model, 8, 45, optimizer, autocast=True)
+
+
+def _vit_giant(optimizer: Any, autocast: bool = False) -> Built:
+    with torch.device("meta"):
+        model = networks.vit_giant(classes=45)
+    if autocast:
+        return _images(model, 32, 45, optimizer, autocast=True)
+    built = _images(model.bfloat16(), 32, 45, optimizer, autocast=False)
+    images, labels = built.batch
+    return dataclasses.replace(built, batch=(images.bfloat16(), labels))
+
+
+def _blocks_checkpointed(profile: sacplan.Profile) -> sacplan.Plan:
+    return sacplan.policy("full", profile=profile, layers="blocks.*")
+
+
+_offloaded_adamw = functools.partial(CPUOffloadSizes, fused=True)
+"""torchao's ``CPUOffloadOptimizer``, which can only be made on a GPU."""
+
+_VIT_GIANT = functools.partial(
+    Step, points=(Point(unit=GB),), device="rtx-4090", samples=32, plan=_blocks_checkpointed,
+    other_card="times are of an RTX 4090",
+)  # fmt: skip
+_HOST = (
+    "times are of an RTX 4090 and a host with 100 GB/s of memory bandwidth, where the measured one had DDR4"
+)
 
 
 def _vit_l() -> Built:
@@ -74,6 +102,15 @@ VISION: dict[str, Step] = {
     "ao-vith-PyTorch_fused_AdamW": _VIT_H(build=lambda: _vit_h(fused_adamw)),
     "ao-vith-bnb_8-bit": _VIT_H(build=lambda: _vit_h(AdamW8bitSizes)),
     "ao-vith-ao_8-bit": _VIT_H(build=lambda: _vit_h(AdamW8bitSizes)),
+    "ao-vitg-none": _VIT_GIANT(build=lambda: _vit_giant(fused_adamw)),
+    "ao-vitg-offload": _VIT_GIANT(build=lambda: _vit_giant(_offloaded_adamw), other_card=_HOST),
+    "ao-vitg-offload_gradients": _VIT_GIANT(
+        build=lambda: _vit_giant(functools.partial(_offloaded_adamw, offload_gradients=True)),
+        other_card=_HOST,
+    ),
+    "ao-vitg-amp_offload": _VIT_GIANT(
+        build=lambda: _vit_giant(_offloaded_adamw, autocast=True), other_card=_HOST
+    ),
     "pt-vitl-tutorial": Step(
         build=_vit_l,
         points=(

@@ -11,7 +11,7 @@ from torch import nn
 import sacplan
 from benchmarks import published
 from benchmarks.harness.played import Loop, allocator_figures
-from benchmarks.harness.results import MIB
+from benchmarks.harness.results import GIB, MIB, ROOT
 from benchmarks.models import published_networks as networks
 from benchmarks.models.published_steps import STEPS
 from benchmarks.published import page, published_rows, read_page_rows, rows_of
@@ -19,6 +19,22 @@ from benchmarks.published import page, published_rows, read_page_rows, rows_of
 
 def test_the_page_is_what_the_figures_give() -> None:
     assert published.PAGE.read_text(encoding="utf-8") == page(*read_page_rows())
+
+
+def test_the_table_of_what_offloading_changes() -> None:
+    rows = read_page_rows()[0]
+    text = (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
+    assert published.offloading_table(rows) in text
+    by_id = {row["id"]: row for row in rows}
+    without, with_it = (by_id[name] for name in published.OFFLOADED["torchtune, inputs of layers"])
+    saved = [without[key] - with_it[key] for key in ("published_bytes", "predicted_bytes")]
+    assert "{:.2f} GiB as published, and {:.2f} as predicted".format(*(n / GIB for n in saved)) in text
+
+
+@pytest.mark.parametrize("name", ["ao-vitg-none", "ao-vitg-offload", "ao-vitg-offload_gradients"])
+def test_an_optimizer_on_the_host_is_predicted_to_twelve_thousandths(name: str) -> None:
+    (row,) = rows_of(name, published_rows()[name])
+    assert abs(row["error"]) < 12e-3
 
 
 def test_every_published_row_is_built_or_says_why_not() -> None:
@@ -60,6 +76,8 @@ def test_resnet_101_is_predicted_to_two_thousandths() -> None:
         (lambda: networks.Llama(networks.LLAMA_3_8B), 8_030_261_248),
         (lambda: networks.Llama(networks.LLAMA_32_3B), 3_212_749_824),
         (lambda: networks.Nanochat(20, 1280, 10, 65536, 2048), 560_988_160),
+        # DINOv2's own, for images of 518 x 518, less its mask token and 1,113 positions, with a classifier.
+        (lambda: networks.vit_giant(45), 1_136_480_768 - 1114 * 1536 + 45 * 1537),
     ],
 )
 def test_models_have_the_published_number_of_parameters(make: Any, parameters: int) -> None:
