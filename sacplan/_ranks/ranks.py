@@ -137,9 +137,9 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         if self.world_size > 1 and steps_in_backward(whole) and (self.fsdp_units is None or self.mixed):
             raise TraceError(
                 "an optimizer steps in hooks during the backward pass, before gradients are reduced over ranks: on "
-                "several ranks that is modelled for fully_shard without a mixed-precision policy only. Remove the "
-                "hooks, and give an optimizer that steps after the backward pass: the peak is then an upper bound, "
-                "since it keeps all gradients."
+                "several ranks that is modelled for fully_shard without a mixed-precision policy only: give "
+                'fsdp_units=["layers.*", ""] and no mp_policy. Or remove the hooks, and give an optimizer that steps '
+                "after the backward pass: the peak is then an upper bound, since it keeps all gradients."
             )
         if self.sharding is not None:
             return self._spread(self.sharding, whole, parameters, spec)
