@@ -8,6 +8,7 @@ from benchmarks import offload
 from benchmarks.harness.results import RESULTS, ROOT, Row, read_results
 
 ROWS: list[Row] = read_results(RESULTS / "offload.json")[1]
+TIMES: list[Row] = read_results(RESULTS / "offload_times.json")[1]
 
 
 def test_all_models_are_there() -> None:
@@ -36,3 +37,16 @@ def test_how_much_less_both_cost_than_recomputation_alone() -> None:
     ]
     page = (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
     assert f"falls by up to {max(less):.0%}".replace("%", " %") in page
+
+
+def test_planned_times_are_those_of_simulated_streams_on_ten_models() -> None:
+    assert sorted(row["model"] for row in TIMES) == sorted(offload.MODELS)
+    plans = [plan for row in TIMES for plan in row["plans"].values()]
+    assert all(row["plans"]["random"]["offloaded"] for row in TIMES)
+    for plan in plans:
+        assert plan["planned_ms"] == pytest.approx(plan["simulated_ms"], rel=1e-9)
+        # A link that has more bandwidth than a plan counts on makes no step longer.
+        assert plan["full_link_ms"] <= plan["simulated_ms"]
+    waiting = sum(plan["simulated_ms"] > plan["full_link_ms"] + 1e-9 for plan in plans)
+    page = (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
+    assert f"{len(plans)} plans of ten models, {waiting} of which wait for the link" in " ".join(page.split())
