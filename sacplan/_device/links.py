@@ -64,7 +64,6 @@ LINKS = _by_name(
     ("PCIe 3.0", 12, 2.5),
     ("PCIe 4.0", 24, 2.5),
     ("PCIe 5.0", 48, 2.5),
-    ("NVLink-C2C", 297, 1.9),
     ("PCIe through the host", 12, 2.5),  # cards of consumers do not reach each other's memory
     ("shared memory", 5, 10),
     ("InfiniBand 400 Gbit", 48, 4.0),
