@@ -387,6 +387,7 @@ def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
     search = _Sweep(
         model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), False, False,
         batch=8, seq=None, accumulation_steps=1, routing="balanced", longest=None,
+        host_budget_bytes=spec.host_memory_bytes,
     )  # fmt: skip
     for name, (state, own, ms) in search.own.items():
         whole = search.recorded(8, None, BY_NAME[name].make)
