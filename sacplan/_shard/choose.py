@@ -119,19 +119,25 @@ def _choose(
     raise PlanError(_no_strategy(call, have, mesh, asked))
 
 
+_SHOWN = 4  # tensors that an error shows; the others are counted
+
+
 def _no_strategy(
     call: Call, have: Sequence[Placements], mesh: Mesh, asked: Sequence[WantedPlacements | None]
 ) -> str:
-    shapes = ", ".join(
+    shapes = [
         f"{tuple(t.shape)} as {format_layout(layout)}"
         + ("" if wanted is None else f", asked as {format_asked(wanted)}")
         for t, layout, wanted in zip(call.inputs, have, asked, strict=True)
-    )
+    ]
+    # A fused optimizer has hundreds.
+    more = f" and {len(shapes) - _SHOWN} more tensors" if len(shapes) > _SHOWN else ""
+    found = ", ".join(shapes[:_SHOWN]) + more
     why, remedy = "no strategy has such inputs", "leave the sharding to the search of sacplan.plan"
     if call.written:
         why = "it writes a tensor in place, which cannot be moved"
         remedy = "write the result to a new tensor"
-    return f"{call.func} on {shapes} cannot run on mesh {mesh}: {why}. Ask for other layouts at this call, or {remedy}."
+    return f"{call.func} on {found} cannot run on mesh {mesh}: {why}. Ask for other layouts at this call, or {remedy}."
 
 
 def _offered(
