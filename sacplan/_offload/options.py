@@ -258,8 +258,8 @@ class Offloads:
         program = self.program
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
         sent = {s: op for s in chosen if (op := seen_at(program, unit, s)) is not None}
-        let_go, late_out = self._let_go(chosen, copies, sent, latest)
         needed = self._needed(chosen, gone, patch)
+        let_go, late_out = self._let_go(needed, copies, sent, latest)
         fetch, late_back = (self._fetch if early else self._fetch_last)(needed, copies, sent)
         moves, anchors = [], []
         for s in sorted(chosen, key=needed.__getitem__):
@@ -309,15 +309,16 @@ class Offloads:
         )
 
     def _let_go(
-        self, chosen: Sequence[int], copies: dict[int, float], sent: dict[int, int], latest: int
+        self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int], latest: int
     ) -> tuple[dict[int, int], float]:
         """Return by storage the op behind which it is out, and how long computation waits there.
 
         ``latest`` is the last op that is waited at, unless the storage is used behind it.
         """
         found, late, free, stops = {}, 0.0, 0.0, self._stops
-        # The link takes one copy at a time, in the order in which they can begin.
-        for s in sorted(chosen, key=lambda s: (sent[s], s)):
+        # The link takes one copy at a time, in the order in which they can begin. Those that begin at one op go in the
+        # order of the moves.
+        for s in sorted(needed, key=lambda s: (sent[s], needed[s])):
             free = max(free, float(self._ends[sent[s]])) + copies[s]
             last = self._last_use(s)
             # The first op of any unit that is behind the last use, and the first by which the copy is over.

@@ -12,6 +12,7 @@ import sacplan
 from sacplan._device.links import Link
 from sacplan._offload.rewrite import Move
 from sacplan._offload.sites import weights_asked_for
+from sacplan._offload.timing import copy_ms
 from sacplan._plan.context import planning_context
 from sacplan._plan.effects import RegionProblem
 from sacplan._solve.problem import HOST_MEMORY
@@ -97,3 +98,25 @@ def test_all_that_is_kept_can_come_back_no_earlier_than_it_must() -> None:
             assert min(option.cost for option in most) <= min(option.cost for option in late)
             earlier += len(most) - len(late)
     assert earlier
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_waits_for_an_option_that_has_no_wait_in_its_price(device: str) -> None:
+    """Places are reckoned for the order in which copies go, also where two begin at one op."""
+    profile, effects = problem_on(device)
+    together = 0
+    for region in effects.regions:
+        for option in region.options:
+            if option.technique != "offload":
+                continue
+            decisions = decisions_of(profile.program, [(region, option)], profile.spec)
+            program = rewritten(profile.program, decisions, profile.spec)
+            again_ms = program.footprint.recompute_ms
+            moves = option.remembered.moves
+            copies_ms = sum(copy_ms(profile.spec, profile.program.storage_bytes[m.storage]) for m in moves)
+            # What no one waits for has a price of a thousandth of its time.
+            if option.cost - again_ms > 1.001e-3 * copies_ms:
+                continue
+            assert program.step_ms == pytest.approx(profile.program.step_ms + again_ms, rel=1e-12)
+            together += len({move.sent for move in moves}) < len(moves)
+    assert together >= 30
