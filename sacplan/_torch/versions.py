@@ -23,6 +23,7 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 NEEDED: tuple[str, ...] = (
     "torch.Tensor._dtensor__new__",
+    "torch.Tensor._make_subclass",
     "torch.Tensor._make_wrapper_subclass",
     "torch._C.DisableTorchFunction",
     "torch._C.DisableTorchFunctionSubclass",
@@ -64,6 +65,8 @@ NEEDED: tuple[str, ...] = (
     "torch._C._profiler._ExperimentalConfig",
     "torch._C._set_fp32_precision_setter",
     "torch._C._set_grad_enabled",
+    "torch._C._set_throw_on_mutable_data_ptr",
+    "torch._C._set_warn_deprecated_on_mutable_data_ptr",
     "torch._ops.OpOverload",
     "torch._prims_common.suggest_memory_format",
     "torch._subclasses.fake_impls",
