@@ -42,7 +42,7 @@ class Way:
 
     @property
     def host_budget(self) -> str | None:
-        """What a plan may take of the host, as ``plan`` reads it."""
+        """The ``host_budget`` of ``plan`` for this way; None: all of the host's memory."""
         return None if self.host_bytes is None else f"{self.host_bytes}B"
 
 
