@@ -34,11 +34,13 @@ class ForwardWalk:
     Attributes:
         own: ops that the module runs on its own parameters alone, such as casts. They run as in the plain step, but
             their backward belongs to the chunk.
+        entry_read_outside: whether ops outside of the module also read what enters it, as a residual sum does.
     """
 
     def __init__(self, run: DeferredRun) -> None:
         self.run, self.span, self.program = run, run.span, run.program
         self.own: set[int] = set()
+        self.entry_read_outside = False
         self._own_storages: set[int] = set()
 
     def walk(self) -> None:
@@ -48,6 +50,7 @@ class ForwardWalk:
             CannotChunk: an op cannot be deferred, or would not be computed as in the plain step.
         """
         span, run, tensors = self.span, self.run, self.run.tensors
+        added_inside = False
         for i in span.forward:
             op = self.program.ops[i]
             if op.phase is not Phase.FORWARD:
@@ -57,6 +60,9 @@ class ForwardWalk:
             if any(t in known for t in op.inputs):
                 before = {t: known[t] for t in op.inputs if t in known}
                 self._check_reads(i, op, known)
+                if span.begins in op.reads:
+                    self.entry_read_outside |= not in_module
+                    added_inside |= in_module and op.name in _ADDITIONS
                 run.defer(i, op, known)
                 tensors.saved[i] = before | {t: known[t] for t in op.outputs if t in known}
             elif tensors.storages.intersection(op.reads):
@@ -70,6 +76,11 @@ class ForwardWalk:
                 raise CannotChunk(
                     f"{op.name} in {span.entry.unit!r} computes something that is not sliced", i
                 )
+        if added_inside and self.entry_read_outside:
+            # Both sums hand their gradient on as it is, and the recording does not tell which is added up first.
+            raise CannotChunk(
+                f"{span.entry.unit!r} adds its input to something, and so do others", span.first_op
+            )
 
     def _is_own(self, storage: int) -> bool:
         return self.program.storage_kinds[storage] is StorageKind.PARAMETER or storage in self._own_storages
@@ -106,19 +117,26 @@ class BackwardWalk:
         run: after the forward ops, and if the span is a module, after its outputs were computed.
         own: see ``ForwardWalk``.
         outputs: tensors that the module returns.
+        entry_read_outside: see ``ForwardWalk``.
 
     Attributes:
         exits: the results: lazy tensors that an op reads which is not deferred.
         boundary: these ops.
+        copied: those of them that add in place to a result that is not the module's. In the executor it is a lazy
+            tensor, to which autograd adds out of place.
         temporaries: by storage that a backward formula makes and frees again, the formula's forward op.
     """
 
-    def __init__(self, run: DeferredRun, own: frozenset[int], outputs: frozenset[int]) -> None:
+    def __init__(
+        self, run: DeferredRun, own: frozenset[int], outputs: frozenset[int], *, entry_read_outside: bool
+    ) -> None:
         self.run, self.span, self.program = run, run.span, run.program
-        self.own, self.outputs = own, outputs
+        self.own, self.outputs, self._entry_read_outside = own, outputs, entry_read_outside
         self.exits: dict[int, Lazy] = {}
         self.boundary: list[int] = []
+        self.copied: set[int] = set()
         self.temporaries: dict[int, int] = {}
+        self._inner: set[int] = set()  # tensors that backward ops of the module have made
         self._upstream: set[int] = set()  # storages that backward ops make that were not deferred
         self._expanded: set[int] = set()  # incoming gradients: computed where the plain step does
         # Of these, those that are as they are also the gradient of a tensor inside, see _hands_on_gradient.
@@ -149,6 +167,8 @@ class BackwardWalk:
             known = tensors.known(op, in_module)
             lazy = [t for t in op.inputs if t in known]
             meets = belongs and bool(lazy) and self._meets(op, known)
+            if in_module:
+                self._inner.update(op.outputs)
             if belongs and lazy and not meets:
                 self.run.defer(i, op, known)
                 continue
@@ -184,6 +204,8 @@ class BackwardWalk:
             self._check_exits(index, op, lazy)
             self.exits.update((t, known[t]) for t in lazy if t not in self.exits)
             self.boundary.append(index)
+            if op.mutates and op.inputs[0] in lazy and op.inputs[0] not in self._inner:
+                self.copied.add(index)
         for t in op.outputs:
             # A view of what has left: others read it as it is from here on.
             self.run.tensors.lazy.pop(t, None)
@@ -208,6 +230,11 @@ class BackwardWalk:
             return False
         tensors, like = self.program.tensors, self.program.tensors[self.span.entry.tensor]
         outside = {t for t in op.inputs if t not in known or t in self._expanded}
+        if self._entry_read_outside and not outside:
+            # What else reads the input is in the loop, too. Its gradient waits, lazy, for that of the entry's node, and
+            # leaves the loop beside it.
+            inner = self._inner.intersection(op.inputs)
+            return len(inner) == 1 and all(tensors[t].shape == like.shape for t in op.inputs)
         inside = self._handed_on.intersection(op.inputs)
         if inside and len(set(op.inputs)) == len(op.inputs):
             # This adds up two gradients of a tensor in the module, in slices.

@@ -53,7 +53,7 @@ class ChunkPatch:
         run: the deferred ops.
         left: the loop at the end of the module's call; None if the span is not a module.
         final: the loop in the backward pass.
-        boundary, temporaries: see ``BackwardWalk``.
+        boundary, copied, temporaries: see ``BackwardWalk``.
     """
 
     def __init__(
@@ -62,10 +62,11 @@ class ChunkPatch:
         left: RehearsedLoop | None,
         final: FinalLoop,
         boundary: Sequence[int],
+        copied: Collection[int],
         temporaries: Mapping[int, int],
     ) -> None:
         self.run, self.left, self.final = run, left, final
-        self.boundary, self.temporaries = boundary, temporaries
+        self.boundary, self.copied, self.temporaries = boundary, copied, temporaries
         self.program, self.span = run.program, run.span
         # The ops that stay, and the others.
         self.whole = tuple(i for i in run.ran if i < self.span.end_op) if self.span.runs_whole else ()
@@ -96,6 +97,8 @@ class ChunkPatch:
             events[self.exit] = []
             if not self.whole:
                 events[self.exit] = self._put(self.left.seen, Phase.FORWARD, self.span.entry.scope)
+        for i in self.copied:
+            events[self._at(i)] = self._out_of_place(i)
         until_end = self._hold()
         last_of = {program.ops[i].forward_of: i for i in self.deferred}
         for s, forward in self.temporaries.items():
@@ -244,6 +247,12 @@ class ChunkPatch:
                 return self._at(i)
         return self.exit if self.left is not None and op < self.span.end_op else -1
 
+    def _out_of_place(self, op: int) -> list[tuple[int, int]]:
+        """Return the events of an op that writes in place in the program, and makes another tensor in the step."""
+        (target,) = self.program.ops[op].mutates
+        made = self.draft.new_storage(self.draft.storage_bytes[target])
+        return [(_ALLOC, made), (_OP, op), (_FREE, made)]
+
     def _put_off(self) -> list[tuple[int, int]]:
         """Move additions to a gradient that leaves behind the loop, which makes that gradient.
 
@@ -257,8 +266,8 @@ class ChunkPatch:
         for i in self.boundary:
             at, op = self._at(i), program.ops[i]
             if at < self.end and (op.writes or op.mutates):  # a view takes nothing
+                moved += [(at, event) for event in self.events.get(at, [(_OP, i)])]
                 self.events[at] = []
-                moved.append((at, (_OP, i)))
                 freed.update((*op.reads, *op.writes, *(program.tensors[t].storage for t in op.inputs)))
         first = moved[0][0] if moved else self.end
         for s in freed:
@@ -266,4 +275,4 @@ class ChunkPatch:
                 if first < at <= self.end and program.events[at] == (_FREE, s):
                     self.events[at] = []
                     moved.append((at, program.events[at]))
-        return [event for _, event in sorted(moved)]
+        return [event for _, event in sorted(moved, key=lambda each: each[0])]

@@ -2,7 +2,8 @@
 
 From ``enter`` on everything that is computed from a module's input stays lazy. The module's parameters go through the
 same node, so that autograd asks it once, with all gradients: one loop over slices then computes the forward pass, the
-backward pass, and the scalars that are still referred to, such as the loss.
+backward pass, the scalars that are still referred to, such as the loss, and gradients that wait for nodes outside of
+the region, such as that of a residual sum.
 
 ``leave`` makes a module's outputs real. Their gradients are lazy again, so the inside of the module runs a second time,
 in the entry's loop, and is not kept. They are computed in a loop, or on whole tensors if only the backward pass runs
@@ -62,7 +63,7 @@ class _ChunkEntryFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(tensor)
         root = DeferredTensor(region, tensor, window=Window(axis), source=_SavedInput(ctx))
-        ctx.region, ctx.root, ctx.makes_gradients_real = region, weakref.ref(root), True
+        ctx.entered_region, ctx.root = region, weakref.ref(root)
         weakref.finalize(root, region.remove_hooks).atexit = False
         return (Lazy(root), *[t.view_as(t) for t in others])
 
@@ -81,11 +82,17 @@ class _ChunkEntryFunction(torch.autograd.Function):
         # Nobody asked for the others, and to compute them would take time in every slice.
         asked = [g if n else None for g, n in zip(gradients, needed, strict=True)]
         lazies = [g.value for g in asked if isinstance(g, Lazy)]
-        # Along with the gradients: code that looks at the loss afterwards would need another loop.
-        pending = ctx.region.pending
-        computed = compute([*lazies, *pending])
-        for value, data in zip(pending, computed[len(lazies) :], strict=True):
-            value.settle(data)
+        region, known = ctx.entered_region, {g.value for g in gradients if isinstance(g, Lazy)}
+        # Code that looks at the loss afterwards would need another loop, and so would nodes outside of the region.
+        left = dict.fromkeys(x.value for x in region.take_gradients() if x.value.data is None)
+        waiting = [value for value in left if value not in known]
+        pending = [value for value in region.pending if value not in waiting]
+        computed = compute([*lazies, *pending, *waiting])
+        rest = iter(computed[len(lazies) :])
+        for value in pending:
+            value.settle(next(rest))
+        for value in waiting:
+            value.leave(next(rest))
         results = iter(computed[: len(lazies)])
         found = [next(results) if isinstance(g, Lazy) else g for g in asked]
         return None, None, *found

@@ -41,6 +41,7 @@ from sacplan._chunk.executor.values import (
 from sacplan._executor.tensors import history_free_aliases
 from sacplan._factors.axes import Axis, into_factor
 from sacplan._factors.rule import Kind, Rule, rule_of
+from sacplan._torch.autograd import in_backward
 from sacplan._torch.calls import Call
 from sacplan._torch.local_tensors import DEFERRED_TYPES
 from sacplan._torch.ops import op_traits, tensors_in
@@ -76,7 +77,9 @@ class Lazy(torch.Tensor):
         return t
 
     def __init__(self, value: DeferredTensor) -> None:
-        pass
+        # A formula of autograd runs without gradients; the forward pass of a checkpoint runs with them.
+        if in_backward() and not torch.is_grad_enabled():
+            value.region.note_gradient(self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -460,12 +463,12 @@ class _LazyGradient:
 def _keep_gradients_real(others: Sequence[torch.Tensor], region: SlicedRegion) -> None:
     """Let tensors that are differentiated and did not come in through the entry get computed gradients.
 
-    Only the entry's node turns lazy gradients into tensors. For others a hook does it, in a loop of its own.
+    The entry's node computes those that are lazy when it runs. Of others a hook does it, in a loop of its own.
     """
     if not torch.is_grad_enabled():
         return
     for t in others:
-        if t.requires_grad and not _comes_from_an_entry(t):
+        if t.requires_grad and not _comes_from_entry_of(region, t):
             region.hooks.append(t.register_hook(_RealGradient()))
 
 
@@ -477,8 +480,8 @@ class _RealGradient:
 _NODES_LOOKED_AT = 64
 
 
-def _comes_from_an_entry(t: torch.Tensor) -> bool:
-    """Whether all its history begins at an entry node, which makes gradients real.
+def _comes_from_entry_of(region: SlicedRegion, t: torch.Tensor) -> bool:
+    """Whether all history of a tensor begins at the entry node of a region, which makes its gradients real.
 
     After ``_NODES_LOOKED_AT`` nodes the answer is no, which costs a loop and is never wrong.
     """
@@ -488,7 +491,10 @@ def _comes_from_an_entry(t: torch.Tensor) -> bool:
         node = waiting.pop()
         if node is None or hasattr(node, "variable"):
             return False  # a leaf: its gradient would be stored as it is
-        if node in seen or getattr(node, "makes_gradients_real", False):
+        entered = getattr(node, "entered_region", None)
+        if entered is not None and entered is not region:
+            return False  # the loop of another region would read this one's lazy gradients, slice by slice
+        if node in seen or entered is region:
             continue
         seen.add(node)
         edges = [edge for edge, _ in node.next_functions if edge is not None]

@@ -121,6 +121,7 @@ class SlicedRegion:
         self.accumulate = accumulate
         self.tally = Tally()
         self.hooks: list[Any] = []
+        self._gradients: list[weakref.ref[torch.Tensor]] = []
         self._on_whole, self._choose = on_whole, choose
         self._pending: list[weakref.ref[DeferredTensor]] = []
 
@@ -148,6 +149,18 @@ class SlicedRegion:
         """Note a scalar that a loop computes along if anybody still refers to it."""
         # Weakly: what code has dropped is not computed.
         self._pending.append(weakref.ref(value))
+
+    def note_gradient(self, lazy: torch.Tensor) -> None:
+        """Note a lazy tensor that a formula of autograd has made."""
+        # The tensor and not its value, which lives for as long as an op that is deferred reads it.
+        self._gradients.append(weakref.ref(lazy))
+
+    def take_gradients(self) -> list[torch.Tensor]:
+        """Return the noted tensors that somebody still refers to, and forget all."""
+        alive = [lazy for lazy in (ref() for ref in self._gradients) if lazy is not None]
+        self._gradients.clear()
+        bases = {id(lazy._base) for lazy in alive}  # autograd has a view refer to them: nobody waits for them
+        return [lazy for lazy in alive if id(lazy) not in bases]
 
     def remove_hooks(self) -> None:
         """Remove all hooks: the region is over."""
@@ -249,6 +262,11 @@ class DeferredTensor:
         """Keep the computed tensor, and let go of the op that makes it."""
         # With the op goes what it reads, unless something else refers to that.
         self.data, self.node, self.source = data, None, None
+
+    def leave(self, data: torch.Tensor) -> None:
+        """Settle it, and take it out of the loops: ops that read it from now on run at once, on the whole tensor."""
+        self.settle(data)
+        self.window = self.combined = None
 
 
 class Held:
