@@ -75,7 +75,7 @@ STEPS = ("short", "long", "longest")
 CASES = {
     "llama-3-8b-h100": Asked("llama-3-8b", "h100", 524288),
     "llama-3-8b-h100-node": Asked("llama-3-8b", "h100", 524288, shares=8),
-    "gemma-2-2b-h100": Asked("gemma-2-2b", "h100", 32768),
+    "gemma-2-2b-h100": Asked("gemma-2-2b", "h100", 16384),
     "llama-3.2-1b-4090": Asked("llama-3.2-1b", "rtx-4090", 262144),
     "llama-3.2-3b-4090": Asked("llama-3.2-3b", "rtx-4090", 131072),
 }
