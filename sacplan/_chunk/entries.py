@@ -230,7 +230,7 @@ def _module_chunks(
             offered = _offered(program, chunk, _MODULE_SLICES, device)
             try:
                 # All of them, since those of the first one serve for all that are alike, and that takes no rehearsal.
-                assert offered.options
+                _ = offered.options
             except CannotChunk:
                 continue  # of that name and size, but not alike
             alike.append(offered)
