@@ -87,14 +87,12 @@ class _ChunkEntryFunction(torch.autograd.Function):
         left = dict.fromkeys(x.value for x in region.take_gradients() if x.value.data is None)
         waiting = [value for value in left if value not in known]
         pending = [value for value in region.pending if value not in waiting]
-        computed = compute([*lazies, *pending, *waiting])
-        rest = iter(computed[len(lazies) :])
+        made = iter(compute([*lazies, *pending, *waiting]))
+        found = [next(made) if isinstance(g, Lazy) else g for g in asked]
         for value in pending:
-            value.settle(next(rest))
+            value.settle(next(made))
         for value in waiting:
-            value.leave(next(rest))
-        results = iter(computed[: len(lazies)])
-        found = [next(results) if isinstance(g, Lazy) else g for g in asked]
+            value.leave(next(made))
         return None, None, *found
 
 
