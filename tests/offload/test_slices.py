@@ -6,10 +6,10 @@ import contextlib
 import copy
 import functools
 import gc
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,11 +151,8 @@ def test_threads_and_batches_of_other_sizes() -> None:
 
         for replica in replicas:
             sacplan.apply(replica, plan)
-        threads = [threading.Thread(target=train, args=(replica,)) for replica in replicas]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(replicas)) as pool:
+            list(pool.map(train, replicas))
     assert right == [True] * 8
 
 

@@ -9,9 +9,9 @@ import contextlib
 import copy
 import gc
 import random
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis.strategies as st
@@ -249,10 +249,7 @@ def test_threads_that_train_at_once(planned: Planned) -> None:
                 right.append(bit_equal(plain, [loss.detach(), *(p.grad for p in one.parameters())]))
                 one.zero_grad()
 
-        threads = [threading.Thread(target=train, args=(one,)) for one in replicas]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(replicas)) as pool:
+            list(pool.map(train, replicas))
     assert right == [True] * 12
     assert not link.broken
