@@ -37,7 +37,7 @@ from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.results import MIB, Row
 from benchmarks.harness.table import Table
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
-from sacplan._plan.make import MadeBy, made_plan
+from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._record.step import Step
 from sacplan._verify.measure import measured_step
 
@@ -132,7 +132,7 @@ def chunked(model: Model, batch: Batch) -> LossFn:
     # Planning would choose the slices; the comparison needs a given number of them, so the plan is made by hand.
     (chunk,) = (chunk for chunk in found.chunks if chunk.slices == SLICES)
     made_by = MadeBy("chunked-loss", objective="time", techniques=("chunk",))
-    plan = made_plan(profile, (chunk,), made_by, status="feasible")
+    plan = plan_by_hand(profile, (chunk,), made_by, status="feasible")
     sacplan.apply(model, plan)
     return plain_loss
 

@@ -43,7 +43,7 @@ from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.results import Row
 from benchmarks.harness.table import Table
 from examples.transformer import Transformer
-from sacplan._plan.make import unit_plans
+from sacplan._plan.units import unit_plans
 from sacplan._program.decisions import as_decisions
 from sacplan._program.program import CallSite, Phase
 

@@ -51,7 +51,7 @@ from benchmarks.harness.plans import as_budget, budget_at
 from benchmarks.harness.results import RESULTS, Row, describe, machine, write_results
 from benchmarks.harness.steps import same_bits
 from benchmarks.models.random_blocks import DIM, FORMS, INSTRUCTIONS, Block, Code, Net, tape
-from sacplan._plan.make import unit_plans
+from sacplan._plan.units import unit_plans
 from sacplan._profile.tracing import trace_step
 from sacplan._program.decisions import as_decisions
 from sacplan._program.elements import CallSite

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import sacplan
 from sacplan._offload.options import Offloads
 from sacplan._offload.sites import last_writes, place_of, sites_of, tensors_of, weight_of, weights_asked_for
-from sacplan._plan.make import MadeBy, made_plan
+from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._plan.request import Request
 from sacplan._program.decisions import Decision, Offload, SeenTensor, Site
 from sacplan._program.liveness import Fold
@@ -28,7 +28,7 @@ ALL = ("recompute", "chunk", "offload")
 
 def plan_with(profile: sacplan.Profile, decisions: Sequence[Decision]) -> sacplan.Plan:
     """Return the plan with these decisions, and the figures of the step with them."""
-    return made_plan(profile, tuple(decisions), MadeBy("random"), status="feasible")
+    return plan_by_hand(profile, tuple(decisions), MadeBy("random"), status="feasible")
 
 
 def mixed_plan(

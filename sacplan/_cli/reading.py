@@ -28,18 +28,15 @@ def show_file(file: _File) -> CommandResult:
 
     Layers that do the same are shown once.
     """
-    from sacplan._plan.make import kept_by_layer, profile_sections
-    from sacplan._plan.reading import layer_facts, plan_sections, read_layers
+    from sacplan._plan.reading import kept_sections, layer_facts, plan_sections, read_layers
+    from sacplan._plan.units import kept_by_layer
 
     # Anything else is read as a plan, whose loader says what is wrong with it.
     if is_ours(Path(file), "profile"):
         profile = sources.saved_profile(file)
-        facts = {
-            "what": "profile",
-            **show.profile_facts(profile),
-            "layers": layer_facts(kept_by_layer(profile)),
-        }
-        sections = profile_sections(profile)
+        kept = kept_by_layer(profile.program)
+        facts = {"what": "profile", **show.profile_facts(profile), "layers": layer_facts(kept)}
+        sections = [profile.in_words(), *kept_sections(kept)]
     else:
         plan = sources.saved_plan(file)
         facts = {"what": "plan", **show.plan_facts(plan), "layers": layer_facts(read_layers(plan))}

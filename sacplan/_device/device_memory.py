@@ -152,6 +152,7 @@ def peaks_on(
     run = _Run(_changes_of(program), allocator, zero_grad)
     run.allocate(run.changes.model)
     first = run.step(is_first=True)
+    # Once a step reserves nothing more, there is a block for all that the next one asks for.
     allocated, reserved = first.max_memory_allocated, -1
     for _ in range(_STEPS):
         if allocator.reserved_bytes == reserved:
@@ -203,6 +204,7 @@ def _changes_of(program: Program) -> _Changes:
     for code, arg in program.events:
         reader.step(code, arg)
     kinds, initial = program.storage_kinds, [s for s in program.initial if program.device_bytes[s]]
+    # A step without an optimizer, or without a backward pass, has none of these moments: what follows is then empty.
     end = len(reader.changes)
     optimizer_at = reader.begins.get(Phase.OPTIMIZER, end)
     backward_at = min(reader.begins.get(Phase.BACKWARD, end), optimizer_at)
@@ -258,6 +260,8 @@ def _added(program: Program, freed: Collection[int]) -> dict[int, int]:
     kinds, sizes, there = program.storage_kinds, program.storage_bytes, frozenset(program.initial)
     found: dict[int, int] = {}
     for op in program.ops:
+        # A sum in place writes one tensor, a gradient from before the step. It reads another of the same size, which is
+        # new and not needed any more.
         if op.phase != Phase.BACKWARD or len(op.mutates) != 1:
             continue
         (total,) = op.mutates

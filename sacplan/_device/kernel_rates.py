@@ -93,6 +93,7 @@ class KernelRates:
     """Share of FLOPs. The same paper, figure 6."""
 
     def __post_init__(self) -> None:
+        # With 0 or infinity a kernel would take no time, or forever. NaN is refused, too: it compares as False.
         for name, value in self.as_dict().items():
             if not 0 < value < math.inf:
                 raise DeviceError(f"KernelRates: {name} must be positive and finite, got {value!r}")

@@ -208,6 +208,8 @@ def _gemm_4bit(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 @workspace("aten::convolution", "aten::convolution_backward")
 def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """Count copies of operands that are not in the memory format of the kernel. cuDNN's own workspace is unknown."""
+    # One operand in channels-last is enough for that kernel. A tensor that is contiguous in both formats, as with one
+    # channel, decides nothing.
     tensors = [t for t in (a.get("grad_output"), a["input"], a["weight"]) if t is not None and t.dim() >= 3]
     last = tensors[0].dim() == 4 and any(
         t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()

@@ -8,8 +8,8 @@ A lower bound on what a plan with them costs comes first: where it leaves too li
 
 from __future__ import annotations
 
+from sacplan._plan.candidate import Candidate
 from sacplan._plan.planner import Planner
-from sacplan._plan.search import Candidate
 from sacplan._techniques import TECHNIQUES
 
 _WORTH = 5e-3

@@ -1,7 +1,10 @@
-"""The errors for a budget that no plan holds, and for a GPU on which the segments of no plan fit.
+"""What is said where memory is too small: the errors that no plan fits, and the warning that a plan does not.
 
-The first says what makes the smallest peak, and what would reach a smaller one. The second says how much is reserved,
-and whether expandable segments would help.
+- No plan holds a budget: the error says what makes the smallest peak, and what would reach a smaller one.
+- The tensors of a plan fit a GPU, and the segments of none do: how much is reserved, and whether expandable segments
+  would help.
+- No plan holds a budget on a mesh: the same as the first, for a rank.
+- A plan that was made by rule, or for a budget, does not fit the device: a warning to whoever gets it.
 
 Alternatives (Rotor, other techniques, other optimizers, no pins) are tried only when somebody reads the message: each
 is a search of its own.
@@ -9,11 +12,17 @@ is a search of its own.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from sacplan._device.device_memory import reserved_bytes
+from sacplan._device.devices import DeviceSpec
 from sacplan._device.outside_allocator import outside_text
-from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room, Try
+from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room, Try, beside_others
+from sacplan._plan.plan import Plan
 from sacplan._plan.planner import ROTOR_STAGES, Planner, smallest_bytes
 from sacplan._plan.search import PlanSearch
 from sacplan._profile.optimizer_table import BY_NAME
@@ -25,7 +34,7 @@ from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase
 from sacplan._rotor.sequences import Rotor, is_longer
 from sacplan._techniques import TECHNIQUES
-from sacplan.errors import InfeasibleBudget, PlanError
+from sacplan.errors import InfeasibleBudget, PlanError, SacplanWarning
 
 
 def infeasible(profile: Profile, asked: Planner, budget_bytes: int) -> InfeasibleBudget:
@@ -104,6 +113,34 @@ def segments_do_not_fit(profile: Profile, nearest: Try, room: Room) -> Infeasibl
         budget_bytes=room.n_bytes,
         smallest_feasible_bytes=reserved,
         binding=binding,
+    )
+
+
+def infeasible_on_mesh(
+    profile: Profile, rank: Profile, nearest: InfeasibleBudget, where: str, name: str, *, is_share: bool
+) -> InfeasibleBudget:
+    """Return the error for a mesh on which no sharding and no plan holds the budget.
+
+    Args:
+        profile: The step on a single device.
+        rank: That of a rank with the sharding that came nearest to the budget.
+        nearest: The error for this rank.
+        where: The mesh, or all that were tried.
+        name: Name of the sharding.
+        is_share: Whether the budget is a share of what a rank takes unplanned.
+    """
+    smallest_bytes = nearest.smallest_feasible_bytes
+    unplanned = format_bytes(rank.peak_bytes)
+    of_what = f", the share of {unplanned} that a rank takes unplanned" if is_share else ""
+    return InfeasibleBudget(
+        f"no plan found keeps the step on mesh {where} under {format_bytes(nearest.budget_bytes)} on each rank"
+        f"{of_what}. On a single device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak "
+        f"reached is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes), spread as {name!r}; "
+        f"{nearest.binding} makes it. ",
+        f"Give at least {exact_bytes(smallest_bytes)}, more ranks, or a smaller batch.",
+        budget_bytes=nearest.budget_bytes,
+        smallest_feasible_bytes=smallest_bytes,
+        binding=nearest.binding,
     )
 
 
@@ -217,3 +254,61 @@ class _Alternatives:
         if peaks[best] >= self.search.smallest.footprint.peak_bytes:  # neither of them lowers the peak
             return ""
         return f"With {best} the smallest is {format_bytes(peaks[best])}. "
+
+
+# --- plans that do not fit the device ----------------------------------------------------------------------
+
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+@contextlib.contextmanager
+def looking_for_plans() -> Iterator[None]:
+    """Suppress the warning of ``handed_out`` inside. Plans made there are compared, and the user never sees most."""
+    before = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(before)
+
+
+def handed_out(made: Plan, spec: DeviceSpec) -> Plan:
+    """Return the plan, and warn if it takes more memory than the device has.
+
+    The ``SacplanWarning`` points at the line of the user who called the public function.
+    """
+    if not _quiet.get() and (why := _does_not_fit(made, spec)):
+        warnings.warn(
+            f"this plan does not fit: {why}",
+            SacplanWarning,
+            stacklevel=4,  # skips this function, the public one, and the decorator that checks its arguments
+        )
+    return made
+
+
+def _does_not_fit(made: Plan, spec: DeviceSpec) -> str:
+    """Return by which figures a plan does not fit its device, and what to do; empty if it fits."""
+    rank = " on each rank" if made.ranks.world_size > 1 else ""
+    has = f"{spec.name} has {format_bytes(spec.memory_bytes)}"
+    advice = "Try a smaller batch, several devices, or a device with more memory."
+    # Not even the tensors fit, so no setting of the allocator helps.
+    if made.peak_bytes > spec.memory_bytes:
+        return f"its step takes {format_bytes(made.peak_bytes)}{rank}, and {has}. {advice}"
+    # A plan for a CPU, or one from an older file: there are no figures of an allocator to compare.
+    if made.device_memory is None:
+        return ""
+    room = beside_others(spec, made.ranks.communicators)
+    reserved = made.device_memory.reserved_bytes()
+    if reserved <= room.n_bytes:
+        return ""
+    expandable = made.device_memory.reserved_bytes(expandable=True)
+    # In a process whose segments expand already, ``expandable`` is ``reserved`` again, and does not fit either. Then a
+    # budget may be the cause: it limits the tensors alone.
+    if expandable <= room.n_bytes:
+        advice = f"With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
+    elif made.budget_bytes is not None:
+        advice = f"Without a budget, a plan is made that fits. {advice}"
+    return (
+        f"its tensors take {format_bytes(made.peak_bytes)}{rank}, for which the allocator reserves "
+        f"{format_bytes(reserved)} (max_memory_reserved), with {outside_text(room.outside)} outside of it, and {has}. "
+        f"{advice}"
+    )

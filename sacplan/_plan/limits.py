@@ -1,4 +1,4 @@
-"""Limits: a budget, a headroom, or the device itself; the plan that fits one; the warning that one does not fit.
+"""Limits: a budget, a headroom, or the device itself; and the search for a plan that fits one.
 
 Which figure a limit is about:
 
@@ -14,21 +14,17 @@ Which figure a limit is about:
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sacplan._device.device_memory import beyond_peak_bytes, reserved_bytes
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.outside_allocator import Outside, outside_allocator, outside_text
-from sacplan._plan.plan import Plan
-from sacplan._plan.search import Candidate
+from sacplan._plan.candidate import Candidate
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes, is_share, parse_budget, parse_headroom
 from sacplan._program.program import Program
-from sacplan.errors import BudgetError, SacplanWarning
+from sacplan.errors import BudgetError
 
 DEFAULT_HEADROOM = 0.15
 """Share of the memory of a CPU that is left free when no budget is given. On a GPU, what fits is worked out."""
@@ -145,7 +141,7 @@ def allocator_room(spec: DeviceSpec, communicators: int = 0) -> Room:
     Raises:
         BudgetError: Nothing is left.
     """
-    room = _beside_others(spec, communicators)
+    room = beside_others(spec, communicators)
     if room.n_bytes <= 0:
         raise BudgetError(
             f"{spec.name} has {format_bytes(spec.memory_bytes)}, and outside of the allocator there are "
@@ -154,7 +150,8 @@ def allocator_room(spec: DeviceSpec, communicators: int = 0) -> Room:
     return room
 
 
-def _beside_others(spec: DeviceSpec, communicators: int) -> Room:
+def beside_others(spec: DeviceSpec, communicators: int) -> Room:
+    """Return the same, whether anything is left or not."""
     outside = outside_allocator(spec, communicators)
     return Room(spec.memory_bytes - sum(one.n_bytes for one in outside), is_reserved=True, outside=outside)
 
@@ -225,61 +222,3 @@ def lowered(peak_bytes: int, excess_bytes: int, room_bytes: int, tried: int) -> 
     # of the room.
     least = 0 if tried == 1 else room_bytes * tried // 64
     return peak_bytes - max(excess_bytes, least)
-
-
-# --- plans that do not fit the device ----------------------------------------------------------------------
-
-_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
-
-
-@contextlib.contextmanager
-def looking_for_plans() -> Iterator[None]:
-    """Suppress the warning of ``handed_out`` inside. Plans made there are compared, and the user never sees most."""
-    before = _quiet.set(True)
-    try:
-        yield
-    finally:
-        _quiet.reset(before)
-
-
-def handed_out(made: Plan, spec: DeviceSpec) -> Plan:
-    """Return the plan, and warn if it takes more memory than the device has.
-
-    The ``SacplanWarning`` points at the line of the user who called the public function.
-    """
-    if not _quiet.get() and (why := _does_not_fit(made, spec)):
-        warnings.warn(
-            f"this plan does not fit: {why}",
-            SacplanWarning,
-            stacklevel=4,  # skips this function, the public one, and the decorator that checks its arguments
-        )
-    return made
-
-
-def _does_not_fit(made: Plan, spec: DeviceSpec) -> str:
-    """Return by which figures a plan does not fit its device, and what to do; empty if it fits."""
-    rank = " on each rank" if made.ranks.world_size > 1 else ""
-    has = f"{spec.name} has {format_bytes(spec.memory_bytes)}"
-    advice = "Try a smaller batch, several devices, or a device with more memory."
-    # Not even the tensors fit, so no setting of the allocator helps.
-    if made.peak_bytes > spec.memory_bytes:
-        return f"its step takes {format_bytes(made.peak_bytes)}{rank}, and {has}. {advice}"
-    # A plan for a CPU, or one from an older file: there are no figures of an allocator to compare.
-    if made.device_memory is None:
-        return ""
-    room = _beside_others(spec, made.ranks.communicators)
-    reserved = made.device_memory.reserved_bytes()
-    if reserved <= room.n_bytes:
-        return ""
-    expandable = made.device_memory.reserved_bytes(expandable=True)
-    # In a process whose segments expand already, ``expandable`` is ``reserved`` again, and does not fit either. Then a
-    # budget may be the cause: it limits the tensors alone.
-    if expandable <= room.n_bytes:
-        advice = f"With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
-    elif made.budget_bytes is not None:
-        advice = f"Without a budget, a plan is made that fits. {advice}"
-    return (
-        f"its tensors take {format_bytes(made.peak_bytes)}{rank}, for which the allocator reserves "
-        f"{format_bytes(reserved)} (max_memory_reserved), with {outside_text(room.outside)} outside of it, and {has}. "
-        f"{advice}"
-    )

@@ -1,36 +1,131 @@
-"""Make a plan from decisions: the figures of the step with them, and what each unit does."""
+"""From a request to a plan: ask the planner of a step, and make a plan of the candidate that it finds.
+
+Everything that plans goes this way: ``plan`` itself, each sharding of a mesh (``meshes.py``), and each case of a sweep
+(``_questions/sweep.py``). An outcome without a plan carries the error that ``plan`` raises.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from msgspec import UNSET
 
 import sacplan
 from sacplan._device.device_memory import device_memory
-from sacplan._plan.bound import bound_of
-from sacplan._plan.limits import OF_DEVICE, Limit
+from sacplan._plan.beyond import beyond
+from sacplan._plan.candidate import Candidate
+from sacplan._plan.infeasible import infeasible, segments_do_not_fit
+from sacplan._plan.limits import OF_DEVICE, Limit, Try, next_budget
 from sacplan._plan.plan import Plan
+from sacplan._plan.planner import Planner
 from sacplan._plan.provenance import Provenance, Scalar
-from sacplan._plan.reading import LayerReading, kept_layers, kept_sections
-from sacplan._plan.value import Status, UnitPlan
+from sacplan._plan.request import Request
+from sacplan._plan.value import Status
 from sacplan._profile.profile import Profile
-from sacplan._program.decisions import Decision, Discarded, Offload, Recompute, discarded_by
-from sacplan._program.notebook import Section
-from sacplan._program.optimizer_ops import check_updates, steps_in_backward
+from sacplan._program.decisions import Decision
 from sacplan._program.pins import NO_PINS, Pins
-from sacplan._program.places import OpSequence
-from sacplan._program.program import CallSite, Program
-from sacplan._ranks.unit_limits import check_units
 from sacplan._record.fake_values import decides_sizes
-from sacplan._technique.step import Objective, op_costs
-from sacplan._techniques import DEFAULT_TECHNIQUES, by_technique, rewritten
+from sacplan._technique.step import Objective, PlanStep
+from sacplan._techniques import DEFAULT_TECHNIQUES
+from sacplan.errors import InfeasibleBudget, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A step that was planned for, and its plan if there is one.
+
+    Attributes:
+        profile: The step.
+        plan: It holds the limit; None if none does.
+        peak_bytes: Peak of the plan, or the smallest that was reached.
+        error: Why there is no plan.
+    """
+
+    profile: Profile
+    plan: Plan | None
+    peak_bytes: int
+    error: InfeasibleBudget | None = None
+
+    def made(self) -> Plan:
+        """Return the plan, or raise the error that says why there is none."""
+        if self.error is not None:
+            raise self.error
+        assert self.plan is not None
+        return self.plan
+
+    @property
+    def step_ms(self) -> float | None:
+        """Predicted time of the step with the plan; None without one."""
+        made = self.plan
+        return None if made is None else made.step_ms + made.recompute_ms + made.added_ms
+
+    @property
+    def binding(self) -> str:
+        """The module or step at which the smallest peak is; ``""`` if a plan holds the budget."""
+        return "" if self.error is None else self.error.binding
+
+
+def outcome_of(request: Request, profile: Profile, *, says_beyond: bool = False) -> Outcome:
+    """Plan a step: return its cheapest plan within the limit, or why there is none. Errors are those of ``plan``.
+
+    A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``says_beyond``, a plan with the
+    default techniques says what others would save.
+    """
+    room = request.limit.room_of(profile)
+    tries: list[Try] = []
+    while (budget_bytes := next_budget(room, tries)) is not None:
+        # A planner for each budget: the result is then what the user gets who asks for that budget.
+        asked: Planner = request.planner(profile)
+        found = asked.cheapest(budget_bytes)
+        # If nothing holds the budget, the plan with the smallest peak says how far it is off.
+        if found is None:
+            found = asked.nearest.smallest
+        peak_bytes = found.footprint.peak_bytes
+        needs = room.needs(found.program)
+        if needs <= room.n_bytes:
+            # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
+            kept_bytes = max(budget_bytes, peak_bytes)
+            # Whoever names the techniques has chosen. In inference, nothing else helps.
+            says_beyond = says_beyond and request.techniques is None and profile.mode == "train"
+            said = beyond(asked, found, kept_bytes) if says_beyond else ()
+            made_by = _made_by(request, asked, found, said)
+            return Outcome(profile, made_plan(profile, found, made_by, kept_bytes), peak_bytes)
+        tries.append(Try(found, budget_bytes, peak_bytes, needs))
+    least = min(tries, key=lambda one: one.needs)
+    # Segments are looked at only where the tensors fit. If they do not, there was one try.
+    if least.peak_bytes <= room.n_bytes:
+        error = segments_do_not_fit(profile, least, room)
+    else:
+        error = infeasible(profile, asked, room.n_bytes)
+    return Outcome(profile, None, error.smallest_feasible_bytes, error)
+
+
+def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = False) -> Plan:
+    """Return the plan with the smallest peak, whatever the limit of the request.
+
+    Rotor may reach a smaller peak than the other solvers, at several times the cost of the step. A comparison or a
+    recommendation does not want that plan: ``without_rotor``.
+    """
+    asked = request.planner(profile)
+    if without_rotor:
+        asked = replace(asked, last=None)
+    found = asked.smallest(0)
+    # No limit was asked for, so the plan names none.
+    return made_plan(profile, found, _made_by(replace(request, limit=OF_DEVICE), asked, found))
+
+
+def plan_by_hand(
+    profile: Profile, decisions: tuple[Decision, ...], made_by: MadeBy, *, status: Status = "policy"
+) -> Plan:
+    """Return the plan with decisions that no search has found: those of a policy, or of whoever writes them down."""
+    step = PlanStep(profile.program, pins=made_by.pins, device=profile.spec)
+    return made_plan(profile, Candidate(step, decisions, status), made_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,79 +152,67 @@ class MadeBy:
     beyond: tuple[str, ...] = ()
 
 
-def made_plan(
-    profile: Profile,
-    decisions: tuple[Decision, ...],
-    made_by: MadeBy,
-    *,
-    status: Status,
-    gap: float | None = None,
-    budget_bytes: int | None = None,
-) -> Plan:
-    """Return the plan with these decisions. All its figures are those of the rewritten program.
+def _made_by(request: Request, asked: Planner, found: Candidate, beyond: tuple[str, ...] = ()) -> MadeBy:
+    known = (*asked.solvers, *asked.crowded, *(() if asked.last is None else (asked.last,)))
+    return MadeBy(
+        found.solver,
+        # A solver that a technique brings itself is in none of these lists, and its options are not noted.
+        next((_options_of(solver) for solver in known if solver.name == found.solver), {}),
+        request.objective,
+        request.limit,
+        request.host_budget,
+        asked.recorded.pins,
+        asked.techniques,
+        tuple(asked.limits_reached),
+        beyond,
+    )
+
+
+def _options_of(solver: object) -> dict[str, Any]:
+    # Solvers of sacplan are dataclasses. One of the user's own may be any object.
+    if dataclasses.is_dataclass(solver):
+        return {f.name: getattr(solver, f.name) for f in dataclasses.fields(solver)}
+    return dict(getattr(solver, "__dict__", {}))
+
+
+def made_plan(profile: Profile, found: Candidate, made_by: MadeBy, budget_bytes: int | None = None) -> Plan:
+    """Return the plan with the decisions of a candidate, whose figures it has.
 
     Args:
         profile: The step without a plan.
-        decisions: The decisions of the plan.
+        found: Decisions about this step.
         made_by: How the plan was made.
-        status: See ``Plan``.
-        gap: See ``Plan``.
         budget_bytes: The budget in bytes that the plan was made for; None if there was none.
 
     Raises:
         PlanError: A unit that cannot be one under ``fully_shard``, or an op that would run again from a parameter that
             an optimizer has changed by then.
     """
-    provenance = provenance_of(profile, made_by)
-    plain, program = profile.program, rewritten(profile.program, decisions, profile.spec)
-    # What the other techniques leave. Recomputation is described and bounded from below for that program: they may have
-    # moved ops away. Copies of what is kept move none.
-    left = rewritten(
-        plain, [one for one in decisions if not isinstance(one, (Recompute, Offload))], profile.spec
-    )
-    # Techniques that watch the ops of a unit see those that are left, also where nothing is recomputed.
-    watched = any(technique.shares_units for technique, _ in by_technique(decisions))
-    # Where memory is freed in other ways than by recomputation, nothing has to run again.
-    otherwise = any(technique.frees_otherwise for technique, _ in by_technique(decisions))
-    found, discarded = program.footprint, discarded_by(decisions)
-    check_units(plain, discarded)
-    # Optimizers that step after the backward pass change nothing that is still read.
-    if steps_in_backward(profile.recorded):
-        check_updates(program)
-    # With recomputation alone there is no other time. The difference of the sums would leave a rounding error.
-    alone = all(isinstance(one, Recompute) for one in decisions)
-    # Costs are times whatever the objective was, since the bound is reported in ms.
-    bound_ms = (
-        0.0
-        if otherwise
-        else bound_of(left, op_costs(left, "time"), made_by.pins.kept_ops).at(found.peak_bytes)
-    )
-    units, sequences = unit_plans(
-        left if watched else plain,
-        discarded,
-        dict.fromkeys(unit for one in decisions for unit in one.units),
-    )
+    if why := found.why_refused:
+        raise PlanError(why)
+    footprint, (units, sequences) = found.footprint, found.units
     return Plan(
-        status=status,
-        gap=None if gap is None else float(gap),
-        peak_bytes=found.peak_bytes,
+        status=cast(Status, found.status),
+        gap=None if found.gap is None else float(found.gap),
+        peak_bytes=footprint.peak_bytes,
         baseline_peak_bytes=profile.peak_bytes,
         budget_bytes=budget_bytes,
-        recompute_ms=found.recompute_ms,
-        recompute_flops=found.recompute_flops,
-        lower_bound_ms=min(bound_ms, found.recompute_ms),
-        added_ms=0.0 if alone else program.step_ms - plain.step_ms - found.recompute_ms,
+        recompute_ms=footprint.recompute_ms,
+        recompute_flops=footprint.recompute_flops,
+        lower_bound_ms=found.lower_bound_ms,
+        # With recomputation alone there is no other time. The difference of the sums would leave a rounding error.
+        added_ms=0.0 if found.only_recomputes else found.added_ms,
         step_ms=profile.step_ms,
-        step_flops=plain.flops,
+        step_flops=profile.program.flops,
         device=profile.device,
         ranks=profile.ranks,
-        provenance=provenance,
-        decisions=decisions,
+        provenance=provenance_of(profile, made_by),
+        decisions=found.decisions,
         units=units,
         sequences=sequences,
         fingerprint=profile.fingerprint,
-        device_memory=device_memory(program) if profile.spec.kind == "cuda" else None,
-        host_bytes=found.host_peak_bytes,
+        device_memory=device_memory(found.program) if profile.spec.kind == "cuda" else None,
+        host_bytes=footprint.host_peak_bytes,
     )
 
 
@@ -169,62 +252,3 @@ def _as_written(size: Any) -> int | float | str | None:
         return size
     # Numbers of NumPy count as Integral or Real, too. A file has Python's.
     return int(size) if isinstance(size, Integral) else float(size)
-
-
-def unit_plans(
-    program: Program, discarded: Discarded, fqns: Iterable[str]
-) -> tuple[dict[str, UnitPlan], tuple[OpSequence, ...]]:
-    """Return what each unit keeps and recomputes, and the op sequences that the calls of the units run.
-
-    A ``UnitPlan`` refers to these sequences by index, since many units run the same one.
-    """
-    units = {}
-    sequences: dict[OpSequence, int] = {}
-    # Only what autograd has a handle on is kept for the backward pass. Other outputs are gone with the code that made
-    # them.
-    held = set(program.handle_storages)
-    for fqn in fqns:
-        times = discarded.get(fqn, {})
-        kept: dict[CallSite, int] = {}
-        # Every decision has an entry here, in order, even if its op made nothing that autograd keeps. The figures of a
-        # unit are read side by side with its decisions.
-        dropped = dict.fromkeys(times, (0, 0.0))
-        saved_bytes = 0
-        calls: dict[int, None] = {}
-        # A decision holds for all calls of a unit, so bytes and times add up over the calls.
-        for scope in program.calls[fqn]:
-            calls[sequences.setdefault(program.sequence(scope), len(sequences))] = None
-            for i, site in program.sites(scope).items():
-                op = program.ops[i]
-                n_bytes = sum(program.storage_bytes[s] for s in op.writes if s in held)
-                saved_bytes += n_bytes
-                # Rotor may drop a value several times, and its op then runs as many times again.
-                if site in times:
-                    before, ms = dropped[site]
-                    dropped[site] = before + n_bytes, ms + times[site] * op.time_ms
-                elif n_bytes:
-                    kept[site] = kept.get(site, 0) + n_bytes
-        discarded_bytes = sum(n_bytes for n_bytes, _ in dropped.values())
-        units[fqn] = UnitPlan(
-            discard_ratio=discarded_bytes / saved_bytes if saved_bytes else 0.0,
-            recompute_ms=math.fsum(ms for _, ms in dropped.values()),
-            kept=tuple(kept),
-            calls=tuple(calls),
-            kept_bytes=tuple(kept.values()),
-            discarded_bytes=tuple(n_bytes for n_bytes, _ in dropped.values()),
-            discarded_ms=tuple(ms for _, ms in dropped.values()),
-        )
-    return units, tuple(sequences)
-
-
-def kept_by_layer(profile: Profile) -> list[LayerReading]:
-    """Return what autograd keeps in each layer of a step without a plan."""
-    program = profile.program
-    # A loss function may call parts of the model and never the model itself. Then these parts take its place.
-    outermost = [""] if "" in program.calls else [fqn for fqn in program.calls if "." not in fqn]
-    return kept_layers(*unit_plans(program, {}, outermost))
-
-
-def profile_sections(profile: Profile) -> list[Section]:
-    """Return a profile in words: its figures, and what autograd keeps in each layer."""
-    return [profile.in_words(), *kept_sections(kept_by_layer(profile))]

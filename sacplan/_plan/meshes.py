@@ -30,15 +30,17 @@ from msgspec import structs
 from sacplan._device.devices import DeviceSpec
 from sacplan._placing.data_parallel import with_data_parallel
 from sacplan._placing.shardings import Sought, searched, tensor_parallel
+from sacplan._plan.infeasible import infeasible_on_mesh
+from sacplan._plan.make import Outcome, outcome_of
 from sacplan._plan.plan import Plan
-from sacplan._plan.request import Outcome, Request
+from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile
-from sacplan._program.budget import exact_bytes, format_bytes, is_share
+from sacplan._program.budget import is_share
 from sacplan._ranks.ranks import Ranks
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
 from sacplan._techniques import TECHNIQUES
-from sacplan.errors import InfeasibleBudget, PlanError
+from sacplan.errors import PlanError
 
 _DATA, _TENSOR = ("ddp", "fsdp"), "megatron"
 POLICIES = (*_DATA, _TENSOR)
@@ -304,7 +306,7 @@ def tried(ways: Iterable[Spread], request: Request, *, all_of_them: bool = False
     for spread in sorted(ways, key=lambda way: way.profile.step_ms):
         if spread.profile.step_ms >= best and not all_of_them:
             break  # a plan only adds time, and the ways that follow are slower still
-        outcome = request.outcome(spread.profile)
+        outcome = outcome_of(request, spread.profile)
         if outcome.plan is not None:
             outcome = replace(outcome, plan=spread.named(outcome.plan))
         found.append(TriedSpread(spread, outcome))
@@ -401,20 +403,9 @@ def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
     # Budgets differ if they are shares, so the smallest peak is the one nearest to its own budget.
     without = [(one.spread, one.outcome.error) for one in found if one.outcome.error is not None]
     least, nearest = min(without, key=lambda each: each[1].smallest_feasible_bytes / each[1].budget_bytes)
-    smallest_bytes = nearest.smallest_feasible_bytes
-    where, unplanned = " or ".join(map(str, meshes)), format_bytes(least.profile.peak_bytes)
-    of_what = f", the share of {unplanned} that a rank takes unplanned" if shared else ""
-    failed = InfeasibleBudget(
-        f"no plan found keeps the step on mesh {where} under {format_bytes(nearest.budget_bytes)} on each rank"
-        f"{of_what}. On a single device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak "
-        f"reached is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes), spread as {least.name!r}; "
-        f"{nearest.binding} makes it. ",
-        f"Give at least {exact_bytes(smallest_bytes)}, more ranks, or a smaller batch.",
-        budget_bytes=nearest.budget_bytes,
-        smallest_feasible_bytes=smallest_bytes,
-        binding=nearest.binding,
-    )
-    return Outcome(least.profile, None, smallest_bytes, failed)
+    where = " or ".join(map(str, meshes))
+    failed = infeasible_on_mesh(profile, least.profile, nearest, where, least.name, is_share=shared)
+    return Outcome(least.profile, None, failed.smallest_feasible_bytes, failed)
 
 
 def _may_improve(one: TriedSpread) -> bool:

@@ -26,8 +26,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from sacplan._device.devices import DeviceSpec
+from sacplan._plan.candidate import Candidate
 from sacplan._plan.context import PlanningContext, planning_context
-from sacplan._plan.search import Candidate, PlanSearch
+from sacplan._plan.search import PlanSearch
 from sacplan._program.decisions import Decision
 from sacplan._program.derived import derived
 from sacplan._program.fingerprint import Fingerprint

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sacplan._plan.limits import OF_DEVICE, Limit, handed_out
+from sacplan._plan.infeasible import handed_out
+from sacplan._plan.limits import OF_DEVICE, Limit
+from sacplan._plan.make import outcome_of, smallest_plan
 from sacplan._plan.meshes import SHARD, asks_for_mesh, on_meshes
 from sacplan._plan.plan import Plan
 from sacplan._plan.request import Request
@@ -114,7 +116,7 @@ def plan(
         outcome = on_meshes(request, profile, mesh)
     else:
         asked = AskedRanks(world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy)
-        outcome = request.outcome(profile.on_ranks(asked.changing(profile.ranks)), says_beyond=True)
+        outcome = outcome_of(request, profile.on_ranks(asked), says_beyond=True)
     return handed_out(outcome.made(), profile.spec)
 
 
@@ -144,4 +146,4 @@ def plan_smallest(
     profile = opened(profile, Profile)
     asked = AskedRanks(world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy)
     request = Request(OF_DEVICE, solver, objective, keep, never, techniques, accumulate, host_budget)
-    return handed_out(request.smallest_plan(profile.on_ranks(asked.changing(profile.ranks))), profile.spec)
+    return handed_out(smallest_plan(request, profile.on_ranks(asked)), profile.spec)

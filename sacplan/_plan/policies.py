@@ -25,8 +25,8 @@ from typing import Any
 from msgspec import structs
 
 from sacplan._chunk.entries import ChunkOptions, entry_size, loss_chunks
-from sacplan._plan.limits import handed_out, looking_for_plans
-from sacplan._plan.make import MadeBy, made_plan
+from sacplan._plan.infeasible import handed_out, looking_for_plans
+from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._plan.meshes import POLICIES, spread_of
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile, ProfileOrPath
@@ -132,7 +132,7 @@ def policy(
     elif mode != "none":
         decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
     made_by = MadeBy(name, asked, pins=pins, techniques=techniques)
-    return handed_out(made_plan(profile, decisions, made_by, status="policy"), profile.spec)
+    return handed_out(plan_by_hand(profile, decisions, made_by), profile.spec)
 
 
 def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:

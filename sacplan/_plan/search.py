@@ -23,53 +23,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from sacplan._plan.candidate import Candidate
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.effects import RegionProblem
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import Footprint
-from sacplan._program.program import Program
 from sacplan._solve.local import give_back
 from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import StepSolver
-from sacplan._techniques import decisions_of, rewritten
+from sacplan._techniques import decisions_of
 
 _IN_VAIN = 3  # give up after so many sizes in a row without a cheaper plan, or without a smaller peak
 _ROUNDS = 4  # of asking a solver at most, for one size
 _AT_FLOOR = 1.001  # a peak this many times the floor counts as the smallest
 # How far a plan may be above the bound for no larger regions to be tried: as a share of its cost, or of the step.
 _NEAR, _SMALL = 2e-2, 2e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Decisions about a step, and the figures of the step with them.
-
-    Attributes:
-        step: The step as it was recorded.
-        decisions: The decisions of a plan.
-        footprint: Footprint of the rewritten program.
-        added_ms: Additional time of the step, without the ops that run again.
-        cost: The objective: the cost of what runs again, plus that of the other techniques' ops.
-        status: ``"optimal"`` or ``"feasible"`` in the solver's own model, or ``"unplanned"``.
-        gap: Relative optimality gap that the solver proved; None if it proved nothing.
-        solver: Name of the solver.
-    """
-
-    step: PlanStep
-    decisions: tuple[Decision, ...]
-    footprint: Footprint
-    added_ms: float
-    cost: float
-    status: str
-    gap: float | None
-    solver: str
-
-    @property
-    def program(self) -> Program:
-        """The step with the decisions."""
-        return rewritten(self.step.program, self.decisions, self.step.device)
 
 
 @dataclass(slots=True)
@@ -113,8 +83,7 @@ class PlanSearch:
         # cheaper. Costs never rise from one size to the next, since the best of all candidates counts.
         cheapest: float | None = None
         in_vain = 0
-        for size in self.context.sizes:
-            effects = self.context.effects(size)
+        for effects in self.context.problems():
             self._close_loop(solver, effects, budget_bytes)
             found = self.best(budget_bytes)
             if found is None:  # larger regions may still hold the budget
@@ -141,9 +110,8 @@ class PlanSearch:
             if self.smallest.footprint.peak_bytes <= self.context.floor_bytes:  # no option can go lower
                 continue
             worse = 0
-            for size in self.context.sizes:
+            for effects in self.context.problems():
                 before = self.smallest.footprint.peak_bytes
-                effects = self.context.effects(size)
                 self._add(effects, self._noted(solver.smallest(effects.problem), solver), solver.name)
                 now = self.smallest.footprint.peak_bytes
                 worse = worse + 1 if now >= before else 0
@@ -237,13 +205,7 @@ class PlanSearch:
         # Candidates are told apart by what they decide, in whatever order.
         key = frozenset(decisions)
         if key not in self.tried:
-            step = self.recorded
-            program = rewritten(step.program, decisions, step.device)
-            found = program.footprint
-            # Time beyond the recorded step that no op running again explains: slices, and waits for copies.
-            added_ms = program.step_ms - step.program.step_ms - found.recompute_ms if decisions else 0.0
-            cost = sum(step.costs[op] for op in found.again) + step.added_cost(added_ms)
-            self.tried[key] = Candidate(step, decisions, found, added_ms, cost, status, gap, solver)
+            self.tried[key] = Candidate(self.recorded, decisions, status, gap, solver)
         return self.tried[key]
 
     def _add_proposals(self, solver: StepSolver, budget_bytes: int) -> None:

@@ -31,7 +31,7 @@ from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
 from sacplan._program.notebook import Section, as_html
 from sacplan._program.program import Program, StorageKind
-from sacplan._ranks.ranks import ONE_RANK, Ranks
+from sacplan._ranks.ranks import ONE_RANK, AskedRanks, Ranks
 from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan._record.step import (
     Mode,
@@ -88,12 +88,14 @@ class Profile:
         """Pickle the fields alone, without cached values."""
         return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
-    def on_ranks(self, ranks: Ranks) -> Profile:
-        """Return the profile of one rank, with the step spread over ``ranks``.
+    def on_ranks(self, ranks: Ranks | AskedRanks) -> Profile:
+        """Return the profile of one rank, with the step spread over ``ranks``. What is not asked for stays as it is.
 
         Raises:
-            TraceError: unknown units, or a model that cannot be spread so.
+            TraceError: unknown units, a model that cannot be spread so, or what ``fully_shard`` does not take.
         """
+        if isinstance(ranks, AskedRanks):
+            ranks = ranks.changing(self.ranks)
         if ranks == self.ranks:  # the same profile, with all that is cached in it
             return self
         recorded = self.fingerprint.setup.mixed

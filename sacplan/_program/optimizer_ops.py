@@ -5,7 +5,6 @@ from __future__ import annotations
 from sacplan._program.derived import derived
 from sacplan._program.elements import Event, Phase
 from sacplan._program.program import Program
-from sacplan.errors import PlanError
 
 
 @derived
@@ -42,13 +41,14 @@ def recomputed_from_updated(program: Program) -> int | None:
     return None
 
 
-def check_updates(program: Program) -> None:
-    """Raise ``PlanError`` if an op runs again from a parameter that an optimizer has changed by then."""
+def why_not_again(program: Program) -> str:
+    """Return which op runs again from a parameter that an optimizer has changed by then; empty if none does."""
     index = recomputed_from_updated(program)
-    if index is not None:
-        op = program.ops[index]
-        where = program.scopes[op.scope].fqn if op.scope >= 0 else ""
-        raise PlanError(
-            f"{op.name} in {where or 'the model'!r} would run again after an optimizer in the backward pass has "
-            f"changed a parameter that it reads. Keep what the module makes: keep=[{where!r}]."
-        )
+    if index is None:
+        return ""
+    op = program.ops[index]
+    where = program.scopes[op.scope].fqn if op.scope >= 0 else ""
+    return (
+        f"{op.name} in {where or 'the model'!r} would run again after an optimizer in the backward pass has "
+        f"changed a parameter that it reads. Keep what the module makes: keep=[{where!r}]."
+    )

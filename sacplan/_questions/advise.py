@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
+from sacplan._plan.make import smallest_plan
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._plan.request import Request
 from sacplan._profile.optimizer_table import BY_NAME, CANDIDATES, OptimizerCandidate
@@ -251,7 +252,7 @@ class _Tried:
         yield from self._smallest("recompute", "recompute", more, names)
 
     def _smallest(self, name: str, kind: Kind, what: str, techniques: tuple[str, ...]) -> Iterator[Remedy]:
-        smallest = Request(techniques=techniques).smallest_plan(self.profile, without_rotor=True)
+        smallest = smallest_plan(Request(techniques=techniques), self.profile, without_rotor=True)
         # Rounded up: there is no plan for a budget below the smallest peak.
         gib = f"{math.ceil(smallest.peak_bytes / 2**30 * 100) / 100:.2f}GiB"
         if smallest.peak_bytes < 2**30:

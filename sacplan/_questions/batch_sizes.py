@@ -24,7 +24,8 @@ import torch
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.limits import Limit
-from sacplan._plan.request import Outcome, Request
+from sacplan._plan.make import Outcome, outcome_of
+from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile
 from sacplan._program.budget import format_bytes
@@ -126,7 +127,8 @@ class BatchSizes:
         # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
         # name the smallest peak.
         if floor <= self.budget_bytes or may_chunk or n == 1:
-            outcome = Request(self.limit, self.solver, techniques=self.techniques).outcome(traced)
+            request = Request(self.limit, self.solver, techniques=self.techniques)
+            outcome = outcome_of(request, traced)
             if outcome.error is not None:
                 if n == 1:
                     raise self._nothing_fits(outcome.error) from outcome.error

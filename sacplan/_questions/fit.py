@@ -37,6 +37,8 @@ from torch.utils.data import DataLoader
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import outside_allocator
+from sacplan._plan.candidate import Candidate
+from sacplan._plan.infeasible import looking_for_plans
 from sacplan._plan.limits import (
     OF_DEVICE,
     ROUNDS,
@@ -44,13 +46,11 @@ from sacplan._plan.limits import (
     Room,
     Try,
     limit_of_device,
-    looking_for_plans,
     lowered,
     next_budget,
 )
 from sacplan._plan.planner import Planner
 from sacplan._plan.request import Request
-from sacplan._plan.search import Candidate
 from sacplan._profile.optimizer_table import (
     BY_NAME,
     COMPARED,

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sacplan._plan.limits import Limit, looking_for_plans
+from sacplan._plan.infeasible import looking_for_plans
+from sacplan._plan.limits import Limit
+from sacplan._plan.make import Outcome, outcome_of, smallest_plan
 from sacplan._plan.policies import layers_of, policy
-from sacplan._plan.request import Outcome, Request
+from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
@@ -138,7 +140,7 @@ def _rows(
 ) -> Iterator[FrontierRow]:
     # Budgets lie between the smallest peak, below which there is no plan, and the unplanned one, above which
     # none is needed. A policy outside of this range gets no plan of the same peak.
-    smallest = how.smallest_plan(profile, without_rotor=True).peak_bytes
+    smallest = smallest_plan(how, profile, without_rotor=True).peak_bytes
     evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
     theirs = {row.budget_bytes for row in named if smallest <= row.budget_bytes <= profile.peak_bytes}
     asked = [
@@ -150,7 +152,7 @@ def _rows(
     with reported(progress, "frontier", len(asked)) as step:
         for budget, one in asked:
             name = one.solver if isinstance(one.solver, str) else one.solver.name
-            outcome = one.outcome(profile)
+            outcome = outcome_of(one, profile)
             row = FrontierRow.of(name, budget, outcome)
             step(row.figures() if row.fits else None, f"{name} at {format_bytes(budget)}")
             if row.fits:

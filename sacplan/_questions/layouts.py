@@ -20,8 +20,9 @@ import torch
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._placing.data_parallel import rows_of
 from sacplan._plan.limits import limit_of_device
+from sacplan._plan.make import Outcome, outcome_of
 from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, spreads, tried
-from sacplan._plan.request import Outcome, Request
+from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile
 from sacplan._program.arguments import checked
@@ -241,7 +242,7 @@ def layouts(
             step(row, f"{row.name} {row.mesh or ''}")
 
         if n == 1:
-            add(Layout.of(whole, request.outcome(whole)))
+            add(Layout.of(whole, outcome_of(request, whole)))
         for mesh in resolve_mesh(n, whole.spec) if n > 1 else ():
             try:
                 # The search is asked twice: for the fastest sharding (0: no limit), and under this peak.

@@ -22,8 +22,9 @@ import torch
 
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._plan.limits import ROUNDS, Limit, Room, lowered
+from sacplan._plan.make import Outcome, outcome_of
 from sacplan._plan.meshes import Spread, names_by_role, resolve_mesh, spreads
-from sacplan._plan.request import Outcome, Request
+from sacplan._plan.request import Request
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import OptimizerStep, with_optimizer
 from sacplan._profile.profile import Profile
@@ -152,7 +153,7 @@ class RankRows:
         if bare.fits or bare.over_host_bytes:
             return [bare]
         asked = Request(self.limit, host_budget=f"{self.host_budget_bytes}B")
-        return [bare, self._row(one, name, rank, asked.outcome(rank))]
+        return [bare, self._row(one, name, rank, outcome_of(asked, rank))]
 
     @staticmethod
     def shards_whole(one: Arrangement, name: str) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sacplan._plan.make import Outcome
 from sacplan._plan.plan import Plan
-from sacplan._plan.request import Outcome
 
 if TYPE_CHECKING:
     import pandas as pd

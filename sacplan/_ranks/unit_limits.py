@@ -14,7 +14,6 @@ import msgspec
 
 from sacplan._program.program import ROOT_SCOPE, CallSite, Phase, Program
 from sacplan._rewrites.settle import final_ops
-from sacplan.errors import PlanError
 
 GATHER = "fsdp.all_gather_copy_in.default"
 """The op with which a unit begins to gather its parameters."""
@@ -37,15 +36,16 @@ def too_wide(program: Program, sharded: Collection[str] | None = None) -> frozen
     )
 
 
-def check_units(program: Program, units: Iterable[str]) -> None:
-    """Raise ``PlanError`` for a unit around several modules that ``fully_shard`` gathers one by one."""
+def why_no_units(program: Program, units: Iterable[str]) -> str:
+    """Return which of these modules is around several that ``fully_shard`` gathers one by one; empty if none is."""
     # It may free the parameters of a module after its forward, so such a unit could not run their ops again.
     wide = sorted(too_wide(program).intersection(units))
-    if wide:
-        raise PlanError(
-            f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
-            "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
-        )
+    if not wide:
+        return ""
+    return (
+        f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
+        "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
+    )
 
 
 def narrowed(

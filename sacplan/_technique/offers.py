@@ -57,6 +57,7 @@ class Offer:
         """The choice. Its first option leaves everything as it is; the others are those that are offered."""
         options = tuple(self.options())
         technique = options[0].technique
+        # Without the name of the unit, so that the offers of layers that are alike are of one kind.
         offered = tuple(
             (msgspec.structs.replace(decision, unit=""), f"{option.cost:.9g}")
             for decision, option in zip(self.decisions, options, strict=True)

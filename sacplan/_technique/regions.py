@@ -117,6 +117,7 @@ class Region:
 
 def units_of(taken: Sequence[tuple[Region, Option]]) -> tuple[str, ...]:
     """Return the modules that have to be units for options of regions. An offer brings its decision, and needs none."""
+    # Each once, and not as a set: the order decides that of the decisions, which must be the same in every process.
     return tuple(
         dict.fromkeys(
             unit

@@ -17,7 +17,7 @@ from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import backward_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._chunk.rest import training_chunk
-from sacplan._plan.make import MadeBy, made_plan
+from sacplan._plan.make import MadeBy, plan_by_hand, smallest_plan
 from sacplan._plan.policies import _discarded_by
 from sacplan._plan.request import Request
 from sacplan._plan.search import PlanSearch
@@ -81,7 +81,7 @@ def with_recomputation(profile: sacplan.Profile) -> tuple[Decision, ...]:
 
 
 def planned(profile: sacplan.Profile) -> sacplan.Plan:
-    return made_plan(profile, with_recomputation(profile), MadeBy("by hand"), status="policy")
+    return plan_by_hand(profile, with_recomputation(profile), MadeBy("by hand"))
 
 
 def gradients(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -191,7 +191,7 @@ def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, sacpla
         patched.setattr(rest, "_rehearsed", rehearsed)
         profile = sacplan.profile(*make_case(layers, (1, 512)), loss_fn, device="cpu")
         # Rotor looks for schedules of its own, in which nothing runs in slices.
-        plan = Request(techniques=("recompute", "chunk")).smallest_plan(profile, without_rotor=True)
+        plan = smallest_plan(Request(techniques=("recompute", "chunk")), profile, without_rotor=True)
     return counts["measured"], counts["rehearsed"], plan
 
 
@@ -211,6 +211,6 @@ def test_gradients_that_are_let_go_of_at_once() -> None:
     model, batch = make_case()
     profile = sacplan.profile(model, batch, loss_fn, optimizer, device="h100 without workspaces")
     expected = rewritten(profile.program, NORMS, profile.spec)
-    plan = made_plan(profile, NORMS, MadeBy("by hand"), status="policy")
+    plan = plan_by_hand(profile, NORMS, MadeBy("by hand"))
     assert expected.footprint.end_bytes == profile.program.footprint.end_bytes
     assert sacplan.verify(model, batch, plan, loss_fn, optimizer).peak_bytes == plan.peak_bytes

@@ -382,7 +382,7 @@ def test_every_candidate_is_what_happens(make: Make) -> None:
 def _with_decision(plan: sacplan.Plan, profile: sacplan.Profile, decision: Chunk, peak: int) -> sacplan.Plan:
     import msgspec
 
-    from sacplan._plan.make import unit_plans
+    from sacplan._plan.units import unit_plans
 
     units, sequences = unit_plans(profile.program, {}, [decision.unit])
     return msgspec.structs.replace(

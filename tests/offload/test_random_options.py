@@ -13,7 +13,7 @@ from hypothesis import given
 
 import sacplan
 from sacplan._plan.context import planning_context
-from sacplan._plan.make import MadeBy, made_plan
+from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._plan.plan import Plan
 from sacplan._profile.tracing import trace_step
 from sacplan._technique.step import PlanStep
@@ -33,7 +33,7 @@ def mixed_plan(profile: sacplan.Profile, seed: int) -> Plan:
         away = [o for o, option in enumerate(region.options) if option.technique == "offload"]
         picks[i] = draw.choice(away) if away and draw.random() < 0.7 else draw.randrange(len(region.options))
     decisions = decisions_of(profile.program, effects.taken(picks), profile.spec)
-    return made_plan(profile, decisions, MadeBy("none"), status="feasible")
+    return plan_by_hand(profile, decisions, MadeBy("none"), status="feasible")
 
 
 def assert_right(model: RandomNet, seed: int) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan._offload.executor.parcels import Parcel
-from sacplan._plan.make import MadeBy, made_plan
+from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._program.decisions import Chunk, Offload
 from sacplan._program.liveness import bytes_at_ops, footprint_of, summits
 from sacplan._techniques import rewritten
@@ -71,7 +71,7 @@ def test_bits_are_those_of_the_same_slices_without_copies() -> None:
     profile, plan = smallest("cpu", WITH)
     model, batch = make_case(LAYERS)
     kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
-    with sacplan.apply(model, made_plan(profile, kept, MadeBy("by hand"), status="policy")):
+    with sacplan.apply(model, plan_by_hand(profile, kept, MadeBy("by hand"))):
         expected = gradients(model, batch)
     with sacplan.apply(model, plan) as handle:
         for _ in range(3):
@@ -134,7 +134,7 @@ def test_threads_and_batches_of_other_sizes() -> None:
     """With recomputation, slices and copies, at once: bits are those of the same slices without copies."""
     profile, plan = smallest("cpu", WITH)
     kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
-    without = made_plan(profile, kept, MadeBy("by hand"), status="policy")
+    without = plan_by_hand(profile, kept, MadeBy("by hand"))
     model, batch = make_case(LAYERS)
     batches = [batch, batch[:1], batch[:, : batch.shape[1] // 2], batch]
     with warnings.catch_warnings():

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 import sacplan
-from sacplan._plan.make import unit_plans
+from sacplan._plan.units import unit_plans
 from sacplan._program.decisions import as_decisions
 from sacplan._program.program import CallSite, Program
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
-from sacplan._plan.make import MadeBy, provenance_of, unit_plans
+from sacplan._plan.make import MadeBy, provenance_of
 from sacplan._plan.plan import Plan
+from sacplan._plan.units import unit_plans
 from sacplan._profile.tracing import trace_step
 from sacplan._program.decisions import as_decisions
 from sacplan._program.places import ops_of
