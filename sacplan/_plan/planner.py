@@ -14,6 +14,11 @@ any budget (such as the loss in slices), a second one includes them. For a budge
 Techniques that free memory otherwise than by running ops again come on top: a planner without them is asked first, and
 the search with them begins with what that one has settled and offered.
 
+More techniques must never make a plan dearer. But a search that has more options to choose from tries fewer of each,
+and one that soon holds the budget looks no further. So the planner of each narrower choice of techniques is asked, too,
+exactly as it would be alone, and the best of all plans is taken. It is left out only where its bounds prove that it can
+find nothing better than what is known.
+
 No step backtracks, so the result is the best of what was tried. ``Plan.gap`` and ``Plan.lower_bound_ms`` say how far it
 may be from the optimum.
 """
@@ -24,6 +29,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.candidate import Candidate
@@ -62,7 +68,8 @@ class Planner:
 
     Use a planner for one budget only. It remembers every plan that it has measured, so a second budget might get a
     cheaper plan than ``plan`` returns for it. Regions, effects and bounds follow from the step alone; all planners of a
-    program share them.
+    program share them. ``cheapest`` and ``smallest`` ask all planners that this one contains; methods with an
+    underscore are about one of them.
 
     Attributes:
         recorded: The step as it was recorded, with the requirements on a plan.
@@ -73,7 +80,7 @@ class Planner:
         crowded: Solvers for searches with several offers, such as those of all layers.
         settled: Decisions with which the step is planned as if it had been recorded with them.
         limits_reached: Names of the solvers that have stopped at their limit of work so far.
-        begun: The search without offers if another planner of this step has made it, for the same budget.
+        family: Planners of the same step, for the same budget, by their techniques. All of them share this.
     """
 
     recorded: PlanStep
@@ -84,7 +91,7 @@ class Planner:
     crowded: tuple[Solver | StepSolver, ...] = ()
     settled: tuple[Decision, ...] = ()
     limits_reached: dict[str, None] = field(default_factory=dict)
-    begun: PlanSearch | None = None
+    family: dict[tuple[str, ...], Planner] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def step(self) -> PlanStep:
@@ -99,13 +106,12 @@ class Planner:
 
     def with_settled(self, settled: tuple[Decision, ...]) -> Planner:
         """Return the planner of the step with these decisions."""
-        return self if settled == self.settled else replace(self, settled=settled, begun=None)
+        return self if settled == self.settled else replace(self, settled=settled, family={})
 
     def with_technique(self, name: str) -> Planner:
         """Return a planner with one more technique, whose searches begin anew and do not ask Rotor."""
-        # The limits of work that it reaches are not those of this planner, and no search is taken over, since its
-        # regions have other options.
-        return replace(self, techniques=(*self.techniques, name), limits_reached={}, last=None, begun=None)
+        # The limits of work that it reaches are not those of this planner, so it has a family of its own.
+        return replace(self, techniques=(*self.techniques, name), limits_reached={}, last=None, family={})
 
     def own_solvers(self) -> list[StepSolver]:
         """Return the solvers that the techniques bring themselves."""
@@ -113,8 +119,13 @@ class Planner:
 
     @property
     def searches(self) -> list[PlanSearch]:
-        """All searches so far: those of this planner, and those of the one with ``fewer`` techniques."""
-        return self.own if self.fewer is None else [*self.own, *self.fewer.searches]
+        """All searches so far, this planner's own first."""
+        return [*self.own, *(search for one in self.contained if one is not self for search in one.own)]
+
+    @property
+    def _with_fewer(self) -> list[PlanSearch]:
+        """The searches so far of this planner and of the one with ``fewer`` techniques."""
+        return self.own if self.fewer is None else [*self.own, *self.fewer.own]
 
     @cached_property
     def own(self) -> list[PlanSearch]:
@@ -123,7 +134,11 @@ class Planner:
         ``_go_further`` appends further searches.
         """
         # The search without offers is always the first one, and others rely on that: Rotor is asked in it.
-        found = [self.begun or self.search(self.step.pins)]
+        about_regions = tuple(name for name in self.techniques if TECHNIQUES[name].is_about_regions)
+        if about_regions in ((), self.techniques):
+            found = [self.search(self.step.pins)]
+        else:  # without offers, the other techniques add nothing to it
+            found = [self._narrowed(about_regions).own[0]]
         offers = self._offers(None)
         if offers:
             found.append(self._with_offers(offers))
@@ -138,14 +153,28 @@ class Planner:
     def fewer(self) -> Planner | None:
         """The planner without techniques that free memory otherwise than by running ops again; None if there are none.
 
-        Their options stand beside others, of which a search may then try fewer. So it is asked the same, and no
-        technique makes a plan dearer, or a smallest peak larger.
+        It is asked first, since the searches of this planner begin with what that one has settled and offered.
         """
         names = tuple(name for name in self.techniques if not TECHNIQUES[name].frees_otherwise)
-        if not names or names == self.techniques:
-            return None
-        # Rotor is asked by the planner with all techniques, and the begun search is of other techniques.
-        return replace(self, techniques=names, last=None, begun=None)
+        return None if names in ((), self.techniques) else self._narrowed(names)
+
+    @cached_property
+    def contained(self) -> tuple[Planner, ...]:
+        """The planners of every choice among the techniques, in the order in which they are asked.
+
+        The widest come first: what they find shows for most of the others that they need not be asked.
+        """
+        names = tuple(dict.fromkeys(self.techniques))
+        choices = [choice for n in range(len(names), 0, -1) for choice in combinations(names, n)]
+        planners = [self, *(self._narrowed(choice) for choice in choices[1:])]
+        in_order = (each for one in planners for each in (one.fewer, one) if each is not None)
+        return tuple({one.techniques: one for one in in_order}.values())
+
+    def _narrowed(self, names: tuple[str, ...]) -> Planner:
+        """Return the planner of the family that has some of the techniques."""
+        if names not in self.family:
+            self.family[names] = replace(self, techniques=names)
+        return self.family[names]
 
     def search(
         self, pins: Pins, offers: tuple[Offer, ...] = (), peaks: tuple[Footprint, ...] = ()
@@ -289,16 +318,36 @@ class Planner:
             budget_bytes: The budget.
             quick: Do not look for the smallest peak where the first searches hold no budget. That takes far longer.
         """
-        for one in self._ladder:
-            one._look_for_cheapest(budget_bytes, quick=quick)
+        for one in self._asked(quick=quick):
+            if self._may_gain(one, budget_bytes):
+                one._look_for_cheapest(budget_bytes, quick=quick)
         if not quick:
             self._ask_at_smallest(budget_bytes)
         return _cheapest(self.searches, budget_bytes)
 
-    @property
-    def _ladder(self) -> tuple[Planner, ...]:
-        """The planners that are asked, the one with fewer techniques first."""
+    def _asked(self, *, quick: bool) -> tuple[Planner, ...]:
+        """Return the planners to ask. For a quick answer, no narrower ones than the search itself begins with."""
+        if not quick:
+            return self.contained
         return (self,) if self.fewer is None else (self.fewer, self)
+
+    def _may_gain(self, one: Planner, budget_bytes: int) -> bool:
+        """Whether a planner that this one contains may find something better than what is known so far."""
+        if any(TECHNIQUES[name].is_about_peaks for name in one.techniques):
+            # What it settles and offers later may lower every bound.
+            found = _cheapest(self.searches, budget_bytes)
+            return found is None or found.cost > 0
+        return self._may_gain_in(one.own[0], budget_bytes)
+
+    def _may_gain_in(self, search: PlanSearch, budget_bytes: int) -> bool:
+        """Whether bounds allow a search a cheaper plan than is known, or a smaller peak if no plan holds the budget."""
+        context, found = search.context, _cheapest(self.searches, budget_bytes)
+        if found is None:
+            return context.floor_bytes < smallest_bytes(self.nearest)
+        if found.cost <= 0 or context.floor_bytes > budget_bytes:
+            return False
+        # A bound on what has to run again says nothing where memory can be had otherwise.
+        return context.frees_otherwise or context.bound_at(budget_bytes, found.cost) < found.cost
 
     def _look_for_cheapest(self, budget_bytes: int, *, quick: bool) -> None:
         # Every search is asked, even if the first has a plan: another one may have a cheaper one.
@@ -313,7 +362,7 @@ class Planner:
 
     def _is_dear(self, budget_bytes: int) -> bool:
         """Whether no plan holds a budget so far, or none without making the step clearly longer."""
-        found = _cheapest(self.searches, budget_bytes)
+        found = _cheapest(self._with_fewer, budget_bytes)
         return found is None or found.cost > _DEAR * sum(self.own[0].recorded.costs)
 
     def _solvers(self, search: PlanSearch) -> tuple[Solver | StepSolver, ...]:
@@ -328,7 +377,7 @@ class Planner:
         known = other.context(other.step.pins)
         searches = [
             search
-            for search in self.searches
+            for search in self._with_fewer
             if search.context is not known and search.context.bound_at(budget_bytes, limit_ms) < limit_ms
         ]
         for search in searches:
@@ -351,7 +400,9 @@ class Planner:
             budget_bytes: No smaller peak is looked for.
             quick: Ask only the searches that there are, and not what else techniques could do about the peak.
         """
-        for one in self._ladder:
+        for one in self._asked(quick=quick):
+            if not self._may_gain(one, budget_bytes):
+                continue
             if quick:
                 one._minimise(budget_bytes)
             else:
@@ -391,39 +442,48 @@ class Planner:
         return asked._with_offers(asked._offers_about(reached.peaks), reached.peaks)
 
     def _ask_at_smallest(self, budget_bytes: int) -> None:
-        """Ask for plans with smaller and smaller peaks if no plan holds a budget, and then Rotor.
+        """Ask each planner that holds no budget for plans with smaller and smaller peaks, and then Rotor.
 
         ``minimise`` and the closed loop go about it differently. With offers, asking for a budget of one byte less may
         find a plan with a smaller peak, and then the reported peak would not be the smallest.
         """
-        for one in self._ladder:
+        for one in self.contained:
             best, known = min(one.own, key=smallest_bytes), math.inf
             # Each round may lower it by a few bytes only, so it has to be worth the next one.
             while best.context.offers and budget_bytes < smallest_bytes(best) <= _WORTH_ASKING * known:
-                if _cheapest(self.searches, budget_bytes) is not None:
-                    break  # another planner's plan holds the budget
+                # A plan with fewer techniques holds the budget; or what others have found is out of reach.
+                if _cheapest(one._with_fewer, budget_bytes) is not None or not self._may_gain_in(
+                    best, budget_bytes
+                ):
+                    break
                 known = smallest_bytes(best)
                 # ``minimise`` stops at the first solver that larger regions do not help. The others may go lower.
                 for solver in one._solvers(best):
                     best.minimise((solver,), budget_bytes)
                 one._solve(best, max(budget_bytes, smallest_bytes(best) - 1))
-        self._ask_last(self.nearest, budget_bytes)
+            # What else a planner with more techniques has to choose from makes no difference to Rotor.
+            if self.last is not None and set(one.techniques) == set(self.last.techniques):
+                self._ask_last(self.last, one.own[0], budget_bytes)
 
-    def _ask_last(self, best: PlanSearch, budget_bytes: int) -> None:
+    def _ask_last(self, rotor: Rotor, search: PlanSearch, budget_bytes: int) -> None:
         """Ask Rotor for its smallest peak if no other solver holds the budget, and if that holds it, for a plan.
 
         Its smallest peak comes first so that results agree: whoever asks for a budget of exactly the smallest peak that
         an error reports gets a plan.
         """
-        search, run = self.own[0], best.smallest.footprint
-        # Rotor is not wanted; a plan holds the budget already; or the peak is in the optimizer's step, which no
-        # recomputation changes.
-        if self.last is None or run.peak_bytes <= budget_bytes or run.peak_phase == Phase.OPTIMIZER:
+        run = search.smallest.footprint
+        # A plan of the same techniques holds the budget already; or the peak is in the optimizer's step, which no
+        # recomputation changes; or other techniques have found what Rotor cannot reach.
+        if (
+            run.peak_bytes <= budget_bytes
+            or run.peak_phase == Phase.OPTIMIZER
+            or not self._may_gain_in(search, budget_bytes)
+        ):
             return
         try:
-            search.solve(self.last, 0)
+            search.solve(rotor, 0)
             if smallest_bytes(search) <= budget_bytes:
-                search.solve(self.last, budget_bytes)
+                search.solve(rotor, budget_bytes)
         except PlanError:
             return  # the model is not a chain, or pins forbid making all of it one unit
 

@@ -444,10 +444,10 @@ class _Sweep:
             return None
         if (way, left) not in self._planned:
             planner = Request(techniques=way.techniques, host_budget=way.host_budget).planner(self.base)
-            # A planner searches without offers first. Where that is what "plan" has searched, it goes on from there.
-            begun = self._planners.get((PLAN, left))
-            if begun is not None and begun.searches[0].context is planner.context(NO_PINS):
-                planner = replace(planner, begun=begun.searches[0])
+            # A planner contains those of fewer techniques. That of "plan" has been asked the same already.
+            known = self._planners.get((PLAN, left))
+            if known is not None and known.recorded.key == planner.recorded.key:
+                planner = replace(planner, family={known.techniques: known})
             self._planners[way, left] = planner
             self._planned[way, left] = planner.cheapest(left, quick=not way.long)
         return self._planned[way, left]

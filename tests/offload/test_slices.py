@@ -17,6 +17,7 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
+from benchmarks.harness.plans import as_budget, budget_at
 from sacplan._offload.executor.parcels import Parcel
 from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._program.decisions import Chunk, Offload
@@ -38,6 +39,18 @@ WITH = (*WITHOUT, "offload")
 def smallest(device: str, techniques: tuple[str, ...]) -> tuple[sacplan.Profile, sacplan.Plan]:
     profile = sacplan.profile(*make_case(LAYERS), loss_fn, device=device)
     return profile, sacplan.plan_smallest(profile, techniques=techniques)
+
+
+@functools.cache
+def of_all_three() -> tuple[sacplan.Profile, sacplan.Plan]:
+    """A plan that recomputes, has slices and offloads."""
+    profile, least = smallest("cpu", WITH)
+    budget_bytes = budget_at(0.1, least.peak_bytes, profile.peak_bytes)
+    plan = sacplan.plan(profile, as_budget(budget_bytes), techniques=WITH)
+    assert plan.discarded
+    assert plan.chunks
+    assert plan.offloaded
+    return profile, plan
 
 
 def test_what_sliced_norms_read_waits_on_the_host() -> None:
@@ -108,8 +121,7 @@ def test_exceptions_in_the_middle_leave_nothing_behind(
     backward: bool, parcels: list[weakref.ref[Parcel]]
 ) -> None:
     """With recomputation, slices and copies; also on a link whose copies are still under way then."""
-    _, plan = smallest("cpu", WITH)
-    assert plan.discarded
+    _, plan = of_all_three()
     model, batch = make_case(LAYERS)
     with sacplan.apply(model, plan), slow_link() as link:
         expected = gradients(model, batch)
@@ -132,7 +144,7 @@ def test_exceptions_in_the_middle_leave_nothing_behind(
 
 def test_threads_and_batches_of_other_sizes() -> None:
     """With recomputation, slices and copies, at once: bits are those of the same slices without copies."""
-    profile, plan = smallest("cpu", WITH)
+    profile, plan = of_all_three()
     kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
     without = plan_by_hand(profile, kept, MadeBy("by hand"))
     model, batch = make_case(LAYERS)
