@@ -5,6 +5,8 @@ The program that a plan is made of is compared with a fake step of the executor,
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -33,6 +35,20 @@ def test_a_sum_around_the_module_that_the_rest_begins_with(others: tuple[int, ..
     torch.manual_seed(0)
     chunks = [Chunk("layers.4", "rest", 16, 1), *(Chunk(f"layers.{k}", "module", 8, 1) for k in others)]
     check(Uneven(), torch.randn(4, 64, 32), chunks)
+
+
+@pytest.mark.parametrize(
+    ("span", "units"),
+    [
+        ("module", ("layers.0",)),
+        ("module", ("layers.0", "layers.2")),
+        ("module", ("layers.0.0",)),
+        ("backward", ("layers.0.0", "layers.2.0")),
+    ],
+)
+def test_formulas_in_slices_compute_no_gradient_for_the_batch(span: Any, units: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    check(Uneven(), torch.randn(4, 64, 32), [Chunk(unit, span, 8, 1) for unit in units])
 
 
 def test_a_sum_with_what_did_not_enter() -> None:

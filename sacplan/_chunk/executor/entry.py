@@ -65,7 +65,11 @@ class _ChunkEntryFunction(torch.autograd.Function):
         root = DeferredTensor(region, tensor, window=Window(axis), source=_SavedInput(ctx))
         ctx.entered_region, ctx.root = region, weakref.ref(root)
         weakref.finalize(root, region.remove_hooks).atexit = False
-        return (Lazy(root), *[t.view_as(t) for t in others])
+        entered = Lazy(root)
+        if not tensor.requires_grad:
+            # Else the parameters would make it differentiable, and formulas would compute a gradient for a batch.
+            ctx.mark_non_differentiable(entered)
+        return (entered, *[t.view_as(t) for t in others])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
