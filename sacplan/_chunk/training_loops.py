@@ -16,7 +16,7 @@ import torch
 from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.deferral import DeferredRun
 from sacplan._chunk.executor.lazy import Lazy
-from sacplan._chunk.executor.loop import compute, compute_whole, needed_nodes
+from sacplan._chunk.executor.loop import compute, compute_whole, compute_with_memory, needed_nodes
 from sacplan._chunk.executor.values import Held
 from sacplan._chunk.families import backward_ops
 from sacplan._program.program import Event, Phase
@@ -137,7 +137,7 @@ def run_final_loop(run: DeferredRun, exits: dict[int, Lazy], outputs: frozenset[
         reads.update(run.rehearsal.stands_for(t) for t in held if t is not None)
         ops.update(run.op_of(node.number) for node in nodes)
         del nodes, inputs, held  # else nothing that the loop has used would be freed in it
-        made = compute([*gradients, *pending])
+        made = compute_with_memory([*gradients, *pending])
         for value, data in zip(pending, made[len(gradients) :], strict=True):
             value.settle(data)
         gradients.clear()

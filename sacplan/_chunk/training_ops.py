@@ -15,7 +15,8 @@ The checks are conservative: some that they refuse could run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, takewhile
 
 from sacplan._chunk.chunk_entry import CannotChunk
@@ -50,7 +51,7 @@ class ForwardWalk:
             CannotChunk: an op cannot be deferred, or would not be computed as in the plain step.
         """
         span, run, tensors = self.span, self.run, self.run.tensors
-        added_inside = False
+        hands_on = False
         for i in span.forward:
             op = self.program.ops[i]
             if op.phase is not Phase.FORWARD:
@@ -62,7 +63,7 @@ class ForwardWalk:
                 self._check_reads(i, op, known)
                 if span.begins in op.reads:
                     self.entry_read_outside |= not in_module
-                    added_inside |= in_module and op.name in _ADDITIONS
+                    hands_on |= in_module and self._hands_on_gradient(i, op, known)
                 run.defer(i, op, known)
                 tensors.saved[i] = before | {t: known[t] for t in op.outputs if t in known}
             elif tensors.storages.intersection(op.reads):
@@ -76,11 +77,32 @@ class ForwardWalk:
                 raise CannotChunk(
                     f"{op.name} in {span.entry.unit!r} computes something that is not sliced", i
                 )
-        if added_inside and self.entry_read_outside:
-            # Both sums hand their gradient on as it is, and the recording does not tell which is added up first.
+        if hands_on and self.entry_read_outside:
+            # The gradients that are added up may then be one tensor, or views of one, and the recording does not tell
+            # which of them is the module's.
             raise CannotChunk(
-                f"{span.entry.unit!r} adds its input to something, and so do others", span.first_op
+                f"{span.entry.unit!r} hands a gradient on to its input as it is, and others read that input, too",
+                span.first_op,
             )
+
+    def _hands_on_gradient(self, index: int, op: Op, known: Mapping[int, Lazy]) -> bool:
+        """Whether the gradient of what enters may be that of an op's result, or a view of it."""
+        program, tensors = self.program, self.program.tensors
+        if self.span.begins not in program.writer or not is_computation(op.name):
+            return False  # a batch, which gets no gradient; or a view, whose readers are asked
+        size = math.prod(tensors[self.span.entry.tensor].shape)
+
+        def of_that_size(found: Iterable[int]) -> list[int]:
+            return [t for t in found if "float" in tensors[t].dtype and math.prod(tensors[t].shape) == size]
+
+        # Each such input has a gradient of its own, unless one is handed on. What its formula makes and reads again is
+        # a temporary.
+        asked = [t for t in of_that_size(op.inputs) if t in known or self._is_own(tensors[t].storage)]
+        ran = (program.ops[i] for i in backward_ops(program).get(index, ()))
+        formula = [one for one in ran if is_computation(one.name) and one.name not in _ADDITIONS]
+        made = {tensors[t].storage for one in formula for t in of_that_size(one.outputs)}
+        made.difference_update(s for one in formula for s in one.reads)
+        return any("float" in tensors[t].dtype for t in op.outputs) and len(made) < len(asked)
 
     def _is_own(self, storage: int) -> bool:
         return self.program.storage_kinds[storage] is StorageKind.PARAMETER or storage in self._own_storages
@@ -136,7 +158,7 @@ class BackwardWalk:
         self.boundary: list[int] = []
         self.copied: set[int] = set()
         self.temporaries: dict[int, int] = {}
-        self._inner: set[int] = set()  # tensors that backward ops of the module have made
+        self._inner: set[int] = set()  # storages that backward ops of the module have made
         self._upstream: set[int] = set()  # storages that backward ops make that were not deferred
         self._expanded: set[int] = set()  # incoming gradients: computed where the plain step does
         # Of these, those that are as they are also the gradient of a tensor inside, see _hands_on_gradient.
@@ -168,7 +190,7 @@ class BackwardWalk:
             lazy = [t for t in op.inputs if t in known]
             meets = belongs and bool(lazy) and self._meets(op, known)
             if in_module:
-                self._inner.update(op.outputs)
+                self._inner.update(op.writes)
             if belongs and lazy and not meets:
                 self.run.defer(i, op, known)
                 continue
@@ -204,7 +226,11 @@ class BackwardWalk:
             self._check_exits(index, op, lazy)
             self.exits.update((t, known[t]) for t in lazy if t not in self.exits)
             self.boundary.append(index)
-            if op.mutates and op.inputs[0] in lazy and op.inputs[0] not in self._inner:
+            if (
+                op.mutates
+                and op.inputs[0] in lazy
+                and self.program.tensors[op.inputs[0]].storage not in self._inner
+            ):
                 self.copied.add(index)
         for t in op.outputs:
             # A view of what has left: others read it as it is from here on.
@@ -233,7 +259,7 @@ class BackwardWalk:
         if self._entry_read_outside and not outside:
             # What else reads the input is in the loop, too. Its gradient waits, lazy, for that of the entry's node, and
             # leaves the loop beside it.
-            inner = self._inner.intersection(op.inputs)
+            inner = {t for t in op.inputs if tensors[t].storage in self._inner}
             return len(inner) == 1 and all(tensors[t].shape == like.shape for t in op.inputs)
         inside = self._handed_on.intersection(op.inputs)
         if inside and len(set(op.inputs)) == len(op.inputs):

@@ -136,17 +136,18 @@ class ChunkPatch:
         loop reads it and makes another of its size. So the program's storage stands for that one when the loop is over,
         and what the loop has made is freed there.
         """
-        summed = []
+        summed: dict[int, torch.Tensor] = {}  # by storage: several may be views of one
         for t, made in results:
             storage = self.program.tensors[t].storage
             if storage in self.run.tensors.given:
-                summed.append(made)
+                if self.run.rehearsal.stands_for(made) != storage:
+                    summed.setdefault(storage, made)
                 continue
             n_bytes = self.run.rehearsal.is_made(made, storage)
             if n_bytes != self.program.storage_bytes[storage]:
                 # A kernel may leave a scalar in memory that was large.
                 self.draft.storage_bytes[storage] = n_bytes
-        return summed
+        return list(summed.values())
 
     def _drop_lazy(self, made_at: Mapping[int, int]) -> None:
         """Drop the events of storages that nobody holds, since they are not computed.

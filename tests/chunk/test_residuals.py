@@ -5,6 +5,7 @@ The program that a plan is made of is compared with a fake step of the executor,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,14 +62,65 @@ def test_a_sum_with_what_did_not_enter() -> None:
     check(model, torch.randn(4, 64, 32), [Chunk("1.up", "rest", 16, 1)])
 
 
-def test_a_sum_inside_and_one_around_are_refused() -> None:
-    """Which of the gradients are added up in the loop cannot be told."""
+def inner(function: Callable[..., torch.Tensor], norm: nn.Module | None = None) -> nn.Module:
+    """A module in which others, beside it, read what enters."""
+    return FromFunction(
+        function, up=nn.Linear(32, 32), norm=norm or nn.LayerNorm(32), p=nn.Parameter(torch.randn(32))
+    )
+
+
+def around(
+    function: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    module: nn.Module,
+    before: nn.Module | None = None,
+) -> nn.Module:
+    outer = FromFunction(lambda self, x: function(self.inner, x), inner=module)
+    return nn.Sequential(before or Residual(nn.Linear(32, 32)), outer)
+
+
+HEADS = FromFunction(lambda self, x: self.up(x).view(4, 64, 2, 16), up=nn.Linear(32, 32))
+
+
+@pytest.mark.parametrize(
+    ("function", "module"),
+    [
+        pytest.param(lambda f, x: x - f(x), inner(lambda self, x: self.up(self.norm(x))), id="a difference"),
+        pytest.param(
+            lambda f, x: x + f(x).view_as(x), HEADS, id="a view of the sum's gradient, back and forth"
+        ),
+        pytest.param(
+            lambda f, x: x + f(x).view_as(x), inner(lambda self, x: self.up(x.flatten(0, 1))), id="rows"
+        ),
+        pytest.param(
+            lambda f, x: torch.cat([x, f(x)], 2), nn.Linear(32, 32), id="both are parts of one gradient"
+        ),
+        pytest.param(lambda f, x: torch.cat([x, f(x)]), nn.Linear(32, 32), id="beside each other"),
+        pytest.param(
+            lambda f, x: f(x).sin(), inner(lambda self, x: torch.cat([x, self.up(x)], 2)), id="parts inside"
+        ),
+    ],
+)
+def test_what_reads_the_input_beside_the_module(function: Any, module: nn.Module) -> None:
     torch.manual_seed(0)
-    inner = FromFunction(lambda self, x: x + self.up(x).sin(), up=nn.Linear(32, 32))
-    outer = FromFunction(lambda self, x: x + self.inner(x), inner=inner)
-    model = nn.Sequential(Residual(nn.Linear(32, 32)), outer)
+    check(around(function, module), torch.randn(4, 64, 32), [Chunk("1.inner", "rest", 16, 1)])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda self, x: x + self.up(x).sin(), id="a sum"),
+        pytest.param(lambda self, x: x - self.p, id="with a parameter"),
+        pytest.param(lambda self, x: x.view(4, 64, 2, 16) - self.p[:16], id="a view"),
+        pytest.param(lambda self, x: (x.transpose(0, 1) - self.p).transpose(0, 1), id="another order"),
+        pytest.param(lambda self, x: torch.cat([x, self.up(x)], 2)[..., 32:], id="a part"),
+    ],
+)
+def test_a_gradient_that_is_handed_on_in_the_module_and_beside_it_is_refused(function: Any) -> None:
+    """Both may be one tensor, or views of one: which is the module's cannot be told."""
+    torch.manual_seed(0)
+    model = around(lambda f, x: x + f(x).reshape_as(x), inner(function))
     profile = sacplan.profile(model, torch.randn(4, 64, 32), mean_square, device="cpu")
-    with pytest.raises(sacplan.PlanError, match="adds its input to something, and so do others"):
+    with pytest.raises(sacplan.PlanError, match="hands a gradient on to its input as it is, and others read"):
         plan_with(profile, [Chunk("1.inner", "rest", 16, 1)])
 
 

@@ -22,7 +22,7 @@ import torch
 
 from sacplan._chunk.executor import losses as losses  # registers what it rewrites
 from sacplan._chunk.executor.lazy import Lazy
-from sacplan._chunk.executor.loop import compute, compute_whole
+from sacplan._chunk.executor.loop import compute, compute_whole, compute_with_memory, viewed_by
 from sacplan._chunk.executor.values import DeferredTensor, SlicedRegion, Window
 from sacplan._factors.axes import Axis
 from sacplan._torch.autograd import autograd_as_outside
@@ -89,9 +89,12 @@ class _ChunkEntryFunction(torch.autograd.Function):
         region, known = ctx.entered_region, {g.value for g in gradients if isinstance(g, Lazy)}
         # Code that looks at the loss afterwards would need another loop, and so would nodes outside of the region.
         left = dict.fromkeys(x.value for x in region.take_gradients() if x.value.data is None)
-        waiting = [value for value in left if value not in known]
+        # A view refers to what it is a view of, so that is alive, too. Both have the same memory; nobody waits for
+        # those of gradients that nobody asked for.
+        unasked = {viewed_by(value) for value in known.difference(lazies)}
+        waiting = [value for value in left if value not in known and value not in unasked]
         pending = [value for value in region.pending if value not in waiting]
-        made = iter(compute([*lazies, *pending, *waiting]))
+        made = iter(compute_with_memory([*lazies, *pending, *waiting]))
         found = [next(made) if isinstance(g, Lazy) else g for g in asked]
         for value in pending:
             value.settle(next(made))

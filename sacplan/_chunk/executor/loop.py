@@ -39,7 +39,7 @@ from sacplan._chunk.executor.values import (
 from sacplan._executor.recording import unrecorded
 from sacplan._factors.axes import from_factor, into_factor, put, resized_arguments, take
 from sacplan._factors.rule import Kind, Rule
-from sacplan._torch.ops import tensors_in
+from sacplan._torch.ops import is_alias, tensors_in
 from sacplan._torch.private import storage_key
 
 aten = torch.ops.aten
@@ -53,6 +53,36 @@ def compute(values: Sequence[DeferredTensor]) -> list[torch.Tensor]:
     """Compute the tensors of values, in one loop over slices for each region. The values stay as they are."""
     with _as_deferred(), unrecorded():
         return _Computation(values).run()
+
+
+def compute_with_memory(values: Sequence[DeferredTensor]) -> list[torch.Tensor]:
+    """Compute the tensors of values as ``compute`` does; those that are views share the memory of what they view.
+
+    So it is in the plain step, where a gradient and a view of it may both be in use.
+    """
+    viewed = list(dict.fromkeys(map(viewed_by, values)))
+    known = dict(zip(viewed, compute(viewed), strict=True))
+    with _as_deferred(), unrecorded():
+        return [_view_on(value, known) for value in values]
+
+
+def viewed_by(value: DeferredTensor) -> DeferredTensor:
+    """Return the value that a sliced value is a view of; itself, if it has memory of its own."""
+    while (node := value.node) is not None and node.stage is Stage.LOOP and is_alias(str(node.func)):
+        (value,) = node.values
+    return value
+
+
+def _view_on(value: DeferredTensor, known: Mapping[DeferredTensor, torch.Tensor]) -> torch.Tensor:
+    """Return a value as a view of what is known."""
+    if value in known:
+        return known[value]
+    node = value.node
+    assert node is not None
+    (source,) = node.values
+    on = _view_on(source, known)
+    out = _call(node, lambda _: on, node.args)
+    return next(t for v, t in zip(node.made, tensors_in(out), strict=True) if v is value)
 
 
 def compute_whole(values: Sequence[DeferredTensor]) -> list[torch.Tensor]:

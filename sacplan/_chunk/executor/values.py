@@ -159,8 +159,7 @@ class SlicedRegion:
         """Return the noted tensors that somebody still refers to, and forget all."""
         alive = [lazy for lazy in (ref() for ref in self._gradients) if lazy is not None]
         self._gradients.clear()
-        bases = {id(lazy._base) for lazy in alive}  # autograd has a view refer to them: nobody waits for them
-        return [lazy for lazy in alive if id(lazy) not in bases]
+        return alive
 
     def remove_hooks(self) -> None:
         """Remove all hooks: the region is over."""
