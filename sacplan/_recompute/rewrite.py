@@ -37,7 +37,8 @@ def recomputed(program: Program, discarded: Discarded) -> Program:
     Args:
         program: the step, as it ran without a plan.
         discarded: unit to call sites, and how often each is dropped. Units must not nest. A call site that the unit
-            does not have, or whose op cannot run again, is ignored, as the executor ignores it.
+            does not have is ignored, as the executor ignores it; so is one whose op cannot run again, which no plan
+            may name (``Recomputation.why_not``).
     """
     return program.with_(recompute(program, discarded))
 

@@ -16,6 +16,7 @@ from sacplan._recompute.rewrite import recompute, recompute_ops
 from sacplan._technique.regions import Option, Region, outermost, units_of
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Installed, Technique, ToInstall
+from sacplan.errors import PlanError
 
 
 class Recomputation(Technique):
@@ -60,8 +61,32 @@ class Recomputation(Technique):
         return as_decisions(narrowed(program, found))
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
-        """Return the patch that drops the discarded storages and runs their ops again."""
+        """Return the patch that drops the discarded storages and runs their ops again.
+
+        Raises:
+            PlanError: one of these ops cannot run again.
+        """
+        why = self.why_not(program, decisions, device)
+        if why:
+            raise PlanError(why)
         return recompute(program, discarded_by(decisions))
+
+    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
+        """Return which op that the decisions discard cannot run again; call sites that do not run are ignored."""
+        # The executor sees one op at a time: it would discard such an op, and hold what that reads.
+        discarded = discarded_by(decisions)
+        for unit, sites in discarded.items():
+            fixed = _fixed_sites(program, unit)
+            found = next((site for site in sites if site in fixed), None)
+            if found is not None:
+                return _cannot_run_again(
+                    unit, found, "it would not give the same values, or have another effect"
+                )
+            lost = _reads_lost_value(program, unit, sites)
+            if lost is not None:
+                why = "what it reads is written in place later, and the plan keeps what makes that"
+                return _cannot_run_again(unit, lost, why)
+        return ""
 
     def install(self, wanted: ToInstall) -> Installed:
         """Replace the forward of each unit."""
@@ -74,3 +99,40 @@ class Recomputation(Technique):
 def _regions(step: PlanStep) -> Regions:
     early = step.program.liveness.unpacked_before_peak
     return Regions(step.program, step.costs, early, step.pins)
+
+
+@derived
+def _fixed_sites(program: Program, unit: str) -> frozenset[CallSite]:
+    """Return the call sites of a unit whose op may not run again, in one of its calls at least."""
+    ops = program.ops
+    return frozenset(
+        site
+        for scope in program.calls.get(unit, ())
+        for op, site in program.sites(scope).items()
+        if not ops[op].recomputable
+    )
+
+
+def _reads_lost_value(program: Program, unit: str, sites: Collection[CallSite]) -> CallSite | None:
+    """Return a call site that reads a value which is overwritten later and not made again, if there is one."""
+    for scope in program.calls.get(unit, ()) if program.overwritten else ():
+        made: set[int] = set()  # ops that run again; makers come before readers
+        for op, site in program.sites(scope).items():
+            if site not in sites:
+                continue
+            makers = {s: program.overwritten.get(s) for s in program.ops[op].reads}
+            lost = [s for s, maker in makers.items() if maker is not None and maker not in made]
+            if not lost:
+                made.add(op)
+            # An op that overwrites such a value is kept like the value, by the executor and by the rewrite.
+            elif lost != [program.ops[op].replaces]:
+                return site
+    return None
+
+
+def _cannot_run_again(unit: str, site: CallSite, why: str) -> str:
+    place = f", place {site.place!r}" if site.place else ""
+    return (
+        f"the plan discards {site.op} #{site.occurrence} of unit {unit!r}{place}, which cannot run again in this step: "
+        f"{why}. Leave out this decision, or have sacplan.plan make the plan."
+    )
