@@ -19,7 +19,8 @@ from sacplan._program.optimizer_ops import why_not_again
 from sacplan._program.places import OpSequence
 from sacplan._program.program import Program
 from sacplan._ranks.unit_limits import why_no_units
-from sacplan._technique.step import PlanStep, op_costs
+from sacplan._technique.step import PlanStep
+from sacplan._technique.technique import Technique
 from sacplan._techniques import by_technique, rewritten
 
 
@@ -70,6 +71,11 @@ class Candidate:
         again = sum(self.step.costs[op] for op in self.footprint.again)
         return again + self.step.added_cost(self.added_ms)
 
+    @cached_property
+    def techniques(self) -> tuple[Technique, ...]:
+        """The techniques that have decisions in it."""
+        return tuple(technique for technique, _ in by_technique(self.decisions))
+
     @property
     def only_recomputes(self) -> bool:
         """Whether nothing but recomputation is decided."""
@@ -84,9 +90,7 @@ class Candidate:
     def left(self) -> Program:
         """The step as the units of the plan see it: without ops that other techniques have moved away."""
         # Techniques that share units watch the ops that run there, and move none.
-        shared = tuple(
-            technique.decision for technique, _ in by_technique(self.decisions) if technique.shares_units
-        )
+        shared = tuple(technique.decision for technique in self.techniques if technique.shares_units)
         others = [one for one in self.decisions if not isinstance(one, shared)]
         return rewritten(self.step.program, others, self.step.device)
 
@@ -94,22 +98,20 @@ class Candidate:
     def lower_bound_ms(self) -> float:
         """The least recomputation of any schedule with this peak that keeps what is pinned."""
         # Where memory is freed in other ways than by recomputation, nothing has to run again.
-        if any(technique.frees_otherwise for technique, _ in by_technique(self.decisions)):
+        if any(technique.frees_otherwise for technique in self.techniques):
             return 0.0
-        # In ms whatever the objective is.
-        costs = op_costs(self.left, "time")
-        least = bound_of(self.left, costs, self.step.pins.kept_ops).at(self.footprint.peak_bytes)
-        return min(least, self.footprint.recompute_ms)
+        # A step of its own, whose costs are times whatever the objective is.
+        left = PlanStep(self.left)
+        bound = bound_of(left.program, left.costs, self.step.pins.kept_ops)
+        return min(bound.at(self.footprint.peak_bytes), self.footprint.recompute_ms)
 
     @property
     def units(self) -> tuple[Mapping[str, UnitPlan], tuple[OpSequence, ...]]:
         """What each unit keeps and recomputes, and the op sequences that its calls run (see ``unit_plans``)."""
         # Techniques that watch the ops of a unit see those that are left, also where nothing is recomputed.
-        watched = any(technique.shares_units for technique, _ in by_technique(self.decisions))
-        program = self.left if watched else self.step.program
-        return unit_plans(
-            program, self.discarded, dict.fromkeys(unit for one in self.decisions for unit in one.units)
-        )
+        watched = any(technique.shares_units for technique in self.techniques)
+        fqns = dict.fromkeys(unit for one in self.decisions for unit in one.units)
+        return unit_plans(self.left if watched else self.step.program, self.discarded, fqns)
 
     @property
     def why_refused(self) -> str:
