@@ -28,7 +28,8 @@ def show_file(file: _File) -> CommandResult:
 
     Layers that do the same are shown once.
     """
-    from sacplan._plan.reading import kept_sections, layer_facts, plan_sections, read_layers
+    from sacplan._plan.layers import read_layers
+    from sacplan._plan.reading import kept_sections, layer_facts, plan_sections
     from sacplan._plan.units import kept_by_layer
 
     # Anything else is read as a plan, whose loader says what is wrong with it.
@@ -54,7 +55,7 @@ def diff(first: o.PlanFile, second: o.PlanFile) -> CommandResult:
 
     The exit code is 0 whether they differ or not.
     """
-    from sacplan._plan.reading import difference, difference_facts, difference_sections
+    from sacplan._plan.difference import difference, difference_facts, difference_sections
 
     found = difference(sources.saved_plan(first), sources.saved_plan(second))
     facts = {"command": "diff", "plans": [first, second], **difference_facts(found)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from sacplan._plan.reading import LayerReading, kept_layers
+from sacplan._plan.layers import LayerReading, kept_layers
 from sacplan._plan.value import UnitPlan
 from sacplan._program.decisions import Discarded
 from sacplan._program.places import OpSequence

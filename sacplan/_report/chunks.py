@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from sacplan._chunk.entries import entry_size
+from sacplan._plan.layers import what_runs
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._plan.reading import what_runs
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Chunk

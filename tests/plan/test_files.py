@@ -19,9 +19,10 @@ from torch import nn
 
 import sacplan
 from sacplan._plan import schema
+from sacplan._plan.difference import difference
 from sacplan._plan.make import MadeBy, provenance_of
 from sacplan._plan.plan import _digest
-from sacplan._plan.reading import difference, plan_rows
+from sacplan._plan.reading import plan_rows
 from sacplan._program.decisions import AnyDecision, Chunk, Recompute, Site, as_decisions, discarded_by
 from sacplan._program.fingerprint import Fingerprint
 from tests.support.damage import damaged_bytes, damaged_contents, set_to

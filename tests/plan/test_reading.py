@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 import sacplan
 from sacplan._cli.app import app
-from sacplan._plan.reading import difference, read_layers, together
+from sacplan._plan.difference import difference
+from sacplan._plan.layers import read_layers, together
 from sacplan._program.names import folded_names
 from sacplan._program.notebook import Section
 from tests.support.plans import discarding

@@ -14,7 +14,8 @@ from rich.console import Console
 import sacplan
 from sacplan._cli.show import plan_facts, plan_tables
 from sacplan._device.device_memory import device_memory
-from sacplan._plan.reading import host_text, read_layers
+from sacplan._plan.layers import read_layers
+from sacplan._plan.reading import host_text
 from sacplan._program.program import Program
 from sacplan._questions.planned import planned
 from sacplan._report.snapshot import snapshot_of
