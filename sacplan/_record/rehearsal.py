@@ -20,6 +20,7 @@ from sacplan._device.kernels import fake_device
 from sacplan._program.program import Event, Op, Phase, Program, Tensor
 from sacplan._program.rewriting import Indices, PatchBuilder
 from sacplan._record.device_recorder import device_recorder
+from sacplan._torch.fake_tensors import FakeTensorMode, fake_empty_strided
 from sacplan._torch.ops import tensors_in
 
 
@@ -79,28 +80,28 @@ class Rehearsal:
         self._recorder = device_recorder(device, _costs(device).cost, "observe")
         self.device = device
         self._tensors: list[torch.Tensor] = []  # alive, so that nothing that is given is freed
+        self._mode: FakeTensorMode | None = None  # while it runs
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Enter the device's kernels and the recorder; gradients are off."""
-        with fake_device(self.device), self._recorder, torch.no_grad():
+        with fake_device(self.device) as self._mode, self._recorder, torch.no_grad():
             yield
         self._recorder.forget()
+        self._mode = None
 
     def given(self, tensor: int) -> torch.Tensor:
         """Return a fake tensor that stands for one of the program; it is alive before and after what runs."""
         like = self.program.tensors[tensor]
-        # To make it is no op of the step.
-        with self._recorder.paused():
-            made = torch.empty_strided(like.shape, like.stride, dtype=getattr(torch, like.dtype))
-        self.known[self._recorder.storages.track_given(made)] = like.storage
-        self._tensors.append(made)
+        made = self.like(like)
+        self.known[self.storage_of(made)] = like.storage
         return made
 
     def like(self, tensor: Tensor) -> torch.Tensor:
         """Return a fake tensor of this layout on a storage of its own, alive before and after what runs."""
-        with self._recorder.paused():
-            made = torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype))
+        assert self._mode is not None
+        # No op of the step, so it is made where the recorder does not see it.
+        made = fake_empty_strided(self._mode, tensor.shape, tensor.stride, getattr(torch, tensor.dtype))
         self._recorder.storages.track_given(made)
         self._tensors.append(made)
         return made
