@@ -18,14 +18,25 @@ from tests.support.golden import CASES, file_of
 ROOT = Path(__file__).parents[2]
 QUICK = ("block", "recurrence")
 BUSY = "while True: sum(range(10**6))"
+FAST, SLOW = "200", "0.005"
+RATES = {name: (FAST, SLOW)[i % 2] for i, name in enumerate(CASES) if name not in QUICK}
+"""How fast the clock runs while a case is planned. The quick ones have the machine's own clock."""
 
 
 @pytest.fixture(scope="module")
-def made(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The plans of all cases that this run asks for, from one process: importing torch takes longer than many."""
+def made(request: pytest.FixtureRequest, clock: Path | None) -> dict[str, Any]:
+    """The plans of all cases that this run asks for.
+
+    From one process for each rate of the clock: importing torch takes longer than many.
+    """
     asked = [item for item in request.session.items if item.path == request.path]
     names = [item.callspec.params["name"] for item in asked if "made" in item.fixturenames]  # type: ignore[attr-defined]
-    return printed(*names)
+    found = {}
+    for rate in (None, FAST, SLOW):
+        here = [name for name in names if (RATES.get(name) if clock is not None else None) == rate]
+        if here:
+            found |= printed(*here, **at_rate(clock, rate))
+    return found
 
 
 @pytest.mark.every_case
@@ -33,16 +44,16 @@ def made(request: pytest.FixtureRequest) -> dict[str, Any]:
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_plans_are_those_of_the_file(name: str, made: dict[str, Any]) -> None:
-    """As a command makes them: not in the process of the tests."""
+    """As a command makes them: not in the process of the tests, and whether its clock is fast or slow."""
     assert made[name] == in_file(name)
 
 
 @pytest.fixture(scope="module")
-def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What makes the clocks of a process run at another rate, compiled."""
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """What makes the clocks of a process run at another rate, compiled; None without a C compiler or LD_PRELOAD."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
-        pytest.skip("no C compiler, or no LD_PRELOAD: clocks cannot be slowed here")
+        return None
     built = tmp_path_factory.mktemp("clock") / "clock.so"
     source = Path(__file__).parents[1] / "support" / "clock.c"
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True)
@@ -62,9 +73,18 @@ def printed(*names: str, **environment: str) -> dict[str, Any]:
     return found
 
 
-def test_the_clock_of_the_next_test_is_another_one(clock: Path) -> None:
+def at_rate(clock: Path | None, rate: str | None) -> dict[str, str]:
+    """The environment of a process with such a clock; None: the machine's own."""
+    if rate is None:
+        return {}
+    if clock is None:
+        pytest.skip("no C compiler, or no LD_PRELOAD: clocks cannot be slowed here")
+    return {"LD_PRELOAD": str(clock), "CLOCK_RATE": rate}
+
+
+def test_the_clock_of_the_other_tests_is_another_one(clock: Path | None) -> None:
     code = "import time; a = time.monotonic(); time.sleep(0.2); print(time.monotonic() - a)"
-    environment = os.environ | {"LD_PRELOAD": str(clock), "CLOCK_RATE": "100"}
+    environment = os.environ | at_rate(clock, "100")
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
@@ -72,10 +92,11 @@ def test_the_clock_of_the_next_test_is_another_one(clock: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # each with the clock that it does not have above, and with the machine's own
 @pytest.mark.parametrize("name", ["uneven", "spread", "evoformer"])
-@pytest.mark.parametrize("rate", ["200", "0.005"])
-def test_plans_do_not_hang_on_the_clock(name: str, rate: str, clock: Path) -> None:
-    assert printed(name, LD_PRELOAD=str(clock), CLOCK_RATE=rate) == {name: in_file(name)}
+@pytest.mark.parametrize("rate", [FAST, SLOW, None])
+def test_plans_do_not_hang_on_the_clock(name: str, rate: str | None, clock: Path | None) -> None:
+    assert printed(name, **at_rate(clock, rate)) == {name: in_file(name)}
 
 
 @pytest.fixture
