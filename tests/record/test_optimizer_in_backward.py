@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._program.optimizer_ops import recomputed_from_updated, steps_in_backward
+from sacplan._program.optimizer_ops import recomputed_from_updated, steps_in_backward, why_not_again
 from sacplan._program.program import Event, Patch, Phase, StorageKind
 from sacplan.errors import TraceError
 from tests.support.steps import bit_equal, mean_square
@@ -177,6 +177,8 @@ def test_a_parameter_that_is_read_after_its_update() -> None:
     found = recomputed_from_updated(early)
     assert found is not None
     assert set(program.ops[found].reads) & set(program.ops[update].mutates)
+    assert not why_not_again(program)
+    assert f"{program.ops[found].name} in" in why_not_again(early)
 
 
 def test_what_is_refused() -> None:
