@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 import sacplan
+from tests.support.processes import run_python
 from tests.zoo.language_models import LM, tokens
 from tests.zoo.layers import FromFunction
 
@@ -111,7 +109,7 @@ def test_a_rejected_batch_does_not_abort_the_interpreter() -> None:
         "    try: sacplan.profile(model, batch)\n"
         "    except Exception as e: print('caught', type(e).__name__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("caught") == 3
 

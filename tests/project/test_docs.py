@@ -38,6 +38,7 @@ import pytest
 import torch
 
 import sacplan
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -233,11 +234,9 @@ def run_command(block: Block, line: str) -> str:
     if words[0] == "sacplan":
         code, output, said, _ = run_sacplan(words)
     else:
-        python = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+        python = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
         assert words[0] in python, f"{block.where}: nobody knows how to run {line!r}"
-        done = subprocess.run(
-            [*python[words[0]], *words[1:]], capture_output=True, text=True, timeout=120, check=False
-        )
+        done = run_python(*python[words[0]], *words[1:])
         code, output, said = done.returncode, done.stdout, done.stderr
     wanted = int(expected[1]) if expected else 0
     assert code == wanted, f"{block.where}: {line!r} ended with {code}, not {wanted}\n{output}\n{said}"
