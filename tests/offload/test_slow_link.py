@@ -94,7 +94,7 @@ def two_streams(planned: Planned, without: Without = ()) -> bool:
             parcel = Parcel(value)
         with link.stream(second):
             parcel.await_out(value.untyped_storage())
-            assert told(link, value) == [second]
+            assert told(link, value) == [first, second]
         with link.stream(third):
             parcel.fetch()
         taken = []
@@ -120,12 +120,28 @@ def given_up(planned: Planned, without: Without = ()) -> bool:
         return {0, 1} <= home.order and not link.broken
 
 
+def freed_on_its_way(planned: Planned, without: Without = ()) -> bool:
+    """Whether a copy out is waited for whose source is freed, by the stream on which it began."""
+    with slow_link(without) as link:
+        home = SlowStream(link, computes=True)
+        value = torch.arange(8.0)
+        with link.stream(home):
+            parcel = Parcel(value)
+        assert told(link, value) == [
+            home
+        ]  # so that the allocator has it wait, too, for memory of another stream
+        del value
+        waited = 0 in home.order and not link.broken
+        del parcel
+        return waited
+
+
 def told(link: SlowLink, tensor: torch.Tensor) -> list[SlowStream]:
     """Return the streams of which the allocator knows that they use a tensor's memory."""
     return [stream for memory, stream in link.told if memory() is tensor.untyped_storage()]
 
 
-@pytest.mark.parametrize("right", [a_step, a_step_that_fails, two_streams, given_up])
+@pytest.mark.parametrize("right", [a_step, a_step_that_fails, two_streams, given_up, freed_on_its_way])
 def test_right_on_a_slow_link(planned: Planned, right: Callable[[Planned], bool]) -> None:
     assert right(planned)
 
@@ -138,7 +154,8 @@ def test_right_on_a_slow_link(planned: Planned, right: Callable[[Planned], bool]
         pytest.param(("_begin", "back"), a_step, id="back: for the memory"),
         pytest.param(("wait", "take"), a_step, id="taking: for the copy back"),
         pytest.param(("back", "fetch"), two_streams, id="back: for the way out"),
-        pytest.param(("__del__",), given_up, id="giving up: for the copy back"),
+        pytest.param(("give_up", "__del__"), given_up, id="giving up: for the copy back"),
+        pytest.param(("give_up",), freed_on_its_way, id="freeing: for the copy out"),
     ],
 )
 def test_without_any_one_wait_something_is_wrong(

@@ -13,7 +13,8 @@ a wait is missing:
 - A copy out whose source was written in the meantime has what was written; if it was freed, it copies nothing.
 - A copy that does not wait for the stream that computes may run before its source is there, or before others have read
   what was in its target: it copies nothing. Nor does a copy back that does not wait for its own way out.
-- ``broken`` has the copies to memory of the device that was freed before a stream that computes had waited for them.
+- ``broken`` has the copies to or from memory of the device that was freed before a stream that computes had waited for
+  them.
 
 Which work comes before which is followed as CUDA says it: by sets of copies, and of moments of streams that compute.
 """
@@ -156,12 +157,15 @@ class SlowLink:
 
             def freed(_: Any) -> None:
                 # Pinned memory waits for its copies by itself.
-                if is_back and number in self._pending:
-                    self.broken.append("memory was freed while a copy to it may still run")
+                if number in self._pending:
+                    way = "to" if is_back else "from"
+                    self.broken.append(f"memory was freed while a copy {way} it may still run")
 
-            self._pending[number] = _Copy(
-                weakref.ref(to, freed), weakref.ref(of), to.nbytes(), stream.order, is_early
-            )
+            on_device = to if is_back else of
+            on_host = weakref.ref(of if is_back else to)
+            there = weakref.ref(on_device, freed)
+            target, source = (there, on_host) if is_back else (on_host, there)
+            self._pending[number] = _Copy(target, source, to.nbytes(), stream.order, is_early)
             self._arrived_in[storage_key(to)] = number, weakref.ref(to)
             stream.order |= {number}
             ctypes.memset(to.data_ptr(), 255, to.nbytes())

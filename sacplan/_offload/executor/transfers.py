@@ -19,9 +19,11 @@ belongs, ``record_stream`` tells the allocator of it. For the stream to which it
 (``recordStream`` in ``c10/cuda/CUDACachingAllocator.cpp``), so a step on one stream stays as predicted.
 
 A transfer that is given up, as after an error, or because part of a graph is dropped, is waited for by its home: a
-copy back must not write to memory that others have by then, and memory that is read must not be unmapped. Pinned memory
-needs no such care: torch's allocator keeps a block until the copies that use it are over (``record_event`` in
-``aten/src/ATen/native/cuda/Copy.cu``).
+copy back must not write to memory that others have by then. So is a copy out whose source is freed before anybody has
+waited, since nobody saves it: with expandable segments the allocator may give memory that is free back to the driver,
+and waits for the stream that the memory belongs to, but for no other (``unmapHandles`` in the file above). A copy that
+still reads there would be an illegal access. Pinned memory needs no such care: torch's allocator keeps a block until
+the copies that use it are over (``record_event`` in ``aten/src/ATen/native/cuda/Copy.cu``).
 
 Writes in place to a tensor that is on its way out can garble the copy, but not a value that is used: the memory is let
 go of only if the tensor's version, and the writes that the unit saw, are those of the moment at which the copy began
@@ -33,6 +35,7 @@ Without a GPU a copy is made where it would begin. Order, values, and what is he
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -60,6 +63,26 @@ def _streams_of(device: torch.device) -> _Streams:
         return _streams[device]
 
 
+class _Awaited:
+    """The end of a copy, for which its home has to wait yet.
+
+    Attributes:
+        event: the end.
+        home: the stream on which the copy began; None once it waits.
+    """
+
+    __slots__ = ("event", "home")
+
+    def __init__(self, event: Any, home: Any) -> None:
+        self.event, self.home = event, home
+
+    def give_up(self, _: object = None) -> None:
+        """Have the home wait now, unless it does."""
+        home, self.home = self.home, None
+        if home is not None:
+            home.wait_event(self.event)
+
+
 class Transfer:
     """A copy that may still run.
 
@@ -67,13 +90,13 @@ class Transfer:
         target: the memory that is written. It lives as long as the transfer, so that this can be waited for before.
     """
 
-    __slots__ = ("_device", "_event", "_home", "target")
+    __slots__ = ("_awaited", "_device", "_source", "target")
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
         self.target = target
         self._device = device
-        self._home: Any = None  # the stream that has to wait yet
-        self._event: Any = None
+        self._awaited: _Awaited | None = None
+        self._source: weakref.ref[Any] | None = None
         if device.type not in WITH_STREAMS:
             target.copy_(source)
 
@@ -82,41 +105,46 @@ class Transfer:
         """Copy from the device, behind all that has been launched so far."""
         made = cls(host, source, source.device)
         if source.device.type in WITH_STREAMS:
-            stream = _streams_of(source.device).out
-            made._begin(stream, source)
+            awaited = made._begin(_streams_of(source.device).out, source)
+            # The memory may belong to another stream than the home, which is the one that waits if it is freed.
+            memory = source.untyped_storage()
+            note_use(memory, awaited.home)
+            made._source = weakref.ref(memory, awaited.give_up)
         return made
 
     @classmethod
     def back(cls, sent: Transfer, copy: torch.Tensor) -> Transfer:
         """Copy what has been sent to memory on the device that was taken just now."""
         made = cls(copy, sent.target, copy.device)
-        if copy.device.type in WITH_STREAMS:
+        if sent._awaited is not None:
             stream = _streams_of(copy.device).back
             # The stream that asks may not be the one that has waited for the way out.
-            stream.wait_event(sent._event)
+            stream.wait_event(sent._awaited.event)
             made._begin(stream, sent.target)
         return made
 
-    def _begin(self, stream: Any, source: torch.Tensor) -> None:
-        self._home = cuda.current_stream(self._device)
-        stream.wait_stream(self._home)
+    def _begin(self, stream: Any, source: torch.Tensor) -> _Awaited:
+        home = cuda.current_stream(self._device)
+        stream.wait_stream(home)
         with cuda.stream(stream):
             self.target.copy_(source, non_blocking=True)
-        self._event = stream.record_event()
+        self._awaited = _Awaited(stream.record_event(), home)
+        return self._awaited
 
     def wait(self, memory: torch.UntypedStorage) -> None:
         """Have the stream that computes now wait for the end, before it uses or frees this memory on the device."""
-        if self._event is None:
+        if self._awaited is None:
             return
         current = cuda.current_stream(self._device)
-        current.wait_event(self._event)
+        current.wait_event(self._awaited.event)
         note_use(memory, current)
-        if current == self._home:
-            self._home = None
+        if current == self._awaited.home:
+            self._awaited.home = None
 
     def __del__(self) -> None:
-        if getattr(self, "_home", None) is not None:
-            self._home.wait_event(self._event)
+        awaited = getattr(self, "_awaited", None)
+        if awaited is not None:
+            awaited.give_up()
 
 
 def note_use(memory: torch.UntypedStorage, stream: Any) -> None:
