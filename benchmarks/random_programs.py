@@ -346,14 +346,14 @@ def _steps_with(
 
 def _compare_peaks(program: RandomProgram, kind: str, plan: sacplan.Plan, outcome: Outcome) -> None:
     """Note a failure if the peaks of a plan are not those of a fake step with it."""
-    found, said = _peaks_of_fake_step(program, plan), (plan.peak_bytes, plan.host_bytes)
+    found, said = peaks_of_fake_step(program, plan), (plan.peak_bytes, plan.host_bytes)
     outcome.predicted += found == said
     if found != said:
         outcome.failures.append(f"{kind}: device and host take {found} bytes, {said} were predicted")
 
 
-def _peaks_of_fake_step(program: RandomProgram, plan: sacplan.Plan) -> tuple[int, int]:
-    """Return the peaks of the device and of the host."""
+def peaks_of_fake_step(program: RandomProgram, plan: sacplan.Plan) -> tuple[int, int]:
+    """Return the peaks of the device and of the host in a fake step with a plan."""
     seen = trace_step(
         copy.deepcopy(program.net), program.batch(0), program.loss, None, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",

@@ -21,7 +21,7 @@ from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Program
 from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._techniques import decisions_of, regions
+from sacplan._techniques import TECHNIQUES, decisions_of, regions
 
 ALL = ("recompute", "chunk", "offload")
 
@@ -76,9 +76,14 @@ def scattered_plan(
         profile: the step.
         rng: draws.
         units: modules that do not nest.
-        any_tensor: also those that the planner would never move, as weights: what a plan file may say.
+        any_tensor: also those that the planner would never move: what a plan file may say. Those that are refused are
+            left out.
     """
-    return plan_with(profile, tuple(_scattered(profile, rng, list(units), any_tensor=any_tensor)))
+    found = list(_scattered(profile, rng, list(units), any_tensor=any_tensor))
+    if any_tensor:
+        refused = TECHNIQUES["offload"].why_not
+        found = [one for one in found if not refused(profile.program, [one], profile.spec)]
+    return plan_with(profile, found)
 
 
 def _scattered(

@@ -8,7 +8,8 @@ It follows the executor (``executor/parcels.py``) rule for rule:
 - Behind the op ``sent`` memory on the host is taken, and the copy out begins.
 - Behind the op ``let_go`` computation waits for that copy. All handles on the storage let go of it: those of autograd,
   and those of recomputation, whose recipes read it. What code still holds stays on the device until code frees it.
-  If all handles are released before, computation waits then.
+  If all handles are released before, computation waits then. If nobody has a handle by the end of the call, it waits
+  where the tensor is freed, or else there, and the memory on the host is free.
 - Before the event ``fetch`` memory on the device is taken, and the copy back begins; at the latest when a value is
   needed.
 - Whoever needs the value first waits for the copy back. Then the memory on the host is free.
@@ -47,12 +48,14 @@ class Move(NamedTuple):
         sent: the op behind which the copy out begins.
         let_go: the op behind which the device's memory is let go of; -1 if it does not run: it is kept.
         fetch: the event before which the copy back begins; -1: when it is needed.
+        call: the module call that sends it: handles that are taken outside of it do not let go. -1: there are none.
     """
 
     storage: int
     sent: int
     let_go: int
     fetch: int
+    call: int = -1
 
 
 def moved(
@@ -142,7 +145,7 @@ class _Journey:
         self.host = self.copy = (
             self.handle
         ) = -1  # storages of the copies, and a handle on the one that is back
-        self.needed = False
+        self.waited = self.needed = False
         self.out: list[tuple[int, int]] = []
 
     def write(self, concerned: Sequence[int]) -> None:
@@ -152,6 +155,10 @@ class _Journey:
         let_go = _behind(program, move.let_go) if move.let_go >= 0 else -1
         positions = {*liveness.events_of[move.storage], *concerned, sent}
         positions.update(at for at in (let_go, move.fetch) if at >= 0)
+        begin, end = 0, len(program.events)
+        if move.call >= 0:
+            begin, end = liveness.entered[move.call], liveness.exited[move.call]
+            positions.add(end)
         for position in sorted(positions):
             # What another technique has put in this place, which may be nothing, or else the recorded event.
             was = before = self.draft.events.get(position) or (
@@ -166,7 +173,9 @@ class _Journey:
                 before = before[begun:]
                 self._fetch(position)
             for code, arg in before:
-                self._step(position, code, arg)
+                self._step(position, code, arg, inside=begin < position < end)
+            if position == end and self.host >= 0 and not self.held and not self.gone:
+                self._drop(position)
             if position == sent:
                 self._send(position)
             if position == let_go:
@@ -183,13 +192,16 @@ class _Journey:
             len(events),
         )
 
-    def _step(self, position: int, code: int, arg: int) -> None:
+    def _step(self, position: int, code: int, arg: int, *, inside: bool) -> None:
         handles, storage = self.draft.handle_storages, self.move.storage
         if code == _PACK and handles[arg] == storage and self.instances:
             # For a second derivative, a backward formula saves what it has unpacked.
             self.again[arg] = arg = self.draft.new_handle(self.copy, self.draft.handle_ops[arg])
-        elif code == _PACK and handles[arg] == storage and not self._is_code_s(arg):
+        elif code == _PACK and handles[arg] == storage and inside and not self._is_code_s(arg):
             self.held[arg] = None
+        elif code == _FREE and arg == storage and self.host >= 0 and not self.held and not self.gone:
+            # The copy out still reads the memory.
+            self._wait_out(position)
         elif code == _RELEASE and arg in self.again:
             arg = self.again.pop(arg)
         elif code == _UNPACK and self.draft.instance_handles[arg] in self.again:
@@ -208,7 +220,7 @@ class _Journey:
             known = arg in self.held
             self.held.pop(arg, None)
             if known and self.host >= 0 and not self.held and not self.gone:
-                self._run(position, WAIT_OUT, (self.host,), ())
+                self._wait_out(position)
                 self.out.append((code, arg))
                 self._end()
                 return
@@ -241,9 +253,20 @@ class _Journey:
     def _let_go(self, position: int) -> None:
         if self.host < 0 or not self.held:
             return  # nobody holds it any more
-        self._run(position, WAIT_OUT, (self.host,), ())
+        self._wait_out(position)
         self.out += [(_RELEASE, handle) for handle in self.held]
         self.gone, self.held = self.held, {}
+
+    def _drop(self, position: int) -> None:
+        """Give up a copy for which nobody has a handle when the call is over."""
+        self._wait_out(position)
+        self._end()
+
+    def _wait_out(self, position: int) -> None:
+        """Have computation wait for the copy out, unless it did."""
+        if not self.waited:
+            self.waited = True
+            self._run(position, WAIT_OUT, (self.host,), ())
 
     def _fetch(self, position: int) -> None:
         if self.copy >= 0:

@@ -10,7 +10,6 @@ from sacplan._program.decisions import Offload, SeenTensor, Site
 from sacplan._program.derived import derived
 from sacplan._program.program import CallSite, Event, Phase, Program, StorageKind
 from sacplan._torch.ops import is_computation
-from sacplan.errors import PlanError
 
 
 @derived
@@ -110,16 +109,15 @@ def weight_of(program: Program, op: int) -> int:
     return _WEIGHTS[program.ops[op].name]
 
 
-def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
-    """Return the moves that decisions stand for. A decision about an op that does not run moves nothing.
+def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move] | str:
+    """Return the moves that decisions stand for, or why one of them cannot be carried out on this step.
 
-    Raises:
-        PlanError: a unit runs more than once in the step.
+    A decision about an op that does not run moves nothing.
     """
     by_site: dict[str, dict[CallSite, int]] = {}
     for unit in {unit for one in decisions for unit in one.units}:
         if len(program.calls.get(unit, ())) > 1:
-            raise PlanError(
+            return (
                 f"module {unit!r} runs several times in a step, so which tensor of it to copy to the host is not "
                 "known. Offload in modules that run once."
             )
@@ -130,6 +128,7 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
 
     found: list[Move] = []
     taken: dict[int, int] = {}  # by storage that moves, where it is sent
+    initial = frozenset(program.initial)
     for one in decisions:
         sent, let_go = op_at(one.site), op_at(one.let_go)
         seen = tensors_of(program, sent) if sent >= 0 else ()
@@ -137,17 +136,27 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
         # The op does not run here, or is another one's by now; or an earlier decision moves the storage already.
         if storage < 0 or (storage in taken and not _dropped_between(program, storage, taken[storage], sent)):
             continue
+        # What a step begins with stays. And versions of tensors do not tell the executor of every write.
+        if storage in initial:
+            return _refused(one, "is there before the step, as a parameter is, and stays on the device")
+        if last_writes(program).get(storage, -1) >= sent:
+            return _refused(one, "is written in place by that op or after it, so the copy has other contents")
         taken[storage] = sent
-        # Nobody lets go of what was written after it was copied. PyTorch counts a write in place when the op returns,
-        # behind the mark.
+        # PyTorch counts a write in place when the op returns, behind the mark: nobody lets go then.
         made = program.ops[sent]
-        written = last_writes(program).get(storage, -1) >= sent or (
-            made.replaces >= 0 and storage in made.writes
-        )
-        if let_go <= sent or written:
+        if let_go <= sent or (made.replaces >= 0 and storage in made.writes):
             let_go = -1
-        found.append(Move(storage, sent, let_go, _fetch(program, one.fetch, op_at, sent)))
+        (call,) = program.calls[one.unit]
+        found.append(Move(storage, sent, let_go, _fetch(program, one.fetch, op_at, sent), call))
     return found
+
+
+def _refused(decision: Offload, why: str) -> str:
+    place = f", place {decision.place!r}" if decision.place else ""
+    return (
+        f"the plan copies tensor {decision.tensor} of {decision.op} #{decision.occurrence} of unit {decision.unit!r}"
+        f"{place} to the host, but it {why}. Leave out this decision, or have sacplan.plan make the plan."
+    )
 
 
 def _dropped_between(program: Program, storage: int, first: int, last: int) -> bool:

@@ -20,6 +20,7 @@ from sacplan._recompute.rewrite import recompute_ops
 from sacplan._technique.regions import Option, Region, outermost, units_of
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Installed, Technique, ToInstall
+from sacplan.errors import PlanError
 
 
 class Offloading(Technique):
@@ -69,16 +70,27 @@ class Offloading(Technique):
         return tuple(one for _, one in found if one is not None)
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
-        """Return the patch that moves the tensors, with the time that computation waits for copies."""
+        """Return the patch that moves the tensors, with the time that computation waits for copies.
+
+        Raises:
+            PlanError: one of the decisions cannot be carried out on this step.
+        """
         # Two passes: events are placed first, and how long each wait takes depends on all of them.
-        own = [one for one in decisions if isinstance(one, Offload)]
+        moves = moves_of(program, [one for one in decisions if isinstance(one, Offload)])
+        if isinstance(moves, str):
+            raise PlanError(moves)
         spec = device or resolve_device("cpu")
-        patch = moved(program, moves_of(program, own), spec.host_bytes)
+        patch = moved(program, moves, spec.host_bytes)
         draft = PatchBuilder.continuing(program, patch)
         found = clocked(draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec)
         for op, ms in found.waits.items():
             draft.ops[op] = replace(draft.ops[op], time_ms=ms)
         return draft.patch()
+
+    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
+        """Return which tensor cannot be copied to the host on this step, and why."""
+        moves = moves_of(program, [one for one in decisions if isinstance(one, Offload)])
+        return moves if isinstance(moves, str) else ""
 
     def install(self, wanted: ToInstall) -> Installed:
         """Mark the ops at which something is copied in the units."""

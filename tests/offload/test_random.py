@@ -5,15 +5,24 @@ The benchmark has more of them: ``python -m benchmarks.random_programs --offload
 
 from __future__ import annotations
 
+import copy
+import random
 from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
+from torch import nn
 
+import sacplan
+from benchmarks.harness.mixed_plans import plan_with, scattered_plan
 from benchmarks.harness.steps import on_one_thread
-from benchmarks.random_programs import OFFLOADING, run
+from benchmarks.random_programs import OFFLOADING, make_program, peaks_of_fake_step, run
+from sacplan._program.decisions import Offload, Site
 from tests.support.recomputing import fuzz
+from tests.support.steps import mean_square
+from tests.zoo.layers import FromFunction
 
 
 @fuzz(6)
@@ -38,6 +47,51 @@ def test_programs_whose_peaks_were_off(seed: int) -> None:
     outcome = on_one_thread(run)(seed, kinds=OFFLOADING, threads=False)
     assert outcome.predicted == len(OFFLOADING)
     assert not outcome.failures
+
+
+def test_any_tensor_at_any_place_is_predicted_or_refused() -> None:
+    """Also tensors that nobody saves, or that autograd saves outside of the unit: a plan file may name them."""
+    predicted = 0
+    for seed in (16, 17, 40, 41, 42, 44, 45, 48, 52):
+        program = make_program(seed)
+        profile = sacplan.profile(
+            copy.deepcopy(program.net), program.batch(0), program.loss, device="cpu", trace="fake"
+        )
+        units = [f"blocks.{i}" for i in range(len(program.net.blocks))]
+        plan = scattered_plan(profile, random.Random(seed), units, any_tensor=True)
+        assert peaks_of_fake_step(program, plan) == (plan.peak_bytes, plan.host_bytes), seed
+        predicted += len(plan.offloaded)
+    assert predicted > 60
+
+
+def _counts(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = self.up(x)
+    with torch.no_grad():
+        y.data.add_(1)
+    return y.sin()
+
+
+@pytest.mark.parametrize(
+    ("op", "tensor", "why"),
+    [
+        pytest.param("aten.addmm.default", 0, "is there before the step, as a parameter is", id="a bias"),
+        pytest.param(
+            "aten.addmm.default", 3, "is written in place by that op or after it", id="written later"
+        ),
+        pytest.param("aten.add_.Tensor", 0, "is written in place by that op or after it", id="written here"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused(op: str, tensor: int, why: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), FromFunction(_counts, up=nn.Linear(8, 8)))
+    profile = sacplan.profile(model, torch.randn(4, 8), mean_square, device="cpu")
+    (scope,) = profile.program.calls["1"]
+    *sites, last = profile.program.sites(scope).values()
+    site = next(site for site in sites if site.op == op)
+    decision = Offload("1", *site, tensor=tensor, let_go=Site("1", *last))
+    with pytest.raises(sacplan.PlanError, match=why) as error:
+        plan_with(profile, [decision])
+    assert f"tensor {tensor} of {op} #0 of unit '1', place " in str(error.value)
 
 
 @pytest.mark.parametrize("kind", OFFLOADING)
