@@ -410,6 +410,13 @@ def on_gpu(budget: str, optimizer: str, batch: int) -> sacplan.Verdict:
     return sacplan.fit(wide(), made, gpu, cross_entropy, optimizer, budget, batch=batch, sizes=False)
 
 
+@cache
+def profiled_on_gpu(optimizer: str, batch: int) -> sacplan.Profile:
+    """The step of ``on_gpu(..., optimizer, batch)``, with everything that planning has worked out from it."""
+    make = BY_NAME[optimizer].make
+    return sacplan.profile(wide(), tokens(batch, 256, 4096), cross_entropy, make, "h100 without workspaces")
+
+
 def on_host(found: sacplan.Verdict) -> list[sacplan.FitRow]:
     return [row for row in found.rows if row.host_bytes]
 
@@ -444,10 +451,7 @@ def test_rows_on_the_host_are_what_profile_and_plan_say(budget: str, optimizer: 
     rows = [row for row in on_host(on_gpu(budget, optimizer, batch)) if row.fits]
     assert rows
     for row in rows:
-        make = BY_NAME[row.optimizer].make
-        profile = sacplan.profile(
-            wide(), tokens(batch, 256, 4096), cross_entropy, make, "h100 without workspaces"
-        )
+        profile = profiled_on_gpu(row.optimizer, batch)
         plan = sacplan.plan(profile, budget, techniques=row.techniques)
         assert row.peak_bytes == plan.peak_bytes
         assert row.host_bytes == plan.host_bytes + profile.optimizer_host_bytes
@@ -508,9 +512,7 @@ def test_a_host_that_is_too_small_for_the_optimizer() -> None:
     assert "28.00 MiB of the host more than there is" in found.sentence
     assert found.recommended is not None
     assert found.recommended.optimizer != "adamw-offload"
-    profile = sacplan.profile(
-        wide(), tokens(16, 256, 4096), cross_entropy, "adamw-offload", "h100 without workspaces"
-    )
+    profile = profiled_on_gpu("adamw-offload", 16)
     with pytest.raises(sacplan.PlanError, match=r"takes 68\.00 MiB of the host"):
         sacplan.plan(profile, "2GiB", host_budget="40MiB")
 
