@@ -5,8 +5,6 @@ import copy
 import functools
 import math
 import random
-import subprocess
-import sys
 import threading
 import types
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 
 import sacplan
+from tests.support.processes import run_python
 
 CACHE = {"old": 1}
 SEEN = []
@@ -407,6 +406,8 @@ def _squares(model, batch):
 
 
 _SCRIPT = """
+import warnings
+warnings.simplefilter("ignore")
 import torch, sacplan
 from torch import nn
 ops = dict(sgn=torch.sgn, sign=torch.sign, round=torch.round, floor=torch.floor, ceil=torch.ceil, trunc=torch.trunc,
@@ -433,6 +434,6 @@ print("alive")
 
 @pytest.mark.slow
 def test_gradients_without_memory_end_no_interpreter():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _SCRIPT], capture_output=True, text=True)
+    done = run_python("-c", _SCRIPT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "alive"
