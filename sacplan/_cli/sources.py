@@ -289,7 +289,7 @@ def check_early(
         ``techniques=`` for functions of the library, if any were asked for.
     """
     from sacplan._plan.limits import Limit
-    from sacplan._plan.planner import resolve_solver
+    from sacplan._plan.request import resolve_solver
     from sacplan._program.budget import parse_budget
     from sacplan._techniques import resolve_techniques
 

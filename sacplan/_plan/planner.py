@@ -42,10 +42,7 @@ from sacplan._program.liveness import Footprint, bytes_at_ops, summits
 from sacplan._program.pins import Pins, resolve_pins
 from sacplan._program.program import Phase, Program
 from sacplan._rotor.sequences import Rotor
-from sacplan._solve.greedy import Greedy
-from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
-from sacplan._solve.uniform import Uniform
 from sacplan._technique.offers import Offer
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import StepSolver
@@ -503,26 +500,3 @@ def _cheapest(searches: Sequence[PlanSearch], budget_bytes: int) -> Candidate | 
     found = (search.best(budget_bytes) for search in searches)
     holding = [best for best in found if best is not None]
     return min(holding, key=lambda best: (best.cost, best.footprint.peak_bytes), default=None)
-
-
-def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:
-    """Return the solvers that a name stands for. ``"best"`` is several whose plans are compared, the quickest first.
-
-    Raises:
-        PlanError: The name is unknown.
-    """
-    if not isinstance(solver, str):
-        return [solver]
-    known: dict[str, list[Solver | StepSolver]] = {
-        "milp": [Milp()],
-        "greedy": [Greedy()],
-        "uniform": [Uniform()],
-        "rotor": [Rotor()],
-        "best": [Greedy(), Milp()],
-    }
-    if solver not in known:
-        raise PlanError(
-            f"unknown solver {solver!r}; known are {', '.join(map(repr, known))}, or an object such as "
-            "sacplan.Milp()."
-        )
-    return known[solver]

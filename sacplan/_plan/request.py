@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from sacplan._plan.limits import OF_DEVICE, Limit
-from sacplan._plan.planner import ROTOR_STAGES, Planner, resolve_solver
+from sacplan._plan.planner import ROTOR_STAGES, Planner
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.decisions import Accumulate
@@ -15,7 +15,9 @@ from sacplan._program.pins import resolve_pins
 from sacplan._rotor.sequences import Rotor
 from sacplan._solve.alike import Alike
 from sacplan._solve.greedy import Greedy
+from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
+from sacplan._solve.uniform import Uniform
 from sacplan._technique.step import Objective, PlanStep
 from sacplan._technique.technique import StepSolver
 from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
@@ -76,3 +78,26 @@ class Request:
             max(0, host_bytes - taken),  # what is left for a plan
         )
         return Planner(step, profile.fingerprint, solvers, names, last if usable else None, crowded)
+
+
+def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:
+    """Return the solvers that a name stands for. ``"best"`` is several whose plans are compared, the quickest first.
+
+    Raises:
+        PlanError: The name is unknown.
+    """
+    if not isinstance(solver, str):
+        return [solver]
+    known: dict[str, list[Solver | StepSolver]] = {
+        "milp": [Milp()],
+        "greedy": [Greedy()],
+        "uniform": [Uniform()],
+        "rotor": [Rotor()],
+        "best": [Greedy(), Milp()],
+    }
+    if solver not in known:
+        raise PlanError(
+            f"unknown solver {solver!r}; known are {', '.join(map(repr, known))}, or an object such as "
+            "sacplan.Milp()."
+        )
+    return known[solver]

@@ -25,7 +25,7 @@ from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import Outside, outside_text
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.plan import Plan
-from sacplan._plan.planner import resolve_solver
+from sacplan._plan.request import resolve_solver
 from sacplan._profile.tracing import Trace
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
