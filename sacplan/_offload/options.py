@@ -18,7 +18,7 @@ whole, or at its borders. The copies of other regions are not looked at. The clo
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -146,7 +146,7 @@ class Offloads:
         if not candidates:
             return
         seen: set[object] = set()
-        for base, members in self._bases(region, inside):
+        for kept_bytes, members in self._bases(region, inside):
             gone = frozenset(op for member in members for op in region.members[member])
             # Options may differ only in ops that another module runs.
             if gone in seen:
@@ -157,25 +157,53 @@ class Offloads:
             )
             kept = [s for s in self._kept(candidates, gone) if self._leaves(unit, s)]
             for chosen in self._sets(kept, inside):
-                lazy = self._option(unit, region, base, members, gone, patch, chosen, self._stops[-1])
+                lazy = self._option(unit, region, kept_bytes, members, gone, patch, chosen, self._stops[-1])
                 yield lazy
                 # Over a slow link the copies of many regions would be under way at once: wait at the end of this one.
                 latest = max((op for op in self._stops if op in inside), default=-1)
-                prompt = self._option(unit, region, base, members, gone, patch, chosen, latest)
+                prompt = self._option(unit, region, kept_bytes, members, gone, patch, chosen, latest)
                 if prompt.signature != lazy.signature:
                     yield prompt
             # For the smallest peak, copies come back no earlier than they must, though computation waits for them.
             if kept:
                 every, last = tuple(sorted(kept)), self._stops[-1]
-                yield self._option(unit, region, base, members, gone, patch, every, last, early=False)
+                yield self._option(unit, region, kept_bytes, members, gone, patch, every, last, early=False)
 
-    def _bases(self, region: Region, inside: frozenset[int]) -> Iterator[tuple[Option, tuple[int, ...]]]:
-        """Yield some options to recompute, with those of their members that the unit runs."""
+    def _bases(self, region: Region, inside: frozenset[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield members to recompute that the unit runs, and the bytes that are then kept, before anything is away."""
         known = [o for o in region.options if o.technique == Recomputation.name]
-        # Evenly through the list from the cheapest to the dearest, with both ends.
-        step = max(1, -(-(len(known) - 1) // (_BASES - 1)))
-        for option in dict.fromkeys((*known[::step], known[-1])):
-            yield option, tuple(m for m in option.members if inside.issuperset(region.members[m]))
+        for option in _along_hull(known, _BASES):
+            members = tuple(m for m in option.members if inside.issuperset(region.members[m]))
+            yield option.kept_bytes, members
+            left = self._less_at_heaviest(region, members)
+            if left != members:
+                again = (op for m in set(members).difference(left) for op in region.members[m])
+                more = {s for op in again for s in self.program.ops[op].writes if self._handles.get(s)}
+                yield option.kept_bytes + sum(self.program.storage_bytes[s] for s in more), left
+
+    def _less_at_heaviest(self, region: Region, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the members without those that make what the region's heaviest backward op reads.
+
+        To make it again just before that op takes what it is made of as well, at the moment at which most is alive. To
+        have it copied back takes the tensor alone.
+        """
+        program = self.program
+        # Ops that are kept may be those of slices, which never run as a whole.
+        ops = {op for group in region.members for op in group} - self.step.pins.kept_ops
+        heaviest = max((_heaviest(program).get(op, (0, -1)) for op in ops), default=(0, -1))[1]
+        read = frozenset(program.ops[heaviest].reads) if heaviest >= 0 else frozenset()
+        left: list[int] = []
+        asked: set[int] = set()  # what those that are left read
+        # Backwards, so that who reads the results of a member is known before it.
+        for member in sorted(members, key=lambda m: region.members[m], reverse=True):
+            again = [program.ops[op] for op in region.members[member]]
+            made = {s for op in again for s in op.writes}
+            # What is made is kept now, or was made for that alone.
+            if not made.isdisjoint(read) or not any(s in asked or self._handles.get(s) for s in made):
+                continue
+            left.append(member)
+            asked.update(s for op in again for s in op.reads)
+        return tuple(sorted(left))
 
     def _candidates(self, unit: str, inside: frozenset[int]) -> list[int]:
         """Return the storages that may be away: nobody outside of the unit keeps or reads them."""
@@ -246,7 +274,7 @@ class Offloads:
         self,
         unit: str,
         region: Region,
-        base: Option,
+        kept_bytes: int,
         members: tuple[int, ...],
         gone: frozenset[int],
         patch: Patch,
@@ -285,7 +313,7 @@ class Offloads:
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
         return Option(
             cost=again + self.step.added_cost(waits + _TIE * total),
-            kept_bytes=max(0, base.kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
+            kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
             members=members,
             technique="offload",
             also=(Recomputation.name,),
@@ -404,6 +432,44 @@ class Offloads:
     @property
     def _backward_ms(self) -> dict[int, float]:
         return _backward_ms(self.program)
+
+
+def _along_hull(options: Sequence[Option], most: int) -> list[Option]:
+    """Return the first option, the last one, and those between that keep least for what they cost, in their order.
+
+    These are the vertices of the lower hull of kept bytes over cost, the farthest below the others first, and then what
+    is nearest to it (Ramer, Douglas and Peucker's way to simplify a curve). Options evenly through the list would be
+    others for every length of the list, which depends on how many layers there are.
+
+    Args:
+        options: by rising cost.
+        most: how many to return at most, two or more.
+    """
+
+    def below(i: int) -> float:
+        """Return how much less an option keeps than a mix, at the same cost, of its neighbours that are taken."""
+        at = bisect_left(taken, i)
+        left, right = options[taken[at - 1]], options[taken[at]]
+        share = (options[i].cost - left.cost) / (right.cost - left.cost) if right.cost > left.cost else 0.0
+        return left.kept_bytes + share * (right.kept_bytes - left.kept_bytes) - options[i].kept_bytes
+
+    taken = sorted({0, len(options) - 1})
+    rest = list(range(1, len(options) - 1))
+    while rest and len(taken) < most:
+        rest.remove(best := max(rest, key=below))
+        insort(taken, best)
+    return [options[i] for i in taken]
+
+
+@derived
+def _heaviest(program: Program) -> dict[int, tuple[int, int]]:
+    """Return by forward op the op of its gradient that touches most bytes: these bytes, workspace included, and it."""
+    found: dict[int, tuple[int, int]] = {}
+    for i, op in enumerate(program.ops):
+        if op.phase == Phase.BACKWARD and op.forward_of >= 0:
+            touched = sum(program.storage_bytes[s] for s in {*op.reads, *op.writes})
+            found[op.forward_of] = max(found.get(op.forward_of, (0, -1)), (touched + op.workspace_bytes, i))
+    return found
 
 
 @derived
