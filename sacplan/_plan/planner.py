@@ -16,8 +16,9 @@ the search with them begins with what that one has settled and offered.
 
 More techniques must never make a plan dearer. But a search that has more options to choose from tries fewer of each,
 and one that soon holds the budget looks no further. So the planner of each narrower choice of techniques is asked, too,
-exactly as it would be alone, and the best of all plans is taken. It is left out only where its bounds prove that it can
-find nothing better than what is known.
+and the best of all plans is taken. It is left out where its bounds prove that it can find nothing better than what is
+known. One that no bound says anything about is asked only if no plan holds the budget so far, or the best one costs
+more than ``_VERY_DEAR``: it takes long to look for a plan without what makes others cheap, such as recomputation.
 
 No step backtracks, so the result is the best of what was tried. ``Plan.gap`` and ``Plan.lower_bound_ms`` say how far it
 may be from the optimum.
@@ -53,6 +54,7 @@ _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at m
 _FURTHER = 4  # how often techniques are asked what else lowers the smallest peak, first about it alone
 _NEAR_PEAK = 0.8  # share of the smallest peak from which on a moment is near it
 _DEAR = 0.02  # share of the step's cost that a plan may add without further offers being asked for
+_VERY_DEAR = 0.25  # the same without narrower choices being asked of which no bound says what they find
 _WORTH_OFFERING = 0.01  # share of the smallest peak that an offer about a lower moment has to free somewhere
 _WORTH_ASKING = 0.998  # times the smallest peak before: a search is asked again if it lowers it this far
 ROTOR_STAGES = 48
@@ -329,11 +331,16 @@ class Planner:
         return (self,) if self.fewer is None else (self.fewer, self)
 
     def _may_gain(self, one: Planner, budget_bytes: int) -> bool:
-        """Whether a planner that this one contains may find something better than what is known so far."""
-        if any(TECHNIQUES[name].is_about_peaks for name in one.techniques):
-            # What it settles and offers later may lower every bound.
-            found = _cheapest(self.searches, budget_bytes)
-            return found is None or found.cost > 0
+        """Whether to ask a planner that this one contains: it may find something better than what is known so far."""
+        techniques = [TECHNIQUES[name] for name in one.techniques]
+        # What it settles and offers later may lower every bound.
+        unbounded = any(technique.is_about_peaks for technique in techniques)
+        if one is not self and one is not self.fewer:
+            takes_long = unbounded or any(technique.frees_otherwise for technique in techniques)
+            if takes_long and not self._costs_more_than(_VERY_DEAR, self.searches, budget_bytes):
+                return False
+        if unbounded:
+            return self._costs_more_than(0.0, self.searches, budget_bytes)
         return self._may_gain_in(one.own[0], budget_bytes)
 
     def _may_gain_in(self, search: PlanSearch, budget_bytes: int) -> bool:
@@ -359,8 +366,12 @@ class Planner:
 
     def _is_dear(self, budget_bytes: int) -> bool:
         """Whether no plan holds a budget so far, or none without making the step clearly longer."""
-        found = _cheapest(self._with_fewer, budget_bytes)
-        return found is None or found.cost > _DEAR * sum(self.own[0].recorded.costs)
+        return self._costs_more_than(_DEAR, self._with_fewer, budget_bytes)
+
+    def _costs_more_than(self, share: float, searches: Sequence[PlanSearch], budget_bytes: int) -> bool:
+        """Whether no plan of these searches holds a budget, or none that adds no more than a share to the step."""
+        found = _cheapest(searches, budget_bytes)
+        return found is None or found.cost > share * sum(self.recorded.costs)
 
     def _solvers(self, search: PlanSearch) -> tuple[Solver | StepSolver, ...]:
         return (*self.own_solvers(), *(self.crowded if len(search.context.offers) > 1 else self.solvers))
@@ -445,6 +456,8 @@ class Planner:
         find a plan with a smaller peak, and then the reported peak would not be the smallest.
         """
         for one in self.contained:
+            if not self._may_gain(one, budget_bytes):
+                continue
             best, known = min(one.own, key=smallest_bytes), math.inf
             # Each round may lower it by a few bytes only, so it has to be worth the next one.
             while best.context.offers and budget_bytes < smallest_bytes(best) <= _WORTH_ASKING * known:
