@@ -335,7 +335,9 @@ class Planner:
         techniques = [TECHNIQUES[name] for name in one.techniques]
         # What it settles and offers later may lower every bound.
         unbounded = any(technique.is_about_peaks for technique in techniques)
-        if one is not self and one is not self.fewer:
+        # Others have searched with these options already, and little is left to do.
+        shares = one is self.fewer or one.own[0] is self.own[0]
+        if not shares:
             takes_long = unbounded or any(technique.frees_otherwise for technique in techniques)
             if takes_long and not self._costs_more_than(_VERY_DEAR, self.searches, budget_bytes):
                 return False
