@@ -13,9 +13,9 @@ A row is a step of a model:
 
 - ``short``: the smallest peak of a step of 8,192 tokens.
 - ``long``: the plan for the budget at a length that is given.
-- ``longest``: the plan for the budget at the longest length that was found. It is looked for with the decisions of the
-  smallest peak at the given length: other lengths, multiples of 8,192 tokens, are looked at with the same decisions,
-  until one fits and the next one does not. So a search at every length could find a longer one.
+- ``longest``: the plan for the budget at the longest of a few lengths. They are tried in rising order, each with a
+  search of its own, up to the first that does not fit, whose smallest peak is in the row. So a length between two of
+  them may fit as well, and if the last one fits, so may a longer one.
 
 Each has the figures of the plan, and the peaks of a fake step with it, on the device and on the host. ``planning_s`` is
 processor time. The file keeps the rows that a run does not make again.
@@ -37,12 +37,10 @@ from benchmarks.models import chunk_models
 from benchmarks.models.cases import Case
 from sacplan._device.devices import resolve_device
 from sacplan._plan.limits import DEFAULT_HEADROOM
-from sacplan._techniques import rewritten
 
 TECHNIQUES = ("recompute", "chunk", "offload")
 OPTIMIZER = "adamw-offload-gradients"
 SHORT = 8192
-STEP = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,15 @@ class Asked:
     Attributes:
         model: One of ``chunk_models.OFFLOADED``.
         device: The name of a device.
-        tokens: A length near the longest.
+        tokens: The length of the step ``long``.
+        lengths: Lengths to try for the step ``longest``, in rising order; the first one fits.
         shares: Of the host's memory, how many devices' shares the step may take.
     """
 
     model: str
     device: str
     tokens: int
+    lengths: tuple[int, ...]
     shares: int = 1
 
     def case(self, tokens: int) -> Case:
@@ -73,11 +73,11 @@ class Asked:
 
 STEPS = ("short", "long", "longest")
 CASES = {
-    "llama-3-8b-h100": Asked("llama-3-8b", "h100", 524288),
-    "llama-3-8b-h100-node": Asked("llama-3-8b", "h100", 524288, shares=8),
-    "gemma-2-2b-h100": Asked("gemma-2-2b", "h100", 16384),
-    "llama-3.2-1b-4090": Asked("llama-3.2-1b", "rtx-4090", 262144),
-    "llama-3.2-3b-4090": Asked("llama-3.2-3b", "rtx-4090", 131072),
+    "llama-3-8b-h100": Asked("llama-3-8b", "h100", 262144, (262144, 393216, 524288)),
+    "llama-3-8b-h100-node": Asked("llama-3-8b", "h100", 524288, (655360, 786432), shares=8),
+    "gemma-2-2b-h100": Asked("gemma-2-2b", "h100", 16384, (16384, 32768)),
+    "llama-3.2-1b-4090": Asked("llama-3.2-1b", "rtx-4090", 262144, (262144, 393216)),
+    "llama-3.2-3b-4090": Asked("llama-3.2-3b", "rtx-4090", 131072, (131072, 196608)),
 }
 
 
@@ -108,35 +108,23 @@ def figures(asked: Asked, tokens: int, plan_of: Callable[[sacplan.Profile], sacp
     }
 
 
-def longest(asked: Asked, plan: sacplan.Plan, budget_bytes: int) -> Row:
-    """Return the longest sequence that fits with a plan's decisions, and by length the peaks on device and host."""
-    seen: dict[int, tuple[int, int]] = {}
+def longest(asked: Asked, plan_of: Callable[[sacplan.Profile], sacplan.Plan]) -> Row:
+    """Return the figures of the longest step that fits, and the smallest peak of the first one that does not.
 
-    def fits(tokens: int) -> bool:
-        profile = asked.case(tokens).profile(asked.device)
-        footprint = rewritten(profile.program, plan.decisions, profile.spec).footprint
-        on_host = footprint.host_peak_bytes + profile.optimizer_host_bytes
-        seen[tokens] = footprint.peak_bytes, on_host
-        return footprint.peak_bytes <= budget_bytes and on_host <= asked.host_budget_bytes
-
-    # Peaks grow almost linearly, so a line through two of them is a good first guess. The host's memory is taken in
-    # powers of two, so from there on the interval is halved.
-    tokens = asked.tokens
-    known = {n: fits(n) for n in (tokens, tokens // 2)}
-    slope = (seen[tokens][0] - seen[tokens // 2][0]) / (tokens - tokens // 2)
-    guess = int(tokens + (budget_bytes - seen[tokens][0]) / slope) // STEP * STEP
-    low = max((n for n, held in known.items() if held), default=0)
-    high = min((n for n, held in known.items() if not held), default=0)
-    while not high or high - low > STEP:
-        if not low < guess or (high and not guess < high):
-            guess = (low + high) // 2 // STEP * STEP if high else low + STEP
-        if fits(guess):
-            low, guess = guess, guess + STEP
-        else:
-            high, guess = guess, guess - STEP
-        if high and high - low > 2 * STEP and len(seen) > 4:
-            guess = (low + high) // 2 // STEP * STEP
-    return {"tokens": low, "looked_at": {n: seen[n] for n in sorted(seen)}}
+    Raises:
+        InfeasibleBudget: Not even the first one fits.
+    """
+    row: Row = {}
+    over: dict[int, int] = {}
+    for tokens in asked.lengths:
+        try:
+            row = figures(asked, tokens, plan_of)
+        except sacplan.InfeasibleBudget as error:
+            if not row:
+                raise
+            over[tokens] = error.smallest_feasible_bytes
+            break
+    return row | {"over": over}
 
 
 def measured(name: str, step: str) -> Row:
@@ -165,8 +153,7 @@ def measured(name: str, step: str) -> Row:
         return row | figures(asked, SHORT, smallest)
     if step == "long":
         return row | figures(asked, asked.tokens, within)
-    reached = longest(asked, smallest(asked.case(asked.tokens).profile(asked.device)), budget_bytes)
-    return row | {"looked_at": reached["looked_at"]} | figures(asked, reached["tokens"], within)
+    return row | longest(asked, within)
 
 
 def _line(row: Row) -> str:
