@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from sacplan._program.decisions import Chunk
 from sacplan.errors import ChunkError, PlanError
 from tests.support.chunks import VOCAB, close, plain_loss, step
 from tests.support.plans import discarding
+from tests.support.threads import at_once
 from tests.zoo.language_models import LM, tokens
 from tests.zoo.layers import FromFunction
 
@@ -212,15 +212,8 @@ def test_a_replica_on_another_thread(model: LM, batch: torch.Tensor) -> None:
     replica._former_parameters = {"weight": weight}
     replica.__dict__["weight"], replica._parameters["bias"] = weight, None
     hidden = model.norm(model.layers[1](model.layers[0](model.embed(batch))))
-    losses = []
-
-    def run() -> None:
-        losses.append(F.cross_entropy(replica(hidden).flatten(0, 1), batch.flatten()))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    losses[0].backward()
+    (loss,) = at_once(lambda: F.cross_entropy(replica(hidden).flatten(0, 1), batch.flatten()))
+    loss.backward()
     assert replica.forward.tally.loops == 1
     assert torch.equal(model.embed.weight.grad, expected["embed.weight"])
     torch.testing.assert_close(model.head.weight.grad, expected["head.weight"])
@@ -231,16 +224,11 @@ def test_two_threads_share_a_module(model: LM, batch: torch.Tensor) -> None:
     step(model, batch, plain_loss)
     parameters = list(model.parameters())
     expected = torch.autograd.grad(plain_loss(model, batch), parameters)
-    found: list[tuple[torch.Tensor, ...]] = []
 
-    def run() -> None:
-        found.extend(torch.autograd.grad(plain_loss(model, batch), parameters) for _ in range(3))
+    def run() -> list[tuple[torch.Tensor, ...]]:
+        return [torch.autograd.grad(plain_loss(model, batch), parameters) for _ in range(3)]
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = [grads for one in at_once(run, run) for grads in one]
     assert len(found) == 6
     assert all(torch.equal(a, b) for grads in found for a, b in zip(grads, expected, strict=True))
 

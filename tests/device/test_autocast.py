@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from sacplan._device.autocast import differing, policies
 from sacplan._device.devices import torch_version
 from sacplan._device.kernels import device_kernels, fake_device
 from sacplan.errors import DeviceError
+from tests.support.threads import at_once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -313,9 +313,7 @@ def test_real_tensors_and_other_threads_keep_the_cpus_autocast() -> None:
     seen: list[list[torch.dtype]] = []
     with device_kernels("h100"):
         seen.append(run())
-        thread = threading.Thread(target=lambda: seen.append(run()))
-        thread.start()
-        thread.join()
+        seen += at_once(run)
     assert seen == [before, before]
     assert run() == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from sacplan._device.devices import resolve_device
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._device.kernels import active_device, device_kernels, fake_device
 from sacplan.errors import DeviceError
+from tests.support.threads import at_once
 
 aten = torch.ops.aten
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -496,20 +496,17 @@ def test_real_tensors_keep_their_kernels_inside() -> None:
 
 def test_other_threads_keep_their_kernels() -> None:
     before = real_step()
-    seen: list[Any] = []
 
-    def work() -> None:
-        seen.append(active_device())
+    def work() -> tuple[Any, Any]:
         with FakeTensorMode():
             q, k, v = qkv(FP32)
-            seen.append(saved_by(lambda: F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1))[1])
+            saved = saved_by(lambda: F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1))[1]
+        return active_device(), saved
 
     with device_kernels("h100"):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert seen[0] is None
-    assert (SHAPE, torch.bool) not in seen[1]
+        ((device, saved),) = at_once(work)
+    assert device is None
+    assert (SHAPE, torch.bool) not in saved
     assert same(real_step(), before)
 
 

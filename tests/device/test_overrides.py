@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +27,7 @@ from sacplan._record.fake_data import data_rules
 from sacplan._rewrites import library_workspaces as libraries
 from sacplan._rewrites.library_workspaces import library_workspace_bytes, library_workspaces
 from tests.device.test_kernels import BF16, FP16, FP32, Ops, saved_by
+from tests.support.threads import at_once
 from tests.zoo.layers import FromFunction
 
 aten = torch.ops.aten
@@ -381,9 +381,7 @@ def test_torch_optim_is_put_back() -> None:
 
     implementations = dict(fake_impls.op_implementations_dict)
     with fake_device("h100"):
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+        at_once(elsewhere)
     with device_kernels("h100"):  # real tensors, no fake mode
         seen.append(step_ops(O.AdamW))
     assert not any(op.startswith("_foreach_") for ops in seen for op in ops)

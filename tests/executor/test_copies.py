@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 import sacplan
 from sacplan._executor.stand_ins import take_off
 from sacplan._recompute.executor.recipes import PlannedForward
+from tests.support.threads import at_once
 from tests.zoo.layers import FeedForward
 
 DIM = 8
@@ -138,14 +139,4 @@ def test_replicas_on_threads_use_their_own_weights_and_the_plan() -> None:
 
 
 def _on_threads(modules: list[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-
-    def run(i: int) -> None:
-        found[i] = modules[i](x)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(modules))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[i] for i in range(len(modules))]
+    return at_once(*[partial(module, x) for module in modules])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -19,6 +19,7 @@ from sacplan._profile.tracing import trace_step
 from sacplan._technique.step import PlanStep
 from sacplan._techniques import decisions_of, rewritten
 from tests.support.recomputing import fuzz, same_bits, step
+from tests.support.threads import at_once
 from tests.zoo.random_nets import NOT_FAKE, STEPS, RandomNet, batch, nets
 
 BOTH = ("recompute", "offload")
@@ -91,15 +92,8 @@ def test_threads_that_train_copies_at_once() -> None:
     planned = [copy.deepcopy(model) for _ in range(3)]
     for one in planned:
         sacplan.apply(one, plan)
-    found: list[list[torch.Tensor]] = []
 
-    def train(one: RandomNet) -> None:
-        found.extend(step(one, x)[:-1] for _ in range(10))
+    def train(one: RandomNet) -> bool:
+        return all(same_bits(plain, step(one, x)[:-1]) for _ in range(10))
 
-    threads = [threading.Thread(target=train, args=(one,)) for one in planned]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 30
-    assert all(same_bits(plain, one) for one in found)
+    assert at_once(*[partial(train, one) for one in planned]) == [True] * 3

@@ -11,7 +11,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -28,6 +28,7 @@ from sacplan._offload.executor.parcels import Parcel
 from tests.support.recomputing import fuzz
 from tests.support.slow_link import SlowLink, SlowStream, slow_link
 from tests.support.steps import bit_equal, grads_of
+from tests.support.threads import at_once
 from tests.zoo import language_models as models
 
 Tensors = list[torch.Tensor]
@@ -254,19 +255,18 @@ def test_threads_that_train_at_once(planned: Planned) -> None:
     model, batch, plan = planned
     replicas = [copy.deepcopy(model) for _ in range(3)]
     plain = grads_of(replicas[0], batch, models.cross_entropy)
-    right: list[bool] = []
+
+    def train(one: models.LM) -> list[bool]:
+        right = []
+        for _ in range(4):
+            loss = models.cross_entropy(one, batch)
+            loss.backward()
+            right.append(bit_equal(plain, [loss.detach(), *(p.grad for p in one.parameters())]))
+            one.zero_grad()
+        return right
+
     with slow_link() as link:
         for one in replicas:
             sacplan.apply(one, plan)
-
-        def train(one: models.LM) -> None:
-            for _ in range(4):
-                loss = models.cross_entropy(one, batch)
-                loss.backward()
-                right.append(bit_equal(plain, [loss.detach(), *(p.grad for p in one.parameters())]))
-                one.zero_grad()
-
-        with ThreadPoolExecutor(len(replicas)) as pool:
-            list(pool.map(train, replicas))
-    assert right == [True] * 12
+        assert at_once(*[partial(train, one) for one in replicas]) == [[True] * 4] * 3
     assert not link.broken

@@ -7,7 +7,6 @@ import copy
 import io
 import itertools
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -26,6 +25,7 @@ from sacplan._recompute.executor.nodes import RecipeNode
 from sacplan._torch.allocations import allocation_events
 from tests.support.recomputing import state
 from tests.support.steps import bit_equal
+from tests.support.threads import at_once
 
 # Plans are used in other steps than those that they were made for.
 pytestmark = pytest.mark.filterwarnings("ignore:the step is not the one")
@@ -643,25 +643,6 @@ def test_a_second_step_before_the_first_backward_is_refused() -> None:
 # --- threads, and what breaks off -----------------------------------------------------------------
 
 
-def in_threads(*work: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(work))
-
-    def run(f: Callable[[], None]) -> None:
-        try:
-            start.wait()
-            f()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(f,)) for f in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
 @pytest.mark.parametrize("shared", [True, False], ids=["one graph", "two graphs"])
 def test_two_backward_passes_in_two_threads(shared: bool) -> None:
     model = net()
@@ -677,7 +658,7 @@ def test_two_backward_passes_in_two_threads(shared: bool) -> None:
             found[i] = torch.autograd.grad(losses[i], list(run.blocks.parameters()), retain_graph=True)
 
         if threaded:
-            in_threads(lambda: work(0), lambda: work(1))
+            at_once(lambda: work(0), lambda: work(1))
         else:
             work(0)
             work(1)

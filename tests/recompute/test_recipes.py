@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.support.recomputing import (
     step,
 )
 from tests.support.storages import Storages, no_collector
+from tests.support.threads import at_once
 from tests.zoo.layers import FromFunction
 from tests.zoo.random_nets import DIM, LENGTH, Outer, RandomNet, Unit, batch, outer
 
@@ -262,23 +262,17 @@ def test_threads_run_the_same_model() -> None:
     model = outer().eval()
     planned, _ = discard_all(model)
     expected = partial(model)[:2]
-    found: list[list[torch.Tensor]] = []
-    start = threading.Barrier(4)
+    batch_of_thread = batch()
 
-    def work() -> None:
-        start.wait()
+    def work() -> list[list[torch.Tensor]]:
+        found = []
         for _ in range(5):
             x = batch_of_thread.clone().requires_grad_()
             found.append(list(torch.autograd.grad(planned(x), [x, next(planned.parameters())])))
+        return found
 
-    batch_of_thread = batch()
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(found) == 20
-    assert all(same_bits(expected, f) for f in found)
+    found = at_once(*[work] * 4)
+    assert all(len(one) == 5 and all(same_bits(expected, f) for f in one) for one in found)
 
 
 def test_a_long_chain() -> None:
