@@ -46,7 +46,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from sacplan._device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.foreach import foreach_by_default
-from sacplan._device.layouts import cpu_kernels, elementwise_kernels, shared_kernels
+from sacplan._device.layouts import cpu_kernels, elementwise_kernels, quick_kernels, shared_kernels
 from sacplan._device.overrides import fake_kernel, override
 from sacplan._torch.fake_kernels import FakeKernel, fake_kernels
 from sacplan._torch.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
@@ -120,13 +120,15 @@ def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
 
 def _register_layouts(stack: ExitStack) -> None:
     # The kernels that are entered last are asked first. So those for sizes of 1 come before a CPU's own, and these
-    # before those for every device.
+    # before those for every device. Those that are only quick come first, and leave what is not plain to the others.
     on_any = {op: _where(_is_any, kernel) for op, kernel in shared_kernels().items()}
     on_cpu = {op: _where(_is_cpu, kernel) for op, kernel in cpu_kernels().items()}
     stack.enter_context(fake_kernels(on_any))
     stack.enter_context(fake_kernels(on_cpu))
     sizes_of_one = {op: _where(_is_any, kernel) for op, kernel in elementwise_kernels().items()}
     stack.enter_context(fake_kernels(sizes_of_one))
+    quick = {op: _where(_is_any, kernel) for op, kernel in quick_kernels().items()}
+    stack.enter_context(fake_kernels(quick))
 
 
 def _register_cuda_kernels(stack: ExitStack) -> None:

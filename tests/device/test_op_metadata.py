@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from benchmarks.op_metadata import (
     sweep,
 )
 from sacplan._device.kernels import device_kernels, fake_device
-from sacplan._device.layouts import on_all_devices, on_cpu, rule_of
+from sacplan._device.layouts import on_all_devices, on_cpu, quick_kernels, rule_of
+from sacplan._torch.fake_kernels import elementwise_ops, is_structured, run_in_cpp, torchs_own_fake
+from sacplan._torch.fake_tensors import fake_failures_unlogged
 from sacplan._torch.ops import tensors_in
 from tests.support.chunks import allocations
 from tests.zoo.layers import FromFunction
@@ -132,6 +135,110 @@ UNARY = {
 @pytest.mark.parametrize("op", UNARY)
 def test_ops_whose_gradient_has_another_layout(op: str) -> None:
     assert not compared(UNARY[op], rand(3, 4, 5, 6), layouts=FORMATS).found()
+
+
+# --- answers that are torch's own, sooner
+
+
+def layout_of(out: Any, given: Sequence[Any]) -> list[Any]:
+    """What is to be equal of results: layouts, the bytes below them, and whether one is an argument."""
+    values = out if isinstance(out, (tuple, list)) else (out,)
+    return [
+        (
+            v.shape,
+            v.stride(),
+            v.dtype,
+            v.storage_offset(),
+            v.untyped_storage().nbytes(),
+            [v is a for a in given],
+        )
+        if isinstance(v, torch.Tensor)
+        else v
+        for v in values
+    ]
+
+
+def plain_calls(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Norms and products of contiguous tensors: leading dimensions, normalized ones, with and without parameters."""
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    for lead, inner in itertools.product(((), (3,), (3, 5)), ((8,), (4, 6))):
+        stats = (*lead, *(1,) * len(inner))
+        for given, wanted in (
+            ((1, 1), (1, 1, 1)),
+            ((1, 1), (1, 0, 0)),
+            ((1, 0), (0, 1, 1)),
+            ((0, 0), (1, 1, 0)),
+        ):
+            weight, bias = (made(*inner) if one else None for one in given)
+            norm = made(*lead, *inner), list(inner)
+            yield aten.native_layer_norm.default, (*norm, weight, bias, 1e-5), {}
+            rest = made(*stats), made(*stats), weight, bias, list(map(bool, wanted))
+            yield aten.native_layer_norm_backward.default, (made(*lead, *inner), *norm, *rest), {}
+    for summand in (made(7), made(5, 7)):
+        yield aten.addmm.default, (summand, made(5, 6), made(6, 7)), {}
+    yield aten.addmm.out, (summand, made(5, 6), made(6, 7)), {"out": summand}
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("h100", torch.bfloat16)])
+def test_quick_answers_are_torchs_own(device: str, dtype: torch.dtype) -> None:
+    asked = set()
+    with fake_device(device) as mode, torch.no_grad():
+        for op, args, kwargs in plain_calls(dtype):
+            quick = quick_kernels()[op](mode, op, *args, **kwargs)
+            assert quick is not NotImplemented
+            assert layout_of(quick, args) == layout_of(torchs_own_fake(mode, op, args, kwargs), args), op
+            asked.add(op)
+    assert asked == set(quick_kernels())
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs"),
+    [
+        (aten.addmm.out, lambda t: (t(5, 7), t(5, 6), t(6, 7)), {"out": lambda t: t(5, 7)}),
+        (aten.addmm.default, lambda t: (t(7), t(6, 5).t(), t(6, 7)), {}),
+        (aten.native_layer_norm.default, lambda t: (t(3, 1), [1], None, None, 1e-5), {}),
+        (aten.native_layer_norm.default, lambda t: (t(8, 3).t(), [8], None, None, 1e-5), {}),
+        (aten.native_layer_norm.default, lambda t: (t(3, 8), [8], t(8).double(), None, 1e-5), {}),
+        (aten.native_layer_norm.default, lambda t: (t(3, 8), [4], None, None, 1e-5), {}),
+    ],
+    ids=["another output", "transposed", "a size of 1", "transposed norm", "two types", "another shape"],
+)
+def test_what_is_not_plain_is_left_to_torch(op: Any, args: Any, kwargs: Any) -> None:
+    with fake_device("cpu") as mode:
+        named = {name: make(torch.empty) for name, make in kwargs.items()}
+        assert quick_kernels()[op](mode, op, *args(torch.empty), **named) is NotImplemented
+
+
+def test_functions_in_cpp_of_elementwise_ops_say_what_torchs_formulas_say() -> None:
+    """Of contiguous operands of one type, equal in size and not: there C++ is asked since it is faster."""
+    compared = set()
+    with fake_device("cpu") as mode, torch.no_grad(), fake_failures_unlogged():
+        for op in filter(is_structured, elementwise_ops()):
+            for shapes in (((4, 6, 8),) * 4, ((8,), (4, 6, 8), (6, 8), (8,))):
+                given = arguments_of(op, shapes)
+                try:
+                    own = torchs_own_fake(mode, op, given, {})
+                except Exception:  # it wants more than these arguments
+                    continue
+                in_cpp = run_in_cpp(mode, op, given, {})
+                assert layout_of(in_cpp, given) == layout_of(own, given), op
+                compared.add(op)
+    assert len(compared) > 120
+    assert {aten.gelu_backward.default, aten.mul.Tensor, aten.exp.default} <= compared
+
+
+def arguments_of(op: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Tensors of these shapes, and some value for each other argument."""
+    others: dict[str, Any] = {"number": 0.5, "float": 0.5, "bool": False, "int": 1, "str": "none"}
+    sizes = iter(shapes)
+    return [
+        torch.empty(next(sizes)) if "Tensor" in str(a.type) else others.get(str(a.type), a.default_value)
+        for a in op._schema.arguments
+        if not a.kwarg_only
+    ]
 
 
 def test_every_rule_is_of_an_op_that_is_there() -> None:
