@@ -106,10 +106,16 @@ FAST = ("gemma2", "gpt2")
 
 
 @functools.cache
+def profiled(name: str) -> tuple[Case, sacplan.Profile]:
+    """The case, and its step on a CPU."""
+    case = TRAINING[name]()
+    return case, sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
+
+
+@functools.cache
 def planned(name: str) -> tuple[Case, sacplan.Plan, sacplan.Plan, sacplan.Plan]:
     """The case; the smallest plans without chunks and with them; and one between the two."""
-    case = TRAINING[name]()
-    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
+    case, profile = profiled(name)
     alone = sacplan.plan_smallest(profile)
     smallest = sacplan.plan_smallest(profile, techniques=BOTH)
     assert smallest.peak_bytes < 0.6 * alone.peak_bytes
@@ -140,7 +146,7 @@ def test_budgets_that_recomputation_cannot_hold(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINING)
 def test_the_smallest_peak_holds(name: str) -> None:
     case, _, smallest, between = planned(name)
-    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
+    _, profile = profiled(name)
     at_it = sacplan.plan(profile, f"{smallest.peak_bytes}B", techniques=BOTH)
     assert at_it.peak_bytes <= smallest.peak_bytes < between.peak_bytes
     check_predicted(case, at_it)
@@ -198,8 +204,8 @@ def test_files_and_words(tmp_path: Path) -> None:
 
 
 def test_what_chunks_would_reach_is_said() -> None:
-    case, _, smallest, _ = planned("gpt2")
-    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
+    _, _, smallest, _ = planned("gpt2")
+    _, profile = profiled("gpt2")
     with pytest.raises(sacplan.InfeasibleBudget) as error:
         sacplan.plan(profile, f"{smallest.peak_bytes // 2}B")
     assert f"({smallest.peak_bytes} bytes)" in str(error.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,38 +29,44 @@ WRAPS: dict[str, tuple[Wrap, dict[str, Any]]] = {
 }
 
 
+def batch() -> torch.Tensor:
+    return tokens(2, 48, VOCAB)
+
+
 def model() -> LM:
     torch.manual_seed(0)
     return LM(layers=2, dim=32, heads=2, vocab=VOCAB, dropout=0.0)
 
 
-def profile_of(name: str, batch: torch.Tensor) -> sacplan.Profile:
+@functools.cache
+def profile_of(name: str) -> sacplan.Profile:
     """The step of one rank."""
     return sacplan.profile(
-        model(), batch, cross_entropy, torch.optim.AdamW, device="cpu", world_size=RANKS, **WRAPS[name][1]
+        model(), batch(), cross_entropy, torch.optim.AdamW, device="cpu", world_size=RANKS, **WRAPS[name][1]
     )
 
 
-def smallest(name: str, batch: torch.Tensor) -> sacplan.Plan:
+@functools.cache
+def smallest(name: str) -> sacplan.Plan:
     """The smallest plan of one rank; without chunks it would be larger."""
-    profile = profile_of(name, batch)
+    profile = profile_of(name)
     plan = sacplan.plan_smallest(profile, techniques=BOTH)
     assert plan.chunks
     assert plan.peak_bytes < sacplan.plan_smallest(profile).peak_bytes
     return plan
 
 
-def with_loss_in_slices_alone(plan: sacplan.Plan, name: str, batch: torch.Tensor) -> sacplan.Plan:
-    """Leave out slices in the middle of the model, whose rows of products round otherwise."""
+def with_loss_in_slices_alone(name: str) -> sacplan.Plan:
+    """The smallest plan without slices in the middle of the model, whose rows of products round otherwise."""
+    plan = smallest(name)
     kept = [one for one in plan.decisions if not isinstance(one, Chunk) or one.span == "rest"]
-    return plan_with(profile_of(name, batch), kept)
+    return plan_with(profile_of(name), kept)
 
 
 @pytest.mark.parametrize("name", WRAPS)
 def test_a_fake_step_of_one_rank(name: str) -> None:
-    batch = tokens(2, 48, VOCAB)
-    plan = smallest(name, batch)
-    seen = sacplan.verify(model(), batch, plan, cross_entropy, torch.optim.AdamW)
+    plan = smallest(name)
+    seen = sacplan.verify(model(), batch(), plan, cross_entropy, torch.optim.AdamW)
     assert seen.peak_bytes == plan.peak_bytes
     assert not seen.differences
 
@@ -96,10 +103,10 @@ def on_rank(rank: int, directory: str, plans: dict[str, sacplan.Plan]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     try:
         torch.manual_seed(10 + rank)
-        batch = tokens(2, 48, VOCAB)
+        own = batch()
         for name, plan in plans.items():
-            expected = gradients(name, batch, None)
-            got = gradients(name, batch, copy.deepcopy(plan))
+            expected = gradients(name, own, None)
+            got = gradients(name, own, copy.deepcopy(plan))
             for fqn, value in expected.items():
                 if fqn == "loss" or fqn.startswith("head."):
                     assert (got[fqn] - value).norm() <= 2e-6 * value.norm(), f"{name}: {fqn}"
@@ -114,6 +121,5 @@ def on_rank(rank: int, directory: str, plans: dict[str, sacplan.Plan]) -> None:
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
 )
 def test_gradients_on_two_ranks(tmp_path: Path) -> None:
-    batch = tokens(2, 48, VOCAB)
-    plans = {name: with_loss_in_slices_alone(smallest(name, batch), name, batch) for name in WRAPS}
+    plans = {name: with_loss_in_slices_alone(name) for name in WRAPS}
     run_ranks(on_rank, (str(tmp_path), plans), RANKS)
