@@ -74,7 +74,7 @@ class Asked:
 STEPS = ("short", "long", "longest")
 CASES = {
     "llama-3-8b-h100": Asked("llama-3-8b", "h100", 262144, (262144, 393216, 524288)),
-    "llama-3-8b-h100-node": Asked("llama-3-8b", "h100", 524288, (655360, 786432), shares=8),
+    "llama-3-8b-h100-node": Asked("llama-3-8b", "h100", 524288, (655360,), shares=8),
     "gemma-2-2b-h100": Asked("gemma-2-2b", "h100", 16384, (16384, 32768)),
     "llama-3.2-1b-4090": Asked("llama-3.2-1b", "rtx-4090", 262144, (262144, 393216)),
     "llama-3.2-3b-4090": Asked("llama-3.2-3b", "rtx-4090", 131072, (131072, 196608)),
