@@ -490,17 +490,17 @@ def with_host(host_budget: str, budget: str) -> sacplan.Verdict:
 
 @pytest.mark.slow
 def test_one_host_budget_holds_the_optimizer_and_what_waits() -> None:
-    """The optimizer has 68 MiB there; with all of the host, what waits would take 60 more."""
-    rows = {row.way: row for row in with_host("100MiB", "80MiB").rows if row.optimizer == "adamw-offload"}
+    """The optimizer has 68 MiB there; with all of the host, what waits would take 44 more."""
+    rows = {row.way: row for row in with_host("77MiB", "80MiB").rows if row.optimizer == "adamw-offload"}
     row = rows["plan + chunked loss + offload"]
-    assert 68 * 2**20 < row.host_bytes <= 100 * 2**20
+    assert 75 * 2**20 < row.host_bytes <= 77 * 2**20
     assert row.over_host_bytes == 0
     free = sacplan.fit(
         wide(), lambda n: tokens(n, 256, 4096), "h100 without workspaces", cross_entropy, "adamw-offload", "80MiB",
         batch=16, sizes=False,
     )  # fmt: skip
     larger = next(one for one in free.rows if (one.optimizer, one.way) == (row.optimizer, row.way))
-    assert larger.host_bytes > 100 * 2**20
+    assert larger.host_bytes > 77 * 2**20
     assert larger.peak_bytes < row.peak_bytes < rows["plan + chunked loss"].peak_bytes
 
 
