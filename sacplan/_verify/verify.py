@@ -56,8 +56,8 @@ class Verification:
             device has room for: see ``sacplan.plan``. On a GPU, the segments that the allocator reserves beyond the
             peak are taken off (fake steps), and so is what lies outside of it.
         recompute_flops: floating-point operations of what ran again.
-        step_ms: predicted time with the plan (fake), or wall time of the measured step (real). A fake step counts copies
-            to the host as kernels and knows of no waits for them: with offloading, the plan's own time is the better one.
+        step_ms: predicted time with the plan (fake), or wall time of the measured step (real). A fake step counts
+            copies to the host as kernels and knows of no waits for them; with offloading, the plan has the time.
         run: "fake" or "real".
         source: where the peak comes from.
         assumptions: assumptions behind the figures, see ``Profile.assumptions``.
