@@ -107,7 +107,7 @@ class Candidate:
 
     @property
     def units(self) -> tuple[Mapping[str, UnitPlan], tuple[OpSequence, ...]]:
-        """What each unit keeps and recomputes, and the op sequences that its calls run (see ``unit_plans``)."""
+        """Return what each unit keeps and recomputes, and the op sequences that its calls run (see ``unit_plans``)."""
         # Techniques that watch the ops of a unit see those that are left, also where nothing is recomputed.
         watched = any(technique.shares_units for technique in self.techniques)
         fqns = dict.fromkeys(unit for one in self.decisions for unit in one.units)

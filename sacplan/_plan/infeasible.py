@@ -1,4 +1,4 @@
-"""What is said where memory is too small: the errors that no plan fits, and the warning that a plan does not.
+"""The errors and the warning of a step for which memory is too small: no plan fits, or the one that was made does not.
 
 - No plan holds a budget: the error says what makes the smallest peak, and what would reach a smaller one.
 - The tensors of a plan fit a GPU, and the segments of none do: how much is reserved, and whether expandable segments

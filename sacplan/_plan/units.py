@@ -1,4 +1,4 @@
-"""What each unit of a step keeps for the backward pass, with decisions and without."""
+"""The bytes that each unit of a step keeps for the backward pass, with decisions and without."""
 
 from __future__ import annotations
 
