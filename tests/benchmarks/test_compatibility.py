@@ -97,6 +97,7 @@ def test_a_failure_of_the_planner_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_long_is_replaced() -> None:
     found = list(in_workers(["smollm3"], outcome_of, lost, limits=Limits(seconds=1)))
     assert [(o.model_type, o.status, o.reason) for o in found] == [

@@ -146,6 +146,7 @@ def test_a_profile_shows_the_step_with_a_plan(profile: sacplan.Profile, policy: 
 # --- surveys
 
 
+@pytest.mark.slow
 def test_a_frontier_with_chunks_goes_lower(profile: sacplan.Profile) -> None:
     plain = sacplan.frontier(profile, 2, ["greedy"])
     chunked = sacplan.frontier(profile, 5, ["greedy"], techniques=BOTH)

@@ -306,6 +306,7 @@ def test_weights_stored_as_floats_stay_in_one_type() -> None:
     assert {p.dtype for p in prepared.parameters() if p.requires_grad} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_the_storage_of_4bit_weights_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_an_assertion_is_about_segments(whole: sacplan.Profile) -> None:
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tensors_that_fit_and_segments_that_do_not() -> None:
     smallest = sacplan.plan_smallest(profile_with_room(2**40))
     assert smallest.device_memory is not None

@@ -414,6 +414,7 @@ def test_all_pinned_is_infeasible_at_the_unplanned_peak(pins: dict[str, list[str
     assert sacplan.plan(profile, "100%", **pins).status == "unplanned"
 
 
+@pytest.mark.slow
 def test_pins_that_do_not_bind_are_not_blamed() -> None:
     with pytest.raises(sacplan.InfeasibleBudget) as info:
         sacplan.plan(profile_of("both"), "1%", keep=["unused"])

@@ -130,6 +130,7 @@ def test_a_step_that_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> No
     assert sacplan.plan(profile, "100%").status == "unplanned"
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_asks_rotor_when_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from sacplan._rotor import sequences as search
 
@@ -145,6 +146,7 @@ def test_an_infeasible_budget_asks_rotor_when_somebody_reads_it(monkeypatch: pyt
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_the_default_asks_rotor_before_it_gives_up() -> None:
     """A chain that is so long that running each op at most twice is not enough."""
     torch.manual_seed(0)

@@ -100,6 +100,7 @@ def test_nothing_is_offered_that_saves_nothing() -> None:
     assert not [r for r in sgd.remedies if r.kind == "optimizer" and r.name.startswith("adamw")]
 
 
+@pytest.mark.slow
 def test_a_saving_is_of_the_maximum() -> None:
     """With a plan that has brought the peak to the optimizer's step, more recomputation saves nothing."""
     profile = language(torch.optim.AdamW, "h100")
