@@ -18,7 +18,7 @@ view and ``empty_like`` has the strides of C++ for such sizes: ``elementwise_ker
 **Formulas that were never right**, for ops that are not structured. Each has a rule below. A rule of ``on_all_devices``
 is read from code that all devices run, one of ``on_cpu`` from a CPU's kernel: of the others nothing is known there.
 
-**Formulas that are right and slow** have a quick answer here, the same as torch's own, where tensors are of one type
+**Formulas that are right and slow** have a quick answer here, the same as torch's own, where tensors are contiguous
 (``quick_kernels``): torch derives the gradients of a norm op by op, which takes milliseconds for each size of a slice.
 
 To add a rule, decorate a function that gets the fake mode, the arguments of the call by name, and what torch itself
@@ -124,8 +124,7 @@ def _elementwise_in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: A
     operands = list(tensors_in((args, kwargs)))
     # Without a size of 1 torch's own formula is right. Where it would say the same, C++ is still several times as fast.
     # For copied operands see ``_copied_first``.
-    quick = _are_of_one_type(*operands) and _are_in_order(*operands)
-    if quick or (any(1 in t.shape for t in operands) and not _copied_first(operands)):
+    if _are_plain(*operands) or (any(1 in t.shape for t in operands) and not _copied_first(operands)):
         return run_in_cpp(mode, func, args, kwargs)
     return NotImplemented
 
@@ -162,16 +161,14 @@ def _copied_first(operands: Sequence[torch.Tensor]) -> bool:
 # --- formulas that are right and slow --------------------------------------------------------------------
 
 
-def _are_of_one_type(*tensors: torch.Tensor | None) -> bool:
-    """Whether all are of one floating type, and have dimensions, none of them of size 0 or 1."""
+def _are_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether all are contiguous, of one floating type, and without a size of 1 or 0: their layout is their shape."""
     given = [t for t in tensors if t is not None]
-    one_type = len({t.dtype for t in given}) == 1 and given[0].is_floating_point()
-    return one_type and all(t.shape and min(t.shape) > 1 for t in given)
-
-
-def _are_in_order(*tensors: torch.Tensor) -> bool:
-    """Whether dimensions lie in memory in their order, maybe with gaps, as in slices: results are contiguous."""
-    return all(s[-1] > 0 and sorted(s, reverse=True) == list(s) for s in (t.stride() for t in tensors))
+    return (
+        len({t.dtype for t in given}) == 1
+        and given[0].is_floating_point()
+        and all(t.is_contiguous() and t.shape and min(t.shape) > 1 for t in given)
+    )
 
 
 def _new(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -180,18 +177,14 @@ def _new(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torc
 
 
 def _plain_product(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    return run_in_cpp(mode, func, args, kwargs) if _are_of_one_type(*tensors_in(args)) else NotImplemented
+    return run_in_cpp(mode, func, args, kwargs) if _are_plain(*tensors_in(args)) else NotImplemented
 
 
 def _product_into_itself(
     mode: FakeTensorMode, func: Any, self: Any, mat1: Any, mat2: Any, *, out: Any, **scales: Any
 ) -> Any:
     """Return ``out``, which is the summand, so that it has the size of the result."""
-    if (
-        out is not self
-        or not _are_of_one_type(self, mat1, mat2)
-        or not self.dim() == mat1.dim() == mat2.dim() == 2
-    ):
+    if out is not self or not _are_plain(self, mat1, mat2) or not self.dim() == mat1.dim() == mat2.dim() == 2:
         return NotImplemented
     (rows, inner), (columns, width) = mat1.shape, mat2.shape
     return out if inner == columns and tuple(out.shape) == (rows, width) else NotImplemented
@@ -201,11 +194,7 @@ def _plain_layer_norm(
     mode: FakeTensorMode, func: Any, input: Any, shape: Any, weight: Any, bias: Any, eps: float
 ) -> Any:
     inner = tuple(input.shape[-len(shape) :])
-    if (
-        not _are_of_one_type(input, weight, bias)
-        or not _are_in_order(input)
-        or not _have_shape(tuple(shape), inner, weight, bias)
-    ):
+    if not _are_plain(input, weight, bias) or not _have_shape(tuple(shape), inner, weight, bias):
         return NotImplemented  # torch's own says what is wrong, or promotes the types
     stats = (*input.shape[: -len(shape)], *(1,) * len(shape))
     return tuple(_new(mode, size, input.dtype) for size in (input.shape, stats, stats))
@@ -226,8 +215,7 @@ def _plain_layer_norm_backward(
     inner = tuple(input.shape[-len(shape) :])
     stats = (*input.shape[: -len(shape)], *(1,) * len(shape))
     if (
-        not _are_of_one_type(grad_out, input, weight, bias)
-        or not _are_in_order(grad_out, input)
+        not _are_plain(grad_out, input, weight, bias)
         or grad_out.shape != input.shape
         or not _have_shape(tuple(shape), inner, weight, bias)
         or not _have_shape(stats, stats, mean, rstd)
