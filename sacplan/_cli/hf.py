@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import gc
@@ -134,7 +135,10 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         "attn": model.config._attn_implementation,
         "optimizer": options.optimizer,
     }
-    gc.freeze()  # recordings collect what they leave behind, and need not look through all of transformers
+    # Recordings collect what they leave behind, and need not look through all of transformers. When Python ends, it has
+    # to: of what it does not free then, libraries in C++, such as Triton, report each object as leaked.
+    gc.freeze()
+    atexit.register(gc.unfreeze)
     return Target(target, model, found.batch, loss_fn, optimizer, make_batch, facts)
 
 

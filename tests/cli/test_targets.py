@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import shlex
 from pathlib import Path
@@ -173,6 +175,23 @@ def test_each_kind_has_a_loss_that_backpropagates(
     assert torch.isfinite(loss)
     assert all(p.grad is not None for name, p in built.model.named_parameters() if "pooler" not in name)
     assert {v.shape[0] for v in built.make_batch(5).values()} == {5}
+
+
+def test_nothing_stays_frozen_when_python_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries in C++ report what is not freed then: torch 2.15 brings a Triton that did so after each command."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 99})
+    )
+    gc.unfreeze()
+    build(str(path), HfOptions(seq=8), "meta")
+    assert gc.get_freeze_count()
+    for ended in at_exit:
+        ended()
+    assert not gc.get_freeze_count()
+    gc.freeze()  # for the other tests
 
 
 def test_options_are_heeded() -> None:
