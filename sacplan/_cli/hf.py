@@ -138,6 +138,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     # Recordings collect what they leave behind, and need not look through all of transformers. When Python ends, it has
     # to: of what it does not free then, libraries in C++, such as Triton, report each object as leaked.
     gc.freeze()
+    atexit.unregister(gc.unfreeze)  # a process may ask for many models
     atexit.register(gc.unfreeze)
     return Target(target, model, found.batch, loss_fn, optimizer, make_batch, facts)
 

@@ -232,7 +232,10 @@ def _have_shape(shape: tuple[int, ...], expected: tuple[int, ...], *tensors: tor
 
 
 def quick_kernels() -> dict[Any, FakeKernel]:
-    """Return the fake kernels that give torch's own answers sooner, by op. They come before all others."""
+    """Return the fake kernels that give torch's own answers sooner, by op.
+
+    They come before the other rules of this module. What is different on CUDA comes before them (``overrides.py``).
+    """
     return {
         aten.addmm.default: _plain_product,
         aten.addmm.out: _product_into_itself,

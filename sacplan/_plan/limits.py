@@ -151,7 +151,7 @@ def allocator_room(spec: DeviceSpec, communicators: int = 0) -> Room:
 
 
 def beside_others(spec: DeviceSpec, communicators: int) -> Room:
-    """Return the same, whether anything is left or not."""
+    """Return what the allocator of a GPU may reserve, as ``allocator_room`` does; here nothing may be left."""
     outside = outside_allocator(spec, communicators)
     return Room(spec.memory_bytes - sum(one.n_bytes for one in outside), is_reserved=True, outside=outside)
 

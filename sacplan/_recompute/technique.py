@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
+from sacplan._program.decisions import Decision, Discarded, Recompute, as_decisions, discarded_by
 from sacplan._program.derived import derived
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._ranks.unit_limits import narrowed
@@ -66,27 +66,15 @@ class Recomputation(Technique):
         Raises:
             PlanError: one of these ops cannot run again.
         """
-        why = self.why_not(program, decisions, device)
+        discarded = discarded_by(decisions)
+        why = _why_not_again(program, discarded)
         if why:
             raise PlanError(why)
-        return recompute(program, discarded_by(decisions))
+        return recompute(program, discarded)
 
     def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
         """Return which op that the decisions discard cannot run again; call sites that do not run are ignored."""
-        # The executor sees one op at a time: it would discard such an op, and hold what that reads.
-        discarded = discarded_by(decisions)
-        for unit, sites in discarded.items():
-            fixed = _fixed_sites(program, unit)
-            found = next((site for site in sites if site in fixed), None)
-            if found is not None:
-                return _cannot_run_again(
-                    unit, found, "it would not give the same values, or have another effect"
-                )
-            lost = _reads_lost_value(program, unit, sites)
-            if lost is not None:
-                why = "what it reads is written in place later, and the plan keeps what makes that"
-                return _cannot_run_again(unit, lost, why)
-        return ""
+        return _why_not_again(program, discarded_by(decisions))
 
     def install(self, wanted: ToInstall) -> Installed:
         """Replace the forward of each unit."""
@@ -99,6 +87,20 @@ class Recomputation(Technique):
 def _regions(step: PlanStep) -> Regions:
     early = step.program.liveness.unpacked_before_peak
     return Regions(step.program, step.costs, early, step.pins)
+
+
+def _why_not_again(program: Program, discarded: Discarded) -> str:
+    # The executor sees one op at a time: it would discard such an op, and hold what that reads.
+    for unit, sites in discarded.items():
+        fixed = _fixed_sites(program, unit)
+        found = next((site for site in sites if site in fixed), None)
+        if found is not None:
+            return _cannot_run_again(unit, found, "it would not give the same values, or have another effect")
+        lost = _reads_lost_value(program, unit, sites)
+        if lost is not None:
+            why = "what it reads is written in place later, and the plan keeps what makes that"
+            return _cannot_run_again(unit, lost, why)
+    return ""
 
 
 @derived

@@ -128,9 +128,8 @@ def freed_on_its_way(planned: Planned, without: Without = ()) -> bool:
         value = torch.arange(8.0)
         with link.stream(home):
             parcel = Parcel(value)
-        assert told(link, value) == [
-            home
-        ]  # so that the allocator has it wait, too, for memory of another stream
+        # So that the allocator has it wait, too, for memory of another stream.
+        assert told(link, value) == [home]
         del value
         waited = 0 in home.order and not link.broken
         del parcel
