@@ -36,7 +36,12 @@ def test_it_has_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFil
         if path.is_file() and path.suffix != ".pyc"
     }
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == there
-    assert {"sacplan/py.typed", "sacplan/_device/devices.csv", "sacplan/schemas/fit-1.json"} <= there
+    assert {
+        "sacplan/py.typed",
+        "sacplan/_device/devices.csv",
+        "sacplan/_cli/architectures.json",
+        "sacplan/schemas/fit-1.json",
+    } <= there
 
 
 def test_the_command_line_needs_no_extra(wheel: zipfile.ZipFile) -> None:
