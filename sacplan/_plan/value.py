@@ -17,6 +17,7 @@ from msgspec import UNSET, Struct
 from sacplan._device.device_memory import DeviceMemory
 from sacplan._plan.provenance import Provenance
 from sacplan._program.decisions import Chunk, Decision, Offload, Recompute, Site, discarded_by
+from sacplan._program.elements import is_inside
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.names import folded_names
@@ -84,10 +85,10 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
         # A unit that leaves recipes or sends copies is around no other such. Those of other techniques may be.
         recorded = {unit for d in self.decisions if isinstance(d, Recompute | Offload) for unit in d.units}
         others = {d.unit for d in self.decisions if not isinstance(d, Recompute | Offload)}
-        _check_nesting([fqn for fqn in self.units if fqn in recorded or fqn not in others])
         for fqn, unit in self.units.items():
             if unit.calls and max(unit.calls) >= len(self.sequences):
                 raise PlanError(f"unit {fqn!r} refers to a sequence of ops that the plan does not have.")
+        self._check_nesting([fqn for fqn in self.units if fqn in recorded or fqn not in others])
         # Two decisions to recompute at one call site would contradict each other. Several copies at one do not: an op
         # may have several tensors.
         seen: set[Site] = set()
@@ -103,6 +104,24 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
             seen.add(decision.site)
         self._check_lengths()
         self._check_sites()
+
+    def _check_nesting(self, units: Collection[str]) -> None:
+        """Raise ``PlanError`` if a unit runs inside another: their recipes would overlap."""
+        for fqn in units:
+            parts = fqn.split(".")
+            # The empty name at depth 0 is the model itself, which is around every other unit.
+            for depth in range(len(parts)):
+                outer, inner = ".".join(parts[:depth]), ".".join(parts[depth:])
+                # A part may run outside of its unit alone: a loss function calls the model, and then one of its parts.
+                if outer in units and outer != fqn and self._calls(outer, inner):
+                    raise PlanError(f"units must not nest, but {fqn!r} is inside {outer!r}.")
+
+    def _calls(self, unit: str, inner: str) -> bool:
+        """Whether a unit calls the module in it that has this name. Assumed if the calls of the unit are not known."""
+        known = [self.sequences[i] for i in self.units[unit].calls]
+        # Calls after the first one of a module are numbered: "head.0 (2)".
+        callers = {caller.partition(" (")[0] for sequence in known for caller, _, _ in sequence}
+        return not known or any(name == inner or is_inside(name, inner) for name in callers)
 
     def _check_lengths(self) -> None:
         """Raise ``PlanError`` if a unit has another number of figures than of call sites. It may have none at all."""
@@ -201,14 +220,3 @@ def _not_run(unit: str, site: CallSite, run: Iterable[CallSite]) -> str:
         f"in the recorded step the unit runs no such op, views aside: {there}. Numbers begin at 0. Make the plan for "
         "this model with sacplan.plan, or decide about call sites of `plan.op_decisions`."
     )
-
-
-def _check_nesting(units: Collection[str]) -> None:
-    """Raise ``PlanError`` if a unit is inside another: their recipes would overlap."""
-    for fqn in units:
-        parts = fqn.split(".")
-        # The empty name at depth 0 is the model itself, which is around every other unit.
-        for depth in range(len(parts)):
-            outer = ".".join(parts[:depth])
-            if outer in units and outer != fqn:
-                raise PlanError(f"units must not nest, but {fqn!r} is inside {outer!r}.")

@@ -291,10 +291,4 @@ def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tupl
     barred = {scopes[scope].fqn for scope in alone}
     barred.update(scopes[a].fqn for scope in alone | compiled for a in program.ancestors(scope))
     found = program.outermost_calls(barred)
-    # Units must not nest by name either: one that is called past the module that it is in is none.
-    names = {scopes[call].fqn for call in found.values() if call != ROOT_SCOPE}
-    nested = {
-        name for name in names if any(outer in names and outer != name for outer in _with_outer([name]))
-    }
-    calls = (found[i] for i in range(len(scopes)))
-    return tuple(c if c != ROOT_SCOPE and scopes[c].fqn not in nested else ROOT_SCOPE for c in calls)
+    return tuple(found[i] for i in range(len(scopes)))

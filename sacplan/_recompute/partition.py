@@ -84,6 +84,14 @@ class _CallTree:
                 children[parent][scope.fqn] = None
         self.children = {fqn: tuple(found) for fqn, found in children.items()}
         self.roots = program.outermost_modules
+        # Around modules that the loss function calls as well.
+        self._around_roots = {
+            program.scopes[a].fqn
+            for root in self.roots
+            if root not in program.leaf_fqns
+            for call in program.calls[root]
+            for a in program.ancestors(call)
+        }
 
     def members(self, fqn: str) -> tuple[tuple[int, ...], ...]:
         """Return the forward ops of a module, one group for each call site."""
@@ -117,12 +125,13 @@ class _CallTree:
         """Whether a module is split into its children.
 
         That is so if it is large, or if the same kind of child follows on itself (a stack of layers). Or if it is not
-        small, and most of it is one child that is split: a wrapper around the model.
+        small, and most of it is one child that is split: a wrapper around the model. Or if a module in it also runs
+        outside of it, for which only a unit in all its calls can run anything again there.
         """
         inner = [child for child in self.children.get(fqn, ()) if not self.is_leaf(child)]
         if not inner:
             return False  # there is nothing to split into; if it is too large, it is cut into windows
-        if n_members > LARGEST_PART or self._repeats(inner, n_members):
+        if n_members > LARGEST_PART or fqn in self._around_roots or self._repeats(inner, n_members):
             return True
         if n_members <= SMALL_PART:
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import pickle
@@ -14,7 +13,9 @@ from torch import nn
 
 import sacplan
 from sacplan._plan.request import Request
+from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
@@ -247,15 +248,38 @@ def test_a_loss_that_calls_parts_of_the_model() -> None:
     assert len(sacplan.frontier(profile))
     assert sacplan.advise(profile)
     for plan in (sacplan.plan_smallest(profile), sacplan.plan(profile, "90%")):
-        assert plan.discarded
-        for run in ("fake", "real"):
-            seen = sacplan.verify(model, batch, plan, loss_of_parts, run=run)  # type: ignore[arg-type]
-            assert seen.peak_bytes == plan.peak_bytes
-            assert not seen.differences
-        gradients = []
-        for planned in (False, True):
-            model.zero_grad()
-            with sacplan.apply(model, plan) if planned else contextlib.nullcontext():
-                loss_of_parts(model, batch).backward()
-            gradients.append([p.grad for p in model.parameters()])
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        assert_carried_out(model, batch, loss_of_parts, plan)
+
+
+def assert_carried_out(model: nn.Module, batch: Any, loss_fn: Any, plan: sacplan.Plan) -> None:
+    """A plan of recomputation has its peak in a fake and in a real step, and changes no bit."""
+    assert plan.discarded
+    for run in ("fake", "real"):
+        seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
+        assert seen.peak_bytes == plan.peak_bytes
+        assert not seen.differences
+    plain = grads_of(model, batch, loss_fn)
+    with sacplan.apply(model, plan):
+        assert bit_equal(grads_of(model, batch, loss_fn), plain)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["beside the model", "in it too"])
+def test_a_loss_that_calls_the_model_and_a_part_of_it(inside: bool) -> None:
+    """A perceptual loss. The model and the part are both units unless one runs in the other."""
+
+    def distance(model: Any, x: torch.Tensor) -> torch.Tensor:
+        wanted, made = model.part(x), model(x)
+        return ((made if inside else model.part(made)) - wanted).square().mean()
+
+    torch.manual_seed(0)
+    model = FromFunction(
+        lambda self, x: self.part(self.net(x)) if inside else self.net(x),
+        net=nn.Sequential(nn.Linear(16, 32), nn.Sigmoid(), nn.Linear(32, 16)),
+        part=nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16), nn.Tanh()),
+    )
+    batch = torch.randn(512, 16)
+    profile = sacplan.profile(model, batch, distance, device="cpu")
+    smallest = sacplan.plan_smallest(profile)
+    assert smallest.peak_bytes <= 0.75 * profile.peak_bytes
+    assert set(smallest.units) == ({"net", "part"} if inside else {"", "part"})
+    assert_carried_out(model, batch, distance, smallest)
