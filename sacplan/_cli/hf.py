@@ -181,9 +181,15 @@ def _first_that_runs(
             continue
         _check_seq(name, seq, found)
         return model, found
-    kind = (getattr(config, "architectures", None) or [config.model_type])[0]
+    kind = _stated_class(config) or config.model_type
     why = f" ({errors[0]})" if errors else ""
     raise TargetError(f"{name} is of a {kind!r}, for which no batch could be made{why}. {_OWN_FUNCTION}")
+
+
+def _stated_class(config: Any) -> str:
+    """Return the first class that a configuration names, or ``""``. A file may have anything there."""
+    stated = getattr(config, "architectures", None) or [""]
+    return str(stated[0] if isinstance(stated, list) else stated)
 
 
 def _classes(config: Any) -> list[Any]:
@@ -193,12 +199,12 @@ def _classes(config: Any) -> list[Any]:
     """
     import transformers
 
-    named = (getattr(config, "architectures", None) or [""])[0]
-    # Four cases: a name that this version does not have; a class with a loss or a head, which is taken; one
+    named = _stated_class(config)
+    # Four cases: a name that is no model's in this version; a class with a loss or a head, which is taken; one
     # without, in whose place any class of the architecture may be; no name.
     wanted = getattr(transformers, named, None)
-    if wanted is None and named:
-        raise TargetError(f"transformers {transformers.__version__} has no {named}. {_OWN_FUNCTION}")
+    if named and not (isinstance(wanted, type) and issubclass(wanted, transformers.PreTrainedModel)):
+        raise TargetError(f"transformers {transformers.__version__} has no model {named}. {_OWN_FUNCTION}")
     headless = named.endswith(("Model", "ForPreTraining"))
     if wanted is not None and (has_own_loss(wanted) or not headless):
         return [wanted]

@@ -95,9 +95,23 @@ def test_a_model_that_no_batch_is_known_for(tmp_path: Path, monkeypatch: pytest.
         load_target(text, HfOptions())
 
 
-def test_a_class_that_is_not_there(tmp_path: Path) -> None:
-    text = _saved(transformers.GPT2Config(), tmp_path, architectures=["GPT9ForEverything"])
-    with pytest.raises(TargetError, match="has no GPT9ForEverything"):
+@pytest.mark.parametrize(
+    "stated",
+    [
+        ["GPT9ForEverything"],
+        ["pipeline"],
+        ["AutoModel"],
+        ["Trainer"],
+        ["GPT2Config"],
+        [None],
+        {"GPT2LMHeadModel": 1},
+        5,
+    ],
+    ids=str,
+)
+def test_a_class_that_is_no_model_of_transformers(stated: object, tmp_path: Path) -> None:
+    text = _saved(transformers.GPT2Config(), tmp_path, architectures=stated)
+    with pytest.raises(TargetError, match="has no model"):
         load_target(text, HfOptions())
 
 
