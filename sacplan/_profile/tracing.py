@@ -35,6 +35,7 @@ from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
 from sacplan._record.fake_values import is_worst
 from sacplan._record.gradient_hooks import has_gradient_hooks, optimizers_in_backward
 from sacplan._record.host_state import host_bytes
+from sacplan._record.largest_step import before_largest_step
 from sacplan._record.limits import explained_limits
 from sacplan._record.mixed_precision import LoweredParameters, lowered
 from sacplan._record.model_inputs import recorded_inputs
@@ -515,12 +516,12 @@ def _record(
     optimizer = step.optimizer
 
     def make_state() -> None:
-        """Run the optimizer once so that it makes its state, which the recorded step then finds, as later steps do."""
+        """Have the optimizer make its state, which the recorded step then finds, as later steps do."""
         assert optimizer is not None
         # The recorded step must find this state as if it had been there before. Of floats, only single ones are
         # followed: the count of steps, and no moments.
         with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
-            optimizer.step()
+            before_largest_step(optimizer, (lambda number: number) if rules is None else rules.value)
         recorder.track_optimizer(optimizer, initial=True)
 
     # The first name that a storage gets stays: parameters before the batch, and the batch before caches.

@@ -250,20 +250,12 @@ class Snapshot:
             attributes = object.__getattribute__(value, "__dict__")
             if isinstance(attributes, dict):
                 self._pending.append(attributes)
-        for cls in type(value).__mro__:
-            slots = cls.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else tuple(slots):
-                if name not in ("__dict__", "__weakref__"):
-                    self._slot(value, cls, name)
+        for slot in _slots(type(value)):
+            self._slot(value, slot)
         if isinstance(value, torch.jit.ScriptModule):
             self._script_module(value)
 
-    def _slot(self, value: Any, cls: type, name: str) -> None:
-        if name.startswith("__") and not name.endswith("__"):  # mangled, as Python does
-            name = f"_{cls.__name__.lstrip('_')}{name}"
-        descriptor = cls.__dict__.get(name)
-        if not isinstance(descriptor, types.MemberDescriptorType):
-            return
+    def _slot(self, value: Any, descriptor: types.MemberDescriptorType) -> None:
         try:
             old = descriptor.__get__(value)
         except AttributeError:  # not set
@@ -384,10 +376,27 @@ def _is_followed(cls: type) -> bool:
     return first not in sys.stdlib_module_names or first in ("__main__", "collections")
 
 
-def reachable(*roots: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
+def _slots(cls: type) -> Iterator[types.MemberDescriptorType]:
+    """Yield the descriptors of ``__slots__`` of a class and its bases; those of classes in C are none."""
+    for base in cls.__mro__:
+        if "__slots__" in vars(base):
+            yield from (d for d in vars(base).values() if isinstance(d, types.MemberDescriptorType))
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    """Yield the dictionary of an object, and what is in its slots."""
+    with contextlib.suppress(AttributeError):
+        yield object.__getattribute__(value, "__dict__")
+    for slot in _slots(type(value)):
+        with contextlib.suppress(AttributeError):  # not set
+            yield slot.__get__(value)
+
+
+def reachable(*roots: Any, seen: dict[int, Any] | None = None, but: tuple[type, ...] = ()) -> Iterator[Any]:
     """Yield the objects that a snapshot would follow, from attribute to attribute, but not inside of tensors.
 
-    ``seen`` are objects that were yielded before, by ``id``; new ones are added.
+    ``seen`` are objects that were yielded before, by ``id``; new ones are added. Objects of the classes ``but`` are
+    yielded, and not followed.
     """
     seen = {} if seen is None else seen
     pending = list(roots)
@@ -405,9 +414,15 @@ def reachable(*roots: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
             pending.append(value.__self__)
         elif isinstance(value, functools.partial):
             pending.extend((value.func, value.args, value.keywords))
-        elif not isinstance(value, (torch.Tensor, types.FunctionType)) and _is_followed(type(value)):
-            with contextlib.suppress(AttributeError):
-                pending.append(object.__getattribute__(value, "__dict__"))
+        elif not isinstance(value, (torch.Tensor, types.FunctionType, *but)) and _is_followed(type(value)):
+            pending.extend(_attributes(value))
+
+
+def kept_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer keeps from step to step, wherever they lie in it, but no parameters."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = reachable(optimizer, but=(torch.nn.Module,))
+    return [v for v in found if isinstance(v, torch.Tensor) and id(v) not in own]
 
 
 def held_by_function(function: Any) -> Iterable[Any]:

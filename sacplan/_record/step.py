@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._program.setup import ONLY_SCALAR, OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
 from sacplan._record.gradient_hooks import optimizers_in_backward
+from sacplan._record.largest_step import before_largest_step
 from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.user_code import tensors_in_caches
 from sacplan._torch.private import is_plain
@@ -91,6 +92,12 @@ class Step:
                 before_optimizer()
             self.optimizer.step()
         return None
+
+    def make_state(self) -> None:
+        """Run a step after which the optimizers have their state, and the largest of their steps is the next."""
+        self.accumulate()
+        if self.optimizer is not None:
+            before_largest_step(self.optimizer, lambda number: number)
 
     def accumulate(self) -> torch.Tensor:
         """Run a micro-step and return its loss: forward, loss, backward. It adds to the gradients that are there."""
@@ -298,7 +305,8 @@ def inner_optimizer(optimizer: Any) -> Any:
     # The one inside has the state and takes the step. Wrappers may nest.
     while isinstance(optimizer, torch.optim.Optimizer):
         inner = vars(optimizer).get("optimizer")
-        if not isinstance(inner, torch.optim.Optimizer):
+        # One with state of its own, such as Lookahead, takes a step of its own.
+        if not isinstance(inner, torch.optim.Optimizer) or "state" in vars(optimizer):
             break
         optimizer = inner
     return optimizer

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sacplan._program.program import StorageKind
 from sacplan._record.host_state import counters_on_host, paged_state, plain_parts
+from sacplan._record.state import kept_by
 from sacplan._record.storages import Storages
 from sacplan._record.tensor_table import TensorTable
 from sacplan._torch.private import is_plain, without_torch_functions
@@ -25,7 +26,7 @@ class TrainingState:
 
     Attributes:
         gradients: storage of a parameter to the tensor that is its gradient.
-        in_optimizer_step: whether an optimizer's step runs.
+        in_optimizer_step: how many steps of optimizers run, one inside of another: of a wrapper, and what it wraps.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class TrainingState:
         on_gpu: bool = False,
     ) -> None:
         self.gradients: dict[int, int] = {}
-        self.in_optimizer_step = False
+        self.in_optimizer_step = 0
         self._is_paused = is_paused
         self._on_gpu = on_gpu
         self._storages = storages
@@ -63,12 +64,12 @@ class TrainingState:
             return
         # A gradient that is gone when the recording ends would never be named as one.
         self._mark_gradients()
-        self.in_optimizer_step = True
+        self.in_optimizer_step += 1
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_paused():
             return
-        self.in_optimizer_step = False
+        self.in_optimizer_step -= 1
         # It may have made its state just now. Other optimizers, such as those inside of a wrapper, are not this step's.
         if any(optimizer is o for o in self._optimizers):
             self._track_state(optimizer)
@@ -91,10 +92,8 @@ class TrainingState:
 
     @without_torch_functions
     def _track_state(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
-        for state in optimizer.state.values():
-            for value in state.values() if isinstance(state, dict) else ():
-                for part in plain_parts(value):
-                    self._storages.track(part, StorageKind.OPTIMIZER_STATE, initial=initial)
+        for part in (part for value in kept_by(optimizer) for part in plain_parts(value)):
+            self._storages.track(part, StorageKind.OPTIMIZER_STATE, initial=initial)
         if self._on_gpu:
             for part in (*counters_on_host(optimizer), *paged_state(optimizer)):
                 self._storages.leave_on_host(part)

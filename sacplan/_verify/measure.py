@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from sacplan._record.state import kept_by
 from sacplan._record.step import Step, cached_tensors
 from sacplan._torch.allocations import allocation_events
 from sacplan._torch.flops import flop_counter
@@ -56,7 +57,7 @@ def measured_step(
     count_flops: bool = False,
     read: Iterable[torch.UntypedStorage] = (),
 ) -> Measured:
-    """Run a step and measure it. With an optimizer, one step runs before, to create the optimizer's state.
+    """Run a step and measure it. With an optimizer, steps run before, to create its state and to find its largest step.
 
     With accumulation, a micro-step runs before it, whose gradients it adds to. The caller restores the model's state;
     gradients are gone after the call. FLOPs are counted under a dispatch mode,
@@ -65,12 +66,6 @@ def measured_step(
     measured.
     """
     batch_tensors, read = tuple(batch_tensors), tuple(read)
-    _clear(step)
-    # The first step with an optimizer allocates its state, which later steps find there. The measured one is
-    # a later one.
-    if step.optimizers:
-        step.run()
-        _clear(step)
     _begin(step)
     first = next(iter(step.model.parameters()), None)
 
@@ -93,7 +88,6 @@ def measured_step(
         else:
             seen = _run_cpu(step, batch_tensors, read)
         _clear(step)
-        _begin(step)
         return seen
 
     # If the step replaced a storage which is nevertheless still there, somebody else holds it
@@ -104,8 +98,8 @@ def measured_step(
     seen = measured()
     replaced = before.keys() - alive()
     if any(before[key]() is not None for key in replaced):
+        _begin(step)
         seen = measured()
-    _clear(step)
     return seen
 
 
@@ -152,7 +146,12 @@ def _clear(step: Step) -> None:
 
 
 def _begin(step: Step) -> None:
-    """Make the gradients that are there when the step begins."""
+    """Make what is there when the step begins: the state of optimizers, and gradients to which it adds."""
+    _clear(step)
+    # The first step with an optimizer allocates its state. The measured one is a later one, and the largest of them.
+    if step.optimizers:
+        step.make_state()
+        _clear(step)
     if step.accumulates:
         step.accumulate()
 
@@ -240,9 +239,7 @@ def _alive(
     parameters = list(step.model.parameters())
     tensors = [*parameters, *step.model.buffers(), *cached_tensors(step.model), *batch_tensors]
     tensors.extend(p.grad for p in parameters if p.grad is not None)
-    for optimizer in step.optimizers:
-        for state in optimizer.state.values():
-            tensors.extend(v for v in state.values() if isinstance(v, torch.Tensor))
+    tensors.extend(t for optimizer in step.optimizers for t in kept_by(optimizer))
     kind = parameters[0].device.type if parameters else "cpu"
     # A subclass has no storage of its own worth counting; its strided inner tensors do. Keys make shared
     # storages count once.

@@ -29,6 +29,7 @@ from sacplan._plan.plan import Plan
 from sacplan._program.budget import format_bytes
 from sacplan._program.places import StepDifference
 from sacplan._program.setup import Setup, optimizer_name, warn_of
+from sacplan._record.state import kept_by
 from sacplan._record.step import Step, check_model, default_loss, inner_optimizer
 from sacplan._torch.allocations import allocation_events, profiler_is_on
 from sacplan._verify.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_workspaces
@@ -155,7 +156,7 @@ class PeakWatch:
             self._meter = _OnCuda(device) if device.type == "cuda" else _OnCpu()
         own_bytes = bytes_alive(
             Step(model, None, default_loss, None),
-            [*(batch or ()), *_state_of(optimizers)],
+            [*(batch or ()), *(t for o in optimizers for t in kept_by(inner_optimizer(o)))],
             round_bytes=self._meter.round_bytes,
         )
         # The Trainer's callbacks do not see the batches of a step.
@@ -300,17 +301,6 @@ def _rises(profiler: torch.profiler.profile) -> list[int]:
             live += event
             peak = max(peak, live)
     return rises
-
-
-def _state_of(optimizers: Iterable[Any]) -> list[torch.Tensor]:
-    return [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        if isinstance(state, dict)
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
 
 
 def _kind_of(device: str) -> str:

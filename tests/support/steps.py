@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
+
+from sacplan._torch.allocations import allocation_events
 
 
 def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -30,3 +33,30 @@ def grads_of(model: nn.Module, batch: object, loss_fn, seed: int = 0) -> list[to
 def bit_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     """Whether two lists hold the same bits."""
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def peaks_of_steps(build: Any, steps: int) -> list[int]:
+    """Return the peaks of the first steps of a training loop, by the allocator's events alone.
+
+    ``build()`` returns a model, a batch and an optimizer. It runs under the profiler, so that all they hold is counted.
+    """
+    names = [f"step {i}" for i in range(steps)]
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model, batch, optimizer = build()
+        for name in names:
+            with torch.profiler.record_function(name):
+                pass
+            loss = mean_square(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    live, peaks = 0, []
+    for event in allocation_events(profiler, names):
+        if isinstance(event, str):
+            peaks.append(live)
+            continue
+        live += event
+        if peaks:
+            peaks[-1] = max(peaks[-1], live)
+    return peaks
