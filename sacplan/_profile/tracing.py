@@ -350,7 +350,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
             step = Step(
                 model=fake,
                 batch=copier.tree(asked.batch),
-                loss_fn=asked.loss_fn,
+                loss_fn=copier.functions.of_loss(asked.loss_fn),
                 optimizer=copier.optimizer(asked.optimizer, model, fake),
                 mode=asked.mode,
                 accumulation_steps=asked.accumulation_steps,

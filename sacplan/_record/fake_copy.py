@@ -26,6 +26,7 @@ from sacplan._record.gradient_hooks import copy_gradient_hooks, optimizers_in_ba
 from sacplan._record.host_state import explain_offload, for_fake_steps, stand_in_factory
 from sacplan._record.state import reachable
 from sacplan._record.step import check_optimizer, make_optimizer
+from sacplan._record.twin_functions import TwinFunctions
 from sacplan._torch.fake_tensors import active_fake_mode, fake_empty_strided, meta_storage
 from sacplan._torch.local_tensors import local_part, stands_for_another, wrapping_of
 from sacplan._torch.private import is_fully_sharded
@@ -46,6 +47,7 @@ class FakeCopier:
         self._keep: list[Any] = []  # alive, so that no other object gets an id that is in the memo
         self._gradient_hooks: list[RemovableHandle] = []
         self.memo: dict[int, Any] = {}
+        self.functions = TwinFunctions(self.memo, functools.partial(copy.deepcopy, memo=self.memo))
 
     def tensor(self, t: torch.Tensor) -> torch.Tensor:
         """Return the fake twin of a tensor: the same for the same tensor, on the same storage for the same storage."""
@@ -125,7 +127,8 @@ class FakeCopier:
                 "copied for a fake step. Profile the model before that (tensor parallelism may come first), and name "
                 "the modules that it is called on: sacplan.profile(..., world_size=, fsdp_units=)."
             )
-        for value in reachable(model):
+        own: dict[int, Any] = {}
+        for value in reachable(model, seen=own):
             if isinstance(value, torch.Tensor):
                 self.tensor(value)
             elif isinstance(value, torch.Generator):
@@ -142,9 +145,8 @@ class FakeCopier:
             with _CopiesAreFake(self):
                 twin = copy.deepcopy(model, self.memo)
                 self._copy_attributes()
-                self._gradient_hooks = copy_gradient_hooks(
-                    model, self.memo, lambda value: copy.deepcopy(value, self.memo)
-                )
+                self.functions.put_into(twin, lambda value: id(value) in own)
+                self._gradient_hooks = copy_gradient_hooks(model, self.functions)
         except TraceError:
             raise
         except Exception as error:

@@ -14,12 +14,13 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from sacplan._record.state import reachable
 from sacplan._torch.fake_tensors import FakeTensor, FakeTensorMode
 from sacplan._torch.private import replaced
 from sacplan.errors import SacplanWarning, TraceError
@@ -66,9 +67,10 @@ def no_fake_tensors_left(
     """After a fake step, take its fake tensors out of the user's objects. Yields what wants to know the mode.
 
     Whatever such a tensor came into gets its entries of before: the globals beside the model's classes, beside
-    ``loss_fn`` and in what they import, attributes of these classes, and the containers in all of these. From
-    anything else it is taken out, and a ``SacplanWarning`` says from where. The step's own objects must be gone on
-    exit, and the garbage collector be off: this looks at what was made since, and further only if something is left.
+    ``loss_fn``, beside hooks and in what they import, attributes of these classes, variables of outer functions, and
+    the containers in all of these. From anything else it is taken out, and a ``SacplanWarning`` says from where. The
+    step's own objects must be gone on exit, and the garbage collector be off: this looks at what was made since, and
+    further only if something is left.
     """
     # Three rounds, each only if the one before has left something. A mode dies with its last fake tensor, so a weak
     # reference to the mode tells at no cost that none is left:
@@ -111,7 +113,14 @@ class _Namespaces:
     def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._containers: dict[int, tuple[Any, Any]] = {}
-        for owner in _code_used_by(model, loss_fn):
+        functions = [f for f in reachable(model, loss_fn) if isinstance(f, types.FunctionType)]
+        self._variables = [(cell, v) for f in functions for cell, v in _closure(f)]
+        for _, value in self._variables:
+            if type(value) in _NOTED:
+                self._note(value)
+            elif not isinstance(value, torch.nn.Module) and type(getattr(value, "__dict__", None)) is dict:
+                self._note(vars(value))
+        for owner in _code_used_by(model, (loss_fn, *functions)):
             names = dict(vars(owner))
             self._owners.append((owner, names))
             for value in names.values():
@@ -142,6 +151,9 @@ class _Namespaces:
             elif any(_holds(value, mode) for value in list(container)):
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(copy)
+        for cell, value in self._variables:
+            if _holds(cell.cell_contents, mode) and cell.cell_contents is not value:
+                cell.cell_contents = value
         for owner, names in self._owners:
             for name in _changed(vars(owner), names, mode):
                 if name in names:
@@ -268,12 +280,10 @@ def _code_of(model: torch.nn.Module) -> list[Any]:
     return list(owners.values())
 
 
-def _code_used_by(model: torch.nn.Module, loss_fn: Any) -> list[Any]:
-    """Return the code of the model, the Python module of ``loss_fn``, and those that this code imports from."""
-    owners = _code_of(model)
-    room = getattr(loss_fn, "__module__", None) or ""
-    if _is_users(room) and room in sys.modules:
-        owners.append(sys.modules[room])
+def _code_used_by(model: torch.nn.Module, functions: Iterable[Any]) -> list[Any]:
+    """Return the code of the model, the Python modules of functions, and those that this code imports from."""
+    rooms = {getattr(function, "__module__", None) or "" for function in functions}
+    owners = [*_code_of(model), *(sys.modules[r] for r in sorted(rooms) if _is_users(r) and r in sys.modules)]
     for owner in owners.copy():
         for value in list(vars(owner).values()) if isinstance(owner, types.ModuleType) else ():
             if isinstance(value, types.ModuleType):
@@ -303,7 +313,7 @@ def function_caches(model: torch.nn.Module) -> Iterator[Any]:
             # Other values are asked for nothing: a stand-in for a package that is missing raises for any attribute.
             wrapped = isinstance(value, (staticmethod, classmethod, types.MethodType))
             function = value.__func__ if wrapped else value
-            for candidate in (function, *_closure(function)):
+            for candidate in (function, *(v for _, v in _closure(function))):
                 if isinstance(candidate, functools._lru_cache_wrapper) and id(candidate) not in seen:
                     seen.add(id(candidate))
                     yield candidate
@@ -364,9 +374,9 @@ def plain_attributes(model: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _closure(function: Any) -> Iterator[Any]:
+def _closure(function: Any) -> Iterator[tuple[types.CellType, Any]]:
     if not isinstance(function, types.FunctionType):
         return
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
-            yield cell.cell_contents
+            yield cell, cell.cell_contents

@@ -1,7 +1,7 @@
 """Hooks that run when the gradient of a parameter is there, and the optimizers that step in them.
 
-Private PyTorch API, tried on 2.11 and 2.13: ``Tensor._post_accumulate_grad_hooks``, and what
-``torch.distributed.optim._apply_optimizer_in_backward`` leaves on parameters.
+Private PyTorch API, tried on 2.11 and 2.13: ``Tensor._post_accumulate_grad_hooks``, ``Tensor._backward_hooks``, and
+what ``torch.distributed.optim._apply_optimizer_in_backward`` leaves on parameters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ Hook = Callable[[torch.Tensor], Any]
 def gradient_hooks(p: torch.Tensor) -> tuple[Hook, ...]:
     """Return the hooks of ``register_post_accumulate_grad_hook``, in the order in which they run."""
     return tuple((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def tensor_hooks(p: torch.Tensor) -> tuple[Hook, ...]:
+    """Return the hooks of ``register_hook``, in the order in which they run."""
+    return tuple((p._backward_hooks or {}).values())
 
 
 def applied_in_backward(p: torch.Tensor) -> list[torch.optim.Optimizer]:
