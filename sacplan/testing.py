@@ -18,7 +18,7 @@ from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import no_optimizer
 from sacplan._profile.tracing import Trace, trace_step, warn_of_step
 from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import format_bytes
+from sacplan._program.budget import format_bytes, format_difference
 from sacplan._program.program import Program
 from sacplan._program.setup import Routing, warn_of
 from sacplan._questions.advise import advise
@@ -190,8 +190,8 @@ def _verdict(found: Profile, peak: int, budget_bytes: int) -> Iterator[str]:
     rank = " on each rank" if found.ranks.world_size > 1 else ""
     yield (
         f"the step of {found.fingerprint.model_class} takes {format_bytes(peak)}{rank} on {found.device}: "
-        f"{format_bytes(peak - budget_bytes)} over the budget of {format_bytes(budget_bytes)} ({peak} bytes against "
-        f"{budget_bytes})."
+        f"{format_difference(peak, budget_bytes)} over the budget of {format_bytes(budget_bytes)} ({peak} bytes "
+        f"against {budget_bytes})."
     )
     yield f"Batch: {found.fingerprint.batch_in_words}. Recorded with {found.fingerprint.setup}."
     yield from (f"Note: {sentence}." for sentence in found.assumptions)

@@ -208,7 +208,7 @@ def table(answer: dict[str, Any]) -> str:
     for row in answer["rows"]:
         if row["same_as"] is not None:  # a plan that finds nothing to do
             continue
-        fits = "yes" if row["fits"] else f"no, by {_gib(row['over_bytes'])}"
+        fits = "yes" if row["fits"] else f"no, by {_over(row)}"
         step = "" if row["step_ms"] is None else f"{row['step_ms']:.1f} ms"
         cells = (
             row["optimizer"],
@@ -234,6 +234,13 @@ def _cell(tag: str, column: int, text: str) -> str:
 
 def _gib(n_bytes: int | None) -> str:
     return "" if n_bytes is None else f"{n_bytes / 2**30:.2f} GiB"
+
+
+def _over(row: dict[str, Any]) -> str:
+    """Write by how much a row is over its limit: the difference of the figures that are shown."""
+    limit = row["limit_bytes"]
+    printed = [round(n_bytes / 2**30, 2) for n_bytes in (limit + row["over_bytes"], limit)]
+    return f"{printed[0] - printed[1]:.2f} GiB"
 
 
 def code(question: Question, target: str, answer: dict[str, Any]) -> tuple[str, str]:

@@ -172,47 +172,35 @@ def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> s
 def _table(found: Verdict, sizes: bool) -> Table:
     # A plan that finds nothing to do at this size may still hold larger ones.
     rows = [row for row in found.rows if row.same_as is None or sizes]
-    on_host = any(row.host_bytes for row in rows)
-    columns: list[Column | str] = [
-        "optimizer",
-        *(["run by"] if found.devices > 1 else []),
-        "",
-        number("peak"),
-        number("reserved"),
-        *([number("host")] if on_host else []),
-        "fits",
-        number("step ms"),
+    # Not on a CPU, nor where nothing fits.
+    has_reserved = any(row.reserved_bytes is not None for row in rows)
+    # Each rank of a mesh has a buffer for each of its axes outside of the allocator.
+    has_limits = len({row.limit_bytes for row in rows}) > 1
+    has_seq = found.seq is not None and found.devices == 1
+    columns: list[tuple[Column | str, bool, Callable[[FitRow], str]]] = [
+        ("optimizer", True, lambda row: row.optimizer),
+        ("run by", found.devices > 1, lambda row: row.spread),
+        ("", True, lambda row: row.way),
+        (number("peak"), True, lambda row: _size(row, row.peak_bytes) or "the same"),
+        (number("reserved"), has_reserved, lambda row: _size(row, row.reserved_bytes)),
+        (number("limit"), has_limits, lambda row: show.rounded_size(row.limit_bytes)),
+        (number("host"), any(row.host_bytes for row in rows), lambda row: _size(row, row.host_bytes)),
+        ("fits", True, lambda row: "yes" if row.fits else f"no, by {row.over}"),
+        (number("step ms"), True, _step_ms),
+        (number("largest batch"), sizes, lambda row: _known(row.largest_batch)),
+        (number("longest sequence"), sizes and has_seq, lambda row: _known(row.longest_seq)),
     ]
-    if sizes:
-        columns.append(number("largest batch"))
-    if sizes and found.seq is not None and found.devices == 1:
-        columns.append(number("longest sequence"))
-    # A row has a cell for each column there can be. The largest sizes come last, and are cut off if not shown.
-    shown = [_row(row, on_host)[: len(columns)] for row in rows]
-    # The index of the column: behind the optimizer, what runs it (on several devices), the way, and the peak.
-    reserved = 4 if found.devices > 1 else 3
-    if all(row.reserved_bytes is None for row in rows):  # on a CPU, or where nothing fits
-        del columns[reserved]
-        for cells in shown:
-            del cells[reserved]
-    return table(columns, shown)
+    shown = [(title, cell) for title, is_shown, cell in columns if is_shown]
+    return table([title for title, _ in shown], [[cell(row) for _, cell in shown] for row in rows])
 
 
-def _row(row: FitRow, on_host: bool) -> list[str]:
-    reserved = "" if row.reserved_bytes is None else show.rounded_size(row.reserved_bytes)
-    return [
-        row.optimizer,
-        *([row.spread] if row.spread else []),
-        row.way,
-        show.rounded_size(row.peak_bytes) if row.same_as is None else "the same",
-        reserved if row.same_as is None else "",
-        *(
-            [show.rounded_size(row.host_bytes) if row.host_bytes and row.same_as is None else ""]
-            if on_host
-            else []
-        ),
-        "yes" if row.fits else f"no, by {row.over}",
-        "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}",
-        "?" if row.largest_batch is None else str(row.largest_batch),
-        "?" if row.longest_seq is None else str(row.longest_seq),
-    ]
+def _size(row: FitRow, n_bytes: int | None) -> str:
+    return show.rounded_size(n_bytes) if n_bytes and row.same_as is None else ""
+
+
+def _step_ms(row: FitRow) -> str:
+    return "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}"
+
+
+def _known(size: int | None) -> str:
+    return "?" if size is None else str(size)

@@ -157,6 +157,19 @@ def format_bytes(n_bytes: int) -> str:
     return f"{n_bytes} B"
 
 
+def format_difference(more: int, less: int) -> str:
+    """Write by how much one size is larger: exactly the difference of what ``format_bytes`` writes of both.
+
+    A reader subtracts the figures that are printed, so their rounding is in the difference as well. It is in the
+    smaller of both units, in which it needs no more than two decimals.
+    """
+    (n, unit), (m, other) = (format_bytes(size).split() for size in (more, less))
+    smaller = min(unit, other, key=_UNITS.__getitem__)
+    by = (Fraction(n) * _UNITS[unit] - Fraction(m) * _UNITS[other]) / _UNITS[smaller]
+    # Different sizes may be written alike.
+    return f"{float(by):.2f} {smaller}" if by or more == less else f"less than 0.01 {smaller}"
+
+
 def format_share(part: float, whole: float) -> str:
     """Write a part of a whole for people: ``"12.5%"``. A step of no time or FLOPs has no parts: ``"0.0%"``."""
     return f"{part / whole:.1%}" if whole else "0.0%"

@@ -68,7 +68,7 @@ from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import runs_in_4_bits, types_of_shards
 from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
-from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._program.budget import format_bytes, format_difference, parse_budget
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.pins import NO_PINS
@@ -358,8 +358,7 @@ class _Sweep:
         found = self._found(name, way)
         best, peak = found.made, found.peak_bytes
         host_bytes = self.on_host(name) + best.footprint.host_peak_bytes
-        over_host_bytes = max(0, host_bytes - self.host_budget_bytes)
-        fits = found.needs <= self.budget_bytes and not over_host_bytes
+        fits = found.needs <= self.budget_bytes and host_bytes <= self.host_budget_bytes
         steps = self.accumulation_steps
         recompute_ms, added_ms = steps * best.footprint.recompute_ms, steps * best.added_ms
         # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
@@ -381,7 +380,7 @@ class _Sweep:
             optimizer=name,
             way=way.name,
             techniques=way.techniques,
-            fits=fits,
+            room=self.room,
             peak_bytes=peak,
             unplanned_peak_bytes=self._peak(name, self.smallest(AS_IT_IS)),
             step_ms=steps * self.base.step_ms + recompute_ms + added_ms + self.own[name][2]
@@ -390,11 +389,10 @@ class _Sweep:
             recompute_ms=recompute_ms if is_timed else None,
             added_ms=added_ms if is_timed else None,
             reserved_bytes=reserved,
-            over_bytes=max(0, found.needs - self.budget_bytes),
             expandable_bytes=None if fits or reserved is None else self._expandable(name, best),
             same_as=None if same == way else same.name,
             host_bytes=host_bytes,
-            over_host_bytes=over_host_bytes,
+            host_room_bytes=self.host_budget_bytes,
         )
 
     def _found(self, name: str, way: Way) -> Try:
@@ -740,7 +738,7 @@ class _Sweep:
             ranks = Ranks.of(self.devices, units_of(self.model))
             whole, where = [one.on_ranks(ranks) for one in whole], "a rank of FSDP2"
         peak, balanced = (one.peak_bytes for one in whole)
-        more = f"{format_bytes(peak - balanced)} more" if peak > balanced else "no more"
+        more = f"{format_difference(peak, balanced)} more" if peak > balanced else "no more"
         self.remarks.append(
             f"routing is taken to be balanced. If all tokens go to the same experts, {where} needs "
             f'{format_bytes(peak)}, {more}: routing="worst" (--routing worst) counts that'

@@ -36,7 +36,7 @@ from sacplan._questions.verdict import FitRow
 from sacplan._questions.ways import AS_IT_IS, PLAN
 from sacplan._ranks.ranks import AskedRanks, Ranks
 from sacplan._shard.mesh import Mesh
-from sacplan.errors import PlanError, TraceError
+from sacplan.errors import BudgetError, PlanError, TraceError
 
 _TENSOR = "megatron"  # in the name of a sharding that cuts tensors
 _LARGEST = 2**16  # the largest batch of a device to try
@@ -131,7 +131,7 @@ class RankRows:
             for name in self.steps:
                 try:
                     rows = self._rows_with(one, name)
-                except (TraceError, PlanError) as error:
+                except (TraceError, PlanError, BudgetError) as error:
                     self.notes.append(f"{one.name}: {error}")
                     break
                 found += rows
@@ -226,41 +226,29 @@ class RankRows:
 
     def _row(self, one: Arrangement, name: str, rank: Profile, outcome: Outcome | None) -> FitRow:
         """Return the row of a step as it is, or with what planning it has come to."""
-        allowed = self.limit.room(rank.spec, rank.ranks.communicators)
-        room = allowed.n_bytes
+        room = self.limit.room(rank.spec, rank.ranks.communicators)
         plan = None if outcome is None else outcome.plan
-        counts_segments, decisions = allowed.is_reserved, () if plan is None else plan.decisions
+        # If the tensors alone do not fit, what would be reserved for them says nothing more.
         reserved = None
-        # If planning has failed, there is no step whose segments could be counted.
-        if rank.spec.kind == "cuda" and (outcome is None or plan is not None):
-            reserved = reserved_bytes(rank.with_plan(decisions))
-        peak = rank.peak_bytes if outcome is None else outcome.peak_bytes
-        on_host = rank.unplanned_host_bytes + (0 if plan is None else plan.host_bytes)
-        over_host_bytes = max(0, on_host - self.host_budget_bytes)
-        needs = reserved if counts_segments and reserved is not None else peak
-        taken: dict[str, Any] = {"recompute_ms": 0.0, "added_ms": 0.0, "step_ms": rank.step_ms}
         if outcome is not None:
-            taken |= Row.taken(outcome)
-        taken = _of_all_micro_steps(rank, taken)
+            taken, reserved = Row.taken(outcome), outcome.reserved_bytes
+        else:
+            taken = {"peak_bytes": rank.peak_bytes, "unplanned_peak_bytes": rank.peak_bytes}
+            taken |= {"recompute_ms": 0.0, "added_ms": 0.0, "step_ms": rank.step_ms}
+            if rank.spec.kind == "cuda" and rank.peak_bytes <= room.n_bytes:
+                reserved = reserved_bytes(rank.program)
         return FitRow(
-            **{
-                "unplanned_peak_bytes": rank.peak_bytes,
-                **taken,
-                # Planning has compared with the limit itself.
-                "fits": needs <= room and not over_host_bytes if outcome is None else plan is not None,
-                "peak_bytes": peak,
-            },
+            **{name: value for name, value in _of_all_micro_steps(rank, taken).items() if name != "fits"},
             optimizer=name,
             way=(AS_IT_IS if outcome is None else PLAN).name,
             techniques=() if outcome is None else PLAN.techniques,
-            host_bytes=on_host,
-            over_host_bytes=over_host_bytes,
+            host_bytes=rank.unplanned_host_bytes + (0 if plan is None else plan.host_bytes),
+            host_room_bytes=self.host_budget_bytes,
             spread=one.name,
             options=one.options,
             flags=one.flags,
-            # If the tensors alone do not fit, what would be reserved for them says nothing more.
-            reserved_bytes=reserved if peak <= room or not counts_segments else None,
-            over_bytes=max(0, needs - room),
+            reserved_bytes=reserved,
+            room=room,
         )
 
     def with_largest(self, row: FitRow, by_batch: Sized | None) -> FitRow:

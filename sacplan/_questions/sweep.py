@@ -24,8 +24,8 @@ class Row:
 
     Attributes:
         fits: Whether the peak is within the budget; without one, whether what is reserved fits the GPU.
-        peak_bytes: With the plan. Where none holds the budget: the smallest peak that was reached (or the fewest
-            reserved bytes, if only these do not fit), or None if none was looked for.
+        peak_bytes: With the plan. Where none holds the budget: the smallest peak that was reached, or None if none was
+            looked for.
         unplanned_peak_bytes: Without a plan.
         step_ms: Time of the step with the plan; None where none holds the budget.
         recompute_ms: Part of ``step_ms`` that runs a second time; None likewise.

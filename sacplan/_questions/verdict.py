@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from sacplan._device.outside_allocator import Outside
-from sacplan._plan.limits import EXPANDABLE_SEGMENTS
+from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room
 from sacplan._profile.optimizer_table import BY_NAME
-from sacplan._program.budget import format_bytes
+from sacplan._program.budget import format_bytes, format_difference
 from sacplan._questions.sweep import Row, frame
 from sacplan._techniques import DEFAULT_TECHNIQUES
 
@@ -32,7 +32,7 @@ class FitRow(Row):
         peak_bytes: With the plan that ``sacplan.plan`` finds; where none holds the budget, the smallest that was found.
         reserved_bytes: ``torch.cuda.max_memory_reserved()`` with it. None on a CPU, and where the tensors alone do not
             fit.
-        over_bytes: By how much it does not fit; 0 if it does. Of the reserved bytes if they decide, else of the peak.
+        room: Memory of the device that the step may take: less beside more communicators.
         expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
         largest_batch: At the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
         longest_seq: At the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
@@ -41,12 +41,13 @@ class FitRow(Row):
         options, flags: Arguments for it: of ``sacplan.profile`` (of ``sacplan.plan`` for a mesh), and on the command
             line. Empty where the command line has none.
         host_bytes: Memory of the host that the plan and the optimizer take.
-        over_host_bytes: By how much that is more than the host's budget; 0 if it is not.
+        host_room_bytes: The host's budget.
     """
 
     shown: ClassVar = (
-        "optimizer", "spread", "way", "peak_bytes", "reserved_bytes", "fits", "over_bytes", "expandable_bytes",
-        "step_ms", "largest_batch", "longest_seq", "same_as", "host_bytes", "over_host_bytes", "techniques",
+        "optimizer", "spread", "way", "peak_bytes", "reserved_bytes", "fits", "limit_bytes", "over_bytes",
+        "expandable_bytes", "step_ms", "largest_batch", "longest_seq", "same_as", "host_bytes", "over_host_bytes",
+        "techniques",
     )  # fmt: skip
 
     optimizer: str
@@ -54,7 +55,8 @@ class FitRow(Row):
     techniques: tuple[str, ...] = ()
     peak_bytes: int
     reserved_bytes: int | None = None
-    over_bytes: int = 0
+    room: Room
+    fits: bool = field(init=False)
     expandable_bytes: int | None = None
     largest_batch: int | None = None
     longest_seq: int | None = None
@@ -63,7 +65,31 @@ class FitRow(Row):
     options: str = ""
     flags: tuple[str, ...] = ()
     host_bytes: int = 0
-    over_host_bytes: int = 0
+    host_room_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fits", not self.over_bytes and not self.over_host_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Limit for the reserved bytes if they decide; else for the peak."""
+        return self.room.n_bytes
+
+    @property
+    def _needs_bytes(self) -> int:
+        """The one of the figures in the row that is compared with the limit."""
+        reserved = self.reserved_bytes if self.room.is_reserved else None
+        return self.peak_bytes if reserved is None else reserved
+
+    @property
+    def over_bytes(self) -> int:
+        """By how much the step does not fit the device; 0 if it does."""
+        return max(0, self._needs_bytes - self.limit_bytes)
+
+    @property
+    def over_host_bytes(self) -> int:
+        """By how much the step takes more than the host's budget; 0 if it does not."""
+        return max(0, self.host_bytes - self.host_room_bytes)
 
     @property
     def name(self) -> str:
@@ -81,8 +107,9 @@ class FitRow(Row):
     def over(self) -> str:
         """By how much it does not fit, in words."""
         if self.over_host_bytes:
-            return f"{format_bytes(self.over_host_bytes)} of the host"
-        return format_bytes(self.over_bytes)
+            more = format_difference(self.host_bytes, self.host_room_bytes)
+            return f"{more} over the host's {format_bytes(self.host_room_bytes)}"
+        return format_difference(self._needs_bytes, self.limit_bytes)
 
     @property
     def added_share(self) -> float:
@@ -159,19 +186,20 @@ class Verdict:
         step = f"{self.model}, batch {self.batch}{times}{tokens}, {self.optimizer}"
         many = f"{self.devices} x " if self.devices > 1 else ""
         device = f"{many}{self.device} ({format_bytes(self.memory_bytes)}{' each' if many else ''})"
-        asked, left = self._as_it_is, f"the budget of {format_bytes(self.budget_bytes)}"
+        asked = self._as_it_is
+        limit, outside = format_bytes(asked.limit_bytes), asked.room.outside
+        left = f"the budget of {limit}"
         # Three kinds of limit: a budget, what the allocator of a GPU has left, and a headroom.
-        if self.outside:
-            names = " and ".join(one.name for one in self.outside)
-            leave = "leave" if len(self.outside) > 1 else "leaves"
-            left = f"the {format_bytes(self.budget_bytes)} that the {names} {leave}"
+        if outside:
+            names = " and ".join(one.name for one in outside)
+            left = f"the {limit} that the {names} {'leave' if len(outside) > 1 else 'leaves'}"
         elif self.headroom_bytes is not None:
             free = self.headroom_bytes / self.memory_bytes
-            left = f"the {format_bytes(self.budget_bytes)} that {free:.0%} headroom leaves"
+            left = f"the {limit} that {free:.0%} headroom leaves"
         if asked.fits:
             runs = f" with {asked.spread}" if asked.spread else ""
             return f"{step} on {device}: fits{runs}. It needs {asked.memory}, of {left}."
-        over = f"{asked.over} more than {'there is' if asked.over_host_bytes else left}"
+        over = asked.over if asked.over_host_bytes else f"{asked.over} more than {left}"
         if self.recommended is not None:
             best = self.recommended
             return (

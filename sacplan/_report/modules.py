@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import format_bytes
+from sacplan._program.budget import format_bytes, format_difference
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import OUTSIDE, module_of, pattern_over, short_op
 from sacplan._program.program import Event, Phase
@@ -260,7 +260,7 @@ class _Rows:
         if own.cost.us_per_mib * _CLOSE >= self.most_paid:
             return f"{said} {price}"
         budget = self.plan.budget_bytes
-        room = "" if budget is None else f", with {format_bytes(budget - self.plan.peak_bytes)} to spare"
+        room = "" if budget is None else f", with {format_difference(budget, self.plan.peak_bytes)} to spare"
         return f"{said} {price}, but the plan fits without{room}"
 
     def _why_fixed(self, kept: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ from sacplan._device.device_memory import DeviceMemory
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import format_bytes, format_share
+from sacplan._program.budget import format_bytes, format_difference, format_share
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import numbers_of, short_op, shown_module
 from sacplan._program.program import Phase, StorageKind
@@ -221,8 +221,9 @@ def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list
         ]
     cards = [("Peak", format_bytes(plan.peak_bytes), f"{format_bytes(profile.peak_bytes)} without the plan")]
     if plan.budget_bytes is not None:
-        room = plan.budget_bytes - plan.peak_bytes
-        note = f"{format_bytes(room)} to spare" if room >= 0 else f"exceeded by {format_bytes(-room)}"
+        budget, peak = plan.budget_bytes, plan.peak_bytes
+        over = f"exceeded by {format_difference(peak, budget)}"
+        note = f"{format_difference(budget, peak)} to spare" if peak <= budget else over
         cards.append(("Budget", format_bytes(plan.budget_bytes), note))
     cards += _reserved_card(plan.device_memory)
     share, flops = (

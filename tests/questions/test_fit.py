@@ -509,7 +509,7 @@ def test_a_host_that_is_too_small_for_the_optimizer() -> None:
     found = with_host("40MiB", "2GiB")
     row = found.rows[0]
     assert (row.fits, row.over_bytes, row.over_host_bytes) == (False, 0, row.host_bytes - 40 * 2**20)
-    assert "28.00 MiB of the host more than there is" in found.sentence
+    assert "68.00 MiB on the host, 28.00 MiB over the host's 40.00 MiB)" in found.sentence
     assert found.recommended is not None
     assert found.recommended.optimizer != "adamw-offload"
     profile = profiled_on_gpu("adamw-offload", 16)
