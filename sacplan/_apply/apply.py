@@ -13,6 +13,7 @@ from sacplan._apply.watch import Watched
 from sacplan._executor.stand_ins import StandIn
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._program.arguments import checked, opened
+from sacplan._program.names import folded_names
 from sacplan._program.places import StepDifference
 from sacplan._program.setup import Setup, warn_of
 from sacplan._record.step import own_checkpointing
@@ -114,7 +115,8 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"Handle({len(self.units)} units: {', '.join(self.units) or 'none'})"
+        names = ", ".join(name or "the model" for name in folded_names(self.units))
+        return f"Handle({len(self.units)} unit{'' if len(self.units) == 1 else 's'}: {names or 'none'})"
 
 
 @checked(PlanError)

@@ -170,8 +170,7 @@ def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> s
 
 
 def _table(found: Verdict, sizes: bool) -> Table:
-    # A plan that finds nothing to do at this size may still hold larger ones.
-    rows = [row for row in found.rows if row.same_as is None or sizes]
+    rows = found.shown(sizes)
     # Not on a CPU, nor where nothing fits.
     has_reserved = any(row.reserved_bytes is not None for row in rows)
     # Each rank of a mesh has a buffer for each of its axes outside of the allocator.

@@ -30,11 +30,9 @@ from sacplan._cli.hf_batches import (
 )
 from sacplan._cli.lora import adapted
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
-from sacplan._cli.output import note
 from sacplan._cli.target import Target
 from sacplan._profile.optimizer_names import NONE
 from sacplan._profile.optimizer_table import candidate_named
-from sacplan._program.setup import Setup
 
 HEADS = (
     "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
@@ -92,9 +90,9 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     config = _config(name, asked.fetch)
     dtype = getattr(torch, str(options.dtype))
     # The text configuration of a model with several parts is an object of its own, with its own flag.
-    cached = [c for c in (config, text_config(config)) if getattr(c, "use_cache", False)]
-    for part in cached:
-        part.use_cache = False  # useless in training, and the outputs would keep the cache alive
+    for part in (config, text_config(config)):
+        if getattr(part, "use_cache", False):
+            part.use_cache = False  # useless in training, and the outputs would keep the cache alive
     # Most such models shift the labels to the right to get the decoder's input, and raise without a first
     # token.
     if config.is_encoder_decoder and first_of(config, "decoder_start_token_id") is None:
@@ -102,11 +100,6 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     attn = {} if options.attn is None else {"attn_implementation": options.attn}
     sizes = BatchDimensions(rows=int(options.batch or 1))
     model, found = _first_that_runs(name, config, asked.seq, sizes, dtype, place, attn)
-    # Not for a model that has no cache at all.
-    if cached and Setup.of(model).use_cache is False:
-        note(
-            "use_cache=False: a cache would be alive until the step is over. Set model.config.use_cache = False too"
-        )
     task, whole = task_of(type(model)), sum(p.numel() for p in model.parameters())
     loss_fn, name_of_class = None, type(model).__name__
     stored_as = options.bnb_4bit_quant_storage

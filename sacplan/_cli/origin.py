@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from sacplan._cli import options as o
+from sacplan._cli.output import note
 from sacplan._cli.target import Target
 from sacplan._profile.optimizer_names import NONE, named_optimizer
 
@@ -83,6 +84,11 @@ def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None
     # A profile is a dataclass, and a plan a msgspec struct.
     replace: Any = dataclasses.replace if dataclasses.is_dataclass(made) else structs.replace
     replace(made, fingerprint=fingerprint).save(path)
+    # ``hf:`` targets have no cache. The user's own model may have one, and is what the file will be used with.
+    if origin is not None and made.fingerprint.setup.use_cache is False:
+        note(
+            "made with use_cache=False: a cache would be alive until the step is over. Switch it off where you train"
+        )
 
 
 def origin_of(made: Plan | Profile) -> Origin | None:

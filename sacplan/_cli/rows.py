@@ -21,6 +21,12 @@ def rows_table(
         rows: Figures by name.
         optional: Titles of columns to leave out if the terminal is too narrow, the first one first.
     """
+    # A time or a share that is 0 in every row says nothing.
+    titles = {
+        name: title
+        for name, title in titles.items()
+        if not name.endswith(("_ms", "_share")) or any(row[name] for row in rows)
+    }
     return table(
         list(titles.values()), [[_cell(name, row[name]) for name in titles] for row in rows], optional
     )

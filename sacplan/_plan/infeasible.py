@@ -31,7 +31,7 @@ from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes
 from sacplan._program.liveness import Footprint
 from sacplan._program.pins import NO_PINS
-from sacplan._program.program import Phase
+from sacplan._program.program import Phase, Program
 from sacplan._rotor.sequences import Rotor, is_longer
 from sacplan._techniques import TECHNIQUES
 from sacplan.errors import InfeasibleBudget, PlanError, SacplanWarning
@@ -74,6 +74,7 @@ def infeasible(profile: Profile, asked: Planner, budget_bytes: int) -> Infeasibl
             f"no plan found keeps the step under {format_bytes(budget_bytes)}{how}. Unplanned it takes "
             f"{format_bytes(profile.peak_bytes)}. The smallest peak reached is {reached}"
         )
+    message += "".join(f"{said}. " for said in differentiated_twice(profile.program))
     return InfeasibleBudget(
         message,
         f"Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
@@ -82,6 +83,26 @@ def infeasible(profile: Profile, asked: Planner, budget_bytes: int) -> Infeasibl
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
+    )
+
+
+def differentiated_twice(program: Program) -> tuple[str, ...]:
+    """Say what a backward pass with ``create_graph=True`` keeps; nothing for a step without one.
+
+    Its ops are differentiated as well, so autograd keeps what they read. A plan only discards what is kept in the
+    forward pass of a unit: a tensor that runs again for the first backward pass is then kept by it for the second.
+    """
+    kept = {
+        storage
+        for storage, op in zip(program.handle_storages, program.handle_ops, strict=True)
+        if op >= 0 and program.ops[op].phase == Phase.BACKWARD and program.ops[op].forward_of >= 0
+    }
+    if not kept:
+        return ()
+    n_bytes = format_bytes(sum(program.storage_bytes[storage] for storage in kept))
+    return (
+        f"the step differentiates twice: its first backward pass keeps {n_bytes} for the second, and no plan "
+        "recomputes what a backward pass keeps",
     )
 
 

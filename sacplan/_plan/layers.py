@@ -22,7 +22,7 @@ from typing import NamedTuple
 from sacplan._plan.value import PlanValue, UnitPlan
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import pattern_of
-from sacplan._program.names import folded_names, one_name, short_op
+from sacplan._program.names import braced, folded_names, one_name, short_op
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite
 
@@ -75,7 +75,7 @@ class LayerOps:
     ms: float | None
 
     def __str__(self) -> str:
-        names = ", ".join(name for name in self.modules if name)
+        names = ", ".join(braced([name for name in self.modules if name]))
         return f"{self.ops} of {names}" if names else self.ops
 
 

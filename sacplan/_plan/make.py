@@ -20,7 +20,7 @@ import sacplan
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.beyond import beyond
 from sacplan._plan.candidate import Candidate
-from sacplan._plan.infeasible import infeasible, segments_do_not_fit
+from sacplan._plan.infeasible import differentiated_twice, infeasible, segments_do_not_fit
 from sacplan._plan.limits import OF_DEVICE, Limit, Try, next_budget
 from sacplan._plan.plan import Plan
 from sacplan._plan.planner import Planner
@@ -245,6 +245,7 @@ def provenance_of(profile: Profile, made_by: MadeBy) -> Provenance:
         assumptions=tuple(filter(decides_sizes, profile.rules)) or UNSET,
         limits_reached=made_by.limits_reached or UNSET,
         beyond=made_by.beyond or UNSET,
+        remarks=differentiated_twice(profile.program) or UNSET,
         sacplan=sacplan.__version__,
         torch=str(torch.__version__),
         date=datetime.now(timezone.utc).replace(microsecond=0),

@@ -41,6 +41,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if there were none.
         beyond: What techniques would save that the plan was not allowed to use, a sentence for each. Absent if there is
             nothing to save, and where the techniques were asked for.
+        remarks: What no plan changes about this step, a sentence for each. Absent if there is nothing to say.
         sacplan, torch: Versions of the packages.
         date: Time at which the plan was made, in UTC.
     """
@@ -60,6 +61,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     assumptions: tuple[Name, ...] | UnsetType = UNSET
     limits_reached: tuple[Name, ...] | UnsetType = UNSET
     beyond: tuple[Name, ...] | UnsetType = UNSET
+    remarks: tuple[Name, ...] | UnsetType = UNSET
     sacplan: Name
     torch: Name
     date: Annotated[datetime, Meta(tz=True)]

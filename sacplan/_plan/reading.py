@@ -95,6 +95,7 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         ("cheaper", ". ".join(plan.beyond)),
         ("technique", ", ".join(plan.provenance.techniques)),
         ("made by", f"{plan.solver} ({plan.status})"),
+        ("note", "" if plan.provenance.remarks is UNSET else ". ".join(plan.provenance.remarks)),
         ("limit", plan.provenance.limit_in_words),
         *(("assumes", sentence) for sentence in plan.provenance.assumed),
     ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import functools
 import inspect
+import itertools
 import math
 import numbers
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar, overload
 
@@ -24,6 +26,8 @@ S = TypeVar("S", bound="Saved")
 
 # What ``typing.get_origin`` gives for ``Sequence[...]`` and ``Iterable[...]``.
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable)
+
+_ALIKE = 0.55  # difflib's ratio from which an argument is taken for another one
 
 
 def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -47,7 +51,7 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as wrong:
-                raise error(f"{name_of}: {wrong}.") from wrong
+                raise error(f"{name_of}: {wrong}.{_meant(signature, kwargs)}") from wrong
             # Annotations are evaluated at the first call, when all names of the module are defined.
             for name, hint in _hints(function).items():
                 if name in given and name not in skip and not fits(given[name], hint):
@@ -58,6 +62,30 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
         return call
 
     return decorate
+
+
+def _meant(signature: inspect.Signature, given: Collection[str]) -> str:
+    """Name the argument that an unknown one is most like; ``""`` if there is none.
+
+    Names are compared word by word as well, since one may be longer than another: ``grad_accum`` is
+    ``accumulation_steps``, and ``batch_size`` is ``batch``.
+    """
+    unknown = [name for name in given if name not in signature.parameters]
+    likeness = {
+        known: max(
+            difflib.SequenceMatcher(None, a, b).ratio()
+            for a, b in itertools.product({name, *name.split("_")}, {known, *known.split("_")})
+        )
+        for name in unknown[:1]
+        for known in signature.parameters
+        if known not in given
+    }
+    nearest = max(likeness, key=likeness.__getitem__, default="")
+    return (
+        f" Did you mean {nearest}= rather than {unknown[0]}=?"
+        if nearest and likeness[nearest] >= _ALIKE
+        else ""
+    )
 
 
 @functools.cache

@@ -77,6 +77,24 @@ def folded_names(modules: Iterable[str]) -> tuple[str, ...]:
     return tuple(one_name(same) for same in by_pattern.values())
 
 
+def braced(names: Sequence[str]) -> list[str]:
+    """Write names that differ in one part as one, as a shell would expand it: ``attn.{q_proj,k_proj}.lora_A``."""
+    found = [name.split(".") for name in names]
+    for i in range(max(map(len, found), default=0)):
+        alike: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
+        for parts in found:
+            # A name of one part has nothing that could be shared.
+            rest = (*parts[:i], "*", *parts[i + 1 :]) if 1 < len(parts) > i else tuple(parts)
+            alike[rest].append(parts)
+        found = [
+            same[0]
+            if len(same) == 1
+            else [*same[0][:i], f"{{{','.join(one[i] for one in same)}}}", *same[0][i + 1 :]]
+            for same in alike.values()
+        ]
+    return [".".join(parts) for parts in found]
+
+
 def module_of(program: Program, op: int) -> str | None:
     """Return the module whose forward an op belongs to: "" for the model itself, None outside of any."""
     scope = program.ops[op].scope

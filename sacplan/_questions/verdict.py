@@ -111,6 +111,10 @@ class FitRow(Row):
             return f"{more} over the host's {format_bytes(self.host_room_bytes)}"
         return format_difference(self._needs_bytes, self.limit_bytes)
 
+    def size(self, axis: str) -> int:
+        """Return the largest batch or the longest sequence; 0 where it is not known."""
+        return getattr(self, axis) or 0
+
     @property
     def added_share(self) -> float:
         """Share of the step's time that the plan adds; 0 where the time is not known."""
@@ -217,6 +221,19 @@ class Verdict:
         """The row with the smallest peak."""
         return min(self.rows, key=lambda row: row.peak_bytes)
 
+    def shown(self, sizes: bool) -> tuple[FitRow, ...]:
+        """Return the rows to show, with their largest sizes or without.
+
+        Where no plan is needed on a device, that is the step as it is, and what holds the largest steps.
+        """
+        first = self.rows[0]
+        if self.recommended is first and self.devices == 1:
+            own = [row for row in self.rows if row.optimizer == self.optimizer]
+            largest = (max(own, key=lambda row: row.size(axis)) for axis in ("largest_batch", "longest_seq"))
+            return tuple(dict.fromkeys((first, *largest)))
+        # A plan that finds nothing to do at this size may still hold larger ones.
+        return tuple(row for row in self.rows if row.same_as is None or sizes)
+
     @property
     def advice(self) -> tuple[str, ...]:
         """Sentences on what to do."""
@@ -315,8 +332,7 @@ class Verdict:
     def __str__(self) -> str:
         rows = [
             f"  {row.name}: {row.memory}, {'fits' if row.fits else 'does not fit'}"
-            for row in self.rows
-            if row.same_as is None
+            for row in self.shown(sizes=False)
         ]
         return "\n".join([self.sentence, *rows, *self.advice, *self.remarks, *self.computed])
 

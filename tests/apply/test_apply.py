@@ -37,6 +37,16 @@ def plan(model: LM, batch: torch.Tensor) -> sacplan.Plan:
     return discarding(plan, {f"layers.{i}": discarded for i in range(2)}, profile)
 
 
+def test_a_handle_names_its_units(model: LM, batch: torch.Tensor, plan: sacplan.Plan) -> None:
+    with sacplan.apply(model, plan) as handle:
+        assert repr(handle) == "Handle(2 units: layers.0-1)"
+    layer = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    whole = sacplan.profile(layer, torch.randn(64, 8), lambda m, x: m(x).square().mean(), device="cpu")
+    with sacplan.apply(layer, sacplan.plan_smallest(whole)) as handle:
+        assert handle.units == ("",)
+        assert repr(handle) == "Handle(1 unit: the model)"
+
+
 def outside(model: nn.Module) -> list[object]:
     """Everything about a model that other code looks at."""
     return [

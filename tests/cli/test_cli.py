@@ -422,6 +422,10 @@ def test_max_batch(saved: Path) -> None:
     with pytest.raises(sacplan.InfeasibleBudget):
         sacplan.plan(sacplan.Profile.load("more.json.gz"), "1MiB")
     assert "make_batch" in error_line(run("max-batch train.py:wider --device cpu --budget 1MiB"))
+    # Nothing runs in slices. A column of zeros says nothing.
+    shown = run("max-batch train.py:make --device cpu --budget 1MiB --at-most 8").stdout
+    assert "step ms" in shown
+    assert "added ms" not in shown
 
 
 def test_fit(saved: Path) -> None:
@@ -430,6 +434,9 @@ def test_fit(saved: Path) -> None:
     found = json.loads(run("fit train.py:make --device cpu --budget 1GiB --json").stdout)
     assert found["fits"]
     assert found["rows"][0]["peak_bytes"] == facts["peak_bytes"]
+    lines = run("fit train.py:make --device cpu --budget 1GiB --no-sizes").stdout.splitlines()
+    assert sum(line.startswith("adamw") for line in lines) == 1
+    assert "No plan is needed." in lines
     tight = f"fit train.py:make --device cpu --budget {int(0.8 * facts['peak_bytes'])}B"
     found = json.loads(run(f"{tight} --json").stdout)
     assert not found["fits"]

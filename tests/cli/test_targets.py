@@ -299,6 +299,14 @@ def test_options_go_before_the_plans_with_a_warning(small: Path) -> None:
     assert _invoke("verify hf:config.json plan.json --seq 47").exit_code == 4
 
 
+def test_the_cache_is_spoken_of_where_a_file_is_made_without_it(small: Path) -> None:
+    """The file is for the user's own model, which has a cache by default."""
+    asked = "hf:config.json --device cpu --seq 48"
+    assert "use_cache" not in _invoke(f"profile {asked}").stderr
+    assert "use_cache" not in _invoke(f"plan {asked} --budget 80%").stderr
+    assert "use_cache=False" in _invoke(f"plan {asked} --budget 80% -o plan.json").stderr
+
+
 def test_plans_that_do_not_say_what_made_them(small: Path) -> None:
     """Of the library: its optimizer is a guess that is said. Of a person's editor: bad input."""
     _run("plan hf:config.json --device cpu --seq 48 --budget 80% -o plan.json --json")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 import sacplan
 from tests.support.processes import run_python
 from tests.zoo.language_models import LM, tokens
-from tests.zoo.layers import FromFunction
+from tests.zoo.layers import FeedForward, FromFunction, Stack
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
@@ -112,6 +114,43 @@ def test_a_rejected_batch_does_not_abort_the_interpreter() -> None:
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("caught") == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("grad_accum", "accumulation_steps"),
+        ("gradient_accumulation_steps", "accumulation_steps"),
+        ("batch_size", "batch"),
+        ("lossfn", "loss_fn"),
+        ("optim", "optimizer"),
+    ],
+)
+def test_an_unknown_argument_names_the_one_that_is_meant(given: str, meant: str) -> None:
+    unknown: dict[str, Any] = {given: 2}
+    rest = {} if meant == "batch" else {"batch": tokens()}
+    with pytest.raises(sacplan.TraceError, match=f"Did you mean {meant}= rather than {given}="):
+        sacplan.profile(LM(), **rest, **unknown)
+    with pytest.raises(sacplan.TraceError) as seen:
+        sacplan.profile(LM(), tokens(), zzz=2)  # type: ignore[call-arg]
+    assert "Did you mean" not in str(seen.value)
+
+
+def test_a_step_that_differentiates_twice_says_what_no_plan_discards() -> None:
+    def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        loss = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+    model, batch = Stack(FeedForward(16, dropout=0.0) for _ in range(2)), torch.randn(256, 16)
+    profile = sacplan.profile(model, batch, penalty, device="cpu")
+    said = "the step differentiates twice: its first backward pass keeps"
+    with pytest.raises(sacplan.InfeasibleBudget, match=said):
+        sacplan.plan(profile, "10%")
+    assert said in " ".join(str(sacplan.plan(profile, "100%")).split())
+    once = sacplan.profile(model, batch, lambda model, x: model(x).square().mean(), device="cpu")
+    assert "differentiates" not in str(sacplan.plan(once, "100%"))
 
 
 def test_a_batch_without_tensors() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 from typer.testing import CliRunner
 
@@ -14,7 +18,7 @@ import sacplan
 from sacplan._cli.app import app
 from sacplan._plan.difference import difference
 from sacplan._plan.layers import read_layers, together
-from sacplan._program.names import folded_names
+from sacplan._program.names import braced, folded_names
 from sacplan._program.notebook import Section
 from tests.support.plans import discarding
 from tests.zoo.layers import FeedForward, Stack
@@ -214,3 +218,26 @@ def test_modules_that_are_alike_have_one_name() -> None:
     mlps = [f"model.layers.{i}.mlp" for i in range(32)]
     assert folded_names(["lm_head", *mlps, ""]) == ("lm_head", "model.layers.0-31.mlp", "")
     assert folded_names([*mlps[:2], mlps[5]]) == ("model.layers.{0-1,5}.mlp",)
+
+
+def test_names_that_differ_in_one_part_are_one_line() -> None:
+    """An adapter has a name of its own in every projection."""
+    ups = [f"attn.{name}_proj.lora_A.default" for name in "qkv"]
+    assert braced([*ups, "mlp", "attn.o_proj"]) == [
+        "attn.{q_proj,k_proj,v_proj}.lora_A.default",
+        "mlp",
+        "attn.o_proj",
+    ]
+    assert braced(["q_proj", "k_proj"]) == ["q_proj", "k_proj"]
+    assert braced([]) == []
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(".".join), unique=True, max_size=8)
+)
+def test_names_in_braces_stand_for_exactly_these(names: list[str]) -> None:
+    def expanded(name: str) -> list[str]:
+        parts = [part.strip("{}").split(",") for part in re.split(r"\.(?![^{]*})", name)]
+        return [".".join(one) for one in itertools.product(*parts)]
+
+    assert sorted(one for name in braced(names) for one in expanded(name)) == sorted(names)
