@@ -41,12 +41,10 @@ from sacplan._plan.candidate import Candidate
 from sacplan._plan.infeasible import looking_for_plans
 from sacplan._plan.limits import (
     OF_DEVICE,
-    ROUNDS,
     Limit,
     Room,
     Try,
     limit_of_device,
-    lowered,
     next_budget,
 )
 from sacplan._plan.planner import Planner
@@ -75,7 +73,7 @@ from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
 from sacplan._program.progress import begins
 from sacplan._program.setup import Routing
-from sacplan._questions.largest import largest
+from sacplan._questions.largest import largest_that_fits, largest_within
 from sacplan._questions.on_ranks import RankRows, read_devices, units_of
 from sacplan._questions.scaled import Peaks, Sized, sized
 from sacplan._questions.verdict import FitRow, Verdict, is_same_training, recommended
@@ -531,26 +529,21 @@ class _Sweep:
     def _largest_reserved(
         self, steps: Sized, axis: str, row: FitRow, unit: int, most: int, left: int, known: int
     ) -> int:
-        """Return a size whose segments fit: the largest by its peak, lowered as ``next_budget`` lowers budgets.
-
-        ``known`` is a size that fits; no smaller one is looked for.
-        """
+        """Return a size whose segments fit; no smaller one than ``known`` is looked for."""
         own = self._way(row)
-        for tried in range(1, ROUNDS + 1):
-            n = unit * self._largest_peak(steps, axis, own, unit, most, left)
-            # Under the lowered limit, nothing larger is left to try.
-            if n <= known:
-                break
+
+        def at(n: int) -> tuple[int, int]:
             # A plan made for the asked size may be worse at this one than the step as it is. Ways have no
             # order, so the name decides between equal peaks.
             peaks = {one: self._peak_at(steps, axis, one, n, left) for one in (own, AS_IT_IS)}
             peak, way = min((peak, one.name, one) for one, peak in peaks.items())[::2]
-            at = (n, self.seq) if axis == "batch" else (self.batch, n)
-            reserved = self._reserved_at(steps.at(n), *at, row.optimizer, self.smallest(way))
-            if reserved <= self.budget_bytes:
-                return n
-            left = lowered(min(left, peak), reserved - self.budget_bytes, self.budget_bytes, tried)
-        return known
+            size = (n, self.seq) if axis == "batch" else (self.batch, n)
+            return peak, self._reserved_at(steps.at(n), *size, row.optimizer, self.smallest(way))
+
+        def by_peak(left: int) -> int:
+            return unit * self._largest_peak(steps, axis, own, unit, most, left)
+
+        return largest_that_fits(self.room, left, known, by_peak, at)
 
     def _way(self, row: FitRow) -> Way:
         """Return the way of a row."""
@@ -558,12 +551,7 @@ class _Sweep:
 
     def _largest_peak(self, steps: Sized, axis: str, way: Way, unit: int, most: int, left: int) -> int:
         """Return the largest size, in units, at which the peak is at most ``left``."""
-        looked: dict[int, int] = {}
-
-        def look(n: int) -> None:
-            looked[n] = self._excess(steps, axis, way, n * unit, left)
-
-        return largest(looked, look, most, lambda excess: excess <= 0, float)
+        return largest_within(lambda n: self._excess(steps, axis, way, n * unit, left), most)
 
     @cached_property
     def constant_bytes(self) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sacplan._device.device_memory import reserved_bytes
-from sacplan._plan.limits import ROUNDS, Limit, Room, lowered
+from sacplan._plan.limits import Limit, Room
 from sacplan._plan.make import Outcome, outcome_of
 from sacplan._plan.meshes import Spread, names_by_role, resolve_mesh, spreads
 from sacplan._plan.request import Request
@@ -29,7 +29,7 @@ from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import OptimizerStep, with_optimizer
 from sacplan._profile.profile import Profile
 from sacplan._program.program import Phase
-from sacplan._questions.largest import largest
+from sacplan._questions.largest import largest_that_fits, largest_within
 from sacplan._questions.scaled import Peaks, Sized, sized_alike
 from sacplan._questions.sweep import Row
 from sacplan._questions.verdict import FitRow
@@ -284,26 +284,15 @@ class RankRows:
         return a, b
 
     def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, room: Room, fits: bool) -> int:
-        known, left = (self.batch if fits else 0), room.n_bytes
-        # As ``next_budget`` does: take the largest size by its peak, then lower the limit by what is reserved
-        # beyond the room.
-        for tried in range(1, ROUNDS + 1):
-            looked: dict[int, int] = {}
+        def by_peak(left: int) -> int:
+            return largest_within(lambda n: peaks.at(n) - left, _LARGEST)
 
-            # Bound as defaults, since the loop goes on to other values.
-            def look(n: int, looked: dict[int, int] = looked, left: int = left) -> None:
-                looked[n] = peaks.at(n) - left
-
-            n = largest(looked, look, _LARGEST, lambda excess: excess <= 0, float)
-            if n <= known:
-                break
+        def at(n: int) -> tuple[int, int]:
             program = steps.at(n).with_plan(decisions)
             peak = program.footprint.peak_bytes
-            needs = reserved_bytes(program) if room.is_reserved else peak
-            if needs <= room.n_bytes:
-                return n
-            left = lowered(min(left, peak), needs - room.n_bytes, room.n_bytes, tried)
-        return known
+            return peak, reserved_bytes(program) if room.is_reserved else peak
+
+        return largest_that_fits(room, room.n_bytes, self.batch if fits else 0, by_peak, at)
 
 
 def _of_all_micro_steps(rank: Profile, times: Mapping[str, Any]) -> dict[str, Any]:
