@@ -39,14 +39,7 @@ from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import outside_allocator
 from sacplan._plan.candidate import Candidate
 from sacplan._plan.infeasible import looking_for_plans
-from sacplan._plan.limits import (
-    OF_DEVICE,
-    Limit,
-    Room,
-    Try,
-    limit_of_device,
-    next_budget,
-)
+from sacplan._plan.limits import OF_DEVICE, Limit, Room, Try, limit_of_device, next_budget
 from sacplan._plan.planner import Planner
 from sacplan._plan.request import Request
 from sacplan._profile.optimizer_table import (
@@ -56,12 +49,7 @@ from sacplan._profile.optimizer_table import (
     OptimizerCandidate,
     candidate_named,
 )
-from sacplan._profile.optimizers import (
-    OptimizerStep,
-    program_with_optimizer,
-    recorded_step,
-    with_optimizer,
-)
+from sacplan._profile.optimizers import OptimizerStep, program_with_optimizer, recorded_step, with_optimizer
 from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import runs_in_4_bits, types_of_shards
 from sacplan._profile.tracing import profile
@@ -358,10 +346,13 @@ class _Sweep:
         host_bytes = self.on_host(name) + best.footprint.host_peak_bytes
         fits = found.needs <= self.budget_bytes and host_bytes <= self.host_budget_bytes
         steps = self.accumulation_steps
-        recompute_ms, added_ms = steps * best.footprint.recompute_ms, steps * best.added_ms
         # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
         # between host and device are not predicted.
-        is_timed = (fits or not way.techniques) and not self.on_host(name)
+        times: dict[str, Any] = dict.fromkeys(("step_ms", "recompute_ms", "added_ms"))
+        if (fits or not way.techniques) and not self.on_host(name):
+            recompute_ms, added_ms = steps * best.footprint.recompute_ms, steps * best.added_ms
+            step_ms = steps * self.base.step_ms + recompute_ms + added_ms + self.own[name][2]
+            times = {"step_ms": step_ms, "recompute_ms": recompute_ms, "added_ms": added_ms}
         # Rows are made from the simplest way on. If an earlier one has the same decisions, this way is the
         # same; the search finds this way itself at the latest.
         self._decided[name, way] = frozenset(best.decisions)
@@ -381,11 +372,7 @@ class _Sweep:
             room=self.room,
             peak_bytes=peak,
             unplanned_peak_bytes=self._peak(name, self.smallest(AS_IT_IS)),
-            step_ms=steps * self.base.step_ms + recompute_ms + added_ms + self.own[name][2]
-            if is_timed
-            else None,
-            recompute_ms=recompute_ms if is_timed else None,
-            added_ms=added_ms if is_timed else None,
+            **times,
             reserved_bytes=reserved,
             expandable_bytes=None if fits or reserved is None else self._expandable(name, best),
             same_as=None if same == way else same.name,
@@ -532,7 +519,7 @@ class _Sweep:
         """Return a size whose segments fit; no smaller one than ``known`` is looked for."""
         own = self._way(row)
 
-        def at(n: int) -> tuple[int, int]:
+        def at(n: int, left: int) -> tuple[int, int]:
             # A plan made for the asked size may be worse at this one than the step as it is. Ways have no
             # order, so the name decides between equal peaks.
             peaks = {one: self._peak_at(steps, axis, one, n, left) for one in (own, AS_IT_IS)}

@@ -65,7 +65,11 @@ def largest_within(excess: Callable[[int], int], limit: int) -> int:
 
 
 def largest_that_fits(
-    room: Room, left: int, known: int, by_peak: Callable[[int], int], at: Callable[[int], tuple[int, int]]
+    room: Room,
+    left: int,
+    known: int,
+    by_peak: Callable[[int], int],
+    at: Callable[[int, int], tuple[int, int]],
 ) -> int:
     """Return a size that fits: the largest by its peak, for a limit that is lowered as ``next_budget`` lowers budgets.
 
@@ -74,14 +78,14 @@ def largest_that_fits(
         left: The first limit for the peak.
         known: A size that fits, or 0; no smaller one is looked for.
         by_peak: The largest size whose peak is within a limit.
-        at: The peak at a size, and what is compared with the room.
+        at: The peak at a size found for a limit, and what is compared with the room.
     """
     for tried in range(1, ROUNDS + 1):
         n = by_peak(left)
         # Under the lowered limit, nothing larger is left to try.
         if n <= known:
             break
-        peak, needs = at(n)
+        peak, needs = at(n, left)
         if needs <= room.n_bytes:
             return n
         left = lowered(min(left, peak), needs - room.n_bytes, room.n_bytes, tried)

@@ -287,7 +287,7 @@ class RankRows:
         def by_peak(left: int) -> int:
             return largest_within(lambda n: peaks.at(n) - left, _LARGEST)
 
-        def at(n: int) -> tuple[int, int]:
+        def at(n: int, left: int) -> tuple[int, int]:
             program = steps.at(n).with_plan(decisions)
             peak = program.footprint.peak_bytes
             return peak, reserved_bytes(program) if room.is_reserved else peak
