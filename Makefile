@@ -12,7 +12,7 @@ MARKS := not slow
 
 NOTEBOOKS := $(patsubst notebooks/%.ipynb,out/%.ipynb,$(wildcard notebooks/*.ipynb))
 
-.PHONY: help demo test test-slow test-exhaustive test-torch lint format notebook docs benchmark clean $(NOTEBOOKS)
+.PHONY: help demo test test-slow test-exhaustive test-torch lint size format notebook docs benchmark clean $(NOTEBOOKS)
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -49,10 +49,14 @@ test-torch:  ## what holds with another torch: make test-torch TORCH=2.15.0
 	$(VENV)-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable '.[hf,highs,plot,dev]'
 	$(VENV)-$(TORCH)/bin/python -m benchmarks.torch_versions
 
-lint: $(VENV)/.installed  ## ruff and mypy
+lint: $(VENV)/.installed  ## ruff and mypy, and the lines of code that each folder may have
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@.ci/size >/dev/null
+
+size:  ## lines of code by folder, beside what each may have
+	@.ci/size
 
 format: $(VENV)/.installed  ## what ruff can mend by itself
 	$(BIN)/ruff check --fix .
