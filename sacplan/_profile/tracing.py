@@ -349,7 +349,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         try:
             step = Step(
                 model=fake,
-                batch=copier.tree(asked.batch),
+                batch=copier.batch(asked.batch),
                 loss_fn=copier.functions.of_loss(asked.loss_fn),
                 optimizer=copier.optimizer(asked.optimizer, model, fake),
                 mode=asked.mode,

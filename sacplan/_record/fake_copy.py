@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sacplan._record.fake_data import DataRules
+from sacplan._record.fake_values import BATCH
 from sacplan._record.gradient_hooks import copy_gradient_hooks, optimizers_in_backward
 from sacplan._record.host_state import explain_offload, for_fake_steps, stand_in_factory
 from sacplan._record.state import reachable
@@ -43,6 +44,7 @@ class FakeCopier:
         mode = active_fake_mode()
         assert mode is not None, "a FakeCopier belongs inside of a FakeTensorMode"
         self._mode = mode
+        self._rests_on: tuple[str, ...] = ()
         self._storages: dict[int, Any] = {}
         self._keep: list[Any] = []  # alive, so that no other object gets an id that is in the memo
         self._gradient_hooks: list[RemovableHandle] = []
@@ -78,7 +80,7 @@ class FakeCopier:
             self._mode, t.shape, t.stride(), t.dtype, storage, int(t.storage_offset())
         )
         if new and self._rules is not None:
-            self._rules.learn(fake, t)
+            self._rules.learn(fake, t, self._rests_on)
         if isinstance(t, torch.nn.Parameter):
             fake.requires_grad_(t.requires_grad)
             fake._is_param = True  # what makes a tensor of another class than torch.Tensor a Parameter
@@ -101,6 +103,13 @@ class FakeCopier:
         if trained:
             fake._is_param = True
         self.memo[id(t)] = fake
+        return fake
+
+    def batch(self, batch: Any) -> Any:
+        """Return a batch with its tensors replaced."""
+        self._rests_on = (BATCH,)
+        fake = self.tree(batch)
+        self._rests_on = ()
         return fake
 
     def tree(self, value: Any) -> Any:

@@ -38,6 +38,7 @@ from sacplan._program.setup import Routing
 from sacplan._record.fake_rules import (
     CHANGES_STORAGE,
     CONTENTS_UNDEFINED,
+    IGNORES_VALUES,
     UNKNOWN,
     NewArguments,
     answer,
@@ -46,7 +47,7 @@ from sacplan._record.fake_rules import (
     needs_an_answer,
     spread,
 )
-from sacplan._record.fake_values import NO_ANSWER, KnownValues, is_float
+from sacplan._record.fake_values import BATCH, NO_ANSWER, PARAMETERS, KnownValues, is_float
 from sacplan._torch.local_tensors import Watching, is_deferred
 from sacplan._torch.ops import OpTraits, is_between_ranks, op_traits, tensors_in
 from sacplan._torch.private import is_plain, storage_key
@@ -60,7 +61,10 @@ def data_rules(routing: Routing = "balanced") -> Iterator[DataRules]:
     **Known** are the integers, booleans and small floats of a batch of real tensors and of real buffers,
     the results of factories (``arange``, ``zeros``, ``full``, ``torch.tensor``), and of ops on these alone.
     Sizes and values that depend on them are exact: padding masks, image-token masks, sequence lengths, an
-    optimizer's step count. A batch on the meta device has no values.
+    optimizer's step count. A batch on the meta device has no values. Known as well is what comes from
+    **parameters**, buffers and constants alone, such as a curvature that is trained. Of large parameters, and of ones
+    on the meta device, such values are not known, and a branch on one is a ``DataDependentError``. What comes from
+    parameters and the batch is not computed.
 
     **Rules**, where a value comes out of floats, which are not known in general. Each gives the expected
     memory or an upper bound of it:
@@ -195,25 +199,36 @@ class DataRules(KnownValues, Watching):
         if traits.written_names:
             self._follow_write(func, traits, args, kwargs)
             return
-        fresh = [t for t in tensors_in(out) if isinstance(t, FakeTensor) and self.follows(t) and is_plain(t)]
-        if not fresh:
-            return  # too large to follow
         # A tensor on an input's storage is a view, or the input itself, and needs no values of its own.
         inputs = list(tensors_in((args, kwargs)))
         own = {storage_key(t.untyped_storage()) for t in inputs}
-        fresh = [t for t in fresh if storage_key(t.untyped_storage()) not in own]
+        fresh = [
+            t
+            for t in tensors_in(out)
+            if isinstance(t, FakeTensor) and is_plain(t) and storage_key(t.untyped_storage()) not in own
+        ]
+        resting_on = {} if func in IGNORES_VALUES else self.rules_of(inputs)
+        of_parameters = PARAMETERS in resting_on and BATCH not in resting_on and all(map(self.knows, inputs))
+        if of_parameters:
+            for t in fresh:
+                self._set(t, None, resting_on)  # until its value is worked out
+        fresh = [t for t in fresh if self.follows(t)]
         if not fresh:
-            return  # a view: its storage is known, or not
-        decide = assume.get(func)
+            return  # a view, whose storage is known, or not; or too large to follow
+        known = (of_parameters or PARAMETERS not in resting_on) and self._values(inputs) is not None
+        decide = None if of_parameters else assume.get(func)
         values: Any
-        if decide is not None and (
-            traits.random or func in CONTENTS_UNDEFINED or self._values(inputs) is None
-        ):
+        if decide is not None and (traits.random or func in CONTENTS_UNDEFINED or not known):
             # Known inputs go before a rule, but for random ops, which would draw from the user's generator, and for
             # ``empty`` and its relatives, whose contents are arbitrary.
             values, rule = decide(self, args, kwargs, out)
             rules = {rule: None} if rule else {}
-        elif traits.random or torch.Tag.nondeterministic_seeded in func.tags or is_between_ranks(func):
+        elif (
+            not known
+            or traits.random
+            or torch.Tag.nondeterministic_seeded in func.tags
+            or is_between_ranks(func)
+        ):
             return  # running these again would draw numbers, or wait for other ranks
         else:
             result = self.run_on_values(func, args, kwargs, inputs)
@@ -242,21 +257,30 @@ class DataRules(KnownValues, Watching):
                     self._forget(t)
             return
         inputs = list(tensors_in((args, kwargs)))
+        rules = self.rules_of(inputs)
+        own = [k for k in known if PARAMETERS in k.rules]
+        follows = not own or all(map(self.follows, targets))
         random = traits.random or torch.Tag.nondeterministic_seeded in func.tags
-        if random and func in spread:
-            value = self.value(targets[0])
-            assert value is not None
-            with no_dispatch(), torch.no_grad():
+        with no_dispatch(), torch.no_grad():
+            # The user's own parameter is not written to, and neither is what may share its memory.
+            for k in own if follows else ():
+                k.storage = None if k.storage is None else k.storage.clone()
+            value = self.value(targets[0]) if random and func in spread and follows else None
+            if value is not None:
                 spread[func](value, *args[1:], **{k: v for k, v in kwargs.items() if k != "generator"})
-            known[0].rules["even spread"] = None
-            return
+                known[0].rules["even spread"] = None
+                return
         # ``run_on_values`` runs the op on views of the known storages, so it is what writes to them.
-        if random or is_between_ranks(func) or self.run_on_values(func, args, kwargs, inputs) is NO_ANSWER:
+        again = follows and not random and not is_between_ranks(func)
+        if not again or self.run_on_values(func, args, kwargs, inputs) is NO_ANSWER:
+            of_parameters = own and not random and BATCH not in rules and all(map(self.knows, inputs))
             for t in targets:
-                self._forget(t)
+                if of_parameters:
+                    self._set(t, None, rules)
+                else:
+                    self._forget(t)
             return
         # What a partial write leaves still rests on the old rules, so the new ones are added to them.
-        rules = self.rules_of(inputs)
         for k in known:
             k.rules = {**k.rules, **rules}
 

@@ -24,7 +24,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from sacplan._record.checks import outcome_that_passes
-from sacplan._record.fake_values import NO_ANSWER, KnownValues, is_float
+from sacplan._record.fake_values import DESCRIPTIONS, NO_ANSWER, PARAMETERS, KnownValues, is_float
 from sacplan._torch.ops import RuleTable, tensors_in
 
 aten = torch.ops.aten
@@ -89,7 +89,9 @@ def answer_if_known(values: KnownValues, func: Any, args: Any, kwargs: Any) -> A
 @answer(aten._local_scalar_dense.default)
 def _scalar(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     # Before the value: one that rests on a rule is an assumption, and a check that would fail tells that it is wrong.
-    if args[0].dtype == torch.bool and (values.value(args[0]) is None or values.rules_of(args[:1])):
+    if args[0].dtype == torch.bool and (
+        values.value(args[0]) is None or values.rules_of(args[:1]).keys() & DESCRIPTIONS.keys()
+    ):
         passes = outcome_that_passes()
         if passes is not None:
             values.apply_rules(("checks pass",), func)
@@ -97,7 +99,7 @@ def _scalar(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     known = answer_if_known(values, func, args, kwargs)
     # An unknown float is mostly one that is logged. An unknown integer or truth value would decide a size or a branch,
     # so there is no rule for it.
-    if known is NO_ANSWER and args[0].dtype.is_floating_point:
+    if known is NO_ANSWER and args[0].dtype.is_floating_point and PARAMETERS not in values.rules_of(args[:1]):
         values.apply_rules(("unit value",), func)
         return 1.0
     if known is NO_ANSWER:
@@ -394,15 +396,18 @@ for _op, _same, _other in (
     (aten.ne.Scalar, False, True),
 ):
     assume[_op] = functools.partial(_decide_comparison, _same, _other)
-for _op, _position, _fill in (
-    (aten.zeros_like.default, 0, 0),
-    (aten.ones_like.default, 0, 1),
-    (aten.full_like.default, 1, None),
-    (aten.new_zeros.default, 0, 0),
-    (aten.new_ones.default, 0, 1),
-    (aten.new_full.default, 2, None),
-):
+_FILLED = {
+    aten.zeros_like.default: (0, 0),
+    aten.ones_like.default: (0, 1),
+    aten.full_like.default: (1, None),
+    aten.new_zeros.default: (0, 0),
+    aten.new_ones.default: (0, 1),
+    aten.new_full.default: (2, None),
+}
+for _op, (_position, _fill) in _FILLED.items():
     assume[_op] = functools.partial(_decide_filled, _position, _fill)
+IGNORES_VALUES = CONTENTS_UNDEFINED | _FILLED.keys()
+"""Ops on tensors whose values do not matter."""
 
 
 @spread(aten.uniform_.default)

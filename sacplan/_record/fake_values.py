@@ -3,6 +3,9 @@
 Values are kept by storage, so that views and in-place writes need no bookkeeping. Real ops run on known values only.
 None of them draws random numbers, and none touches the user's tensors. No weight is copied: a tensor of integers or
 booleans is followed up to 256 MiB, one of floats up to a million elements.
+
+What comes from parameters, buffers and constants alone decides branches, and never by a rule: a value that is not known
+is an error. What comes from parameters and the batch is an activation, and follows the rules.
 """
 
 from __future__ import annotations
@@ -27,6 +30,12 @@ from sacplan.errors import DataDependentError
 NO_ANSWER = object()
 """Neither a value nor a rule: let the op run."""
 
+BATCH = "batch"
+"""Among the rules that a value rests on: it comes from the batch."""
+
+PARAMETERS = "parameters"
+"""Among the rules that a value rests on: it comes from parameters. It may be the user's own, or not be known."""
+
 MAX_INTEGER_BYTES = 2**28
 MAX_FLOATS = 2**20
 
@@ -38,7 +47,8 @@ DESCRIPTIONS = {
     "even spread": "random numbers are spread evenly over their range",
     "not zero": "a float that is not known is not zero: there is no padding",
     "finite": "floats are taken to be finite",
-    "all elements": "a mask that is not known is true everywhere, and selects every element (an upper bound)",
+    "all elements": "a mask that is not known is true everywhere: it selects every element, which is an upper bound, "
+    "and a branch on it is taken, which is none",
     "checks pass": "a check (an assert, or an if that only raises) of values that are not known passes",
     "unit value": "a float that is read as a Python number, or is alone in a buffer, is taken to be 1.0 or -1.0",
 }
@@ -92,9 +102,9 @@ class _StorageValues:
     __slots__ = ("rules", "storage", "watch")
 
     def __init__(
-        self, storage: torch.UntypedStorage, rules: dict[str, None], watch: weakref.ref[Any]
+        self, storage: torch.UntypedStorage | None, rules: dict[str, None], watch: weakref.ref[Any]
     ) -> None:
-        self.storage = storage
+        self.storage = storage  # None: not known, and if a branch depends on it, that is an error
         self.rules = rules  # that they rest on
         self.watch = watch
 
@@ -110,6 +120,7 @@ class KnownValues:
         super().__init__()
         self.routing = routing
         self._known: dict[int, _StorageValues] = {}
+        self._parameters: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         self._applied: dict[tuple[str, str], AppliedRule] = {}
         self._paused = 0
         self._max_floats = MAX_FLOATS
@@ -137,21 +148,24 @@ class KnownValues:
         finally:
             self._max_floats = before
 
-    def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+    def learn(self, fake: torch.Tensor, real: torch.Tensor, rests_on: Iterable[str] = ()) -> None:
         """Remember that the storage of ``fake`` holds what that of ``real`` does, if it is worth it."""
-        # Without values (fake, meta), or not worth their memory: a weight decides no size.
-        if (
-            isinstance(real, (FakeTensor, torch.nn.Parameter))
-            or real.device.type == "meta"
-            or not is_plain(real)
-        ):
+        if not is_plain(fake):
             return
+        storage = real.untyped_storage()
         most = MAX_FLOATS * real.element_size() if is_float(real) else MAX_INTEGER_BYTES
-        if real.untyped_storage().nbytes() > most:
-            return
+        # Without values, or not worth their memory.
+        unknown = isinstance(real, FakeTensor) or real.device.type == "meta" or storage.nbytes() > most
         with no_dispatch():
-            storage = real.untyped_storage().clone()
-            self._set(fake, storage if storage.device.type == "cpu" else storage.cpu(), {})
+            if isinstance(real, torch.nn.Parameter):  # no weight is copied
+                self._set(fake, None if unknown else storage.cpu(), {PARAMETERS: None})
+                self._parameters.append((weakref.ref(fake), real))
+            elif not unknown and is_plain(real):
+                self._set(
+                    fake,
+                    storage.cpu() if storage.device.type != "cpu" else storage.clone(),
+                    dict.fromkeys(rests_on),
+                )
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the value of a fake tensor, or None if it is not known; a view that must not be written to."""
@@ -160,7 +174,7 @@ class KnownValues:
         if not is_plain(tensor):
             return None
         known = self._known.get(storage_key(tensor.untyped_storage()))
-        if known is None:
+        if known is None or known.storage is None:
             return None
         with no_dispatch():
             return _view(known.storage, tensor)
@@ -171,8 +185,12 @@ class KnownValues:
         return bool(self._known)
 
     def knows(self, fake: torch.Tensor) -> bool:
-        """Whether the values of the storage of a fake tensor are known."""
-        return storage_key(fake.untyped_storage()) in self._known
+        """Whether the values of the storage of a fake tensor are known, or are those of parameters."""
+        return isinstance(fake, FakeTensor) and storage_key(fake.untyped_storage()) in self._known
+
+    def is_of_parameters(self, fake: torch.Tensor) -> bool:
+        """Whether the values of a fake tensor that knows them come from parameters."""
+        return PARAMETERS in self._known[storage_key(fake.untyped_storage())].rules
 
     def as_fake_like(
         self,
@@ -190,7 +208,11 @@ class KnownValues:
         return fake
 
     def assume_statistics(self, model: torch.nn.Module) -> None:
-        """Call ``assume_statistic`` for each buffer of a model."""
+        """Call ``assume_statistic`` for each buffer of a model; an optimizer's steps are not followed in parameters."""
+        parameters, self._parameters = self._parameters, []
+        for fake, real in ((ref(), real) for ref, real in parameters):
+            if fake is not None:
+                self.learn(fake, real)
         for buffer in model.buffers():
             self.assume_statistic(buffer)
 
@@ -219,7 +241,7 @@ class KnownValues:
                 found.update(known.rules)
         return found
 
-    def _set(self, fake: torch.Tensor, storage: torch.UntypedStorage, rules: dict[str, None]) -> None:
+    def _set(self, fake: torch.Tensor, storage: torch.UntypedStorage | None, rules: dict[str, None]) -> None:
         fake_storage = fake.untyped_storage()
         key = storage_key(fake_storage)
         known_by_key = self._known  # not ``self``: the callback would keep the mode alive
@@ -304,7 +326,7 @@ class KnownValues:
     def apply_rules(self, rules: Iterable[str], func: Any) -> None:
         """Note that these rules decided the result of ``func`` at the present call site."""
         where = ""
-        for rule in rules:
+        for rule in (rule for rule in rules if rule in DESCRIPTIONS):
             where = where or call_site()
             self._applied.setdefault((rule, where), AppliedRule(rule, str(func), where))
 
@@ -314,11 +336,20 @@ class KnownValues:
 
     def refusal(self, func: Any, args: Any, kwargs: Any) -> DataDependentError:
         """Return the error to raise where there is neither a value nor a rule."""
-        shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in tensors_in((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
+        shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in inputs)
+        why, instead = (
+            "data, which a fake trace does not have, and there is no rule for it",
+            ("the batch as real tensors (its integers are then followed)"),
+        )
+        if PARAMETERS in self.rules_of(inputs):
+            why, instead = (
+                "parameters whose values are not known: large ones, or on the meta device",
+                "real parameters",
+            )
         return DataDependentError(
-            f"{call_site()}: the result of {func} ({shapes}) depends on data, which a fake trace does not "
-            'have, and there is no rule for it. Use trace="real", or give the batch as real tensors (its '
-            "integers are then followed), or keep this branch out of the step that is profiled."
+            f'{call_site()}: the result of {func} ({shapes}) depends on {why}. Use trace="real", or give {instead}, or '
+            "keep this branch out of the step that is profiled."
         )
 
 

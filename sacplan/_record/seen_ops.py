@@ -114,6 +114,7 @@ class SeenOps:
         self._rules = rules
         self._seen: dict[Any, SeenOp] = {}
         self._kept = _kept_here()
+        self._of_parameters = self._others = False  # among the arguments of the op that is looked up
         self._eligible: dict[int, tuple[Any, bool, bool]] = {}  # by the op's identity: hashing one is slow
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -129,13 +130,16 @@ class SeenOps:
         parts: list[Any] = [id(func), torch.is_grad_enabled(), torch.get_default_dtype()]
         # The values of a view are those of its storage, whether they are known or not: nothing has to be followed.
         known = not is_view and self._rules is not None and self._rules.knows_values
+        self._others = func in _FILLED
+        self._of_parameters = False
         if not self._add(args, parts, known):
             return None
         for name, value in kwargs.items():
             parts.append(name)
             if not self._add((value,), parts, known):
                 return None
-        return tuple(parts)
+        # What is made of parameters alone has values that may be asked for.
+        return None if self._of_parameters and not self._others else tuple(parts)
 
     def _look_up(self, func: Any) -> tuple[bool, bool]:
         if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
@@ -171,7 +175,11 @@ class SeenOps:
                 if v.constant is not None or not is_plain(v):
                     return False
                 if known and self._rules is not None and self._rules.knows(v):
-                    return False
+                    if not self._rules.is_of_parameters(v):
+                        return False
+                    self._of_parameters = True
+                else:
+                    self._others = True
                 parts += (v.shape, v.stride(), v.storage_offset(), v.dtype, v.fake_device)
             elif kind in _VALUES:
                 parts += (kind, v)
