@@ -64,10 +64,9 @@ class FakeCopier:
         if stands_for_another(t):
             return self._twin_around(t)
         if t.layout != torch.strided:
-            raise TraceError(
-                f"a tensor of layout {t.layout} in the model or the batch: a fake step has strided ones only. "
-                'Use trace="real", which counts the indices and values of sparse tensors.'
-            )
+            # There are no fake ones. An op that takes it fails, but there may be none (alignment heads of Whisper).
+            self.memo[id(t)] = t
+            return t
         # Tensors that share a storage (tied weights, views) must share one in the copy, or their memory counts twice.
         # The address is unique only while the storage lives, so it is kept.
         real = t.untyped_storage()

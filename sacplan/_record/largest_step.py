@@ -16,6 +16,7 @@ periods that do not divide ``FAR``, counts in other places, and the very first s
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -28,7 +29,7 @@ from sacplan._record.state import kept_by, reachable
 from sacplan._torch.local_tensors import Watching, is_deferred
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import storage_key, strided_parts
-from sacplan.errors import SacplanWarning
+from sacplan.errors import SacplanWarning, TraceError
 
 FAR = 1_008_000
 """All numbers up to 10 divide it, and 12, 16, 20, 25, 32, 50, 64, 100, 128, 200, 250, 500 and 1,000."""
@@ -43,12 +44,29 @@ ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
 """The value of a tensor of one number; None if it is not known."""
 
 
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer.
+
+    Raises:
+        TraceError: It needs a closure. Most of those that do, as SAM, only say so when they are called without.
+    """
+    try:
+        optimizer.step()
+    except Exception as error:
+        if not re.search(r"[Cc]losure|'NoneType' object is not callable", str(error)):
+            raise
+        raise TraceError(
+            f"{type(optimizer).__name__}.step needs a closure that runs the step again, as often as it likes: "
+            "that is not one step whose memory could be planned. Use another optimizer, or leave optimizer= out."
+        ) from error
+
+
 def before_largest_step(optimizer: torch.optim.Optimizer, value_of: ValueOf) -> None:
     """Step an optimizer, so that it makes its state, and leave it before the largest of its later steps.
 
     Its parameters have gradients, which stay.
     """
-    optimizer.step()
+    update(optimizer)
     if type(optimizer).__module__.startswith(_ALIKE) and not isinstance(optimizer, torch.optim.RAdam):
         return
     for _ in range(_MOST_GROWTH):

@@ -11,12 +11,22 @@ from collections.abc import Iterator
 
 import torch
 
+from sacplan._record.fake_data import REAL_TENSOR
 from sacplan._torch.fake_tensors import UnsupportedOperatorException, op_run_on_zeros
 from sacplan.errors import SacplanError, TraceError
 
 _STRIDED = "only strided tensors can be followed: keep sparse, nested and mkldnn ones out of the step that is profiled"
 _LIMITS: tuple[tuple[str, str], ...] = (
     # (a pattern in torch's message, what to do), as torch 2.11 to 2.13 say it
+    (
+        rf"{REAL_TENSOR}(?s:.)*layout=torch\.sparse",
+        'an op takes a sparse tensor, and a fake step has strided ones only. Use trace="real"',
+    ),
+    (
+        REAL_TENSOR,
+        "a real tensor that requires a gradient, or is written, got into the fake step. loss_fn must use the model and "
+        "the batch that it is given, and what it writes or trains besides should be part of the model",
+    ),
     (
         r"Cannot access storage of|SparseTensorImpl|Sparse[\w ]* tensors do not have|Sparse(CPU|Meta|Csr\w*)\b",
         _STRIDED,
@@ -51,10 +61,14 @@ _LIMITS: tuple[tuple[str, str], ...] = (
         r"its data is not allocated yet",
         'an op reads the values of a tensor in a way that a fake step cannot follow: use trace="real"',
     ),
+    (
+        r"no fake impl registered for <CustomOpDef\((?P<op>[\w:]+)\)",
+        '{op} has no kernel for fake tensors. Use trace="real", or give the op one with its register_fake',
+    ),
     (r"not yet supported with fake tensors|[Ff]ake tensors? (is|are) not supported", 'use trace="real"'),
 )
 
-_BEGINNING = 250  # characters of a message; what follows may list every backend there is
+_BEGINNING = 400  # characters of a message; what follows may list every backend there is
 
 
 @contextlib.contextmanager
@@ -88,4 +102,4 @@ def explained_limits() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:250]}"

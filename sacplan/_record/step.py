@@ -5,7 +5,6 @@ To run a step on a copy without data, see ``fake_copy.py``; to put everything ba
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._program.setup import ONLY_SCALAR, OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
 from sacplan._record.gradient_hooks import optimizers_in_backward
-from sacplan._record.largest_step import before_largest_step
+from sacplan._record.largest_step import before_largest_step, update
 from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.user_code import tensors_in_caches
 from sacplan._torch.private import is_plain
@@ -90,7 +89,7 @@ class Step:
         if self.optimizer is not None:
             if before_optimizer is not None:
                 before_optimizer()
-            self.optimizer.step()
+            update(self.optimizer)
         return None
 
     def make_state(self) -> None:
@@ -329,13 +328,7 @@ def make_optimizer(factory: Any, model: torch.nn.Module) -> torch.optim.Optimize
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Raise ``TraceError`` if the optimizer updates other tensors than the model's, or needs a closure."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TraceError(
-            f"{type(optimizer).__name__}.step needs a closure that runs the step again, as often as it likes: that is "
-            "not one step whose memory could be planned. Use another optimizer, or leave optimizer= out."
-        )
+    """Raise ``TraceError`` if the optimizer updates other tensors than the model's."""
     own = {id(p): name for name, p in model.named_parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):

@@ -122,14 +122,16 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return (tensor,)
-    # Detached: ``indices`` and ``values`` of a tensor with a history would be differentiable ops.
-    sparse = tensor.detach()
-    if sparse.layout is torch.sparse_coo:
-        return sparse._indices(), sparse._values()
-    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
-    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    # Detached: ``indices`` and ``values`` of a tensor with a history would be differentiable ops. Even in a fake step
+    # such a tensor is a real one, and the modes of the step would refuse it.
+    with modes_off():
+        sparse = tensor.detach()
+        if sparse.layout is torch.sparse_coo:
+            return sparse._indices(), sparse._values()
+        if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+        if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
     return (tensor,)  # mkldnn, whose memory no tensor shows
 
 

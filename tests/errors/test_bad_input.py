@@ -257,6 +257,21 @@ def lbfgs(parameters):
     return torch.optim.LBFGS(parameters)
 
 
+class Sharpness(torch.optim.SGD):
+    """Its ``closure`` has a default, as that of ``Optimizer.step`` has, and is needed all the same."""
+
+    def step(self, closure=None):
+        assert closure is not None, "a closure is required"
+
+
+@torch.library.custom_op("sacplan_tests::thrice", mutates_args=())
+def thrice(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+thrice.register_autograd(lambda ctx, g: g * 3)
+
+
 UNTRACEABLE = {
     "sparse op": lambda: after_linear(lambda m, y: torch.sparse.mm(y.to_sparse(), torch.ones(8, 8))),
     "sparse buffer": lambda: after_linear(lambda m, y: torch.sparse.mm(m.a, y), a=torch.eye(4).to_sparse()),
@@ -279,6 +294,7 @@ UNTRACEABLE = {
     "lazy": lambda: nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)),
     "lazy buffers": lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyBatchNorm1d(affine=False)),
     "torch.func.grad": lambda: after_linear(lambda m, y: torch.func.grad(lambda t: t.sin().sum())(y)),
+    "custom op": lambda: after_linear(lambda m, y: thrice(y)),
     "mkldnn": lambda: after_linear(lambda m, y: y.to_mkldnn().relu().to_dense()),
 }
 
@@ -296,8 +312,35 @@ def test_what_cannot_be_traced_is_an_error_of_the_family(name):
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
+@pytest.mark.parametrize("name", ["sparse buffer", "sparse row buffer", "custom op"])
+def test_what_only_a_real_trace_can_follow_says_so(name):
+    with pytest.raises(sacplan.TraceError, match='Use trace="real"'):
+        sacplan.profile(UNTRACEABLE[name](), torch.ones(4, 8), lambda m, x: m(x).sum(), device="cpu")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_sparse_buffer_that_no_op_of_the_step_takes(compressed):
+    """Its indices and values count. There are no fake sparse tensors, but the step needs none."""
+    mask = torch.eye(64).to_sparse_csr() if compressed else torch.eye(64).to_sparse()
+    model, plain = after_linear(lambda m, y: y.sin(), mask=mask), after_linear(lambda m, y: y.sin())
+    parts = (
+        (mask.values(), mask.crow_indices(), mask.col_indices())
+        if compressed
+        else (mask._indices(), mask._values())
+    )
+    for trace in ("fake", "real"):
+        with_it, without = (
+            sacplan.profile(m, torch.ones(4, 8), lambda m, x: m(x).sum(), device="cpu", trace=trace)
+            for m in (model, plain)
+        )
+        assert with_it.peak_bytes - without.peak_bytes == sum(
+            part.untyped_storage().nbytes() for part in parts
+        )
+    assert model.mask is mask
+
+
 def test_an_optimizer_that_needs_a_closure():
-    for optimizer in (lbfgs, lbfgs((model := make()).parameters())):
+    for optimizer in (lbfgs, Sharpness, lbfgs((model := make()).parameters())):
         with pytest.raises(sacplan.TraceError, match="closure"):
             sacplan.profile(model, torch.ones(4, 8), None, optimizer, device="cpu")
 

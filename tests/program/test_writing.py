@@ -112,6 +112,8 @@ def test_what_cannot_be_written_names_the_file_that_was_asked_for(tmp_path: Path
         write_bytes(tmp_path / "nothere" / "plan.json", b"1")
     with pytest.raises(IsADirectoryError):
         write_bytes(tmp_path, b"1")
+    with pytest.raises(OSError, match=r"Invalid argument: 'a\\x00b'"):  # no file has such a name
+        write_bytes("a\0b", b"1")
     if os.geteuid():  # root may write to everything
         path = tmp_path / "plan.json"
         path.touch(0o444)
