@@ -54,6 +54,7 @@ from ._solve.uniform import Uniform
 from ._verify.verify import Verification, verify
 from .errors import (
     BudgetError,
+    ChunkError,
     DataDependentError,
     DeviceError,
     InfeasibleBudget,
@@ -78,6 +79,7 @@ __all__ = [
     "Capacity",
     "CapacityPoint",
     "Chain",
+    "ChunkError",
     "DataDependentError",
     "DeviceError",
     "DeviceMemory",

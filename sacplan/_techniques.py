@@ -48,6 +48,14 @@ def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
+def why_uncompiled(decisions: Sequence[Decision]) -> str:
+    """Say why a step with these decisions cannot be compiled as a whole, and what to do; empty if it can."""
+    said = [technique.uncompiled for technique, _ in by_technique(decisions)]
+    if any(getattr(decision, "times", 1) > 1 for decision in decisions):
+        said.append('torch.compile recomputes a value only once: plan with solver="milp".')
+    return " ".join(filter(None, said))
+
+
 def longest_run(step: PlanStep) -> int:
     """Return how many neighbouring regions can be joined at most."""
     return max(technique.longest_run(step) for technique in TECHNIQUES.values())

@@ -6,6 +6,7 @@ the shapes of its arguments. It compares each different call once; from then on,
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,7 +17,12 @@ from sacplan._executor.stand_ins import cannot_be_scripted
 from sacplan._plan.plan import Plan
 from sacplan._program.budget import format_bytes
 from sacplan._program.model_calls import Shapes, larger_than, shapes_of
+from sacplan._program.setup import compiled_inside
+from sacplan._techniques import why_uncompiled
+from sacplan._torch.compiling import warn_compiling
 from sacplan.errors import SacplanWarning
+
+_applied = itertools.count()
 
 _MOST_SEEN = 2**16
 """Different calls to remember: a loop in which every call differs must not take memory without a limit."""
@@ -24,6 +30,16 @@ _MOST_SEEN = 2**16
 ADVICE = (
     "Plan for the longest batch: give sacplan.profile the data loader, or cut samples to the planned size."
 )
+
+
+def compiled_otherwise(plan: Plan) -> str:
+    """Say what a plan for a step that is not compiled means for one that is."""
+    why = why_uncompiled(plan.decisions)
+    return (
+        "this plan was made for a step that is not compiled. Compiled, what it recomputes is still recomputed, but the "
+        f"compiler fuses and saves as it sees fit: the peak of {format_bytes(plan.peak_bytes)} is not promised. "
+        f"Measure the compiled step, and plan for less if it takes more; or run it uncompiled.{why and f' {why}'}"
+    )
 
 
 class ShapeWatch:
@@ -78,6 +94,9 @@ class InputWatch:
         self._shapes = ShapeWatch(plan, (call.tensors for call in calls))
         first = next(iter(plan.units), None)
         self._where = "this model" if first is None else f"unit {first!r}"
+        # A key for each plan that is applied, as text: a number could become a symbol when it changes.
+        self._key = str(next(_applied))
+        self._compiled = "" if plan.fingerprint.setup.compiled else compiled_otherwise(plan)
         self._trains = plan.provenance.mode == "train"
         # A step that accumulates, or whose loss function runs a backward pass before a call of the model.
         self._is_told = not self._trains or any(call.with_gradients for call in calls) or not calls
@@ -89,10 +108,18 @@ class InputWatch:
 
     def __call__(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Look at one call of the model."""
-        # What is compiled runs without it: whatever a hook reads would become a guard. Without gradients, a plan for
-        # training does nothing.
-        if torch.compiler.is_compiling() or (self._trains and not torch.is_grad_enabled()):
+        # Without gradients, a plan for training does nothing.
+        if self._trains and not torch.is_grad_enabled():
             return
+        # What is compiled runs without the rest: whatever a hook reads would become a guard.
+        if torch.compiler.is_compiling():
+            if self._compiled:
+                warn_compiling(self._key, self._compiled)
+            return
+        # Modules may have been compiled since the plan was applied. The first call tells.
+        if self._compiled and compiled_inside(model):
+            warnings.warn(self._compiled, SacplanWarning, stacklevel=2)
+        self._compiled = ""
         self._shapes.look(shapes_of(args, kwargs), stacklevel=2)
         if not self._is_told and any(p.grad is not None for p in _some_parameters(model)):
             self._is_told = True

@@ -29,6 +29,9 @@ class Chunking(Technique):
 
     name = "chunk"
     row = "chunked loss"
+    uncompiled = (
+        "torch.compile cannot keep slices: compile the layers, each with .compile(), and not the whole model."
+    )
     row_of_long_search = "chunks"
     decision = Chunk
     one_device = "slices are planned for tensors of one device"

@@ -28,6 +28,7 @@ class Offloading(Technique):
 
     name = "offload"
     row = "offload"
+    uncompiled = "torch.compile cannot copy to the host: run the step uncompiled."
     decision = Offload
     keeps_bits = True
     takes_host = True

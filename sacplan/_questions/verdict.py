@@ -12,7 +12,7 @@ from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes, format_difference
 from sacplan._questions.sweep import Row, frame
-from sacplan._techniques import DEFAULT_TECHNIQUES
+from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -237,7 +237,10 @@ class Verdict:
     @property
     def advice(self) -> tuple[str, ...]:
         """Sentences on what to do."""
-        return (*self._other_allocator, *self._other_ways)
+        needed = self.rows if self.recommended not in (None, self.rows[0]) else ()
+        tried = {name for row in needed if row.fits for name in row.techniques}
+        uncompiled = (one.uncompiled for name, one in TECHNIQUES.items() if name in tried)
+        return (*self._other_allocator, *self._other_ways, *filter(None, uncompiled))
 
     @property
     def _other_allocator(self) -> tuple[str, ...]:

@@ -117,6 +117,9 @@ class Technique(ABC):
     one_device: ClassVar[str] = ""
     """Why it does not go together with a mesh; empty if it does."""
 
+    uncompiled: ClassVar[str] = ""
+    """A sentence on why a step with it cannot be compiled, and what to do; empty if it can."""
+
     row: ClassVar[str] = ""
     """What it adds to a step, in the rows of ``fit``. A technique of the default plan needs none."""
 

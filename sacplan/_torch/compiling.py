@@ -6,6 +6,7 @@ Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``torch._C._d
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch._C._dynamo.eval_frame as _dynamo
 
 from sacplan._torch.versions import torch_names
+from sacplan.errors import SacplanWarning
 
 
 def keep_dynamo_out(*modules: ModuleType) -> None:
@@ -32,6 +34,21 @@ def keep_dynamo_out(*modules: ModuleType) -> None:
         _dynamo.set_code_exec_strategy(
             code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
         )
+
+
+def warn_compiling(key: str, message: str) -> None:
+    """Warn from code that Dynamo traces, once for each key: it may trace the same code several times."""
+    torch._dynamo.comptime.comptime(_warn_while_compiling)
+
+
+_WARNED: set[str] = set()
+
+
+def _warn_while_compiling(context: Any) -> None:
+    key, message = (context.get_local(name).as_python_constant() for name in ("key", "message"))
+    if key not in _WARNED:
+        _WARNED.add(key)
+        warnings.warn(message, SacplanWarning, stacklevel=2)
 
 
 def stop_compiling(error: type[Exception], message: str) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -35,7 +36,8 @@ from sacplan._program.program import is_inside
 from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.state import preserved_rng
 from sacplan._record.step import check_model, inner_optimizer
-from sacplan.errors import PlanError, TraceError
+from sacplan._techniques import why_uncompiled
+from sacplan.errors import PlanError, SacplanWarning, TraceError
 from sacplan.integrations._watch import PlannedTraining
 
 try:
@@ -83,8 +85,11 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         """Apply the plan."""
         assert model is not None
         self._take_off()  # a run that raised has left the plan on
-        problem = _own_checkpointing(args)
-        if problem is not None:
+        why = why_uncompiled(self.plan.decisions) if args.torch_compile else ""
+        problem = _own_checkpointing(args) or (
+            why and f"the Trainer compiles its model (torch_compile=True). {why}"
+        )
+        if problem:
             raise PlanError(problem)
         check_model(model)
         _check_sharded(model, self.plan)
@@ -130,6 +135,14 @@ def profile_trainer(
 
     The arguments are those of ``sacplan.profile``; see :func:`step_arguments` for what is recorded.
     """
+    if trainer.args.torch_compile:
+        warnings.warn(
+            "this trainer compiles its model (torch_compile=True), and the step is recorded as it runs uncompiled: the "
+            "peak of the compiled step is not promised. Slices, offloading and values that are recomputed twice cannot "
+            "be compiled, nor can a unit of the plan in which the graph breaks (see torch._dynamo.explain).",
+            SacplanWarning,
+            stacklevel=2,
+        )
     return profile(**step_arguments(trainer), device=device, runtime=runtime, trace=trace)
 
 

@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._apply.watch import InputWatch
+from sacplan._apply.watch import InputWatch, compiled_otherwise
+from sacplan._program.decisions import Recompute
 from sacplan._program.model_calls import larger_than
+from sacplan._techniques import why_uncompiled
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FeedForward
 
 ROWS, TOKENS, VOCAB = 6, 48, 64
 
@@ -152,6 +155,41 @@ def test_keywords_and_nested_tensors_have_names() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["whole", "in place", "layers", "evaluation", "not"])
+def test_a_plan_of_an_eager_step_warns_before_its_first_compiled_one(how: str) -> None:
+    torch._dynamo.reset()
+    net = nn.Sequential(*(FeedForward(16, dropout=0.0) for _ in range(2)))
+    batch = torch.randn(64, 16)
+    profile = sacplan.profile(net, batch, lambda m, x: m(x).sum(), device="cpu")
+    with (
+        sacplan.apply(net, sacplan.plan_smallest(profile, "greedy")),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        called: Any = net
+        if how in ("whole", "evaluation"):
+            called = torch.compile(net, backend="aot_eager")
+        elif how == "in place":
+            net.compile(backend="aot_eager")
+        elif how == "layers":
+            for layer in net:
+                layer.compile(backend="aot_eager")
+        with torch.set_grad_enabled(how != "evaluation"):
+            for rows in (64, 64, 32):  # the last one is traced anew
+                called(batch[:rows])
+    found = [str(one.message) for one in said if "not compiled" in str(one.message)]
+    assert len(found) == (how in ("whole", "in place", "layers"))
+    assert all("is not promised" in one for one in found)
+
+
+def test_what_cannot_be_compiled_is_said() -> None:
+    chunked = compiled_otherwise(plan_of(technique="chunk"))
+    assert "torch.compile cannot keep slices" in chunked
+    assert "cannot" not in compiled_otherwise(plan_of())
+    assert "recomputes a value only once" in why_uncompiled((Recompute("", "aten.mm.default", 0, times=2),))
+    assert issubclass(sacplan.ChunkError, sacplan.SacplanError)
+
+
 def test_a_compiled_model_is_left_alone() -> None:
     torch._dynamo.reset()
     with sacplan.apply(model(), plan_of()):

@@ -100,6 +100,16 @@ def test_a_planned_run_is_the_same_run_in_the_predicted_memory(
     assert not planned_modules(trainer.model) or options.get("bf16")
 
 
+def test_a_trainer_that_compiles_is_told_when_it_plans(make: Callable[..., Any]) -> None:
+    trainer = make(torch_compile=True, torch_compile_backend="aot_eager")
+    with pytest.warns(sacplan.SacplanWarning, match=r"torch_compile=True.*is not promised"):
+        profile = profile_trainer(trainer, device="cpu")
+    trainer.add_callback(PlanCallback(sacplan.policy("chunked-loss", profile=profile, slices=2)))
+    with pytest.raises(sacplan.PlanError, match=r"torch_compile=True\). torch.compile cannot keep slices"):
+        trainer.train()
+    assert not planned_modules(trainer.model)
+
+
 def test_mixed_precision_leaves_only_what_accelerate_did(make: Callable[..., Any]) -> None:
     trainer, plain = make(bf16=True), make(bf16=True)
     trainer.add_callback(PlanCallback(plan_for(trainer)))

@@ -307,6 +307,13 @@ def test_every_way_is_tried_with_every_optimizer() -> None:
     )
 
 
+def test_a_remedy_that_cannot_be_compiled_says_so() -> None:
+    found = fitted("8MiB", batch=8, sizes=False)
+    assert any(row.fits and "chunk" in row.techniques for row in found.rows)
+    assert any(said.startswith("torch.compile cannot keep slices") for said in found.advice)
+    assert not any("torch.compile" in said for said in fitted("1GiB", sizes=False).advice)
+
+
 def test_a_plan_that_changes_nothing_says_so() -> None:
     found = fitted("1GiB", sizes=False)
     for row in found.rows:
