@@ -331,6 +331,14 @@ class CostModel:
         return ms + kernel.launches * self.spec.kernel_launch_us * 1e-3
 
 
+def fused_ms(spec: DeviceSpec, name: str, nbytes: int) -> float:
+    """Return the milliseconds of a kernel that inductor made, launch included: it moves bytes, and sums some up."""
+    if spec.kind == "cpu":
+        bandwidth = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency
+        return 1e3 * nbytes / bandwidth + spec.kernel_launch_us * 1e-3
+    return CostModel(spec).kernel_ms(Kernel("pointwise" if "_poi_" in name else "reduction", nbytes))
+
+
 @dataclass(frozen=True, slots=True)
 class _Speed:
     """How fast kernels of one kind run on one device.

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 import torch._refs  # registers torch's own fake layer norm, which must be there before it is replaced
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from sacplan._device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
@@ -96,7 +97,7 @@ def _is_fake(tensor: Any) -> bool:
     deferred = getattr(type(tensor), "is_deferred", False)
     if isinstance(tensor, torch.Tensor):
         tensor = local_part(tensor)
-    return isinstance(tensor, FakeTensor) or (deferred and active_fake_mode() is not None)
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or (deferred and active_fake_mode() is not None)
 
 
 def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,12 +14,13 @@ from numbers import Integral
 from typing import Any, cast
 
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 import sacplan
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.beyond import beyond
 from sacplan._plan.candidate import Candidate
+from sacplan._plan.compiled import compiled_plan
 from sacplan._plan.infeasible import differentiated_twice, infeasible, segments_do_not_fit
 from sacplan._plan.limits import OF_DEVICE, Limit, Try, next_budget
 from sacplan._plan.plan import Plan
@@ -85,6 +86,23 @@ def outcome_of(request: Request, profile: Profile, *, says_beyond: bool = False)
     A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``says_beyond``, a plan with the
     default techniques says what others would save.
     """
+    if profile.fingerprint.setup.compiled is not None:
+        return _compiled_outcome(request, profile)
+    return _outcome(request, profile, says_beyond=says_beyond)
+
+
+def _compiled_outcome(request: Request, profile: Profile) -> Outcome:
+    found = compiled_plan(request, profile, lambda asked, eager: _outcome(asked, eager).made())
+    if isinstance(found, InfeasibleBudget):
+        return Outcome(profile, None, found.smallest_feasible_bytes, found)
+    limit = request.limit
+    made_by = structs.replace(
+        found.provenance, budget=_as_written(limit.budget), headroom=_as_written(limit.headroom)
+    )
+    return Outcome(profile, structs.replace(found, provenance=made_by), found.peak_bytes)
+
+
+def _outcome(request: Request, profile: Profile, *, says_beyond: bool = False) -> Outcome:
     room = request.limit.room_of(profile)
     tries: list[Try] = []
     while (budget_bytes := next_budget(room, tries)) is not None:

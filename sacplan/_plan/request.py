@@ -55,6 +55,8 @@ class Request:
         # use.
         last = Rotor(stages=ROTOR_STAGES)
         usable = self.solver == "best" and set(last.techniques) <= set(names)
+        # A value that is recomputed twice cannot be compiled.
+        usable = usable and profile.fingerprint.setup.compiled is None
         # Several offers, such as those of all layers, make the integer program of the whole step slow. These two stay
         # quick.
         crowded = (Alike(), Greedy()) if self.solver == "best" else solvers

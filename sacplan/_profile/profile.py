@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ from sacplan.errors import PlanError, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
 
 class HasDecisions(Protocol):
@@ -87,6 +88,26 @@ class Profile:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields alone, without cached values."""
         return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def that_runs_again(self, again: Callable[[Any], Profile]) -> Profile:
+        """Return the profile of a compiled step, with a way to run it again: ``again(prepare)``, see ``run_again``."""
+        vars(self)["_again"] = again
+        return self
+
+    def run_again(self, prepare: Callable[[torch.nn.Module], Any] | None) -> Profile:
+        """Run a compiled step again, dry: with what ``prepare`` applies to its model, or uncompiled if it is None.
+
+        Raises:
+            PlanError: the profile is from a file, which holds no model.
+        """
+        again = vars(self).get("_again")
+        if again is None:
+            raise PlanError(
+                "a plan for a compiled step is proved by running the step with it, dry. This profile is from a file or "
+                "was pickled, or is that of a rank, and has no model: call sacplan.profile here, without ranks."
+            )
+        found: Profile = again(prepare)
+        return found
 
     def on_ranks(self, ranks: Ranks | AskedRanks) -> Profile:
         """Return the profile of one rank, with the step spread over ``ranks``. What is not asked for stays as it is.
@@ -251,6 +272,11 @@ class Profile:
         if wrong:
             raise PlanError(
                 f"this takes a plan, decisions of one (plan.decisions), or plan.discarded, not {plan!r:.100}."
+            )
+        if decisions and self.fingerprint.setup.compiled is not None:
+            raise PlanError(
+                "this step is compiled, and a plan changes what the compiler makes of it: it cannot be told from the "
+                "recording. sacplan.verify(model, batch, plan) runs the compiled step with it, dry."
             )
         return rewritten(self.program, decisions, self.spec)
 

@@ -23,12 +23,14 @@ from sacplan._profile.optimizer_table import factory_of
 from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
+from sacplan._program.compilation import Compilation
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.model_calls import ModelCall
 from sacplan._program.program import Phase, Program
-from sacplan._program.setup import Routing, Setup, compiled_inside, current_autocast, scripted_inside
+from sacplan._program.setup import Routing, Setup, current_autocast, scripted_inside
 from sacplan._ranks.ranks import AskedRanks
+from sacplan._record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import DataRules, data_rules
@@ -67,6 +69,7 @@ from sacplan._record.user_code import (
 from sacplan._shard.recorded import with_collectives
 from sacplan._torch.fake_kernels import keep_to_this_thread
 from sacplan._torch.fake_tensors import FakeTensorMode
+from sacplan._torch.inductor import compiled_so_far, is_compiling_dry
 from sacplan._torch.ops import is_computation
 from sacplan.errors import DeviceError, SacplanWarning, SumOfOutputsWarning, TraceError
 
@@ -105,6 +108,7 @@ def profile(
     reshard_after_forward: bool | int | None = None,
     offload_policy: Any = None,
     ignored_params: Iterable[torch.nn.Parameter] = (),
+    compile: CompileModules = None,
 ) -> Profile:
     """Record one step of a model.
 
@@ -150,6 +154,10 @@ def profile(
             float32 are recorded with units that compute in ``param_dtype``. With a ``CPUOffloadPolicy``,
             ``Profile.host_bytes`` is what a rank takes of the host's memory.
         ignored_params: as for ``fully_shard``: parameters of the model that it leaves alone.
+        compile: what ``torch.compile`` is called on: True for the whole model, patterns for modules that are compiled
+            each by itself (``["model.layers.*"]``), or a mapping with ``modules`` and the keywords of
+            ``torch.compile``: ``backend`` ("inductor" or "aot_eager"), ``mode``, ``dynamic``, ``fullgraph``,
+            ``options``. By default a model is recorded as it is compiled already; False records it uncompiled.
 
     Raises:
         TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
@@ -175,18 +183,19 @@ def profile(
         _check_gradient_hooks(model)
     if accumulation_steps is None:
         accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
-    found = trace_step(
-        model, batch, loss_fn, optimizer, device, runtime, trace,
-        mode=mode, mixed=ranks.mixed, accumulation_steps=accumulation_steps, routing=routing,
-    )  # fmt: skip
+    model, compiled = compilation_of(compile, model)
+    arguments = model, batch, loss_fn, optimizer, device, runtime, trace
+    keywords: dict[str, Any] = {
+        "mode": mode, "mixed": ranks.mixed, "accumulation_steps": accumulation_steps, "compiled": compiled,
+    }  # fmt: skip
+    found = trace_step(*arguments, **keywords, routing=routing)
     # Experts that get no tokens may do nothing at all, not even make gradients: then balanced routing takes more.
     if found.fingerprint.setup.routing == "worst" and any(map(is_worst, found.rules)):
-        balanced = trace_step(
-            model, batch, loss_fn, optimizer, device, runtime, trace,
-            mode=mode, mixed=ranks.mixed, accumulation_steps=accumulation_steps,
-        )  # fmt: skip
-        found = max(found, balanced, key=lambda one: one.peak_bytes)
+        found = max(found, trace_step(*arguments, **keywords), key=lambda one: one.peak_bytes)
+    keywords["routing"] = found.fingerprint.setup.routing
     warn_of_step(found, stacklevel=3)
+    if compiled is not None:
+        found = found.that_runs_again(functools.partial(_again, arguments, keywords))
     return found.on_ranks(ranks)
 
 
@@ -238,6 +247,7 @@ def trace_step(
     mixed: MixedUnits | None = None,
     accumulation_steps: int = 1,
     routing: Routing = "balanced",
+    compiled: Compilation | None = None,
 ) -> Profile:
     """Trace one step and return its profile, for ``profile`` and ``verify``.
 
@@ -247,9 +257,15 @@ def trace_step(
         prepare: gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
         saved: how saved tensors are followed, see ``saved_tensors.py``.
         mixed: the modules that ``fully_shard`` has compute in another type than that of their parameters.
+        compiled: the modules that run compiled.
     """
     check_model(model)
     spec = resolve_device(device)
+    if compiled is not None and trace == "real":
+        raise TraceError(
+            'trace="real" with a compiled step: a dry run of the compiler has no values. Use trace="fake", or '
+            "compile=False."
+        )
     for what, value, known in (
         ("runtime", runtime, _RUNTIMES),
         ("trace", trace, ("fake", "real")),
@@ -282,17 +298,27 @@ def trace_step(
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
             model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
-            autocast, mixed, accumulation_steps, routing,
+            autocast, mixed, accumulation_steps, routing, compiled,
         )  # fmt: skip
         recorded, rules, setup, calls = run(asked)
     _check_recorded(recorded, mode)
-    compiled = () if model._compiled_call_impl is not None else compiled_inside(model)  # no copy has it
     fingerprint = structs.replace(
         fingerprint,
         setup=structs.replace(setup, compiled=compiled, scripted=scripted, mixed=mixed, routing=routing),
         calls=calls,
     )
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
+
+
+def _again(
+    arguments: tuple[Any, ...], keywords: dict[str, Any], prepare: Callable[[torch.nn.Module], Any] | None
+) -> Profile:
+    """Trace a compiled step again: with a plan applied, or uncompiled if there is nothing to apply."""
+    if prepare is None:
+        keywords = {**keywords, "compiled": None}
+    return trace_step(
+        *arguments, **keywords, prepare=prepare, saved="record" if prepare is None else "observe"
+    )
 
 
 def _reserves(spec: DeviceSpec) -> Any:
@@ -317,6 +343,7 @@ class _RecordRequest:
     mixed: MixedUnits | None
     accumulation_steps: int
     routing: Routing
+    compiled: Compilation | None
 
 
 _Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup, tuple[ModelCall, ...]]
@@ -339,6 +366,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         fake_device(spec) as fake_mode,
         _reserves(spec),
         data_rules(asked.routing) as rules,
+        contextlib.ExitStack() as running,
     ):
         # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
         note(fake_mode)
@@ -347,6 +375,8 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         fake = copier.model(model)
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
+            if asked.compiled is not None:
+                running.enter_context(dry_compiled(fake, asked.compiled, spec))
             step = Step(
                 model=fake,
                 batch=copier.batch(asked.batch),
@@ -356,6 +386,8 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 accumulation_steps=asked.accumulation_steps,
             )
             with lowered(fake, asked.mixed) as parameters:
+                if asked.compiled is not None:
+                    compile_step(step, device_recorder(spec, asked.cost, "observe", rules))
                 program, calls = _record_settled_step(
                     step, lambda: device_recorder(spec, asked.cost, how, rules), parameters, handle, rules
                 )
@@ -446,6 +478,7 @@ def _record_settled_step(
         if handle is not None:
             handle.forget_differences()
         before, plain, kept = program, plain_attributes(step.model), step.state_in_backward
+        compiled = compiled_so_far() if is_compiling_dry() else None
         recording = recorder()
         recording.storages.track_alive(left)
         # Steps write running statistics. Those of one number whose value is not known any more get one that the model
@@ -463,6 +496,7 @@ def _record_settled_step(
             left = [ref for ref in left if ref() is not None]
         # Optimizers that step in the backward pass have made their state: the next step finds it.
         is_usual = is_usual and step.state_in_backward == kept
+        is_usual = is_usual and (compiled is None or compiled == compiled_so_far())
         if is_usual and not left and plain_attributes(step.model) == plain:
             return program, tuple(calls)
         # Tensors are left at every step (a running average, say), but the ops have settled.

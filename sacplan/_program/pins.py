@@ -276,7 +276,8 @@ def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
 
 def _compiled(program: Program, fingerprint: Fingerprint) -> set[int]:
     """Return the calls of modules compiled on their own: in a unit around them they would not run compiled."""
-    return {call for fqn in fingerprint.setup.compiled for call in program.calls.get(fqn, ())}
+    how = fingerprint.setup.compiled
+    return set() if how is None else {call for fqn in how.modules for call in program.calls.get(fqn, ())}
 
 
 def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from msgspec import Struct
 
+from sacplan._program.compilation import Compilation
 from sacplan._program.elements import pattern_of
 from sacplan._program.files import Count, Name, Positive, Share
 from sacplan._program.mixed_precision import MixedUnits
@@ -68,8 +69,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         dropout: modules (numbers as ``*``) to the probability with which they drop values, in training mode.
         loss: the function's name, or what was taken by default.
         optimizer: its class, and the options that change its memory, "AdamW(fused=True)"; None where none ran.
-        compiled: modules that ``.compile()`` had been called on, the model itself aside. They are recorded as they run
-            uncompiled, and a plan has no unit around them, in which they would not run compiled.
+        compiled: the modules that ran compiled, and how; None if none did. A plan has no unit around one of them, in
+            which it would not run compiled.
         scripted: modules made by ``torch.jit.script`` or ``torch.jit.trace``. A plan has no unit in or around them:
             after a few calls TorchScript runs other ops than at first, and some of those fail under a dispatch mode.
         autocast: the type of a ``torch.autocast`` around the call of ``profile``; one inside ``loss_fn`` does not show.
@@ -88,7 +89,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     loss: str = ""
     optimizer: Name | None = None
     autocast: Name | None = None
-    compiled: tuple[Name, ...] = ()
+    compiled: Compilation | None = None
     scripted: tuple[Name, ...] = ()
     mixed: MixedUnits | None = None
     accumulation_steps: Positive = 1
@@ -213,7 +214,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             f"gradients of {self.accumulation_steps} micro-batches" if self.accumulation_steps > 1 else "",
             "" if self.routing == "balanced" else f"{self.routing} routing",
             "" if self.mixed is None else str(self.mixed),
-            f"recorded uncompiled: {_patterns(self.compiled)}" if self.compiled else "",
+            "" if self.compiled is None else str(self.compiled),
             f"left alone as TorchScript: {_patterns(self.scripted)}" if self.scripted else "",
         ]
         return ", ".join(word for word in words if word)

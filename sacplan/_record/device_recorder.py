@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from sacplan._device.cost import fused_ms
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.workspace import formula_bytes, workspace_bytes
 from sacplan._record.fake_data import DataRules
@@ -21,6 +22,7 @@ def device_recorder(
         cost=cost,
         workspace=functools.partial(workspace_bytes, spec),
         formula=functools.partial(formula_bytes, spec),
+        kernel_ms=functools.partial(fused_ms, spec),
         round_bytes=spec.allocation_round_bytes,
         saved=saved,
         state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,

@@ -48,6 +48,7 @@ from sacplan._record.fake_rules import (
     spread,
 )
 from sacplan._record.fake_values import BATCH, NO_ANSWER, PARAMETERS, KnownValues, is_float
+from sacplan._torch.inductor import is_compiling_dry
 from sacplan._torch.local_tensors import Watching, is_deferred
 from sacplan._torch.ops import OpTraits, is_between_ranks, op_traits, tensors_in
 from sacplan._torch.private import is_plain, storage_key
@@ -143,6 +144,11 @@ class DataRules(KnownValues, Watching):
         Watching.__exit__(self, exc_type, exc_value, traceback)
         self._known.clear()
         self.copier = None
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether Dynamo may compile below: only where the step is to run compiled."""
+        return is_compiling_dry()
 
     @staticmethod
     def leaves_alone(func: Any) -> bool:

@@ -40,6 +40,7 @@ from sacplan._record.training_state import TrainingState
 from sacplan._record.unseen_writes import UnseenWrites
 from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
+from sacplan._torch import inductor
 from sacplan._torch.autograd import in_backward
 from sacplan._torch.fake_tensors import FakeTensorMode, active_fake_mode, fake_device_of
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred
@@ -77,6 +78,7 @@ class Recorder(Watching):
         formula: the same arguments, for an op that is differentiated: bytes that its backward formula takes beyond its
             gradients in the plain step, for an incoming gradient that is contiguous and for one that is expanded; or
             None if the ops that are recorded are those of the plain step.
+        kernel_ms: ``(name, bytes that it moves) -> ms`` of a kernel that the compiler made.
         round_bytes: the allocator's granularity.
         host_bytes: rounds up as the allocator of the host's memory does.
         saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
@@ -98,6 +100,7 @@ class Recorder(Watching):
         cost: Callable[..., tuple[int, float]],
         workspace: Callable[..., int],
         formula: Callable[..., tuple[int, int] | None] = _as_recorded,
+        kernel_ms: Callable[[str, int], float] = lambda name, nbytes: 0.0,
         round_bytes: int,
         saved: SavedMode,
         state_bytes: int = 0,
@@ -110,6 +113,7 @@ class Recorder(Watching):
         self._cost = cost
         self._workspace = workspace
         self._formula = formula
+        self._kernel_ms = kernel_ms
         self._rules = rules
         self._events: list[tuple[int, int]] = []
         self._ops: list[Op] = []
@@ -143,6 +147,11 @@ class Recorder(Watching):
         self._state_bytes = self.storages.rounded(state_bytes)
         self.storages.is_fake = active_fake_mode() is not None  # what is tracked before the step counts, too
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether Dynamo may compile below: only where the step is to run compiled."""
+        return inductor.is_compiling_dry()
+
     # --- what is there before the step -------------------------------------------------------
 
     @without_torch_functions
@@ -173,6 +182,7 @@ class Recorder(Watching):
         self.storages.is_recording = True
         self.storages.is_fake = active_fake_mode() is not None
         self._seen = self._seen_ops()
+        inductor.watchers.append(self)
         super().__enter__()
         return self
 
@@ -186,6 +196,7 @@ class Recorder(Watching):
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
+        inductor.watchers.remove(self)
         self._saved.__exit__(exc_type, exc_value, traceback)
         self._calls.__exit__()
         self._training.__exit__()
@@ -311,7 +322,9 @@ class Recorder(Watching):
         # that is not known yet is one that the op made. ``n_storages`` is taken before all of them.
         traits = op_traits(func)
         n_storages = len(self.storages.nbytes)
-        written = plain_tensors(traits.written(args, kwargs)) if traits.written_names else ()
+        # A compiled graph is run as it is: nothing of it is rewritten, and none of its ops runs again.
+        compiled = inductor.in_compiled_graph()
+        written = plain_tensors(traits.written(args, kwargs)) if traits.written_names and not compiled else ()
         mutates = tuple(dict.fromkeys(map(self.storages.of, written)))
         # An op that can be looked up takes plain tensors only (``SeenOps``).
         taken = plain_tensors(args, kwargs) if key is None else tensor_list(args, kwargs)
@@ -350,7 +363,10 @@ class Recorder(Watching):
             reads=_read(traits, args, taken, taken_on),
             writes=tuple(writes),
             mutates=mutates,
-            recomputable=phase is Phase.FORWARD and replayable and can_run_again(func, args, kwargs, out),
+            recomputable=phase is Phase.FORWARD
+            and replayable
+            and not compiled
+            and can_run_again(func, args, kwargs, out),
             state_bytes=self._state_bytes if draws_numbers(func, args, kwargs) else 0,
             inputs=tensors[: len(taken)],
             outputs=tensors[len(taken) :],
@@ -359,6 +375,8 @@ class Recorder(Watching):
         )
         self._ops.append(op)
         self._events.append((_OP, index))
+        if compiled:
+            return
         if phase is Phase.BACKWARD:
             self._in_place.saw(self._nodes.running, func, args, out, index, op.reads, op.writes, n_storages)
         elif phase is Phase.FORWARD:
@@ -370,6 +388,40 @@ class Recorder(Watching):
             if inside is not None:
                 self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
             self._numbers.keep(func, args, outputs)
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Record memory that a compiled graph allocates."""
+        if not self._paused:
+            self.storages.of(tensor)
+
+    def generator_state(self) -> torch.Tensor:
+        """Make the state of a generator that a compiled graph saves."""
+        state = torch.empty(self._state_bytes, dtype=torch.uint8)
+        self.allocated(state)
+        return state
+
+    def kernel_ran(self, name: str, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
+        """Record a kernel of the compiler, which no dispatcher sees."""
+        if self._paused:
+            return
+        phase = self._phase()
+        on = [self.storages.of(t) for t in tensors]
+        op = Op(
+            name=f"inductor.{name}",
+            phase=phase,
+            scope=self._scope(phase),
+            time_ms=self._kernel_ms(name, nbytes),
+            flops=0,
+            workspace_bytes=0,
+            reads=tuple(dict.fromkeys(on)),
+            writes=(),
+            mutates=(),
+            recomputable=False,
+            inputs=self.tensors.indices(tensors, on, None),
+            forward_of=self._nodes.forward_op() if phase is Phase.BACKWARD else -1,
+        )
+        self._events.append((_OP, len(self._ops)))
+        self._ops.append(op)
 
     def _phase(self) -> Phase:
         if self._training.in_optimizer_step:
@@ -422,6 +474,9 @@ class Recorder(Watching):
         named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
         split = recorded.with_(in_place_versions(recorded))
         return settled(split, named, storages.born)
+
+
+inductor.follow_generators(Recorder)
 
 
 def _read(

@@ -57,6 +57,31 @@ def stop_compiling(error: type[Exception], message: str) -> None:
     raise error(message)  # reached where Dynamo does not trace, and `comptime` does nothing
 
 
+def uncompiled(model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
+    """Return the model that was given to ``torch.compile``, and what made of it the one that is given here, or None."""
+    inner = model._modules.get("_orig_mod")
+    return (model, None) if inner is None else (inner, vars(model)["dynamo_ctx"])
+
+
+def compiled_with(compiled: Any) -> dict[str, Any]:
+    """Return the arguments of ``torch.compile`` that made a compiled function: backend, dynamic, fullgraph, options.
+
+    A mode shows as the options that it stands for.
+    """
+    with torch_names():
+        is_context = hasattr(compiled, "callback")
+        context = compiled if is_context else inspect.getclosurevars(compiled).nonlocals["self"]
+        backend = context.callback
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        return {
+            "backend": backend.compiler_name,
+            "dynamic": backend.dynamic,
+            "fullgraph": context.fullgraph,
+            "options": dict(getattr(backend, "config", {})),
+        }
+
+
 def _raise_while_compiling(context: Any) -> None:
     error, message = (context.get_local(name).as_python_constant() for name in ("error", "message"))
     raise _uncompilable(error, message)

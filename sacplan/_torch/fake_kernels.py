@@ -146,14 +146,14 @@ _MOST_REMEMBERED = 16
 
 
 class _NotFake(Exception):
-    """An argument is neither a fake tensor of the mode nor can be made one, or has a value that torch follows."""
+    """An argument is neither a fake CPU tensor of the mode nor can be made one, or has a value that torch follows."""
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
     # A constant is a fake tensor whose value torch knows (``FakeTensor.constant``). Its own kernel computes with that,
     # and a result of ours would lose it.
     if isinstance(value, FakeTensor):
-        if value.fake_mode is not mode or value.constant is not None:
+        if value.fake_mode is not mode or value.constant is not None or value.fake_device != CPU:
             raise _NotFake
     elif isinstance(value, torch.Tensor):
         if not mode.allow_non_fake_inputs or type(value) not in PLAIN_TENSOR_TYPES:

@@ -7,9 +7,10 @@ Fake tensors, autograd, Dynamo, FLOPs and kernel settings have modules of their 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
@@ -145,6 +146,16 @@ def modes_off() -> Any:
     return _disable_current_modes()
 
 
+@contextmanager
+def function_modes_off() -> Iterator[None]:
+    """Leave the innermost torch function modes, as far as they are sacplan's. Dynamo would trace them."""
+    stacked = torch.overrides._get_current_function_mode_stack()
+    with ExitStack() as stack:
+        while stacked and type(stacked.pop()).__module__.startswith("sacplan."):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
+
+
 def storage_key(storage: Any) -> int:
     """Return the address of the storage's C++ object, which is unique while the storage lives."""
     key: int = storage._cdata
@@ -182,7 +193,7 @@ def ranks_of_group(group: Any) -> list[int] | None:
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Replace attributes of a class or a module inside the context, for the whole process."""
     # All are read before the first one is set, so that a missing name leaves everything as it was.
-    before = {name: getattr(owner, name) for name in attributes}
+    before = {name: inspect.getattr_static(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
     try:

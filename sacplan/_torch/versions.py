@@ -77,6 +77,7 @@ NEEDED: tuple[str, ...] = (
     "torch._subclasses.fake_tensor.UnsupportedOperatorException",
     "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    "torch._subclasses.functional_tensor.FunctionalTensor",
     "torch.autograd.Variable._execution_engine",
     "torch.autograd.graph._engine_run_backward",
     "torch.nn.Module._call_impl",
@@ -87,6 +88,8 @@ NEEDED: tuple[str, ...] = (
     "torch.ops.aten._native_batch_norm_legit.default",
     "torch.ops.aten._native_batch_norm_legit.no_stats",
     "torch.ops.aten._unsafe_view.default",
+    "torch.overrides._get_current_function_mode_stack",
+    "torch.overrides._pop_mode_temporarily",
     "torch.utils._mode_utils.no_dispatch",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._disable_current_modes",
@@ -101,10 +104,24 @@ NEEDED: tuple[str, ...] = (
 
 LATE: tuple[str, ...] = (
     "torch._dynamo.comptime.comptime",
+    "torch._dynamo.backends.debugging.boxed_nop",
+    "torch._dynamo.device_interface.CudaInterface.Worker",
+    "torch._dynamo.exc.BackendCompilerFailed",
     "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
+    "torch._dynamo.utils.counters",
     "torch._guards.TracingContext.try_get",
+    "torch._inductor.async_compile.AsyncCompile.cpp_pybinding",
+    "torch._inductor.async_compile.AsyncCompile.triton",
+    "torch._inductor.codegen.wrapper.PythonWrapperCodegen.write_get_raw_stream_header",
+    "torch._inductor.codegen.wrapper.PythonWrapperCodegen.write_triton_header_once",
+    "torch._inductor.compile_fx.compile_fx_inner",
+    "torch._inductor.compile_fx.partition_fn",
+    "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder._deduce_value",
+    "torch._inductor.scheduler.has_triton",
+    "torch._prims.rng_prims.run_and_save_rng_state",
+    "torch._prims.rng_prims.run_with_rng_state",
 )
-"""Private names that only code inside ``torch.compile`` looks up.
+"""Private names that only code inside ``torch.compile``, or around it, looks up.
 
 They cannot be checked before: to import Dynamo takes seconds, and what Dynamo traces must look names up plainly.
 """

@@ -22,6 +22,7 @@ from sacplan._program.notebook import Section, as_html
 from sacplan._program.places import StepDifference
 from sacplan._program.program import Program
 from sacplan._program.setup import SetupDifference, current_autocast, warn_of
+from sacplan._record.compiled import really_compiled
 from sacplan._record.limits import explained_limits
 from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.step import (
@@ -36,6 +37,7 @@ from sacplan._record.step import (
     resolve_batch,
 )
 from sacplan._shard.process_groups import pretended_ranks
+from sacplan._torch.compiling import uncompiled
 from sacplan._verify.measure import measured_step
 from sacplan.errors import PlanError, SumOfOutputsWarning
 
@@ -157,6 +159,7 @@ def verify(
     plan = opened(plan, Plan)
     if run not in ("fake", "real"):
         raise PlanError(f"unknown run {run!r}; known are 'fake' and 'real'.")
+    model, _ = uncompiled(model)
     check_model(model)
     # The model is checked before the batch is made, which may be a callable that takes long.
     plan.fingerprint.check_model(model)
@@ -196,7 +199,7 @@ def _verify_fake(
             model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
             mode=plan.provenance.mode, prepare=applied,
             saved="observe", mixed=plan.ranks.mixed, accumulation_steps=steps,
-            routing=plan.fingerprint.setup.routing,
+            routing=plan.fingerprint.setup.routing, compiled=plan.fingerprint.setup.compiled,
         )  # fmt: skip
     if sharding is None:
         seen = seen.on_ranks(plan.ranks)
@@ -238,12 +241,17 @@ def _verify_real(
         # Three runs: FLOPs without the plan, the peak with it, FLOPs with it. The difference of FLOPs is the
         # recomputation. The first run also finds the tensors that the loss function holds; they must count in
         # the peak.
+        # Under the mode that counts FLOPs nothing runs compiled: for a compiled step, they are those of the plan.
+        compiled = plan.fingerprint.setup.compiled
         unplanned = measured_step(step, tensors, count_flops=True)
         with put_on(model, plan) as handle:
-            seen = measured_step(step, tensors, read=unplanned.read)
+            with contextlib.nullcontext() if compiled is None else really_compiled(model, compiled, step):
+                seen = measured_step(step, tensors, read=unplanned.read)
             # Read before the run that counts FLOPs, so that they are those of the measured steps.
             differences = handle.differences
-            planned_flops = measured_step(step, tensors, count_flops=True).flops
+            again = plan.recompute_flops
+            if compiled is None:
+                again = measured_step(step, tensors, count_flops=True).flops - unplanned.flops
         # After the runs, and with the model still as it trains: ``preserved_state`` is about to restore it.
         setup = step.setup(current_autocast(here))
     in_one = plan.host_bytes if here == "cpu" else 0
@@ -251,7 +259,7 @@ def _verify_real(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes + in_one,
         budget_bytes=_budget_of(plan, spec) + in_one,
-        recompute_flops=planned_flops - unplanned.flops,
+        recompute_flops=again,
         step_ms=seen.wall_ms,
         run="real",
         source=seen.source,

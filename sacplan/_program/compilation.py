@@ -1,0 +1,43 @@
+"""Which modules of a model are compiled, and how: a value that files can hold.
+
+Compilation.of(["layers.*"], model)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from sacplan._program.elements import pattern_of
+from sacplan._program.files import Name
+
+Backend = Literal["inductor", "aot_eager"]
+
+
+class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The modules that ``torch.compile`` was called on, and its arguments.
+
+    Attributes:
+        modules: names of the modules that are compiled, each by itself; ``""`` is the model.
+        backend, mode, dynamic, fullgraph, options: as for ``torch.compile``.
+    """
+
+    modules: tuple[str, ...] = ("",)
+    backend: Backend = "inductor"
+    mode: Name | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    options: Mapping[str, bool | int | float | str] = {}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of ``torch.compile``."""
+        found = {"backend": self.backend, "dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        return {**found, "mode": self.mode, "options": dict(self.options) or None}
+
+    def __str__(self) -> str:
+        where = ", ".join(dict.fromkeys(pattern_of(fqn) for fqn in self.modules if fqn)) or "whole"
+        how = [self.backend, *([] if self.mode is None else [self.mode])]
+        return f"compiled {where} ({', '.join(how)})"

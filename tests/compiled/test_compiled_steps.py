@@ -1,0 +1,124 @@
+"""A compiled step is predicted by a dry run of the compiler. The allocator's events are the truth."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import sacplan
+from sacplan._record.step import Step
+from sacplan._verify.measure import measured_step
+from sacplan.errors import TraceError
+from tests.support.steps import bit_equal, grads_of
+from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
+
+EAGERLY = {"backend": "aot_eager"}
+WHOLE: dict[str, Any] = {"modules": [""], **EAGERLY}
+BLOCKS: dict[str, Any] = {"modules": ["layers.*"], **EAGERLY}
+BATCH = tokens(4, 64)
+
+
+@functools.cache
+def model() -> LM:
+    torch.manual_seed(0)
+    return LM(layers=2, dim=64, heads=2, dropout=0.1)
+
+
+@functools.cache
+def profile_of(blocks: bool) -> sacplan.Profile:
+    return sacplan.profile(model(), BATCH, cross_entropy, device="cpu", compile=BLOCKS if blocks else WHOLE)
+
+
+def compiled_copy(compile: dict[str, Any]) -> LM:
+    found = copy.deepcopy(model())
+    how = {name: value for name, value in compile.items() if name != "modules"}
+    for module in [found] if compile["modules"] == [""] else found.layers:
+        module.compile(**how)
+    return found
+
+
+def measured_peak(compile: dict[str, Any], optimizer: Any = None) -> int:
+    torch.compiler.reset()
+    found = compiled_copy(compile)
+    stepping = None if optimizer is None else optimizer(found.parameters())
+    step = Step(found, BATCH, cross_entropy, stepping)
+    for _ in range(2):
+        step.accumulate()
+        found.zero_grad(set_to_none=True)
+    return measured_step(step, BATCH).peak_bytes
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_peak_of_a_compiled_step_is_what_its_allocator_sees(blocks: bool) -> None:
+    assert profile_of(blocks).peak_bytes == pytest.approx(
+        measured_peak(BLOCKS if blocks else WHOLE), rel=0.005
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", [[""], ["layers.*"]])
+def test_the_peak_with_inductor_and_an_optimizer_is_what_its_allocator_sees(modules: list[str]) -> None:
+    how = {"modules": modules, "backend": "inductor"}
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+    found = sacplan.profile(model(), BATCH, cross_entropy, adamw, device="cpu", compile=how)
+    assert any(op.name.startswith("inductor.cpp_fused") for op in found.program.ops)
+    assert found.peak_bytes == pytest.approx(measured_peak(how, adamw), rel=0.005)
+
+
+def test_a_model_that_is_compiled_already_is_profiled_as_it_is_compiled() -> None:
+    in_place = compiled_copy(BLOCKS)
+    found = sacplan.profile(in_place, BATCH, cross_entropy, device="cpu")
+    assert found.peak_bytes == profile_of(True).peak_bytes
+    assert found.fingerprint.setup.compiled == profile_of(True).fingerprint.setup.compiled
+    wrapped: Any = torch.compile(copy.deepcopy(model()), backend="aot_eager")
+    assert sacplan.profile(wrapped, BATCH, cross_entropy, device="cpu").program == profile_of(False).program
+
+
+def test_compile_false_records_the_step_uncompiled() -> None:
+    found = sacplan.profile(compiled_copy(WHOLE), BATCH, cross_entropy, device="cpu", compile=False)
+    assert found.program == sacplan.profile(model(), BATCH, cross_entropy, device="cpu").program
+    assert found.peak_bytes != profile_of(False).peak_bytes
+
+
+def test_a_dry_run_leaves_the_model_as_it_was() -> None:
+    found = copy.deepcopy(model())
+    before = grads_of(found, BATCH, cross_entropy)
+    sacplan.profile(found, BATCH, cross_entropy, device="cpu", compile=WHOLE)
+    assert found._compiled_call_impl is None
+    assert bit_equal(before, grads_of(found, BATCH, cross_entropy))
+
+
+@pytest.mark.parametrize(
+    ("compile", "says"),
+    [
+        ({"backend": "cudagraphs"}, "backend 'cudagraphs'"),
+        (["blocks.*"], "'blocks.\\*', and no module"),
+        ({"backends": "inductor"}, "'backends'; known are modules, backend"),
+    ],
+)
+def test_what_cannot_be_compiled_so_is_said(compile: Any, says: str) -> None:
+    with pytest.raises(TraceError, match=says):
+        sacplan.profile(model(), BATCH, cross_entropy, device="cpu", compile=compile)
+
+
+def test_a_step_of_which_nothing_is_compiled_is_an_error() -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).sum()
+
+    left_alone = FromFunction(forward, head=torch.nn.Linear(4, 4))
+    with pytest.raises(TraceError, match="compiled nothing"):
+        sacplan.profile(left_alone, torch.zeros(2, 4), device="cpu", compile=WHOLE)
+
+
+@pytest.mark.slow
+def test_a_gpus_compiled_step_is_recorded_without_one() -> None:
+    found = sacplan.profile(model().to(torch.bfloat16), BATCH, cross_entropy, device="h100", compile=True)
+    names = {op.name for op in found.program.ops}
+    assert any(name.startswith("inductor.triton_") for name in names)
+    assert "aten._scaled_dot_product_flash_attention.default" in names
