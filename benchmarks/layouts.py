@@ -8,16 +8,13 @@ is 16 sequences, 131,072 tokens; one device also gets one at a time, of which 16
 of a rank is the memory of an H100 less a headroom of 15 %.
 
 A row is a way to run the step: the mesh, how the step is spread, what runs it, peak per rank without and with a plan,
-ms of a step, of recomputation and of exposed communication, and samples per second. Rows run by sacplan are those of
-``sacplan.layouts``. Where ranks divide the batch, two more are run by PyTorch, as ``world_size=`` and ``fsdp_units=``
-predict it: ``fsdp`` by FSDP2 (``fully_shard`` on each layer and on the model), ``ddp`` by DistributedDataParallel.
-Seconds are of the profile, of all plans of ``layouts`` together, and of each row of PyTorch; those of the processor
-tell how long it takes when nothing else runs.
+ms of a step, of recomputation and of exposed communication, and samples per second: those of ``sacplan.layouts``.
+Seconds are of the profile, of all plans of ``layouts`` together, and of a plan on the best mesh; those of the
+processor tell how long it takes when nothing else runs.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +24,10 @@ import torch
 
 import sacplan
 from benchmarks.harness.command import Parser
-from benchmarks.harness.plans import plan_or_least
 from benchmarks.harness.results import GIB, Row, write_results
 from benchmarks.harness.table import markdown_line
 from benchmarks.models.cases import empty_text, fused_adamw, llama_3_8b
 from sacplan._plan.limits import DEFAULT_HEADROOM
-from sacplan._ranks.ranks import Ranks
 
 DEVICE = "h100"
 LENGTH = 8192
@@ -107,7 +102,7 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         {
             "mesh": row.mesh,
             "name": row.name,
-            "run_by": SACPLAN if row.mesh else "",
+            "run_by": run_by(row.name),
             "fits": row.fits,
             "unplanned_peak_bytes": row.unplanned_peak_bytes,
             "peak_bytes": row.peak_bytes,
@@ -119,11 +114,6 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         for row in found.rows
     ]
     seconds = {"profile": tracing, "layouts": planning, "plan_on_best_mesh": one_mesh}
-    for run_by in PYTORCH if devices > 1 and sequences % devices == 0 else ():
-        row, seconds[run_by] = timed(
-            lambda run_by=run_by: row_of_pytorch(run_by, shape, devices, sequences, found.budget_bytes)
-        )
-        rows.append(row)
     return {
         "shape": shape,
         "devices": devices,
@@ -139,30 +129,16 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
     }
 
 
-SACPLAN, FSDP2, DDP = "sacplan", "FSDP2", "DDP"
-UNITS = ("model.layers.*", "")
-PYTORCH: dict[str, tuple[str, Sequence[str] | None]] = {FSDP2: ("fsdp", UNITS), DDP: ("ddp", None)}
-"""What runs a step of PyTorch: the name of how it is spread, and its ``fsdp_units``."""
-
-
-def row_of_pytorch(run_by: str, shape: str, devices: int, sequences: int, budget_bytes: int) -> Row:
-    """Return a row of FSDP2 or DDP. Each rank records a batch of its own."""
-    name, units = PYTORCH[run_by]
-    rank = profiled(shape, sequences // devices).on_ranks(Ranks.of(devices, units))
-    plan, least = plan_or_least(rank, budget_bytes)
-    ms = rank.step_ms + (plan.recompute_ms if plan else 0.0)
-    return {
-        "mesh": {"dp": devices},
-        "name": name,
-        "run_by": run_by,
-        "fits": plan is not None,
-        "unplanned_peak_bytes": rank.peak_bytes,
-        "peak_bytes": least,
-        "step_ms": ms,
-        "recompute_ms": plan.recompute_ms if plan else 0.0,
-        "collective_ms": math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name),
-        "samples_per_s": sequences / ms * 1e3 if plan else 0.0,
+def run_by(name: str) -> str:
+    """Return the part of PyTorch that runs a step which is spread so."""
+    words = {
+        "fsdp": "FSDP2",
+        "ddp": "DDP",
+        "megatron": "DTensor",
+        "search": "FSDP2, DTensor",
+        "one device": "",
     }
+    return ", ".join(words[word] for word in name.split(" + ")).removesuffix(", ")
 
 
 def _order(row: Row) -> tuple[bool, float]:

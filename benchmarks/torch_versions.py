@@ -42,7 +42,7 @@ CHECKS: dict[str, list[str]] = {
     ],
     "same bits": ["tests/executor/test_steps_that_differ.py", "tests/invariants/test_same_gradients.py"],
     "chunks": ["tests/chunk/test_losses.py", "tests/chunk/test_models.py"],
-    "shards on four ranks": ["tests/plan/test_mesh_ranks.py::test_plans_on_a_mesh_hold_on_ranks"],
+    "shards on four ranks": ["tests/ranks/test_mesh_plans.py"],
     "DTensors on four ranks": ["tests/ranks/test_dtensors.py::test_a_parallel_step_takes_what_was_planned"],
     "FSDP2 and DDP": ["tests/ranks/test_distributed.py"],
     "torch.compile": ["tests/recompute/test_compiled.py", "tests/recompute/test_compiled_inside.py"],

@@ -1,7 +1,6 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
 from ._apply.apply import Handle, apply
-from ._apply.code import parallel_code
 from ._classical.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
 from ._classical.fit import Fit, fit_tradeoff
 from ._classical.graph import (
@@ -46,7 +45,6 @@ from ._report.trace_events import write_memory_trace
 from ._rotor.chain import Chain
 from ._rotor.rotor import RotorResult, rotor
 from ._rotor.sequences import Rotor
-from ._shard.emit import Emission
 from ._shard.listing import Strategies, Strategy, strategies
 from ._solve.greedy import Greedy
 from ._solve.milp import Milp
@@ -84,7 +82,6 @@ __all__ = [
     "DeviceError",
     "DeviceMemory",
     "DeviceSpec",
-    "Emission",
     "Fit",
     "FitRow",
     "Graph",
@@ -144,7 +141,6 @@ __all__ = [
     "max_batch",
     "memory_figure",
     "module_table",
-    "parallel_code",
     "parse_module_info",
     "plan",
     "plan_smallest",

@@ -187,7 +187,7 @@ def _of_another_step(found: Profile, seen: Verification, budget_bytes: int) -> I
 
 
 def _verdict(found: Profile, peak: int, budget_bytes: int) -> Iterator[str]:
-    rank = " on each rank" if found.ranks.world_size > 1 else ""
+    rank = " on each rank" if found.ranks.devices > 1 else ""
     yield (
         f"the step of {found.fingerprint.model_class} takes {format_bytes(peak)}{rank} on {found.device}: "
         f"{format_difference(peak, budget_bytes)} over the budget of {format_bytes(budget_bytes)} ({peak} bytes "

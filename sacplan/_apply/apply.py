@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from sacplan._apply.spread import SpreadModel
 from sacplan._apply.watch import Watched
 from sacplan._executor.stand_ins import StandIn
 from sacplan._plan.plan import Plan, PlanOrPath
@@ -17,56 +18,9 @@ from sacplan._program.names import folded_names
 from sacplan._program.places import StepDifference
 from sacplan._program.setup import Setup, warn_of
 from sacplan._record.step import own_checkpointing
-from sacplan._shard.executor.install import spread
-from sacplan._shard.placements import parse_layout
-from sacplan._shard.process_groups import device_mesh_of
-from sacplan._shard.sharding import Sharding
 from sacplan._technique.technique import Installed, ToInstall
 from sacplan._techniques import by_technique
 from sacplan.errors import PlanError, PlanMismatch
-
-
-class SpreadModel:
-    """A sharding that is applied to a model. It is removed together with what the techniques installed.
-
-    Raises:
-        PlanError: there is no process group, or it has another number of ranks.
-    """
-
-    units: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        sharding: Sharding,
-        device_mesh: DeviceMesh | None = None,
-        check: bool = True,
-    ) -> None:
-        mesh = sharding.mesh
-        # All ranks of the default group, on the kind of device that the parameters are on.
-        if device_mesh is None:
-            device = next((p.device.type for p in model.parameters()), "cpu")
-            device_mesh = device_mesh_of(device, mesh.ranks, mesh.names)
-        homes = {pattern: parse_layout(text) for pattern, text in sharding.homes.items()}
-        self._spread = spread(model, mesh, device_mesh, homes, sharding.places, check=check)
-
-    @property
-    def differences(self) -> tuple[StepDifference, ...]:
-        """Redistributions of the plan that no op of the steps so far asked for. Empty before the first step."""
-        # Before a step every redistribution would count as one that no op asked for.
-        if not self._spread.has_run:
-            return ()
-        return tuple(StepDifference(p.unit, "", None, str(p)) for p in self._spread.never_met)
-
-    def forget_differences(self) -> None:
-        """Do nothing: ``differences`` always covers all steps so far."""
-
-    def check_removable(self) -> None:
-        """Do nothing: a sharding can be removed at any time."""
-
-    def remove(self) -> None:
-        """Put unsharded parameters back on all ranks."""
-        self._spread.remove()
 
 
 class Handle:
@@ -139,19 +93,18 @@ def apply(
         check: in the first step, compare checksums of recomputed tensors with those of what autograd saved. This
             detects kernels that are not deterministic or write where PyTorch cannot see it, and costs that
             step a reduction and a synchronization for each discarded tensor. In every step on a CPU, also compare
-            a few bytes of what recomputation starts from. On a mesh, also compare the batches of all ranks in the
-            first step, and the shapes in each step.
+            a few bytes of what recomputation starts from.
         mesh: for a plan on a mesh, the ranks (``torch.distributed.device_mesh``); default: one over all of the default
             process group's.
 
     A plan on a mesh is applied on all of its ranks, to a model that is whole on each, before the optimizer is made.
-    Parameters become DTensors with the placements of the plan. So do their gradients and the optimizer's state, which
-    ``torch.distributed.checkpoint`` saves and loads. The model is called with the same whole inputs on each rank.
-    Ranks may be seeded differently: at the beginning of a step all copy the state of rank 0's generators, since
-    replicated random numbers must be equal on all ranks.
+    This calls ``parallelize_module`` and ``fully_shard``, or ``replicate``, as ``plan.code()`` prints them. Each rank
+    of an axis for data then calls the model with its own part of the batch. ``handle.remove()`` leaves the model
+    spread.
 
     Raises:
-        PlanMismatch: the plan was made for another model; names the first difference. Or ranks have different plans.
+        PlanMismatch: the plan was made for another model; names the first difference. Or ranks have different plans, or
+            models of different values.
         PlanError: a plan is applied to this model already, the plan's units nest, or the model is wrapped or
             compiled already.
 
@@ -176,11 +129,12 @@ def put_on(
     check: bool = True,
     mesh: DeviceMesh | None = None,
     watched: bool = False,
+    spread: bool = True,
 ) -> Handle:
     """Apply a plan without comparing the setup of the model with the one that was planned for.
 
     If a technique fails, what the ones before it installed is removed again. If ``watched``, calls of the model are
-    compared with the planned ones.
+    compared with the planned ones. Not ``spread``: the model is spread over the mesh of the plan already.
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
@@ -191,14 +145,16 @@ def put_on(
     _check_units(model, plan)
     installed: list[Installed] = []
     try:
-        # The sharding first: techniques install themselves on modules whose parameters are those that will
-        # run. ``Handle.remove`` goes the other way.
-        if plan.ranks.sharding is not None:
-            installed.append(SpreadModel(model, plan.ranks.sharding, mesh, check))
+        # Tensors first: techniques install themselves on modules whose parameters are those that will run.
+        over = SpreadModel(model, plan, mesh) if spread and plan.ranks.sharding is not None else None
+        if over is not None:
+            installed.append(over)
         for technique, own in by_technique(plan.decisions):
             installed.append(technique.install(ToInstall(model, own, plan.recorded, check)))
         if watched:
             installed.append(Watched(model, plan))
+        if over is not None:
+            over.spread_data()
     # Also after an interrupt: a model that is half changed would be refused by the next ``apply``.
     except BaseException:
         Handle(installed).remove()

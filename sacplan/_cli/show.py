@@ -70,7 +70,7 @@ def sections_shown(sections: Sequence[Section]) -> list[Table | str]:
 
 
 def _device(text: str, ranks: Ranks, program: Program | None = None) -> tuple[str, str]:
-    return "device", text if ranks.world_size == 1 else f"{text}, {ranks_text(ranks, program)}"
+    return "device", text if ranks.devices == 1 else f"{text}, {ranks_text(ranks, program)}"
 
 
 def target_facts(target: Target | None, output: Path | None = None) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
         ]
     )
     tables = [summary]
-    if plan.ranks.sharding is not None:
+    if plan.ranks.sharding is not None and plan.ranks.sharding.styles:
         tables.append(_sharding_table(plan.ranks.sharding))
     if plan.chunks:
         tables.append(_chunks_table(plan, profile))
@@ -229,14 +229,8 @@ def _sharding_pairs(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _sharding_table(sharding: Sharding) -> Table:
-    """Return the placements of parameters, and those that inputs of ops are redistributed to."""
-    rows = [[pattern, layout, ""] for pattern, layout in sharding.homes.items()]
-    # An input that may have any layout has no text, and is not named.
-    for place in sharding.places:
-        where = f"{place.unit or 'the model'}: {place.op.removeprefix('aten.')}"
-        inputs = "; ".join(f"input {i} as {text}" for i, text in enumerate(place.inputs) if text)
-        rows.append([where, "", inputs])
-    return table([f"on {sharding.mesh}", "lies as", "is given"], rows)
+    """Return what ``parallelize_module`` is given."""
+    return table([f"on {sharding.mesh}", "style"], [[*item] for item in sharding.styles.items()])
 
 
 def chunk_pairs(plan: Plan) -> list[tuple[str, str]]:
@@ -356,7 +350,7 @@ def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any])
         [
             model_row(facts, plan.fingerprint.model_class),
             # All peaks below are those of one rank, so a row says how many there are.
-            *([_device(plan.device, plan.ranks)] if plan.ranks.world_size > 1 else []),
+            *([_device(plan.device, plan.ranks)] if plan.ranks.devices > 1 else []),
             ("budget", size(seen.budget_bytes)),
             ("planned", size(seen.predicted_peak_bytes)),
             ("seen", f"{size(seen.peak_bytes)}, {seen.source}"),

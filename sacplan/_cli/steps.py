@@ -203,7 +203,7 @@ def verify(
     An hf: target is made as it was for the plan, whose file says how; options given here take precedence.
     """
     plan = sources.saved_plan(plan_file)
-    if run == "real" and plan.ranks.world_size > 1:
+    if run == "real" and plan.ranks.devices > 1:
         raise TargetError(
             f"--run real: {plan_file} is for {show.ranks_text(plan.ranks)}, but the whole model would run here. Use "
             "--run fake, whose step is that of one rank."

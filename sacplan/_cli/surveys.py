@@ -82,7 +82,7 @@ def frontier(
         "rows": rows,
     }
     notes = show.saved("frontier", output)
-    if profile.ranks.world_size > 1:
+    if profile.ranks.devices > 1:
         notes.insert(0, f"all figures are those of {show.ranks_text(profile.ranks, profile.program)}")
     return CommandResult(facts, [rows_table(_FRONTIER, rows, _FRONTIER_OPTIONAL)], notes)
 
@@ -279,11 +279,9 @@ def layouts(
 ) -> CommandResult:
     """Peak and time of a step, per rank, on each mesh of a number of devices: data, sharded and tensor parallel.
 
-    The batch is of all ranks together. By default an hf: target gets one sample for each of them. All rows are run by
-    sacplan; for FSDP2 and DDP of PyTorch see sacplan plan --world-size.
+    The batch is of all ranks together. By default an hf: target gets one sample for each of them.
     """
     import sacplan
-    from sacplan._questions.layouts import RUN_BY
 
     check_output(output, "plan", force=force)
     allowed = sources.check_early_of_device(asked)
@@ -328,9 +326,6 @@ def layouts(
         ("batch", f"{found.batch_size}, of all ranks together"),
         ("budget", f"{show.size(found.budget_bytes)} on each rank"),
     ]
-    # Other figures hold for DDP and FSDP2, so the table says who runs the step.
-    if found.devices > 1:
-        said.append(("run by", RUN_BY))
     return CommandResult(
         facts, [pairs(said), rows_table(_LAYOUTS, [_shown(row) for row in rows], _LAYOUTS_OPTIONAL)], notes
     )

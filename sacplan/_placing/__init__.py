@@ -1,1 +1,1 @@
-"""The search for placements: an integer program on the values of a step, one axis of a mesh after the other."""
+"""Tensor parallelism: which modules ``parallelize_module`` may cut so that ranks still compute what the model does."""

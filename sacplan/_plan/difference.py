@@ -55,10 +55,10 @@ def difference(first: PlanValue, second: PlanValue) -> PlanDifference:
         for label in dict.fromkeys((*rows[0], *rows[1]))
         if label in ("peak", "recompute") or rows[0].get(label) != rows[1].get(label)
     }
-    homes = [dict(plan.ranks.sharding.homes) if plan.ranks.sharding else {} for plan in (first, second)]
-    for name in dict.fromkeys((*homes[0], *homes[1])):
-        if homes[0].get(name) != homes[1].get(name):
-            figures[f"{name} lies as"] = (homes[0].get(name, "replicated"), homes[1].get(name, "replicated"))
+    styles = [dict(plan.ranks.sharding.styles) if plan.ranks.sharding else {} for plan in (first, second)]
+    for name in dict.fromkeys((*styles[0], *styles[1])):
+        if styles[0].get(name) != styles[1].get(name):
+            figures[f"style of {name}"] = (styles[0].get(name, "none"), styles[1].get(name, "none"))
     # Compared by call sites as seen from the model, so it does not matter which units the two plans have.
     again = [{value.at: value for value in values_of(plan)[1]} for plan in (first, second)]
     only = [[value for at, value in one.items() if at not in other] for one, other in (again, again[::-1])]

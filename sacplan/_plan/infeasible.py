@@ -261,7 +261,7 @@ class _Alternatives:
         """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
         profile = self.profile
         # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
-        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
+        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.devices > 1:
             return ""
         # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so
         # the model does not run again.
@@ -308,7 +308,7 @@ def handed_out(made: Plan, spec: DeviceSpec) -> Plan:
 
 def _does_not_fit(made: Plan, spec: DeviceSpec) -> str:
     """Return by which figures a plan does not fit its device, and what to do; empty if it fits."""
-    rank = " on each rank" if made.ranks.world_size > 1 else ""
+    rank = " on each rank" if made.ranks.devices > 1 else ""
     has = f"{spec.name} has {format_bytes(spec.memory_bytes)}"
     advice = "Try a smaller batch, several devices, or a device with more memory."
     # Not even the tensors fit, so no setting of the allocator helps.

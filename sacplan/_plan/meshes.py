@@ -1,26 +1,24 @@
-"""Plans on a mesh: named shardings, and those that a search finds, each with recomputation and chunks.
+"""Plans on a mesh: ways to spread a step that PyTorch carries out, each with recomputation and chunks.
 
-sacplan itself runs all of them. For each sharding, the step is rewritten to the program of one rank, and that is
-planned like any other step. The fastest plan that holds the budget wins:
+A way is a list of PyTorch's own calls: ``parallelize_module`` with a style for each module, and ``fully_shard``
+or replicas. The step of one rank is recorded with these calls, and planned like any other step. The fastest plan
+that holds the budget wins:
 
-1. Make the shardings: by name on every mesh, then one search on every mesh for the fastest, and one for the fastest
-   under the budget.
-2. Plan each with a quick solver, by rising step time. A plan only adds time, so this ends as soon as the next sharding
+1. Make the ways: by name on every mesh, then tensor parallelism that cuts less than ``"megatron"``.
+2. Plan each with a quick solver, by rising step time. A plan only adds time, so this ends as soon as the next way
    is slower without a plan than the best one is with its plan.
-3. If none holds the budget, search for the shardings with the smallest peaks, and plan those.
-4. Plan the shardings within ``_CLOSE`` of the fastest with the solver that was asked for.
+3. Plan the ways within ``_CLOSE`` of the fastest with the solver that was asked for.
 
-This is a heuristic. Nothing is proved about other shardings: ``Plan.gap`` and ``Plan.lower_bound_ms`` are about
-recomputation with the chosen one. A sharding that only the careful solver would bring in front is missed if the quick
+This is a heuristic. Nothing is proved about other ways: ``Plan.gap`` and ``Plan.lower_bound_ms`` are about
+recomputation with the chosen one. A way that only the careful solver would bring in front is missed if the quick
 one puts it further behind than ``_CLOSE``.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,21 +26,20 @@ from typing import Any
 from msgspec import structs
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._placing.data_parallel import with_data_parallel
-from sacplan._placing.shardings import Sought, searched, tensor_parallel
+from sacplan._placing.styles import Also, tensor_parallel
 from sacplan._plan.infeasible import infeasible_on_mesh
 from sacplan._plan.make import Outcome, outcome_of
 from sacplan._plan.plan import Plan
 from sacplan._plan.request import Request
-from sacplan._profile.profile import Profile
+from sacplan._profile.profile import NO_SOURCE, Profile
 from sacplan._program.budget import is_share
 from sacplan._ranks.ranks import Ranks
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
 from sacplan._techniques import TECHNIQUES
-from sacplan.errors import PlanError
+from sacplan.errors import PlanError, TraceError
 
-_DATA, _TENSOR = ("ddp", "fsdp"), "megatron"
+_DATA, _TENSOR, _SEARCH = ("ddp", "fsdp"), "megatron", "search"
 POLICIES = (*_DATA, _TENSOR)
 """Names of shardings."""
 
@@ -52,32 +49,33 @@ SHARD = "shard"
 
 @dataclass(frozen=True)
 class Spread:
-    """A step with one sharding.
+    """A step that is spread over a mesh in one way.
 
     Attributes:
-        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, two of them, or ``"search"``.
+        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
         whole: The profile of the whole model on one device.
-        sharding: The mesh, and the placements of the parameters and of some inputs.
-        limited: Whether the search for the sharding stopped at its limit of work.
+        ranks: The mesh, and what PyTorch is told.
     """
 
     name: str
     whole: Profile
-    sharding: Sharding
-    limited: bool = False
+    ranks: Ranks
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        assert self.ranks.sharding is not None
+        return self.ranks.sharding.mesh
 
     @cached_property
     def profile(self) -> Profile:
         """The profile of one rank."""
-        return self.whole.on_ranks(Ranks.spread(self.sharding))
+        return self.whole.on_ranks(self.ranks)
 
     def named(self, plan: Plan) -> Plan:
-        """Return the plan with the name of the sharding in its provenance."""
+        """Return the plan with the name of the way in its provenance."""
         options = {**plan.provenance.options, "sharding": self.name}
-        named = structs.replace(plan.provenance, options=options)
-        if self.limited:
-            named = named.with_limit("the search for a sharding")
-        return structs.replace(plan, provenance=named)
+        return structs.replace(plan, provenance=structs.replace(plan.provenance, options=options))
 
 
 def devices_of(text: str, spec: DeviceSpec) -> int:
@@ -132,61 +130,46 @@ def meshes_of(devices: int, spec: DeviceSpec) -> tuple[Mesh, ...]:
 
 
 def spreads(
-    profile: Profile, mesh: Mesh, limits: Sequence[int] = (), names: Sequence[str] | None = None
+    profile: Profile, mesh: Mesh, names: Sequence[str] | None = None, *, search: bool = False
 ) -> Iterator[Spread]:
-    """Yield ways to spread a step over a mesh: the named ones, then those that the search finds.
-
-    Equal shardings are yielded once, and ways that spread nothing are left out.
+    """Yield ways to spread a step over a mesh: the named ones, then those of a search; equal ones once.
 
     Args:
         profile: The profile of the whole model on one device.
-        mesh: The ranks. A named way may use the last axis for tensor parallelism, and uses the others for data
-            parallelism. The search knows no such roles.
-        limits: Peaks in bytes, before recomputation. For each, the search looks for the fastest sharding under it; 0
-            means no limit.
+        mesh: The ranks. A way may use the last axis for tensor parallelism, and uses the others for data parallelism.
         names: Which named ways; None for all of them.
+        search: Whether to yield tensor parallelism that cuts less than ``"megatron"``, too.
 
     Raises:
         PlanError: The step cannot be spread over this mesh in any of the ways. It says why for each.
     """
-    # Each sharding is made in the loop below, where an error becomes the reason why its way is left out.
-    makers: list[tuple[str, Callable[[], Sought]]] = [
-        (name, functools.partial(named_sharding, profile, mesh, name))
-        for name in (_names(mesh) if names is None else names)
-    ]
-    makers += [("search", functools.partial(searched, profile, mesh, limit)) for limit in limits]
+    every: tuple[Also, ...] = ("embeddings", "others")
+    asked = [(name, every) for name in (_names(mesh) if names is None else names)]
+    asked += [(_SEARCH, less) for less in ((), *((one,) for one in every)) if search]
     # Several ways are often refused for one reason, which the error then gives once.
     refused: dict[str, list[str]] = {}  # by reason
-    seen, is_any = set[str](), False
-    for name, make in makers:
+    seen = set[str]()
+    for name, also in asked:
         try:
-            spread = Spread(name, profile, *make())
-            # Seen under another name, or without any tensor that is cut. Neither is an error.
-            if repr(spread.sharding) in seen or not _is_spread(spread.sharding):
+            spread = way(profile, mesh, name, also)
+            if repr(spread.ranks) in seen:
                 continue
-            seen.add(repr(spread.sharding))
-            # Computed now: if the step cannot run with this sharding, the error belongs to this way.
+            # Recorded now: if the step cannot run so, the error belongs to this way.
             _ = spread.profile
-        except PlanError as error:
+        except (PlanError, TraceError) as error:
             refused.setdefault(str(error), []).append(name)
             continue
-        is_any = True
+        seen.add(repr(spread.ranks))
         yield spread
-    if not is_any:
+    if not seen:
         reasons = " ".join(
             f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in refused.items()
         )
         raise PlanError(f"the step cannot be spread over mesh {mesh}. {reasons}".rstrip())
 
 
-def _is_spread(sharding: Sharding) -> bool:
-    return bool(sharding.homes or sharding.places)
-
-
 def _names(mesh: Mesh) -> tuple[str, ...]:
-    if len(mesh.axes) == 1:
-        return POLICIES
-    return (*_DATA, *(f"{data} + {_TENSOR}" for data in _DATA))
+    return POLICIES if len(mesh.axes) == 1 else (*_DATA, f"fsdp + {_TENSOR}")
 
 
 def names_by_role(mesh: Mesh) -> tuple[str, ...]:
@@ -201,7 +184,7 @@ def described_name(name: str, mesh: Mesh) -> str:
     words = name.split(" + ")
     if not set(words) <= set(POLICIES):
         return name
-    # As in ``named_sharding``, tensor parallelism has the last axis, and data parallelism all others.
+    # As in ``way``, tensor parallelism has the last axis, and data parallelism all others.
     axes = list(mesh.names)
     tensor = [axes.pop()] if _TENSOR in words else []
     parts = [f"batch cut over {' and '.join(axes)}"] if axes else []
@@ -209,47 +192,51 @@ def described_name(name: str, mesh: Mesh) -> str:
     return f"{name} ({', '.join(parts)})"
 
 
-def named_sharding(profile: Profile, mesh: Mesh, name: str) -> Sought:
-    """Return a sharding by its name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, or ``"fsdp + megatron"`` and its like.
+def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddings", "others")) -> Spread:
+    """Return a way to spread a step by its name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, or ``"fsdp + megatron"``.
+
+    ``also`` says what tensor parallelism cuts beside pairs of columns and rows.
 
     Raises:
-        PlanError: The name is unknown, or the number of ranks does not divide what the sharding has to cut.
-    """
-    words = name.split(" + ")
-    if not set(words) <= set(POLICIES) or len(words) > 2 or words[1:] not in ([], [_TENSOR]):
-        raise PlanError(
-            f"sharding {name!r} is not known; it is one of {', '.join(map(repr, POLICIES))}, or 'fsdp + {_TENSOR}'."
-        )
-    found, limited, axes = Sharding(mesh), False, mesh.names
-    if _TENSOR in words:
-        found, limited = tensor_parallel(profile, mesh)
-        axes = axes[:-1]
-    # The other axes are for data parallelism. Beside ``megatron`` alone it is that of ``ddp``, in which every rank has
-    # all parameters.
-    data = words[0] if words[0] != _TENSOR else "ddp"
-    for axis in axes:
-        found = with_data_parallel(found, axis, profile, cut_parameters=data == "fsdp")
-    return Sought(found, limited)
-
-
-def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
-    """Return a step with a sharding by its name.
-
-    Raises:
-        PlanError: As for ``named_sharding``; or ``mesh`` stands for several meshes; or nothing would be spread.
+        PlanError: The name is unknown, ``mesh`` stands for several meshes, PyTorch has no such way on it, or the number
+            of ranks does not divide what has to be cut.
     """
     meshes = resolve_mesh(mesh, profile.spec)
     if len(meshes) != 1:
         raise PlanError(
             f"mesh {mesh!r} stands for several meshes; name the axes, such as {{'dp': 4, 'tp': 2}}."
         )
-    sharding, limited = named_sharding(profile, meshes[0], name)
-    if not _is_spread(sharding):
+    mesh, words = meshes[0], name.split(" + ")
+    if name not in (*POLICIES, f"fsdp + {_TENSOR}", f"ddp + {_TENSOR}", _SEARCH):
         raise PlanError(
-            f"{name!r} spreads nothing of this step over mesh {meshes[0]}: no op that takes parameters can be cut along"
-            " the batch. Leave the sharding to sacplan.plan, or plan without a mesh."
+            f"sharding {name!r} is not known; it is one of {', '.join(map(repr, POLICIES))}, or 'fsdp + {_TENSOR}'."
         )
-    return Spread(name, profile, sharding, limited)
+    has_tensors = words[-1] in (_TENSOR, _SEARCH)
+    data = Mesh(mesh.axes[:-1] if has_tensors else mesh.axes)
+    if has_tensors and data.size > 1 and words[0] in ("ddp", _TENSOR):
+        raise PlanError(
+            "DistributedDataParallel does not take a model that parallelize_module has cut: with tensor parallelism, "
+            f"the other axes of mesh {mesh} are for fully_shard: 'fsdp + {_TENSOR}'."
+        )
+    styles: dict[str, str] = {}
+    if has_tensors:
+        if profile.source is None:
+            raise PlanError(NO_SOURCE)
+        styles = tensor_parallel(profile, profile.source.model, mesh.axes[-1], also)
+    units = None if words[0] in ("ddp", _TENSOR) else _units(profile)
+    return Spread(name, profile, Ranks.on_mesh(Sharding(mesh, styles), units))
+
+
+def _units(profile: Profile) -> tuple[str, ...]:
+    """Return the modules for ``fully_shard``: the layers of each outermost stack, as a pattern, and the model."""
+    found = []
+    for name, _, _ in profile.fingerprint.parameters:
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        # ``*`` alone would match all modules.
+        if at is not None:
+            found.append(".".join([*parts[:at], "*"]) if at else parts[0])
+    return (*dict.fromkeys(found), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +290,7 @@ def tried(ways: Iterable[Spread], request: Request, *, all_of_them: bool = False
     """Plan each way, by rising step time. Unless ``all_of_them``, stop when no other way can be faster."""
     found: list[TriedSpread] = []
     best = math.inf
-    for spread in sorted(ways, key=lambda way: way.profile.step_ms):
+    for spread in sorted(ways, key=lambda each: each.profile.step_ms):
         if spread.profile.step_ms >= best and not all_of_them:
             break  # a plan only adds time, and the ways that follow are slower still
         outcome = outcome_of(request, spread.profile)
@@ -316,26 +303,6 @@ def tried(ways: Iterable[Spread], request: Request, *, all_of_them: bool = False
 
 _CLOSE = 0.05
 """A way is planned carefully if its quick plan takes at most this share more time than the fastest one."""
-
-
-def _smallest(profile: Profile, meshes: Sequence[Mesh], known: Sequence[Spread]) -> list[Spread]:
-    """Return the shardings with the smallest peaks that the search finds and that are not known yet.
-
-    The search for the fastest under a budget works with estimated peaks, so its result may miss the budget by a little.
-    """
-    found = {repr(way.sharding): way for mesh in meshes for way in _found(profile, mesh)}
-    # Those are planned for already, and the same sharding gives the same plan.
-    for way in known:
-        found.pop(repr(way.sharding), None)
-    return list(found.values())
-
-
-def _found(profile: Profile, mesh: Mesh) -> list[Spread]:
-    try:
-        # No sharding keeps a limit of one byte, and the search then returns the one with the smallest peak.
-        return [way for way in spreads(profile, mesh, (1,)) if way.name == "search"]
-    except PlanError:  # the same reasons are in the error about the other ways
-        return []
 
 
 def on_meshes(request: Request, profile: Profile, mesh: Any) -> Outcome:
@@ -365,13 +332,13 @@ def on_meshes(request: Request, profile: Profile, mesh: Any) -> Outcome:
 
 
 def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
-    if profile.ranks.world_size > 1:
+    if profile.ranks.devices > 1:
         raise PlanError(
             "the profile is that of one of several ranks; a mesh is planned for from a profile of the whole model."
         )
     # Only ``"best"`` is several solvers, of which one is quick. Another solver is asked for every sharding.
     quick = replace(request, solver="greedy") if request.solver == "best" else request
-    meshes, shared = resolve_mesh(mesh, profile.spec), is_share(request.limit.budget)
+    meshes = resolve_mesh(mesh, profile.spec)
     ways: list[Spread] = []
     refused: list[str] = []
     for each in meshes:
@@ -379,19 +346,13 @@ def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
             # The user has named the axes of a single mesh, so any role is possible on it. The meshes of a number of
             # devices are our own, and so are the names of their axes.
             names = names_by_role(each) if isinstance(mesh, (int, str)) else None
-            # A share refers to a peak that is known only with the sharding, so the search gets no limit for it.
-            limits = (0,) if shared else (0, request.limit.room(profile.spec, each.communicators).n_bytes)
-            ways += spreads(profile, each, limits, names)
+            ways += spreads(profile, each, names, search=True)
         except PlanError as error:
             refused.append(str(error))
     # One mesh may be refused as long as there is another. The reasons count only if there is none.
     if not ways:
         raise PlanError(" ".join(refused))
     found = tried(ways, quick)
-    # The search for shardings knows of no recomputation, and its peaks are estimates: the sharding with the smallest
-    # peak gives a plan the most room.
-    if all(one.outcome.plan is None for one in found):
-        found += tried(_smallest(profile, meshes, ways), quick)
     fastest = min(one.step_ms for one in found)
     near = [one for one in found if one.step_ms <= fastest * (1 + _CLOSE)]  # all, if none holds the budget
     # Planned again with the solver that was asked for. The quick plans stay in the list, since they may turn out
@@ -404,6 +365,7 @@ def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
     without = [(one.spread, one.outcome.error) for one in found if one.outcome.error is not None]
     least, nearest = min(without, key=lambda each: each[1].smallest_feasible_bytes / each[1].budget_bytes)
     where = " or ".join(map(str, meshes))
+    shared = is_share(request.limit.budget)
     failed = infeasible_on_mesh(profile, least.profile, nearest, where, least.name, is_share=shared)
     return Outcome(least.profile, None, failed.smallest_feasible_bytes, failed)
 

@@ -93,6 +93,19 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
             columns=["module", "discard_ratio", "recompute_ms", "discarded_sites", "kept_sites"],
         ).set_index("module")
 
+    def code(self) -> str:
+        """Return the calls of PyTorch that spread the model over the mesh of the plan, as ``sacplan.apply`` makes them.
+
+        Raises:
+            PlanError: The plan is not for a mesh.
+        """
+        if self.ranks.sharding is None:
+            raise PlanError(
+                "the plan spreads nothing over ranks; make one with sacplan.plan(profile, budget, mesh=...)."
+            )
+        kind = "cpu" if self.device == "cpu" else "cuda"
+        return self.ranks.sharding.code(kind, self.ranks.fsdp_units)
+
     @checked(PlanError)
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (``docs/files.md``), compressed if the name ends in ``.gz``.

@@ -27,7 +27,7 @@ from msgspec import structs
 from sacplan._chunk.entries import ChunkOptions, entry_size, loss_chunks
 from sacplan._plan.infeasible import handed_out, looking_for_plans
 from sacplan._plan.make import MadeBy, plan_by_hand
-from sacplan._plan.meshes import POLICIES, spread_of
+from sacplan._plan.meshes import POLICIES, way
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
@@ -137,7 +137,7 @@ def policy(
 
 def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:
     """Return the plan of a named sharding, without recomputation."""
-    spread = spread_of(profile, mode, mesh)
+    spread = way(profile, mesh, mode)
     made = policy("none", profile=spread.profile)
     provenance = structs.replace(
         made.provenance,

@@ -30,8 +30,8 @@ def plan_sections(plan: PlanValue) -> list[Section]:
     """Return a plan in words: its figures, then a section for each kind of layer."""
     sections = [Section(f"Plan for {plan.fingerprint.model_class} on {plan.device}", plan_rows(plan))]
     if plan.ranks.sharding is not None:
-        homes = tuple(plan.ranks.sharding.homes.items())
-        sections.append(Section(f"Parameters on mesh {plan.ranks.sharding.mesh}", homes))
+        styles = tuple(plan.ranks.sharding.styles.items())
+        sections.append(Section(f"Modules on mesh {plan.ranks.sharding.mesh}", styles))
     for layer in read_layers(plan):
         rows = [
             ("keeps", amount(layer.kept, len(layer.layers))),
@@ -71,7 +71,7 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         ("parameters", f"{fingerprint.n_parameters:,}, {fingerprint.dtype or 'none'}"),
         ("batch", fingerprint.batch_in_words),
         ("set up as", setup),
-        ("ranks", "" if plan.ranks.world_size == 1 else ranks_text(plan.ranks)),
+        ("ranks", "" if plan.ranks.devices == 1 else ranks_text(plan.ranks)),
         ("budget", "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes) + whence(plan)),
         (
             "peak",
@@ -197,16 +197,16 @@ def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
 
     With its program, this includes how many modules each pattern of FSDP2 units matches.
     """
-    if ranks.world_size == 1:
+    if ranks.devices == 1:
         return "one device"
-    if ranks.sharding is not None:
-        how = f"mesh {ranks.sharding.mesh}"
-    elif ranks.fsdp_units is None:
-        how = "DistributedDataParallel"
+    if ranks.fsdp_units is None:
+        how = "parallelize_module" if ranks.world_size == 1 else "DistributedDataParallel"
     else:
         how = "fully_shard: " + ", ".join(_unit(pattern, program) for pattern in ranks.fsdp_units)
         how += f"; {ranks.options}" if str(ranks.options) else ""
-    return f"one of {ranks.world_size} ranks, run by {ranks.run_by} ({how})"
+    if ranks.sharding is not None:
+        how = f"mesh {ranks.sharding.mesh}, {how}"
+    return f"one of {ranks.devices} ranks, run by {ranks.run_by} ({how})"
 
 
 def _unit(pattern: str, program: Program | None) -> str:

@@ -139,12 +139,12 @@ def without_optimizer(of: Profile) -> Profile:
         or (code in (_ALLOC, _FREE) and arg in gone)
     }
     patch = Patch(events=events, resized=dict.fromkeys(gone, 0))
-    return dataclasses.replace(of, recorded=program.with_(patch))
+    return dataclasses.replace(of, recorded=program.with_(patch), source=None)
 
 
 def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
     """Return a step without an optimizer with this one put behind its backward pass."""
-    return dataclasses.replace(of, recorded=program_with_optimizer(of.recorded, step))
+    return dataclasses.replace(of, recorded=program_with_optimizer(of.recorded, step), source=None)
 
 
 def with_other_optimizer(of: Profile, make: Factory) -> Profile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
@@ -39,8 +39,9 @@ from sacplan._record.step import (
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
+from sacplan._shard.sharding import Sharding
 from sacplan._techniques import rewritten
-from sacplan.errors import PlanError, TraceError
+from sacplan.errors import PlanError, SacplanError, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,6 +61,50 @@ Decided: TypeAlias = HasDecisions | Iterable[Decision] | Discarded
 """A plan, its decisions, or a mapping of units to the call sites that they discard."""
 
 
+NO_SOURCE = (
+    "the step of a rank on a mesh is recorded from the model, which a profile from a file does not have: make the "
+    "profile with sacplan.profile where you plan."
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """The model that a profile was made from, as long as it is in the process that made it.
+
+    Attributes:
+        model: of the user.
+        again: records the step once more, with other keyword arguments of ``trace_step``.
+    """
+
+    model: torch.nn.Module
+    again: Callable[..., Profile]
+    _known: dict[Any, Profile] = field(default_factory=dict)
+
+    def on(self, sharding: Sharding) -> Profile:
+        """Return the step of a rank. It is recorded once for all meshes that differ in names.
+
+        Raises:
+            PlanError: it does not run so.
+        """
+        key = (
+            tuple(sharding.styles.items()),
+            sharding.mesh.ranks[-1] if sharding.styles else 1,
+            sharding.data.size,
+        )
+        if key not in self._known:
+            try:
+                self._known[key] = self.again(sharding=sharding)
+            except SacplanError:
+                raise
+            # Whatever the user's code, or torch, makes of parts.
+            except Exception as error:
+                raise PlanError(
+                    f"the step does not run on mesh {sharding.mesh} as PyTorch would spread it: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return dataclasses.replace(self._known[key], ranks=Ranks(sharding=sharding), source=self)
+
+
 @dataclass(frozen=True)
 class Profile:
     """One recorded step, from which plans are made. Frozen; ``save`` and ``load`` it.
@@ -72,6 +117,7 @@ class Profile:
         mode: ``"train"`` or ``"inference"``.
         rules: what a fake trace took for granted where sizes or values depend on data, a sentence each.
         ranks: over how many ranks the step is spread, and how.
+        source: what it was recorded from; None of a profile from a file, and of a step that was computed.
     """
 
     MADE_BY: ClassVar[str] = "sacplan.profile(model, batch)"
@@ -84,30 +130,29 @@ class Profile:
     mode: Mode = "train"
     rules: tuple[str, ...] = ()
     ranks: Ranks = ONE_RANK
+    source: Source | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields alone, without cached values."""
-        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        return type(self), tuple(self._saved().values())
 
-    def that_runs_again(self, again: Callable[[Any], Profile]) -> Profile:
-        """Return the profile of a compiled step, with a way to run it again: ``again(prepare)``, see ``run_again``."""
-        vars(self)["_again"] = again
-        return self
+    def _saved(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "source"}
 
     def run_again(self, prepare: Callable[[torch.nn.Module], Any] | None) -> Profile:
         """Run a compiled step again, dry: with what ``prepare`` applies to its model, or uncompiled if it is None.
 
         Raises:
-            PlanError: the profile is from a file, which holds no model.
+            PlanError: the profile is from a file, which holds no model, or that of one of several ranks.
         """
-        again = vars(self).get("_again")
-        if again is None:
+        if self.source is None or self.ranks != ONE_RANK:
             raise PlanError(
                 "a plan for a compiled step is proved by running the step with it, dry. This profile is from a file or "
                 "was pickled, or is that of a rank, and has no model: call sacplan.profile here, without ranks."
             )
-        found: Profile = again(prepare)
-        return found
+        if prepare is None:
+            return self.source.again(compiled=None)
+        return self.source.again(prepare=prepare, saved="observe")
 
     def on_ranks(self, ranks: Ranks | AskedRanks) -> Profile:
         """Return the profile of one rank, with the step spread over ``ranks``. What is not asked for stays as it is.
@@ -119,6 +164,8 @@ class Profile:
             ranks = ranks.changing(self.ranks)
         if ranks == self.ranks:  # the same profile, with all that is cached in it
             return self
+        if ranks.sharding != self.ranks.sharding:
+            return self._on_mesh(ranks.sharding).on_ranks(ranks)
         recorded = self.fingerprint.setup.mixed
         if ranks.mixed != recorded:
             raise TraceError(
@@ -130,6 +177,15 @@ class Profile:
         # Computed and cached now: a model that cannot be spread so is an error here, and not where a figure is read.
         _ = spread.program
         return spread
+
+    def _on_mesh(self, sharding: Sharding | None) -> Profile:
+        if sharding is None or self.ranks != ONE_RANK:
+            raise PlanError(
+                "the profile is that of one of several ranks; a mesh is planned for from a profile of the whole model."
+            )
+        if self.source is None:
+            raise PlanError(NO_SOURCE)
+        return self.source.on(sharding)
 
     @cached_property
     def program(self) -> Program:
@@ -329,7 +385,7 @@ class Profile:
     @checked(TraceError)
     def save(self, path: str | Path) -> None:
         """Write to a file (JSON; compressed where the name ends in ``.gz``)."""
-        files.save(path, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        files.save(path, **self._saved())
 
     @classmethod
     @checked(TraceError)

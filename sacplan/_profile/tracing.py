@@ -7,7 +7,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -20,16 +20,16 @@ from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves
 from sacplan._profile.optimizer_table import factory_of
-from sacplan._profile.profile import Profile
+from sacplan._profile.profile import Profile, Source
 from sacplan._profile.remarks import summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
 from sacplan._program.compilation import Compilation
-from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.fingerprint import Fingerprint, local_shapes_of
 from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.model_calls import ModelCall
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Routing, Setup, current_autocast, scripted_inside
-from sacplan._ranks.ranks import AskedRanks
+from sacplan._ranks.ranks import ONE_RANK, AskedRanks, Ranks
 from sacplan._record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
@@ -57,6 +57,7 @@ from sacplan._record.step import (
     inner_optimizer,
     loss_or_default,
     make_optimizer,
+    part_of_batch,
     resolve_batch,
 )
 from sacplan._record.user_code import (
@@ -66,12 +67,14 @@ from sacplan._record.user_code import (
     plain_attributes,
     told_of_scripted,
 )
+from sacplan._shard.process_groups import device_mesh_of, pretended_ranks
 from sacplan._shard.recorded import with_collectives
+from sacplan._shard.sharding import Sharding
 from sacplan._torch.fake_kernels import keep_to_this_thread
 from sacplan._torch.fake_tensors import FakeTensorMode
 from sacplan._torch.inductor import compiled_so_far, is_compiling_dry
 from sacplan._torch.ops import is_computation
-from sacplan.errors import DeviceError, SacplanWarning, SumOfOutputsWarning, TraceError
+from sacplan.errors import DeviceError, PlanError, SacplanWarning, SumOfOutputsWarning, TraceError
 
 Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
 Trace = Literal["fake", "real"]
@@ -184,18 +187,15 @@ def profile(
     if accumulation_steps is None:
         accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
     model, compiled = compilation_of(compile, model)
-    arguments = model, batch, loss_fn, optimizer, device, runtime, trace
-    keywords: dict[str, Any] = {
-        "mode": mode, "mixed": ranks.mixed, "accumulation_steps": accumulation_steps, "compiled": compiled,
-    }  # fmt: skip
-    found = trace_step(*arguments, **keywords, routing=routing)
+    trace_with = functools.partial(
+        trace_step, model, batch, loss_fn, optimizer, device, runtime, trace,
+        mode=mode, mixed=ranks.mixed, accumulation_steps=accumulation_steps, compiled=compiled,
+    )  # fmt: skip
+    found = trace_with(routing=routing)
     # Experts that get no tokens may do nothing at all, not even make gradients: then balanced routing takes more.
     if found.fingerprint.setup.routing == "worst" and any(map(is_worst, found.rules)):
-        found = max(found, trace_step(*arguments, **keywords), key=lambda one: one.peak_bytes)
-    keywords["routing"] = found.fingerprint.setup.routing
+        found = max(found, trace_with(), key=lambda one: one.peak_bytes)
     warn_of_step(found, stacklevel=3)
-    if compiled is not None:
-        found = found.that_runs_again(functools.partial(_again, arguments, keywords))
     return found.on_ranks(ranks)
 
 
@@ -248,6 +248,7 @@ def trace_step(
     accumulation_steps: int = 1,
     routing: Routing = "balanced",
     compiled: Compilation | None = None,
+    sharding: Sharding | None = None,
 ) -> Profile:
     """Trace one step and return its profile, for ``profile`` and ``verify``.
 
@@ -258,6 +259,8 @@ def trace_step(
         saved: how saved tensors are followed, see ``saved_tensors.py``.
         mixed: the modules that ``fully_shard`` has compute in another type than that of their parameters.
         compiled: the modules that run compiled.
+        sharding: the step is that of a rank on its part of the batch, with the modules that PyTorch parallelizes. What
+            axes for data gather and reduce is not recorded: ``Ranks`` adds it.
     """
     check_model(model)
     spec = resolve_device(device)
@@ -278,6 +281,10 @@ def trace_step(
         raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
     if trace == "real" and routing != "balanced":
         raise TraceError(f'routing={routing!r} is for trace="fake": in a real trace, the data decides.')
+    if sharding is not None and compiled is not None:
+        raise PlanError("a compiled step on a mesh is not recorded; profile the step with compile=False.")
+    if sharding is not None and trace == "real":
+        raise PlanError('a step on a mesh is recorded on fake tensors; make the profile with trace="fake".')
     check_accumulation(accumulation_steps)
     if mode == "inference" and accumulation_steps > 1:
         raise TraceError(
@@ -290,7 +297,13 @@ def trace_step(
     run = _trace_fake if trace == "fake" else _trace_real
     scripted = scripted_inside(model)
     as_written = told_of_scripted(model, scripted, trace)
-    with preserved_rng(), _no_garbage_collection(), explained_limits(), as_written:
+    with (
+        preserved_rng(),
+        _no_garbage_collection(),
+        explained_limits(),
+        as_written,
+        _on_mesh(sharding) as ranks,
+    ):
         # Made inside of these contexts, since a callable or a data set may draw random numbers for the batch.
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
@@ -298,27 +311,36 @@ def trace_step(
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
             model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
-            autocast, mixed, accumulation_steps, routing, compiled,
+            autocast, mixed, accumulation_steps, routing, compiled, ranks,
         )  # fmt: skip
-        recorded, rules, setup, calls = run(asked)
+        if sharding is not None:
+            asked = replace(asked, batch=part_of_batch(batch, fingerprint.rows, sharding.data.size))
+        recorded, rules, setup, calls, local_shapes = run(asked)
     _check_recorded(recorded, mode)
     fingerprint = structs.replace(
         fingerprint,
         setup=structs.replace(setup, compiled=compiled, scripted=scripted, mixed=mixed, routing=routing),
         calls=calls,
+        local_shapes=local_shapes,
     )
-    return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
+    again = functools.partial(
+        trace_step, model, batch, loss_fn, optimizer, spec, runtime, trace,
+        mode=mode, mixed=mixed, accumulation_steps=accumulation_steps, routing=routing, compiled=compiled,
+    )  # fmt: skip
+    ranks_of_it = ONE_RANK if sharding is None else Ranks(sharding=sharding)
+    source = Source(model, again)
+    return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules, ranks_of_it, source)
 
 
-def _again(
-    arguments: tuple[Any, ...], keywords: dict[str, Any], prepare: Callable[[torch.nn.Module], Any] | None
-) -> Profile:
-    """Trace a compiled step again: with a plan applied, or uncompiled if there is nothing to apply."""
-    if prepare is None:
-        keywords = {**keywords, "compiled": None}
-    return trace_step(
-        *arguments, **keywords, prepare=prepare, saved="record" if prepare is None else "observe"
-    )
+@contextlib.contextmanager
+def _on_mesh(sharding: Sharding | None) -> Iterator[Callable[[torch.nn.Module], None]]:
+    """Yield what parallelizes a copy of the model for a rank; outside of fake modes, since a mesh has a real tensor."""
+    if sharding is None or not sharding.styles:
+        yield lambda model: None
+        return
+    with pretended_ranks(sharding.mesh.size):
+        mesh = device_mesh_of("cpu", sharding.mesh.ranks, sharding.mesh.names)
+        yield lambda model: sharding.parallelize(model, mesh, source=None)
 
 
 def _reserves(spec: DeviceSpec) -> Any:
@@ -344,10 +366,13 @@ class _RecordRequest:
     accumulation_steps: int
     routing: Routing
     compiled: Compilation | None
+    parallelize: Callable[[torch.nn.Module], None]
 
 
-_Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup, tuple[ModelCall, ...]]
-"""The step, the assumptions of the trace, how the step was set up, and the calls of the model in it."""
+_Recorded: TypeAlias = tuple[
+    Program, tuple[str, ...], Setup, tuple[ModelCall, ...], dict[str, tuple[int, ...]] | None
+]
+"""The step, the assumptions of the trace, how the step was set up, the calls of the model in it, and local shapes."""
 
 
 def _trace_fake(asked: _RecordRequest) -> _Recorded:
@@ -373,6 +398,8 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
         copier = FakeCopier(rules)
         fake = copier.model(model)
+        asked.parallelize(fake)
+        copier.parameters_replaced(model, fake)
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
             if asked.compiled is not None:
@@ -393,11 +420,12 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 )
                 _check_units_called(parameters, program)
             setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
+            local_shapes = local_shapes_of(fake)
         finally:
             if handle is not None:
                 handle.remove()
             copier.forget_hooks()
-    return program, tuple(map(str, rules.applied)), setup, calls
+    return program, tuple(map(str, rules.applied)), setup, calls, local_shapes
 
 
 def _trace_real(asked: _RecordRequest) -> _Recorded:
@@ -423,7 +451,8 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
                     step, lambda: device_recorder(spec, asked.cost, how), parameters, handle
                 )
                 _check_units_called(parameters, program)
-            return program, (), _with_host_bytes(step.setup(asked.autocast), step, spec), calls
+            setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
+            return program, (), setup, calls, local_shapes_of(model)
         finally:
             # After an error, too: a plan must not stay on the user's own model.
             if handle is not None:

@@ -14,7 +14,7 @@ from sacplan._program.files import Count, Name
 from sacplan._program.model_calls import ModelCall
 from sacplan._program.setup import Setup
 from sacplan._torch.local_tensors import local_part, stands_for_another
-from sacplan.errors import PlanMismatch
+from sacplan.errors import PlanError, PlanMismatch
 
 FingerprintEntry = tuple[Name, tuple[Count, ...], Name]
 """Name, shape and dtype."""
@@ -48,13 +48,25 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     def of(cls, model: torch.nn.Module, batch: Any) -> Fingerprint:
         """Make the fingerprint of a model and a batch (real, meta or fake)."""
         batches = tuple(_leaves(batch, "batch"))
-        return cls(type(model).__name__, _parameters(model), batches, local_shapes=_local_shapes(model))
+        return cls(type(model).__name__, _parameters(model), batches, local_shapes=local_shapes_of(model))
 
     @property
     def local_parameters(self) -> tuple[FingerprintEntry, ...]:
         """``parameters`` with the shapes that they have on this rank."""
         local = self.local_shapes or {}
         return tuple((name, local.get(name, shape), dtype) for name, shape, dtype in self.parameters)
+
+    @property
+    def rows(self) -> int:
+        """The number of samples in the batch: dimension 0 of its first tensor that has dimensions.
+
+        Raises:
+            PlanError: no tensor of the batch has a dimension.
+        """
+        for _, shape, _ in self.batch:
+            if shape:
+                return int(shape[0])
+        raise PlanError("the batch has no tensor with a dimension, so it cannot be spread over ranks.")
 
     @property
     def n_parameters(self) -> int:
@@ -119,7 +131,8 @@ def _number(n: int, what: str) -> str:
     return f"{n:,} {what}" + ("s" if n != 1 else "")
 
 
-def _local_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None:
+def local_shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None:
+    """Return by name the shapes that parameters which are DTensors have on this rank; None if none is."""
     found = {
         name: tuple(local_part(p).shape) for name, p in model.named_parameters() if stands_for_another(p)
     }

@@ -273,7 +273,7 @@ class _Tried:
 
     @property
     def _is_spread(self) -> bool:
-        return self.profile.ranks.world_size > 1
+        return self.profile.ranks.devices > 1
 
     @cached_property
     def _has_optimizer(self) -> bool:

@@ -1,11 +1,7 @@
 """``layouts``: peak and time of a step on every mesh of a number of devices.
 
-    found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
-    found.best.plan, found.to_frame()
-
-The rows are for steps that sacplan runs. Its ``fsdp`` is not FSDP2 and its ``ddp`` is not DDP. Those have buffers of
-their own, and are predicted from a step on the batch of one rank (``world_size=`` and ``fsdp_units=``, see
-``sacplan/_ranks``).
+found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
+found.best.plan, found.to_frame()
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
-from sacplan._placing.data_parallel import rows_of
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.make import Outcome, outcome_of
 from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, spreads, tried
@@ -39,19 +34,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-RUN_BY = "sacplan: an op gathers the parameters that it reads (FSDP2, DDP: plan with world_size)"
-"""The note on a table of layouts about who runs the step."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(Row):
-    """One way to spread a step over a number of devices, as ``sacplan.apply`` runs it.
+    """One way to spread a step over a number of devices, as PyTorch runs it.
 
     Attributes:
         mesh: Ranks by axis; empty for a single device.
-        name: ``"ddp"`` (each rank has all parameters), ``"fsdp"`` (parameters are sharded, and gathered by each op
-            that reads them), ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
-        sharding: Placements of the parameters; None for a single device.
+        name: ``"ddp"`` (DistributedDataParallel), ``"fsdp"`` (``fully_shard`` on the layers and on the model),
+            ``"megatron"`` (``parallelize_module``), ``"fsdp + megatron"``, or ``"search"``.
+        sharding: The mesh, and the styles of modules; None for a single device.
         peak_bytes: Per rank, as ``unplanned_peak_bytes``.
         step_ms: With the plan; where none holds the budget, of the step without recomputation.
         recompute_ms: Part of ``step_ms`` that runs a second time; 0 where no plan holds the budget, as ``added_ms``.
@@ -85,11 +76,11 @@ class Layout(Row):
         taken |= {name: taken[name] or 0.0 for name in ("recompute_ms", "added_ms")}
         taken["step_ms"] = step_ms = outcome.step_ms or rank.step_ms
         return cls(
-            mesh={} if spread is None else dict(spread.sharding.mesh.axes),
+            mesh={} if spread is None else dict(spread.mesh.axes),
             name="one device" if spread is None else spread.name,
-            sharding=None if spread is None else spread.sharding,
+            sharding=None if spread is None else spread.ranks.sharding,
             collective_ms=math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name),
-            samples_per_s=rows_of(whole) / step_ms * 1e3 if taken["fits"] else 0.0,
+            samples_per_s=whole.fingerprint.rows / step_ms * 1e3 if taken["fits"] else 0.0,
             binding=outcome.binding,
             **taken,
         )
@@ -105,7 +96,7 @@ class Layout(Row):
 
 @dataclass(frozen=True)
 class Layouts:
-    """All layouts that were tried. On several devices, sacplan runs them.
+    """All layouts that were tried.
 
     Attributes:
         rows: The layouts: those that fit by time, then the others by peak.
@@ -151,8 +142,6 @@ class Layouts:
 
     def _repr_html_(self) -> str:
         rows = [("budget", f"{format_bytes(self.budget_bytes)} on each rank")]
-        if self.devices > 1:
-            rows.append(("run by", RUN_BY))
         title = f"A batch of {self.batch_size} on {self.devices} x {self.device}"
         return as_html([Section(title, tuple(rows))]) + frame_html(self.to_frame())
 
@@ -188,10 +177,6 @@ def layouts(
         found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
         print(found.to_frame())
 
-    The rows are for steps that sacplan runs, that is, ``sacplan.apply`` with a mesh. PyTorch's FSDP2 and DDP have other
-    peaks, since they prefetch whole units and hold gradients in buckets. For these, use ``sacplan.profile`` or
-    ``sacplan.plan`` with ``world_size=`` and ``fsdp_units=``, and the batch of one rank.
-
     Args:
         model: The model to train, or a profile of it.
         batch: The batch of all ranks together, as for ``sacplan.profile``. Leave it out with a profile.
@@ -202,7 +187,7 @@ def layouts(
         loss_fn, optimizer, trace: As for ``sacplan.profile``.
         headroom: As for ``sacplan.max_batch``.
         solver, techniques: As for ``sacplan.plan``, on each rank.
-        search: Whether to search for shardings on each mesh, in addition to the named ones. This takes longer.
+        search: Whether to try tensor parallelism that cuts less than ``"megatron"``, too. This takes longer.
         progress: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is called
             with each row when it is known.
 
@@ -245,9 +230,7 @@ def layouts(
             add(Layout.of(whole, outcome_of(request, whole)))
         for mesh in resolve_mesh(n, whole.spec) if n > 1 else ():
             try:
-                # The search is asked twice: for the fastest sharding (0: no limit), and under this peak.
-                limits = (0, limit.room(whole.spec, mesh.communicators).n_bytes) if search else ()
-                ways = list(spreads(whole, mesh, limits, names_by_role(mesh)))
+                ways = list(spreads(whole, mesh, names_by_role(mesh), search=search))
             except PlanError as error:
                 # A mesh that the step cannot be spread over says nothing about the others.
                 refused.append(str(error))
@@ -258,7 +241,7 @@ def layouts(
             raise PlanError(" ".join(refused))
         # By time if a row fits. By peak if it does not, since the time of a step that cannot run says little.
         rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
-        return Layouts(tuple(rows), tuple(refused), n, whole.device, rows_of(whole), budget_bytes)
+        return Layouts(tuple(rows), tuple(refused), n, whole.device, whole.fingerprint.rows, budget_bytes)
 
 
 def _number(devices: int | str) -> int:

@@ -1,10 +1,9 @@
 """Rows of ``fit`` on several devices: what runs the step there, as it is and with a plan.
 
 Each *arrangement* is a way to run one step on all devices: DDP, FSDP2 (with mixed precision for a model in float32,
-with ``CPUOffloadPolicy``, and as Accelerate shards packed weights), or a mesh with tensor parallelism that sacplan
-runs. They process the same samples:
-``batch`` for each device. The step of one rank is a rewrite of the recorded step, so an arrangement needs no
-recording of its own, except for mixed precision, in which modules run other ops.
+with ``CPUOffloadPolicy``, and as Accelerate shards packed weights), or a mesh with tensor parallelism. They process the
+same samples: ``batch`` for each device. The step of one rank is a rewrite of the recorded step, so an arrangement needs
+no recording of its own, except for mixed precision, in which modules run other ops, and for tensor parallelism.
 
 Optimizers of bitsandbytes step whole parameters, so rows of shards have none of them.
 """
@@ -12,7 +11,6 @@ Optimizers of bitsandbytes step whole parameters, so rows of shards have none of
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ import torch
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._plan.limits import Limit, Room
 from sacplan._plan.make import Outcome, outcome_of
-from sacplan._plan.meshes import Spread, names_by_role, resolve_mesh, spreads
+from sacplan._plan.meshes import names_by_role, resolve_mesh, spreads
 from sacplan._plan.request import Request
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import OptimizerStep, with_optimizer
@@ -35,7 +33,6 @@ from sacplan._questions.sweep import Row
 from sacplan._questions.verdict import FitRow
 from sacplan._questions.ways import AS_IT_IS, PLAN
 from sacplan._ranks.ranks import AskedRanks, Ranks
-from sacplan._shard.mesh import Mesh
 from sacplan.errors import BudgetError, PlanError, TraceError
 
 _TENSOR = "megatron"  # in the name of a sharding that cuts tensors
@@ -54,7 +51,8 @@ class Arrangement:
         spread: The step of one rank, from that of the whole model. It may raise ``TraceError`` or ``PlanError``.
         recording: Arguments of ``profile`` with which the step is recorded: in mixed precision, modules run other ops.
         has_whole_parameters: Whether each rank steps whole parameters, as optimizers of bitsandbytes have to.
-        on_mesh: Whether sacplan runs it; the batch is then that of all devices, and ``options`` are those of ``plan``.
+        on_mesh: The calls of PyTorch that ``sacplan.apply`` makes; the batch is then that of all devices, and
+            ``options`` are those of ``plan``.
     """
 
     name: str
@@ -63,7 +61,12 @@ class Arrangement:
     spread: Callable[[Profile], Profile]
     recording: Mapping[str, Any] = field(default_factory=dict)
     has_whole_parameters: bool = False
-    on_mesh: bool = False
+    on_mesh: Ranks | None = None
+
+
+def on(ranks: Ranks) -> Callable[[Profile], Profile]:
+    """Return what makes the step of one of these ranks."""
+    return lambda whole: whole.on_ranks(ranks)
 
 
 def units_of(model: torch.nn.Module) -> tuple[str, ...]:
@@ -78,18 +81,6 @@ def units_of(model: torch.nn.Module) -> tuple[str, ...]:
     # Lists inside of a layer, such as experts, are gathered with it.
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     return (*(f"{name}.*" for name in outer), "")
-
-
-def _on_mesh(mesh: Mesh, way: Spread, of: Profile, whole: Profile) -> Profile:
-    """Return the step of a rank with a named sharding, which is known of one step."""
-    # The sharding was found on this very step, so the rank is known. For another step it is worked out again,
-    # and may not be found.
-    if whole is of:
-        return way.profile
-    found = next((one for one in spreads(whole, mesh, (), (way.name,)) if one.name == way.name), None)
-    if found is None:
-        raise PlanError(f"a step of another size has no sharding {way.name!r}.")
-    return found.profile
 
 
 @dataclass
@@ -145,7 +136,7 @@ class RankRows:
             return []
         # On a mesh the recorded step has the samples of all devices, elsewhere those of one.
         samples = self.batch * (self.devices if one.on_mesh else 1)
-        rank = one.spread(self.completed(self.recorded(samples, one.recording), name))
+        rank = one.spread(self.completed(self._bare(one, samples), name))
         # Kept for the largest batch, which needs the arrangement and the rank of a row.
         self._known[one.name, name] = one, rank
         bare = self._row(one, name, rank, None)
@@ -154,6 +145,14 @@ class RankRows:
             return [bare]
         asked = Request(self.limit, host_budget=f"{self.host_budget_bytes}B")
         return [bare, self._row(one, name, rank, outcome_of(asked, rank))]
+
+    def _bare(self, one: Arrangement, samples: int) -> Profile:
+        """Return a step without an optimizer: of the whole model, or with its tensors spread over a mesh."""
+        found = self.recorded(samples, one.recording)
+        if one.on_mesh is None or one.on_mesh.sharding is None:
+            return found
+        # An optimizer is put behind what a rank has recorded.
+        return found.on_ranks(Ranks(sharding=one.on_mesh.sharding))
 
     @staticmethod
     def shards_whole(one: Arrangement, name: str) -> bool:
@@ -169,9 +168,6 @@ class RankRows:
 
     def _arrangements(self) -> Iterator[Arrangement]:
         n, units = self.devices, units_of(self.model)
-
-        def on(ranks: Ranks) -> Callable[[Profile], Profile]:
-            return lambda whole: whole.on_ranks(ranks)
 
         size = ("--world-size", str(n))
         yield Arrangement("DDP", f"world_size={n}", size, on(Ranks.of(n)), has_whole_parameters=True)
@@ -207,13 +203,12 @@ class RankRows:
 
     def _on_meshes(self) -> Iterator[Arrangement]:
         """Yield the meshes with an axis for tensor parallelism; without one, DDP and FSDP2 do the same."""
-        asked = next(iter(self.steps))
-        whole = self.completed(self.recorded(self.batch * self.devices, {}), asked)
+        whole = self.recorded(self.batch * self.devices, {})
         for mesh in resolve_mesh(self.devices, whole.spec):
             if "tp" not in mesh.names:
                 continue
             try:
-                ways = [way for way in spreads(whole, mesh, (), names_by_role(mesh)) if _TENSOR in way.name]
+                ways = [way for way in spreads(whole, mesh, names_by_role(mesh)) if _TENSOR in way.name]
             except PlanError as error:
                 self.notes.append(str(error))
                 continue
@@ -221,8 +216,7 @@ class RankRows:
             flags = ("--mesh", ",".join(f"{name}={size}" for name, size in axes.items()))
             for way in ways:
                 name = f"{' x '.join(f'{axis} {size}' for axis, size in axes.items())}, {way.name}"
-                spread = functools.partial(_on_mesh, mesh, way, whole)
-                yield Arrangement(name, f"mesh={axes!r}", flags, spread, on_mesh=True)
+                yield Arrangement(name, f"mesh={axes!r}", flags, on(way.ranks), on_mesh=way.ranks)
 
     def _row(self, one: Arrangement, name: str, rank: Profile, outcome: Outcome | None) -> FitRow:
         """Return the row of a step as it is, or with what planning it has come to."""
@@ -277,7 +271,7 @@ class RankRows:
         if one.recording:
             bare = [self.recorded(n, one.recording) for n in by_batch.sizes]
         elif one.on_mesh:  # the batch is that of all devices
-            bare = [by_batch.at(n * self.devices) for n in by_batch.sizes]
+            bare = [self._bare(one, n * self.devices) for n in by_batch.sizes]
         else:
             bare = list(by_batch.profiles)
         a, b = (one.spread(self.completed(each, optimizer)) for each in bare)

@@ -73,7 +73,7 @@ class Sized:
             storage_bytes=_sizes(a, b, tensors, line, self.profiles[0].spec),
             ops=tuple(_op(x, y, line) for x, y in zip(a.ops, b.ops, strict=True)),
         )
-        return dataclasses.replace(self.profiles[0], recorded=program)
+        return dataclasses.replace(self.profiles[0], recorded=program, source=None)
 
     def _line(self, n: int) -> Callable[[float, float], float]:
         (first, second), exact = self.sizes, (n - self.sizes[0])

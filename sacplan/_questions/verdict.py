@@ -303,7 +303,7 @@ class Verdict:
         """Return lines that plan for a rank, and that run the step on all of them."""
         budget = "" if self.budget is None else f', "{self.budget}"'
         start = f"# torchrun --nproc-per-node {self.devices}"
-        # Sacplan runs a mesh itself, from one profile of the step of all ranks.
+        # A mesh is planned for from one profile of the step of all ranks, and ``apply`` makes the calls.
         if best.options.startswith("mesh="):
             return [
                 start,
@@ -317,7 +317,7 @@ class Verdict:
                 f"                          {best.options})",
                 f"handle = sacplan.apply(model, sacplan.plan(profile{budget}))",
             ]
-        # PyTorch runs all but meshes. Without a plan, its wrapper is all that is needed.
+        # Without a plan, the wrapper is all that is needed.
         if best.spread == "DDP":
             return [*lines, "model = torch.nn.parallel.DistributedDataParallel(model)"]
         # Options are Python text, so units and policies are read out of it again.

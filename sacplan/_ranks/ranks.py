@@ -17,27 +17,26 @@ from sacplan._program.files import Positive
 from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.optimizer_ops import steps_in_backward
-from sacplan._program.program import Program, StorageKind
+from sacplan._program.program import Program
 from sacplan._ranks.ddp import replicated
 from sacplan._ranks.fully_shard import on_host, sharded
 from sacplan._ranks.options import DEFAULTS, FullyShardOptions
-from sacplan._ranks.shards import parameter_bytes, parameters_of
-from sacplan._shard.program import on_one_rank
 from sacplan._shard.sharding import Sharding
-from sacplan.errors import PlanError, TraceError
+from sacplan.errors import TraceError
 
-RunBy: TypeAlias = Literal["sacplan", "FSDP2", "DDP"]
-"""What runs a step on several ranks: ``sacplan.apply``, or PyTorch's ``fully_shard`` or ``DistributedDataParallel``."""
+RunBy: TypeAlias = Literal["FSDP2", "DDP", "DTensor"]
+"""What runs a step on several ranks: ``fully_shard``, ``DistributedDataParallel``, or ``parallelize_module`` alone."""
 
 
 class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
     """How a step is spread over devices.
 
     Attributes:
-        world_size: ranks; 1: there is one device, and nothing is spread.
+        world_size: ranks that have different parts of a batch; 1: there is one device, or tensors alone are spread.
         fsdp_units: for FSDP2, patterns for the modules on which ``fully_shard`` is called (see ``resolve_units``); the
             batch is that of one rank. None with several ranks and no sharding: DDP.
-        sharding: for sacplan, the placements of parameters on a mesh of these ranks; the batch is that of all of them.
+        sharding: for a plan on a mesh, which ``sacplan.apply`` carries out by PyTorch's calls; its axes for data have
+            ``world_size`` ranks. None: the user makes these calls.
         fully_shard: for FSDP2, the other arguments of ``fully_shard``; absent where they are the defaults.
     """
 
@@ -53,14 +52,12 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
                 f"{self.fully_shard} is given without fsdp_units: it says how fully_shard runs. Name the modules that "
                 'it is called on, fsdp_units=["layers.*", ""].'
             )
-        if self.sharding is not None:
-            if self.fsdp_units is not None:
-                raise TraceError("fsdp_units and a sharding are given; a sharding says where parameters lie.")
-            if self.sharding.mesh.size != self.world_size:
-                raise TraceError(
-                    f"world_size is {self.world_size}, and mesh {self.sharding.mesh} has {self.sharding.mesh.size}."
-                )
-            return
+        # 1: what the axes for data do is not a part of it.
+        if self.sharding is not None and self.world_size not in (1, self.sharding.data.size):
+            raise TraceError(
+                f"world_size is {self.world_size}, and the axes for data of mesh {self.sharding.mesh} have "
+                f"{self.sharding.data.size} ranks."
+            )
         # No units with several ranks is valid: DDP.
         if self.world_size == 1 and self.fsdp_units is not None:
             raise TraceError(
@@ -85,9 +82,18 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         return cls(world_size, units, fully_shard=UNSET if options == DEFAULTS else options)
 
     @classmethod
-    def spread(cls, sharding: Sharding) -> Ranks:
-        """Return the ranks of the mesh of a sharding."""
-        return cls(sharding.mesh.size, None, sharding)
+    def on_mesh(cls, sharding: Sharding, fsdp_units: Sequence[str] | None) -> Ranks:
+        """Return the ranks of a mesh, with ``fully_shard`` on these modules, or None: replicas."""
+        data = sharding.data.ranks
+        # Of two axes for data, ``fully_shard`` replicates over the first (``HSDPMeshInfo`` in ``_fsdp_init.py``).
+        replicas = data[0] if fsdp_units is not None and len(data) > 1 else 1
+        made = cls.of(math.prod(data), fsdp_units, FullyShardOptions.of(None, None, replicas, None, ()))
+        return structs.replace(made, sharding=sharding)
+
+    @property
+    def devices(self) -> int:
+        """The number of all ranks, those that share a part of a batch among them."""
+        return self.world_size if self.sharding is None else self.sharding.mesh.size
 
     @property
     def options(self) -> FullyShardOptions:
@@ -110,10 +116,8 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         The same parallelism has another peak with each of them, since they gather and reduce at other times, into
         other buffers.
         """
-        if self.sharding is not None:
-            return "sacplan"
         if self.world_size == 1:
-            return None
+            return None if self.devices == 1 else "DTensor"
         return "DDP" if self.fsdp_units is None else "FSDP2"
 
     @property
@@ -141,8 +145,6 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
                 'fsdp_units=["layers.*", ""] and no mp_policy. Or remove the hooks, and give an optimizer that steps '
                 "after the backward pass: the peak is then an upper bound, since it keeps all gradients."
             )
-        if self.sharding is not None:
-            return self._spread(self.sharding, whole, parameters, spec)
         if self.world_size == 1:
             return whole
         if self.fsdp_units is None:
@@ -156,36 +158,15 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             return 0
         return on_host(whole, parameters, self.world_size, self.fsdp_units, self.options).total_bytes
 
-    @staticmethod
-    def _spread(
-        sharding: Sharding, whole: Program, parameters: Sequence[FingerprintEntry], spec: DeviceSpec
-    ) -> Program:
-        found = parameters_of(whole, parameters)
-        if any(whole.storage_kinds[s] == StorageKind.GRADIENT for s in whole.initial):
-            raise PlanError(
-                "this step adds to gradients of earlier micro-batches (accumulation_steps), and sacplan does not know "
-                "how these lie on a mesh that it shards itself. Plan for FSDP2 or DDP, with world_size= and "
-                "fsdp_units=, or record the step without accumulation."
-            )
-        # From names to storages: ``_shard`` knows parameters by their storage only.
-        layouts = sharding.layouts([(p.name, p.shape) for p in found])
-        homes = {p.storage: layouts[p.name] for p in found if p.name in layouts}
-        rank = on_one_rank(whole, homes, sharding.places, sharding.mesh, spec)
-        of_rank = parameter_bytes(whole, found, rank.storage_bytes, spec)
-        return structs.replace(rank, parameter_bytes=of_rank)
-
     @property
     def assumptions(self) -> tuple[str, ...]:
         """The assumptions behind the step of a rank, a sentence each."""
-        if self.sharding is not None:
-            return (
-                f"one of {self.world_size} ranks of mesh {self.sharding.mesh}, run by sacplan.apply: an op gathers the "
-                "parameter that it reads, and the copy lives until the next is gathered; the time of a collective is "
-                "what computation would not hide if parameters were gathered one op ahead and gradients reduced behind "
-                "the backward pass; what NCCL allocates for itself is not in the peak",
-            )
+        tensors = ""
+        if self.sharding is not None and self.sharding.styles:
+            axis, size = self.sharding.mesh.axes[-1]
+            tensors = f", and parallelize_module over the {size} ranks of axis {axis!r}"
         if self.world_size == 1:
-            return ()
+            return (f"one of {self.devices} ranks{tensors.replace(', and', ', run by')}",) if tensors else ()
         if self.fsdp_units is None:
             return (
                 f"one of {self.world_size} ranks, run by DDP, DistributedDataParallel(model) with its defaults: "
@@ -195,8 +176,8 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         units = ", ".join(map(repr, self.fsdp_units))
         return (
             f"one of {self.world_size} ranks, that with the largest shards, run by FSDP2, fully_shard(module) for the "
-            f"modules {units}, with {self._with_options()}; what NCCL allocates for itself is not in the peak; the "
-            "time of a collective is what the computation of a unit does not hide, by the links of the device",
+            f"modules {units}, with {self._with_options()}{tensors}; what NCCL allocates for itself is not in the "
+            "peak; the time of a collective is what the computation of a unit does not hide, by the device's links",
         )
 
     def _with_options(self) -> str:

@@ -184,6 +184,11 @@ class FakeCopier:
                 found = {name: value for name, value in vars(t).items() if name not in of_fakes}
                 vars(self.memo[id(t)]).update(copy.deepcopy(found, self.memo))
 
+    def parameters_replaced(self, model: torch.nn.Module, fake: torch.nn.Module) -> None:
+        """Take note of parameters of a copy that something has replaced, so that an optimizer is made over those."""
+        for p, q in zip(model.parameters(), fake.parameters(), strict=True):
+            self.memo[id(p)] = q
+
     def optimizer(
         self, optimizer: Any, model: torch.nn.Module, fake_model: torch.nn.Module
     ) -> torch.optim.Optimizer | None:

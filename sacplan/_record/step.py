@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sacplan._program.setup import ONLY_SCALAR, OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
 from sacplan._record.gradient_hooks import optimizers_in_backward
@@ -19,7 +19,7 @@ from sacplan._record.largest_step import before_largest_step, update
 from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.user_code import tensors_in_caches
 from sacplan._torch.private import is_plain
-from sacplan.errors import TraceError
+from sacplan.errors import PlanError, TraceError
 
 LossFn = Callable[[torch.nn.Module, Any], Any]
 """``loss_fn(model, batch)``: a scalar tensor; in inference the output."""
@@ -235,6 +235,25 @@ def resolve_batch(batch: Any) -> Any:
             "a mapping (keyword arguments), a callable of no arguments that makes one, or a data loader."
         )
     return batch
+
+
+def part_of_batch(batch: Any, rows: int, parts: int) -> Any:
+    """Return the first of equal parts of a batch: of each tensor that has a row for each sample, the first rows.
+
+    Raises:
+        PlanError: the number of parts does not divide that of the rows.
+    """
+    if rows % parts:
+        raise PlanError(
+            f"a batch of {rows} cannot be cut for {parts} ranks: give a batch that is a multiple of {parts}, or a mesh "
+            "with fewer ranks for data."
+        )
+
+    def part(t: torch.Tensor) -> torch.Tensor:
+        # Cloned: a view would have the storage of all of it.
+        return t[: rows // parts].clone() if t.dim() and len(t) == rows else t
+
+    return batch if parts == 1 else tree_map_only(torch.Tensor, part, _as_tree(batch))
 
 
 def _as_tree(batch: Any) -> Any:

@@ -158,7 +158,7 @@ def _facts(profile: Profile, plan: Plan | None) -> list[str]:
         found.batch_in_words,
         f"{parameters}, {found.dtype}" if found.dtype else parameters,
         str(found.setup),
-        *([] if profile.ranks.world_size == 1 else [f"one of {profile.ranks.world_size} ranks"]),
+        *([] if profile.ranks.devices == 1 else [f"one of {profile.ranks.devices} ranks"]),
         f"{date:%Y-%m-%d}, {made}",
     ]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
-from sacplan._program.program import Op, Phase, Program, StorageKind
-from sacplan._shard.placements import Placements
+from sacplan._program.program import Op, Phase, Program
 
 
 def together(op: Op) -> Iterator[list[int]]:
@@ -61,9 +60,3 @@ def like_parameters(program: Program, parameters: Collection[int]) -> dict[int, 
                 if t.shape in shapes:
                     found.setdefault(t.storage, shapes[t.shape])
     return found
-
-
-def optimizer_state(program: Program, homes: Mapping[int, Placements]) -> dict[int, Placements]:
-    """Return the layouts of an optimizer's state: those of its parameters, which ``homes`` has by storage."""
-    state = {s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE}
-    return {s: homes[parameter] for s, parameter in like_parameters(program, homes).items() if s in state}

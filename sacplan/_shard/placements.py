@@ -4,17 +4,14 @@ A dimension that is cut is seen as (outer, ranks, inner), as slices in ``_factor
 the middle. ``outer`` is in units of the full tensor, so the placements on two axes do not depend on each other, even
 where both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
 
-In files and messages: ``"R"`` replicated, ``"S1"`` cut along dimension 1, ``"S1/8"`` the same with an outer size of 8,
+In messages: ``"R"`` replicated, ``"S1"`` cut along dimension 1, ``"S1/8"`` the same with an outer size of 8,
 ``"P"`` one summand on each rank; ``"Pmax"``, ``"Pmin"``. A layout has a comma between axes: ``"S0,R"``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
-
-from sacplan.errors import PlanError
 
 
 class Placement(NamedTuple):
@@ -54,50 +51,14 @@ Placements: TypeAlias = tuple[Placement, ...]
 """By axis of the mesh, the slowest first."""
 
 
-WantedPlacements: TypeAlias = tuple[Placement | None, ...]
-"""The same where None may be any."""
-
-
 def cut(dim: int, outer: int = 1) -> Placement:
     """Return the placement of a tensor that is cut along a dimension."""
     return Placement("S", dim, outer)
 
 
-_PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?|P(max|min|sum)?")
-
-
-def parse_layout(text: str) -> Placements:
-    """Return the layout that ``"S0,R"`` stands for.
-
-    Raises:
-        PlanError: it cannot be read.
-    """
-    found = []
-    for word in text.split(","):
-        match = _PLACEMENT.fullmatch(word)
-        if match is None:
-            raise PlanError(f"placement {word!r} in {text!r} cannot be read; it is R, S0, S1, ..., or P.")
-        dim, outer, reduce = match.groups()
-        if word[0] == "S":
-            found.append(cut(int(dim), int(outer or 1)))
-        else:
-            found.append(REPLICATED if word == "R" else Placement("P", reduce=reduce or "sum"))
-    return tuple(found)
-
-
 def format_layout(layout: Placements) -> str:
-    """Return the text of a layout: the inverse of ``parse_layout``."""
+    """Return the text of a layout."""
     return ",".join(map(str, layout))
-
-
-def parse_asked(text: str) -> WantedPlacements:
-    """Return the layout that ``"S0,*"`` asks for: ``*`` stands for any placement."""
-    return tuple(None if word == "*" else parse_layout(word)[0] for word in text.split(","))
-
-
-def format_asked(layout: WantedPlacements) -> str:
-    """Return the text of a wanted layout: the inverse of ``parse_asked``."""
-    return ",".join("*" if placement is None else str(placement) for placement in layout)
 
 
 def fits(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> bool:
@@ -127,11 +88,6 @@ def fits(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> bool
     return all(shape[dim] % (max(o * n for o, n in among)) == 0 for dim, among in cuts.items())
 
 
-def is_reduced(source: Placements, target: Placements) -> bool:
-    """Whether a redistribution reduces summands. The sum then takes their place, so that it is computed once."""
-    return any(p.is_partial and not q.is_partial for p, q in zip(source, target, strict=True))
-
-
 def local_shape(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of one rank's part of a tensor."""
     sizes = list(shape)
@@ -139,14 +95,3 @@ def local_shape(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) 
         if placement.is_cut:
             sizes[placement.dim] //= n
     return tuple(sizes)
-
-
-def local_axis(layout: Placements, ranks: Sequence[int], axis: int) -> int:
-    """Return the ``outer`` of the cut on an axis within a rank's part: cuts of other axes before it are taken out."""
-    placement = layout[axis]
-    outer = placement.outer
-    for i, (other, n) in enumerate(zip(layout, ranks, strict=True)):
-        # A cut further out has taken its ranks' share of the pieces.
-        if i != axis and other.is_cut and other.dim == placement.dim and other.outer < placement.outer:
-            outer //= n
-    return outer

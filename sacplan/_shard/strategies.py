@@ -7,30 +7,18 @@ also takes partial inputs (``linear.py``). On a mesh of several axes, an op has 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._ops import OpOverload
-
-from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor, resized_arguments
+from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor
 from sacplan._factors.pointwise import pointwise
 from sacplan._factors.rule import Kind, Rule, RuleBuilder, formula_of, rule_of
-from sacplan._shard.divided import (
-    ClassAxis,
-    Reduce,
-    along_classes,
-    nbytes,
-    norm_order,
-    norms_of_parts,
-    run_divided,
-)
+from sacplan._shard.divided import along_classes, nbytes, norm_order
 from sacplan._shard.linear import may_be_partial, passed_on
-from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import PARTIAL, REPLICATED, Placement, cut
-from sacplan._torch.calls import Call, flat_tensors
-from sacplan._torch.ops import arguments_by_name, aten_names, draws_numbers, op_traits
+from sacplan._torch.calls import Call
+from sacplan._torch.ops import aten_names, draws_numbers, op_traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,109 +250,3 @@ def _passing(call: Call, available: Sequence[Collection[Placement]]) -> Iterator
             if has_it or (not available and reduce == "sum"):
                 inputs = tuple(p if i in together else REPLICATED for i in range(len(call.inputs)))
                 yield AxisStrategy(inputs, (p,) * len(call.outputs))
-
-
-@dataclass(frozen=True, slots=True)
-class LocalCall:
-    """How one rank runs its part of a call.
-
-    Attributes:
-        func: the op.
-        rule: its factors, of the global call.
-        cuts: by axis of the mesh, what is cut.
-        scales: outputs and what their local results are multiplied by.
-        weighed: axes over which the total weight of a weighted mean is summed.
-        reduced: by axis, outputs that are norms of parts.
-        order: of a norm.
-        divided: axes on which classes, or a vocabulary, are cut.
-    """
-
-    func: OpOverload
-    rule: Rule | None
-    cuts: tuple[FactorAxis | None, ...]
-    scales: tuple[tuple[int, float], ...] = ()
-    weighed: tuple[int, ...] = ()
-    reduced: tuple[tuple[int, ...], ...] = ()
-    order: float = 0.0
-    divided: tuple[ClassAxis, ...] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the op returns the rank's part as it is; else ``run`` must be used."""
-        return not (self.scales or self.weighed or self.reduced or self.divided)
-
-    def args(self, args: Sequence[Any]) -> list[Any]:
-        """Return positional arguments with local sizes, from ``args`` with local tensors and global sizes."""
-        found = list(args)
-        for within in self.cuts:
-            if within is not None and self.rule is not None:
-                found = resized_arguments(self.rule, found, within, 1)
-        # A weighted mean is computed as a sum, and divided in ``finish`` by the weight of all ranks.
-        if self.weighed:
-            found[list(arguments_by_name(self.func, args, {})).index("reduction")] = _SUM
-        return found
-
-    def finish(self, outputs: Any, reduce: Reduce) -> Any:
-        """Return the rank's part from the results of the op.
-
-        A mean is scaled in place. A weighted mean, which was computed as a sum, is divided by the total weight.
-        """
-        tensors = list(flat_tensors(outputs))
-        for i, scale in self.scales:
-            tensors[i].mul_(scale)
-        if self.reduced:
-            return norms_of_parts(outputs, self.reduced, self.order, reduce)
-        if not self.weighed:
-            return outputs
-        total, weight = tensors
-        for axis in self.weighed:
-            weight = reduce(weight, axis)
-        return total / weight, weight
-
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], reduce: Reduce, at: Sequence[int]) -> Any:
-        """Run the call on local tensors.
-
-        Args:
-            args, kwargs: with local tensors and global sizes.
-            reduce: all-reduces over an axis.
-            at: the rank's position on each axis.
-        """
-        found = self.args(args)
-        if self.divided:
-            return self.finish(run_divided(self.func, found, kwargs, self.divided, reduce, at), reduce)
-        return self.finish(self.func(*found, **kwargs), reduce)
-
-
-def local_call(call: Call, chosen: Sequence[AxisStrategy], mesh: Mesh) -> LocalCall:
-    """Return how one rank of a mesh runs a call with a strategy for each axis.
-
-    Args:
-        call: of unsharded tensors.
-        chosen: by axis of the mesh.
-        mesh: whose ranks run it.
-    """
-    scales = []
-    for i in range(len(chosen[0].outputs) if chosen else 0):
-        ranks = math.prod(n for s, n in zip(chosen, mesh.ranks, strict=True) if i in s.averages)
-        # A rank has taken the mean over its part: the sum of these is too large by the number of ranks that
-        # cut.
-        if ranks > 1:
-            scales.append((i, 1 / ranks))
-    rule = _rule(call) if any(s.cut for s in chosen) else None
-    order = norm_order(call)
-    reduced = tuple(s.reduces for s in chosen)
-    classes = tuple(
-        ClassAxis(axis, n, s.cut.outer * s.cut.inner)
-        for axis, (s, n) in enumerate(zip(chosen, mesh.ranks, strict=True))
-        if rule is not None and s.cut is not None and along_classes(call, s.cut.factor, rule) is not None
-    )
-    return LocalCall(
-        call.func,
-        rule,
-        tuple(s.cut for s in chosen),
-        tuple(scales),
-        weighed=tuple(axis for axis, which in enumerate(reduced) if which) if order is None else (),
-        reduced=reduced if order is not None and any(reduced) else (),
-        order=order or 0.0,
-        divided=classes,
-    )

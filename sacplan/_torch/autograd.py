@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,26 +31,9 @@ def autograd_as_outside() -> Iterator[None]:
         yield
 
 
-def below_autograd() -> Any:
-    """Return a context in which ops are dispatched as inside a ``__torch_dispatch__``."""
-    return torch._C._AutoDispatchBelowAutograd()
-
-
 def in_backward() -> bool:
     """Whether autograd's engine runs on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def backward_number() -> int:
-    """Return the number of the backward pass that runs on this thread. Each pass has its own."""
-    number: int = torch._C._current_graph_task_id()
-    return number
-
-
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward pass is over."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
 
 
 def autograd_sequence_number() -> int:

@@ -217,3 +217,10 @@ def with_outputs(mode: TorchDispatchMode, note: Callable[[Any], None]) -> TorchD
     noting: Any = type(type(mode).__name__, (type(mode),), {"__torch_dispatch__": dispatch})
     mode.__class__ = noting
     return mode
+
+
+def replicate(model: torch.nn.Module) -> None:
+    """Let DistributedDataParallel run a model, in place: its modules keep their names."""
+    from torch.distributed._composable.replicate import replicate as of_torch
+
+    of_torch(model)

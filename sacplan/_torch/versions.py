@@ -103,6 +103,7 @@ NEEDED: tuple[str, ...] = (
 """Private names that sacplan uses, other than those of modules that torch imports late."""
 
 LATE: tuple[str, ...] = (
+    "torch.distributed._composable.replicate.replicate",
     "torch._dynamo.comptime.comptime",
     "torch._dynamo.backends.debugging.boxed_nop",
     "torch._dynamo.device_interface.CudaInterface.Worker",
@@ -121,7 +122,7 @@ LATE: tuple[str, ...] = (
     "torch._prims.rng_prims.run_and_save_rng_state",
     "torch._prims.rng_prims.run_with_rng_state",
 )
-"""Private names that only code inside ``torch.compile``, or around it, looks up.
+"""Private names that only code inside ``torch.compile``, or around it, looks up, or that a build may lack.
 
 They cannot be checked before: to import Dynamo takes seconds, and what Dynamo traces must look names up plainly.
 """

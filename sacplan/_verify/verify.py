@@ -36,7 +36,6 @@ from sacplan._record.step import (
     make_optimizer,
     resolve_batch,
 )
-from sacplan._shard.process_groups import pretended_ranks
 from sacplan._torch.compiling import uncompiled
 from sacplan._verify.measure import measured_step
 from sacplan.errors import PlanError, SumOfOutputsWarning
@@ -167,11 +166,10 @@ def verify(
     with preserved_rng():
         batch = resolve_batch(batch)
     plan.fingerprint.check_batch(batch)
-    # A fake step works for ranks: the program of one rank is derived from it, and for a mesh the process
-    # group is a fake one.
-    if run == "real" and plan.ranks.world_size > 1:
+    # A fake step works for ranks.
+    if run == "real" and plan.ranks.devices > 1:
         raise PlanError(
-            f"this plan is for one of {plan.ranks.world_size} ranks, and run='real' would run the whole model here. "
+            f"this plan is for one of {plan.ranks.devices} ranks, and run='real' would run the whole model here. "
             "Use run='fake', which runs the step of one rank."
         )
     run_step = _verify_fake if run == "fake" else _verify_real
@@ -190,19 +188,15 @@ def _verify_fake(
     model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any, steps: int
 ) -> Verification:
     applied = _Applied(plan)
-    sharding = plan.ranks.sharding
-    # Two ways to the step of one rank. A plan on a mesh is executed by sacplan itself, so the step is run as
-    # rank 0 of a fake process group, and its trace is that of a rank already. FSDP2 and DDP are not run:
-    # their rank is rewritten from the trace of the unsharded step.
-    with contextlib.nullcontext() if sharding is None else pretended_ranks(sharding.mesh.size):
-        seen = trace_step(
-            model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
-            mode=plan.provenance.mode, prepare=applied,
-            saved="observe", mixed=plan.ranks.mixed, accumulation_steps=steps,
-            routing=plan.fingerprint.setup.routing, compiled=plan.fingerprint.setup.compiled,
-        )  # fmt: skip
-    if sharding is None:
-        seen = seen.on_ranks(plan.ranks)
+    # What ``parallelize_module`` does is run, in a fake process group. FSDP2 and DDP are not: their rank is
+    # rewritten from the trace of the unsharded step.
+    seen = trace_step(
+        model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
+        mode=plan.provenance.mode, prepare=applied,
+        saved="observe", mixed=plan.ranks.mixed, accumulation_steps=steps,
+        routing=plan.fingerprint.setup.routing, compiled=plan.fingerprint.setup.compiled,
+        sharding=plan.ranks.sharding,
+    ).on_ranks(plan.ranks)  # fmt: skip
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
@@ -304,7 +298,7 @@ class _Applied:
         self._handle: Handle | None = None
 
     def __call__(self, model: torch.nn.Module) -> _Applied:
-        self._handle = put_on(model, self._plan)
+        self._handle = put_on(model, self._plan, spread=False)
         return self
 
     def forget_differences(self) -> None:

@@ -46,9 +46,6 @@ def given(tmp_path_factory):
     """Public functions, each with right values for the arguments that it needs."""
     model, batch = make(), torch.ones(4, 8)
     profile = sacplan.profile(model, batch, device="cpu")
-    small = torch.nn.Linear(4, 8)
-    whole = sacplan.profile(small, torch.empty(4, 4), device="cpu")
-    spread = sacplan.policy("ddp", profile=whole, mesh={"dp": 2})
     plan = sacplan.plan_smallest(profile)
     estimators = [sacplan.MemTracker(), sacplan.RuntimeEstimator(), sacplan.SACEstimator()]
     for estimator in estimators:
@@ -143,7 +140,6 @@ def given(tmp_path_factory):
             sacplan.write_snapshot,
             {"path": folder / "step.pickle", "profile": profile},
         ),
-        "parallel_code": (sacplan.parallel_code, {"model": small, "plan": spread}),
         "layouts": (
             sacplan.layouts,
             {"model": torch.nn.Linear(4, 8), "batch": torch.empty(4, 4), "devices": 2, "device": "cpu"},
@@ -167,7 +163,7 @@ FUNCTIONS = [
     "profile", "plan", "plan_smallest", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
-    "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies", "layouts", "parallel_code",
+    "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies", "layouts",
     "write_memory_trace", "write_snapshot", "advise", "fit", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import sacplan
@@ -19,11 +18,9 @@ from sacplan._plan.plan import _digest
 from sacplan._ranks.ranks import Ranks
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.process_groups import pretended_ranks
-from sacplan.errors import InfeasibleBudget, PlanError, PlanMismatch
-from tests.support.processes import run_ranks
+from sacplan.errors import InfeasibleBudget, PlanError
 from tests.support.steps import mean_square
-from tests.zoo.language_models import LM, cross_entropy, tokens
-from tests.zoo.layers import MLP, FromFunction
+from tests.zoo.layers import MLP
 
 BOTH = ("shard", "recompute")
 
@@ -42,7 +39,7 @@ def planned(ranks: int = 4) -> sacplan.Plan:
 @pytest.mark.parametrize(
     ("mesh", "says"),
     [
-        ({"dp": 7}, r"batch of 8 cannot be cut for 7 ranks .*give a batch that is a multiple of 7"),
+        ({"dp": 7}, "batch of 8 cannot be cut for 7 ranks: give a batch that is a multiple of 7"),
         ([2, 2], r"mesh is \[2, 2\]; give the ranks of each axis"),
         ("foo", "cannot be read; give '8xcpu'"),
         (0, "has 0 ranks; it must be an int of at least 1"),
@@ -82,20 +79,6 @@ def test_arguments_that_do_not_go_together(arguments: Any, says: str) -> None:
 def test_the_profile_of_one_rank() -> None:
     with pytest.raises(PlanError, match="from a profile of the whole model"):
         sacplan.plan(profile().on_ranks(Ranks.of(4)), "90%", mesh={"dp": 4}, techniques=BOTH)
-
-
-def test_a_batch_that_ranks_do_not_divide_is_not_cut() -> None:
-    plan = sacplan.plan(profile(3), "100%", mesh={"dp": 4}, techniques=BOTH)
-    seen = sacplan.verify(MLP(32), torch.randn(3, 32), plan, mean_square)
-    assert seen.peak_bytes == plan.peak_bytes
-
-
-def test_more_ranks_than_heads_do_not_cut_heads() -> None:
-    model, batch = LM(1, 32, 4, 64, dropout=0.0), tokens(4, 16, 64)
-    whole = sacplan.profile(model, batch, cross_entropy, device="cpu")
-    plan = sacplan.plan(whole, "100%", mesh={"tp": 8}, techniques=BOTH)
-    seen = sacplan.verify(model, batch, plan, cross_entropy)
-    assert seen.peak_bytes == plan.peak_bytes < whole.peak_bytes
 
 
 def test_an_infeasible_budget_says_what_binds_and_what_would_do() -> None:
@@ -151,25 +134,16 @@ Damage = Callable[[dict[str, Any]], Any]
     [
         lambda s: s.update(mesh=4),
         lambda s: s["mesh"].update(axes=[["dp", 2], ["dp", 2]]),
-        lambda s: s["mesh"].update(axes=[["dp", 8]]),
+        lambda s: s["mesh"].update(axes=[["a", 2], ["b", 3], ["c", 5]]),
         lambda s: s["mesh"].update(axes=[["dp", "4"]]),
         lambda s: s["mesh"].update(axes=[["dp", -4]]),
-        lambda s: s.update(homes={"up.weight": "S9"}),
-        lambda s: s.update(homes={"up.weight": "X"}),
-        lambda s: s.update(homes={"up.weight": "S0,S1"}),
-        lambda s: s.update(homes={"up.weight": "P"}),
-        lambda s: s.update(homes={"no.such": "S0"}),
-        lambda s: s.update(homes=[1]),
-        lambda s: s.update(places=[{"unit": "up"}]),
-        lambda s: s.update(
-            places=[{"unit": "up", "op": "aten.addmm.default", "occurrence": 0, "inputs": ["Q"]}]
-        ),
-        lambda s: s.update(
-            places=[{"unit": "up", "op": "aten.addmm.default", "occurrence": -1, "inputs": []}]
-        ),
+        lambda s: s.update(styles={"up": "Colwise()"}),
+        lambda s: s.update(styles={"up": "ColwiseParallel(use_local_output=exit())"}),
+        lambda s: s.update(styles={"up": 1}),
+        lambda s: s.update(styles=[1]),
         lambda s: s.update(surprise=1),
     ],
-    ids=range(15),
+    ids=range(10),
 )
 def test_damaged_files(damage: Damage, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
@@ -178,12 +152,8 @@ def test_damaged_files(damage: Damage, tmp_path: Path) -> None:
     damage(content["ranks"]["sharding"])
     signed(content, file)
 
-    def use() -> None:
-        with pretended_ranks(4):
-            sacplan.verify(MLP(32), torch.randn(8, 32), sacplan.Plan.load(file), mean_square)
-
     with pytest.raises(sacplan.SacplanError) as raised:
-        use()
+        sacplan.Plan.load(file)
     assert "sha256" not in str(raised.value)
 
 
@@ -235,6 +205,7 @@ def test_a_share_is_of_the_peak_of_a_rank_without_a_plan() -> None:
 
 def test_a_number_of_devices_cuts_tensors_on_the_axis_for_them() -> None:
     found = sacplan.plan(profile(), "100%", mesh=2, techniques=BOTH)
+    assert found.ranks.sharding is not None
     name, axes = found.provenance.options["sharding"], found.ranks.sharding.mesh.names
     assert name == "search" or ("megatron" in name) == ("tp" in axes)
     assert described_name("megatron", Mesh.of({"dp": 2})) == "megatron (tensors cut over dp)"
@@ -243,83 +214,3 @@ def test_a_number_of_devices_cuts_tensors_on_the_axis_for_them() -> None:
         described_name("fsdp + megatron", both) == "fsdp + megatron (batch cut over dp, tensors cut over tp)"
     )
     assert described_name("search", both) == "search"
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        (nn.GRU, "module 'cells' cannot be spread .* aten.transpose_.default .* build them without it"),
-        (nn.RNN, "module 'cells' cannot be spread .* aten.transpose_.default .* build them without it"),
-        (nn.LSTM, r"module 'cells' cannot be spread .* aten.mkldnn_rnn_layer.default .* \(device='h100'\)"),
-    ],
-)
-def test_recurrent_networks_are_refused_when_the_plan_is_made(kind: type[nn.RNNBase], says: str) -> None:
-    model = FromFunction(
-        lambda self, x: self.cells(self.before(x))[0],
-        before=nn.Linear(32, 32),
-        cells=kind(32, 32, batch_first=True),
-    )
-    of_rnn = sacplan.profile(model, torch.randn(8, 4, 32), mean_square, device="cpu")
-    for name in ("ddp", "fsdp"):
-        with pytest.raises(PlanError, match=says):
-            sacplan.policy(name, profile=of_rnn, mesh={"dp": 2})
-
-
-def test_ways_that_cannot_run_do_not_stop_those_that_can() -> None:
-    model, batch = nn.Sequential(nn.LSTM(32, 32)), torch.randn(8, 4, 32)
-
-    def first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x)[0].square().mean()
-
-    of_rnn = sacplan.profile(model, batch, first, device="h100")
-    with pytest.raises(PlanError, match=r"module '0' cannot be spread so: aten\._cudnn_rnn"):
-        sacplan.policy("ddp", profile=of_rnn, mesh={"dp": 2})
-    plan = sacplan.plan(of_rnn, "1GiB", mesh={"dp": 2}, techniques=BOTH)
-    assert sacplan.verify(model, batch, plan, first).peak_bytes == plan.peak_bytes
-
-
-def test_ops_that_torch_refuses_are_one_sentence_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    def grouped(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._grouped_mm(x, self.weight, torch.tensor([4, 8], dtype=torch.int32))
-
-    experts = FromFunction(grouped, weight=nn.Parameter(torch.randn(2, 32, 32)))
-    model = nn.Sequential(nn.Linear(32, 32), experts)
-    profile = sacplan.profile(model, torch.randn(8, 32), mean_square, device="h100")
-    says = r"^aten._grouped_mm.default in module '1' cannot run on mesh dp 2 .*: Expected inputs of BF16 type"
-    with pytest.raises(PlanError, match=says):
-        sacplan.policy("fsdp", profile=profile, mesh={"dp": 2})
-    assert not caplog.records
-
-
-# --- two ranks that differ --------------------------------------------------------------------------------
-
-
-def differing(rank: int, directory: str, files: tuple[str, str]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(0)
-        same = MLP(32)
-        with pytest.raises(PlanMismatch, match="ranks differ in the sharding: 1 from rank 0"):
-            sacplan.apply(same, sacplan.Plan.load(files[rank]))
-        torch.manual_seed(rank)
-        with pytest.raises(PlanMismatch, match="ranks differ in values of the model's parameters"):
-            sacplan.apply(MLP(32), sacplan.Plan.load(files[0]))
-        assert type(same.up.weight) is nn.Parameter
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
-def test_ranks_that_differ_say_so_instead_of_waiting(tmp_path: Path) -> None:
-    files = (tmp_path / "0.json", tmp_path / "1.json")
-    plan = planned(2)
-    plan.save(files[0])
-    plan.save(files[1])
-    content = json.loads(files[1].read_text())
-    content["ranks"]["sharding"]["homes"] = {"up.weight": "S0"}
-    content["ranks"]["sharding"]["places"] = []
-    signed(content, files[1])
-    run_ranks(differing, (str(tmp_path), tuple(map(str, files))), 2)

@@ -22,7 +22,6 @@ from sacplan._plan import schema
 from sacplan._profile import files as profile_files
 from sacplan._program import files
 from sacplan._ranks.ranks import Ranks
-from sacplan._shard.sharding import Sharding
 from sacplan.errors import DeviceError, SacplanError
 from tests.support.damage import damaged_bytes, damaged_contents, set_to
 
@@ -262,34 +261,6 @@ def test_profiles_that_mean_nothing(change: str, saved: dict[str, bytes], tmp_pa
     assert "checksum" not in str(info.value)
 
 
-SPREAD = Ranks.spread(Sharding.of({"tp": 2}, {"0.weight": "S0", "0.bias": "S0", "2.weight": "S1"}))
-
-ON_A_MESH = {
-    "a tensor that is no argument": (
-        set_to("ops", 11, 12, to=[12, 6, 0]),
-        r"aten\.mm\.default in module '2' cannot",
-    ),
-    "tensors that an op does not take": (set_to("ops", 11, 12, to=[12, 12]), r"cannot run.*reduction dim"),
-    "a parameter on the storage of another": (set_to("tensors", 2, 0, to=2), "cannot run"),
-    "a view of more elements": (set_to("tensors", 17, 2, to=[8, 8]), None),
-    "a gradient that no op makes": (set_to("ops", 13, 13, to=[0]), "does not make the gradient"),
-}
-"""What is forbidden besides, but found only when each op is run on the sizes of a rank. None: torch may accept it."""
-
-
-@pytest.mark.parametrize("change", ON_A_MESH)
-def test_recordings_that_do_not_run_on_a_mesh(change: str, saved: dict[str, bytes], tmp_path: Path) -> None:
-    data, (damage, said) = json.loads(saved["profile"]), ON_A_MESH[change]
-    damage(data["recorded"])
-    (tmp_path / "profile.json").write_text(json.dumps(signed(data)))
-    loaded = sacplan.Profile.load(tmp_path / "profile.json")
-    if said is None:
-        loaded.on_ranks(SPREAD)
-        return
-    with pytest.raises(sacplan.PlanError, match=said):
-        loaded.on_ranks(SPREAD)
-
-
 def test_an_edited_profile_is_not_what_it_says(saved: dict[str, bytes], tmp_path: Path) -> None:
     data, path = json.loads(saved["profile"]), tmp_path / "profile.json"
     data["recorded"]["ops"][0][3] += 1.0
@@ -371,7 +342,7 @@ def test_damaged_recordings_on_a_mesh(
     path = tmp_path_factory.getbasetemp() / "damaged-recording.json"
     path.write_text(json.dumps(contents))
     with contextlib.suppress(sacplan.TraceError, sacplan.PlanError):
-        sacplan.Profile.load(path).on_ranks(SPREAD)
+        sacplan.Profile.load(path).on_ranks(Ranks.of(2))
 
 
 def _equal_or_error(text: bytes, profile: sacplan.Profile, factory: pytest.TempPathFactory) -> None:

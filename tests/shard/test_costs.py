@@ -1,9 +1,8 @@
-"""What moving tensors takes: closed formulas, what NCCL and others publish, and all ways from layout to layout."""
+"""What collectives take: closed formulas, and what NCCL and others publish."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +11,8 @@ import pytest
 from sacplan import DeviceSpec
 from sacplan._device.devices import resolve_device
 from sacplan._device.links import LINKS, Link
-from sacplan._shard import costs as module
-from sacplan._shard.costs import Collective, Costs, RedistributeStep, after, redistribution_path
+from sacplan._shard.costs import Collective, Costs
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import Placements, cut, fits, format_layout, local_shape, parse_layout
 from sacplan.errors import DeviceError, PlanError
 
 H100 = resolve_device("h100")
@@ -134,102 +131,3 @@ def test_more_bytes_take_longer_and_never_no_time(kind: Collective) -> None:
 def test_no_such_collective() -> None:
     with pytest.raises(PlanError, match=r"'gossip' is not known.*all_gather"):
         costs(r=2).collective_ms("gossip", 1.0, 0)  # type: ignore[arg-type]
-
-
-# --- redistributions ----------------------------------------------------------------------------------
-
-
-def all_paths(
-    ranks: tuple[int, ...], shape: tuple[int, ...], source: Placements, target: Placements
-) -> list[float]:
-    """Weights of all ways that come through no layout twice."""
-    found = []
-
-    def go(layout: Placements, seen: frozenset[Placements], weight: float) -> None:
-        if layout == target:
-            found.append(weight)
-            return
-        for step in module._steps(ranks, shape, layout, target):
-            then = after(layout, step)
-            if then not in seen:
-                go(then, seen | {then}, weight + module._weight(ranks, shape, layout, step))
-
-    go(source, frozenset({source}), 0.0)
-    return found
-
-
-def weight_of(
-    ranks: tuple[int, ...], shape: tuple[int, ...], source: Placements, path: tuple[RedistributeStep, ...]
-) -> float:
-    total, layout = 0.0, source
-    for step in path:
-        assert layout[step.axis] == step.source
-        assert fits(shape, layout, ranks)
-        total += module._weight(ranks, shape, layout, step)
-        layout = after(layout, step)
-    return total
-
-
-PLACEMENTS = [*parse_layout("R,P,S0,S1,S0/2"), cut(1, 4)]
-
-
-@pytest.mark.parametrize("ranks", [(2,), (2, 2), (2, 4)])
-def test_the_way_is_the_cheapest_of_all(ranks: tuple[int, ...]) -> None:
-    shape = (16, 32)
-    layouts = [x for x in itertools.product(PLACEMENTS, repeat=len(ranks)) if fits(shape, x, ranks)]
-    c = Costs.of(Mesh(tuple((f"a{i}", n) for i, n in enumerate(ranks))), H100)
-    for source, target in itertools.product(layouts, layouts):
-        path = c.redistribution_path(shape, source, target)
-        weights = all_paths(ranks, shape, source, target)
-        assert path is not None, (format_layout(source), format_layout(target))
-        assert weight_of(ranks, shape, source, path) == pytest.approx(min(weights, default=0.0))
-        assert (path == ()) == (source == target)
-        took = c.redistribution_ms(4096, shape, source, target)
-        assert (took == 0) == (source == target)
-        assert took <= c.redistribution_ms(8192, shape, source, target) < math.inf
-
-
-def steps(shape: tuple[int, ...], source: str, target: str, ranks: tuple[int, ...] = (2, 4)) -> str:
-    path = redistribution_path(ranks, shape, parse_layout(source), parse_layout(target))
-    assert path is not None
-    return " ".join(f"{s.axis}:{s.source}>{s.target}" for s in path)
-
-
-def test_ways_that_are_known() -> None:
-    assert steps((64, 64), "S0,S0/2", "R,R") == "0:S0>R 1:S0/2>R"  # slow links carry what is small
-    assert steps((64, 64), "P,P", "R,S0") == "1:P>S0 0:P>R"
-    assert steps((64, 64), "S0,R", "R,S1") == "1:R>S1 0:S0>R"
-    assert steps((64, 64), "S0,S1", "S1/4,S1") == "0:S0>S1/4"
-    assert steps((64, 64), "R,S0", "R,S1") == "1:S0>S1"
-    assert steps((64, 64), "S0,R", "P,R") == "0:S0>R 0:R>P"
-    # Two halves of two numbers each have nothing for two of four ranks.
-    assert steps((8,), "R,S0", "R,S0/2") == "1:S0>R 1:R>S0/2"
-
-
-def test_no_way() -> None:
-    c = costs(a=2, b=4)
-    for source, target in (("R,R", "S0,R"), ("S1,R", "S1,S1"), ("S2,R", "R,R")):
-        a, b = parse_layout(source), parse_layout(target)
-        assert c.redistribution_path((3, 4), a, b) is None
-        assert c.redistribution_ms(48, (3, 4), a, b) == math.inf
-    assert c.redistribution_path((4, 4), parse_layout("R,R"), parse_layout("Pmax,R")) is None
-
-
-def test_the_way_is_the_same_on_all_devices_and_its_time_is_not() -> None:
-    a, b = parse_layout("S0,P"), parse_layout("P,S1")
-    mesh = Mesh.of({"a": 2, "b": 4})
-    fast, slow = Costs.of(mesh, H100), Costs.of(mesh, resolve_device("cpu"))
-    assert fast.redistribution_path((8, 8), a, b) == slow.redistribution_path((8, 8), a, b)
-    assert fast.redistribution_ms(GIB, (8, 8), a, b) < slow.redistribution_ms(GIB, (8, 8), a, b)
-
-
-def test_a_redistribution_is_the_sum_of_its_collectives() -> None:
-    c = costs(a=2, b=4)
-    whole, shape = 64e6, (64, 64)
-    got = c.redistribution_ms(whole, shape, parse_layout("S0,S0/2"), parse_layout("R,R"))
-    assert local_shape(shape, parse_layout("R,S0/2"), (2, 4)) == (16, 64)
-    assert got == c.collective_ms("all_gather", whole / 4, 0) + c.collective_ms("all_gather", whole, 1)
-    got = c.redistribution_ms(whole, shape, parse_layout("P,R"), parse_layout("R,R"))
-    assert got == c.collective_ms("all_reduce", whole, 0)
-    local = c.redistribution_ms(whole, shape, parse_layout("R,R"), parse_layout("R,S0"))
-    assert 0 < local < c.redistribution_ms(whole, shape, parse_layout("R,S1"), parse_layout("R,S0")) / 2

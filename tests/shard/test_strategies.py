@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sacplan._shard.choose import choose
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import PARTIAL, REPLICATED, cut
-from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call
+from sacplan._shard.strategies import AxisStrategy, axis_strategies
 from sacplan._torch.calls import Call
+from tests.support.local_calls import local_call
 from tests.support.op_steps import STEPS, below, calls_of, ignored, x
 from tests.support.placed import assert_all_right, assert_right, offered, random_pairs, run_on_ranks
 from tests.support.slices import OpCall
@@ -173,16 +173,6 @@ def test_norms_come_from_those_of_parts() -> None:
     found = strategies_of(aten.linalg_vector_norm.default, x(4, 6))
     assert found == ["R -> R", "S0 -> R", "S1 -> R"]
     assert strategies_of(aten.linalg_vector_norm.default, x(4, 6), 0) == ["R -> R"]
-
-
-def test_gradients_are_not_gathered_for_their_norms() -> None:
-    mesh = Mesh.of({"dp": 2, "tp": 2})
-    call = OpCall(aten._foreach_norm.Scalar, ([x(4, 6), x(8), x(3)], 2), {})
-    have = [(cut(0), cut(1)), (cut(0), R), (R, R)]
-    choice = choose(Call(call.func, call.args, {}, call.run()), have, mesh)
-    assert list(choice.inputs) == have
-    assert [s.reduces for s in choice.strategies] == [(0, 1), (0,)]
-    assert_right(call, choice.strategies, mesh)
 
 
 def test_cuts_inside_a_dimension_are_offered_where_an_input_has_them() -> None:

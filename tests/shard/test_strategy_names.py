@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._shard.placements import format_layout, local_shape, parse_layout
+from sacplan._shard.placements import format_layout, local_shape
+from tests.support.placed import parse_layout
 from tests.zoo.layers import FromFunction
 
 MESH = {"dp": 2, "tp": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,11 +15,30 @@ from torch.utils._pytree import tree_map
 from sacplan._factors.axes import Axis, take
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Placement, Placements, cut, fits, local_shape
-from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call
+from sacplan._shard.strategies import AxisStrategy, axis_strategies
 from sacplan._torch.calls import Call, flat_tensors
+from tests.support.local_calls import local_call
 from tests.support.slices import OpCall, copied
 
 At = tuple[int, ...]
+
+
+_PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?|P(max|min|sum)?")
+
+
+def parse_layout(text: str) -> Placements:
+    """Return the layout that ``"S0,R"`` stands for."""
+    found = []
+    for word in text.split(","):
+        match = _PLACEMENT.fullmatch(word)
+        if match is None:
+            raise ValueError(f"placement {word!r} in {text!r} cannot be read; it is R, S0, S1, ..., or P.")
+        dim, outer, reduce = match.groups()
+        if word[0] == "S":
+            found.append(cut(int(dim), int(outer or 1)))
+        else:
+            found.append(REPLICATED if word == "R" else Placement("P", reduce=reduce or "sum"))
+    return tuple(found)
 
 
 def every_rank(mesh: Mesh) -> list[At]:
