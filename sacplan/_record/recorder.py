@@ -45,7 +45,7 @@ from sacplan._torch.autograd import in_backward
 from sacplan._torch.fake_tensors import FakeTensorMode, active_fake_mode, fake_device_of
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred
 from sacplan._torch.ops import OpTraits, can_run_again, draws_numbers, op_traits
-from sacplan._torch.private import dispatch_modes, without_torch_functions
+from sacplan._torch.private import dispatch_modes, noted_generator_states, without_torch_functions
 
 # Plain integers, which the event stream is made of.
 _ALLOC, _OP = int(Event.ALLOC), int(Event.OP)
@@ -179,6 +179,8 @@ class Recorder(Watching):
         self._calls.__enter__()
         self._training.__enter__()
         self._saved.__enter__()
+        self._states = noted_generator_states(self._took_state)
+        self._states.__enter__()
         self.storages.is_recording = True
         self.storages.is_fake = active_fake_mode() is not None
         self._seen = self._seen_ops()
@@ -197,6 +199,7 @@ class Recorder(Watching):
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
         inductor.watchers.remove(self)
+        self._states.__exit__(None, None, None)
         self._saved.__exit__(exc_type, exc_value, traceback)
         self._calls.__exit__()
         self._training.__exit__()
@@ -261,6 +264,10 @@ class Recorder(Watching):
         return self._ops[n_ops:], events
 
     # --- ops ----------------------------------------------------------------------------------
+
+    def _took_state(self, state: torch.Tensor) -> None:
+        if self._state_bytes and not self._paused:
+            self.storages.track(state, StorageKind.OTHER)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = fake_device_of(func, args)  # first, since most calls are this one

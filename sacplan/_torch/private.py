@@ -203,6 +203,23 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+@contextmanager
+def noted_generator_states(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, ``torch.get_rng_state``, as checkpointing and ``fork_rng`` call it, hands each state to ``note``.
+
+    No op makes such a tensor, so that no dispatch mode sees it.
+    """
+    plain = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = plain()
+        note(state)
+        return state
+
+    with replaced(torch, get_rng_state=get_rng_state), replaced(torch.random, get_rng_state=get_rng_state):
+        yield
+
+
 def with_outputs(mode: TorchDispatchMode, note: Callable[[Any], None]) -> TorchDispatchMode:
     """Make a dispatch mode also hand each output to ``note``, and return it.
 
