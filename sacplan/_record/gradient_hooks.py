@@ -10,7 +10,6 @@ its closure, its arguments or global variables. So the copy gets twins of the ho
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from sacplan._record.state import reachable
+from sacplan._record.state import reachable, variables_of
 from sacplan._record.twin_functions import TwinFunctions, globals_of
 from sacplan._torch.gradient_hooks import (
     Hook,
@@ -67,8 +66,6 @@ def _behind(hook: Hook, seen: dict[int, Any]) -> Iterator[Any]:
             if isinstance(value, types.FunctionType):
                 pending.extend(v for _, v in globals_of(value))
                 pending.extend((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
-                for cell in value.__closure__ or ():
-                    with contextlib.suppress(ValueError):  # an empty cell
-                        pending.append(cell.cell_contents)
+                pending.extend(v for _, v in variables_of(value))
             elif isinstance(value, types.MethodType):
                 pending.append(value.__func__)

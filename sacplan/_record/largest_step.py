@@ -15,20 +15,16 @@ periods that do not divide ``FAR``, counts in other places, and the very first s
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
-import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from sacplan._record.state import kept_by, reachable
-from sacplan._torch.local_tensors import Watching, is_deferred
-from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import storage_key, strided_parts
+from sacplan._record.alive import AliveStorages
+from sacplan._record.state import reachable
 from sacplan.errors import SacplanWarning, TraceError
 
 FAR = 1_008_000
@@ -75,13 +71,8 @@ def before_largest_step(optimizer: torch.optim.Optimizer, value_of: ValueOf) -> 
         if grown <= 0:
             break
     else:
-        _warn(
-            optimizer,
-            f"still keeps more after each of {_MOST_GROWTH} steps, so later ones have a higher peak",
-        )
-    counts = [
-        (holder, key, n) for holder, key, n in found if _number(dict.get(holder, key), value_of) == n + 1
-    ]
+        _warn(optimizer, f"still keeps more after each of {_MOST_GROWTH} steps: later ones take more")
+    counts = [at for at in found if _number(dict.get(at.holder, at.key), value_of) == at.number + 1]
     # By the peak of a step, the count before it; None for the one that it had.
     tried: dict[int, int | None] = {peak: None}
     try:
@@ -91,8 +82,7 @@ def before_largest_step(optimizer: torch.optim.Optimizer, value_of: ValueOf) -> 
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         _warn(
-            optimizer,
-            f"cannot take step {FAR:,} ({why}), so the profile is not of one that is larger at times",
+            optimizer, f"cannot take step {FAR:,} ({why}): the profile is of no step that is larger at times"
         )
     _set(counts, tried[max(tried)])
 
@@ -101,15 +91,20 @@ def _warn(optimizer: torch.optim.Optimizer, what: str) -> None:
     warnings.warn(f"{type(optimizer).__name__} {what}.", SacplanWarning, stacklevel=3)
 
 
-def _numbers(
-    optimizer: torch.optim.Optimizer, value_of: ValueOf
-) -> Iterable[tuple[dict[Any, Any], Any, float]]:
-    """Yield the dictionaries of an optimizer with numbers in them: the dictionary, the key and the number."""
+class _Number(NamedTuple):
+    """A number in a dictionary."""
+
+    holder: dict[Any, Any]
+    key: Any
+    number: float
+
+
+def _numbers(optimizer: torch.optim.Optimizer, value_of: ValueOf) -> Iterator[_Number]:
+    """Yield the numbers in the dictionaries of an optimizer."""
     for holder in reachable(optimizer, but=(torch.nn.Module,)):
         for key, value in list(dict.items(holder)) if isinstance(holder, dict) else ():
-            number = _number(value, value_of)
-            if number is not None:
-                yield holder, key, number
+            if (number := _number(value, value_of)) is not None:
+                yield _Number(holder, key, number)
 
 
 def _number(value: Any, value_of: ValueOf) -> float | None:
@@ -121,7 +116,7 @@ def _number(value: Any, value_of: ValueOf) -> float | None:
 
 
 @torch.no_grad()
-def _set(counts: Iterable[tuple[dict[Any, Any], Any, float]], count: int | None) -> None:
+def _set(counts: Iterable[_Number], count: int | None) -> None:
     for holder, key, number in counts:
         value, new = holder[key], number if count is None else count
         if isinstance(value, torch.Tensor):
@@ -132,38 +127,10 @@ def _set(counts: Iterable[tuple[dict[Any, Any], Any, float]], count: int | None)
 
 def _step(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Step once; return the peak of the bytes that the optimizer uses, and how many more it keeps."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    with _Alive([*parameters, *gradients, *kept_by(optimizer)]) as alive:
+    own = [v for v in reachable(optimizer, but=(torch.nn.Module,)) if isinstance(v, torch.Tensor)]
+    with AliveStorages() as alive:
+        alive.note(own + [t.grad for t in own if t.grad is not None])
+        del own
         before = alive.bytes
         optimizer.step()
     return alive.peak_bytes, alive.bytes - before
-
-
-class _Alive(Watching):
-    """Counts the bytes of some tensors, and of those that ops make, as long as they live."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.bytes = self.peak_bytes = 0
-        self._storages: dict[int, weakref.ref[Any]] = {}
-        self._add(tensors)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_deferred(types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        self._add(tensors_in(out))
-        return out
-
-    def _add(self, tensors: Iterable[torch.Tensor]) -> None:
-        for storage in (part.untyped_storage() for t in tensors for part in strided_parts(t)):
-            key, nbytes = storage_key(storage), storage.nbytes()
-            if key not in self._storages:
-                self._storages[key] = weakref.ref(storage, functools.partial(self._freed, key, nbytes))
-                self.bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
-
-    def _freed(self, key: int, nbytes: int, _: Any) -> None:
-        del self._storages[key]
-        self.bytes -= nbytes

@@ -425,6 +425,13 @@ def kept_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for v in found if isinstance(v, torch.Tensor) and id(v) not in own]
 
 
+def variables_of(function: Any) -> Iterator[tuple[types.CellType, Any]]:
+    """Yield the variables of outer functions that a function refers to, and their values."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield cell, cell.cell_contents
+
+
 def held_by_function(function: Any) -> Iterable[Any]:
     """Return tensors, modules and optimizers in the closure of a function or the arguments of a ``partial``.
 
@@ -436,8 +443,5 @@ def held_by_function(function: Any) -> Iterable[Any]:
     elif isinstance(function, types.MethodType):
         found.extend((function.__self__, *held_by_function(function.__func__)))
     elif isinstance(function, types.FunctionType):
-        found.extend(function.__defaults__ or ())
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                found.append(cell.cell_contents)
+        found.extend((*(function.__defaults__ or ()), *(v for _, v in variables_of(function))))
     return [v for v in found if isinstance(v, _HELD)]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sacplan._record.state import reachable
+from sacplan._record.state import reachable, variables_of
 from sacplan._torch.fake_tensors import FakeTensor, FakeTensorMode
 from sacplan._torch.private import replaced
 from sacplan.errors import SacplanWarning, TraceError
@@ -114,7 +114,7 @@ class _Namespaces:
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._containers: dict[int, tuple[Any, Any]] = {}
         functions = [f for f in reachable(model, loss_fn) if isinstance(f, types.FunctionType)]
-        self._variables = [(cell, v) for f in functions for cell, v in _closure(f)]
+        self._variables = [(cell, v) for f in functions for cell, v in variables_of(f)]
         for _, value in self._variables:
             if type(value) in _NOTED:
                 self._note(value)
@@ -313,7 +313,7 @@ def function_caches(model: torch.nn.Module) -> Iterator[Any]:
             # Other values are asked for nothing: a stand-in for a package that is missing raises for any attribute.
             wrapped = isinstance(value, (staticmethod, classmethod, types.MethodType))
             function = value.__func__ if wrapped else value
-            for candidate in (function, *(v for _, v in _closure(function))):
+            for candidate in (function, *(v for _, v in variables_of(function))):
                 if isinstance(candidate, functools._lru_cache_wrapper) and id(candidate) not in seen:
                     seen.add(id(candidate))
                     yield candidate
@@ -372,11 +372,3 @@ def plain_attributes(model: torch.nn.Module) -> list[dict[str, Any]]:
         }
         for module in model.modules()
     ]
-
-
-def _closure(function: Any) -> Iterator[tuple[types.CellType, Any]]:
-    if not isinstance(function, types.FunctionType):
-        return
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield cell, cell.cell_contents

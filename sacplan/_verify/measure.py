@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from sacplan._record.alive import AliveStorages
 from sacplan._record.state import kept_by
 from sacplan._record.step import Step, cached_tensors
 from sacplan._torch.allocations import allocation_events
 from sacplan._torch.flops import flop_counter
-from sacplan._torch.local_tensors import Watching, is_deferred
-from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import storage_key, strided_parts
 
 CUDA_ROUND_BYTES = 512
@@ -75,11 +74,11 @@ def measured_step(
 
     if count_flops:
         own = alive()
-        with flop_counter() as counter, _Reads() as reads:
+        with flop_counter() as counter, AliveStorages() as reads:
             step.run()
         _clear(step)
         # What the step read and neither made nor found in the model, the optimizer or the batch.
-        left = tuple(s for s in reads.left if storage_key(s) not in own)
+        left = tuple(s for s in reads.not_made if storage_key(s) not in own)
         return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode", left)
 
     def measured() -> Measured:
@@ -101,43 +100,6 @@ def measured_step(
         _begin(step)
         seen = measured()
     return seen
-
-
-class _Reads(Watching):
-    """Note the storages that a step reads before any of its ops has made them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # By key, a weak reference, and whether an op made the storage. The first note of a storage decides.
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}
-
-    @property
-    def left(self) -> tuple[torch.UntypedStorage, ...]:
-        """Return those that are still alive."""
-        found = (ref() for ref, made in self._known.values() if not made)
-        return tuple(storage for storage in found if storage is not None)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A tensor subclass handles the op itself and comes back with its inner tensors.
-        if is_deferred(types):
-            return NotImplemented
-        # Inputs before the op runs, outputs after it: an output that is a view of an input is known by then,
-        # and does not count as made.
-        self._note(tensors_in((args, kwargs or {})), made=False)
-        out = func(*args, **(kwargs or {}))
-        self._note(tensors_in(out), made=True)
-        return out
-
-    def _note(self, tensors: Iterable[torch.Tensor], *, made: bool) -> None:
-        for storage in (part.untyped_storage() for t in tensors for part in strided_parts(t)):
-            key = storage_key(storage)
-            if key not in self._known:
-                # A key is an address. When the storage is gone it may be given to another one, so it must be
-                # forgotten at once.
-                self._known[key] = weakref.ref(storage, functools.partial(self._forget, key)), made
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._known.pop(key, None)
 
 
 def _clear(step: Step) -> None:
