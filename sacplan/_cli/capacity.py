@@ -111,6 +111,7 @@ def _search(
             solver=asked.solver,
             **allowed,
             accumulation_steps=asked.grad_accum or 1,
+            compile=asked.compile,
             at_most=asked.at_most,
             progress=lambda p: say(f"batch {p.batch_size} {'fits' if p.feasible else 'does not fit'}"),
         )

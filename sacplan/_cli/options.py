@@ -130,6 +130,15 @@ ACCUM = "Micro-batches whose gradients an optimizer step adds up; --batch is one
 GradAccum = Annotated[int | None, option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}.")]
 ROUTING = "Of a mixture of experts: as many tokens to each, or all to the same ones. Default: balanced"
 Routed = Annotated[Literal["balanced", "worst"] | None, option("--routing", help=f"{ROUTING}.")]
+Compiled = Annotated[
+    list[str] | None,
+    option(
+        "--compile",
+        metavar="PATTERN",
+        help="Of the step as torch.compile runs it: modules that are compiled, each by itself ('model.layers.*'); "
+        "'' is the whole model. May be repeated.",
+    ),
+]
 MESH = (
     "dp=2,tp=4: ranks of each axis, the slowest links first. 8, or 8xh100: the best mesh of so many devices"
 )
@@ -187,6 +196,7 @@ class StepOptions:
         option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}; with a plan or a saved profile, its own."),
     ] = None
     routing: Routed = None
+    compile: Compiled = None
     world_size: Annotated[
         int | None,
         _ranks(
@@ -307,6 +317,7 @@ class CapacityOptions(BudgetOptions):
     """How to search for a batch size."""
 
     grad_accum: GradAccum = None
+    compile: Compiled = None
     at_most: Annotated[int | None, option(min=1, metavar="N", help="Try no larger batch.")] = None
 
 

@@ -133,6 +133,7 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
             mode=step.mode or "train",
             accumulation_steps=step.grad_accum or 1,
             routing=step.routing or "balanced",
+            compile=step.compile,
             world_size=1 if ranks is None else ranks.world_size,
             fsdp_units=None if ranks is None else ranks.fsdp_units,
         )
@@ -148,6 +149,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
         "mode": step.mode,
         "grad-accum": step.grad_accum,
         "routing": step.routing,
+        "compile": step.compile,
     }
     # These options say how to record. They would change nothing in a recording, so they are refused.
     given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
@@ -248,8 +250,8 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
                 f"{plan_file} is for {device!r}, which is no device of the table; give the file of its DeviceSpec: "
                 "--device FILE."
             ) from error
-    setup = plan.fingerprint.setup
-    made: Any = plan.provenance  # its strings are the literals of StepOptions
+    setup: Any = plan.fingerprint.setup  # strings of these two are the literals of StepOptions
+    made: Any = plan.provenance
     return replace(
         asked,
         device=device,
@@ -258,6 +260,7 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
         mode=asked.mode or made.mode,
         grad_accum=asked.grad_accum or setup.accumulation_steps,
         routing=asked.routing or setup.routing,
+        compile=asked.compile or setup.compiled,
     )
 
 

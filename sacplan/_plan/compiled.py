@@ -61,7 +61,11 @@ def compiled_plan(
     """
     room = request.limit.room_of(profile)
     # Units must respect what is compiled, which the fingerprint says.
-    eager = dataclasses.replace(profile.run_again(None), fingerprint=profile.fingerprint)
+    setup = profile.fingerprint.setup
+    assert setup.compiled is not None
+    unrecorded = structs.replace(setup, compiled=structs.replace(setup.compiled, recorded=False))
+    fingerprint = structs.replace(profile.fingerprint, setup=unrecorded)
+    eager = dataclasses.replace(profile.run_again(None), fingerprint=fingerprint)
     tries: list[_Try] = []
     over = max(0, room.needs(profile.program) - room.n_bytes)
     budget: int | None = eager.peak_bytes - over
@@ -146,6 +150,7 @@ def _as_compiled(best: _Try, profile: Profile, room: Room) -> Plan:
         "status": "feasible" if best.plan.decisions else "unplanned",
         "device_memory": device_memory(seen.program) if profile.spec.kind == "cuda" else None,
         "host_bytes": seen.program.footprint.host_peak_bytes,
+        "fingerprint": profile.fingerprint,
     }
     return structs.replace(best.plan, **figures)
 

@@ -86,23 +86,8 @@ def outcome_of(request: Request, profile: Profile, *, says_beyond: bool = False)
     A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``says_beyond``, a plan with the
     default techniques says what others would save.
     """
-    if profile.fingerprint.setup.compiled is not None:
+    if profile.runs_compiled:
         return _compiled_outcome(request, profile)
-    return _outcome(request, profile, says_beyond=says_beyond)
-
-
-def _compiled_outcome(request: Request, profile: Profile) -> Outcome:
-    found = compiled_plan(request, profile, lambda asked, eager: _outcome(asked, eager).made())
-    if isinstance(found, InfeasibleBudget):
-        return Outcome(profile, None, found.smallest_feasible_bytes, found)
-    limit = request.limit
-    made_by = structs.replace(
-        found.provenance, budget=_as_written(limit.budget), headroom=_as_written(limit.headroom)
-    )
-    return Outcome(profile, structs.replace(found, provenance=made_by), found.peak_bytes)
-
-
-def _outcome(request: Request, profile: Profile, *, says_beyond: bool = False) -> Outcome:
     room = request.limit.room_of(profile)
     tries: list[Try] = []
     while (budget_bytes := next_budget(room, tries)) is not None:
@@ -131,6 +116,17 @@ def _outcome(request: Request, profile: Profile, *, says_beyond: bool = False) -
         )
     error = infeasible(profile, asked, room.n_bytes)
     return Outcome(profile, None, error.smallest_feasible_bytes, error)
+
+
+def _compiled_outcome(request: Request, profile: Profile) -> Outcome:
+    found = compiled_plan(request, profile, lambda asked, eager: outcome_of(asked, eager).made())
+    if isinstance(found, InfeasibleBudget):
+        return Outcome(profile, None, found.smallest_feasible_bytes, found)
+    limit = request.limit
+    made_by = structs.replace(
+        found.provenance, budget=_as_written(limit.budget), headroom=_as_written(limit.headroom)
+    )
+    return Outcome(profile, structs.replace(found, provenance=made_by), found.peak_bytes)
 
 
 def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = False) -> Plan:

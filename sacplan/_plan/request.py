@@ -42,6 +42,7 @@ class Request:
 
     def planner(self, profile: Profile) -> Planner:
         """Check the arguments for a step, and return its planner. Errors are those of ``plan``."""
+        profile.check_uncompiled()
         solvers = tuple(resolve_solver(self.solver))
         if self.techniques is not None:
             names = resolve_techniques(self.techniques)

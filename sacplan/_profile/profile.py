@@ -139,6 +139,21 @@ class Profile:
     def _saved(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "source"}
 
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether modules ran compiled in the recorded step."""
+        how = self.fingerprint.setup.compiled
+        return how is not None and how.recorded
+
+    def check_uncompiled(self) -> None:
+        """Raise ``PlanError`` for a compiled step, whose recording does not say what a plan makes of it."""
+        if self.runs_compiled:
+            raise PlanError(
+                "this step is compiled, and a plan changes what the compiler makes of it: it cannot be told from the "
+                "recording. sacplan.plan and sacplan.verify run the compiled step with a plan, dry. For anything else "
+                "give a profile that was made with compile=False."
+            )
+
     def run_again(self, prepare: Callable[[torch.nn.Module], Any] | None) -> Profile:
         """Run a compiled step again, dry: with what ``prepare`` applies to its model, or uncompiled if it is None.
 
@@ -223,6 +238,7 @@ class Profile:
         found = [
             *self.rules,
             *self.ranks.assumptions,
+            *(() if self.fingerprint.setup.compiled is None else self.fingerprint.setup.compiled.assumptions),
             *filter(None, [summed_outputs(self.fingerprint.setup), on_the_host(self.fingerprint.setup)]),
             *self._types_of_shards(),
         ]
@@ -329,11 +345,8 @@ class Profile:
             raise PlanError(
                 f"this takes a plan, decisions of one (plan.decisions), or plan.discarded, not {plan!r:.100}."
             )
-        if decisions and self.fingerprint.setup.compiled is not None:
-            raise PlanError(
-                "this step is compiled, and a plan changes what the compiler makes of it: it cannot be told from the "
-                "recording. sacplan.verify(model, batch, plan) runs the compiled step with it, dry."
-            )
+        if decisions:
+            self.check_uncompiled()
         return rewritten(self.program, decisions, self.spec)
 
     def footprint(self, plan: Decided) -> Footprint:

@@ -22,6 +22,7 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     Attributes:
         modules: names of the modules that are compiled, each by itself; ``""`` is the model.
         backend, mode, dynamic, fullgraph, options: as for ``torch.compile``.
+        recorded: whether the recorded step ran so. False for the eager step from which proposals for a plan come.
     """
 
     modules: tuple[str, ...] = ("",)
@@ -30,12 +31,29 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     dynamic: bool | None = None
     fullgraph: bool = False
     options: Mapping[str, bool | int | float | str] = {}
+    recorded: bool = True
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of ``torch.compile``."""
         found = {"backend": self.backend, "dynamic": self.dynamic, "fullgraph": self.fullgraph}
         return {**found, "mode": self.mode, "options": dict(self.options) or None}
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What a dry run of the compiler leaves out, a sentence each."""
+        found = []
+        mode = self.mode or ""
+        if mode == "reduce-overhead" or mode == "max-autotune" or self.options.get("triton.cudagraphs"):
+            found.append(
+                "compiled graphs run as CUDA graphs, and what their pool of memory holds besides is not counted"
+            )
+        if mode.startswith("max-autotune") or self.options.get("max_autotune"):
+            found.append(
+                "nothing is autotuned in a dry run: matrix products are those of the library, and kernels and "
+                "workspaces that tuning would choose are not counted"
+            )
+        return tuple(found)
 
     def __str__(self) -> str:
         where = ", ".join(dict.fromkeys(pattern_of(fqn) for fqn in self.modules if fqn)) or "whole"

@@ -33,6 +33,7 @@ from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.program import Phase
 from sacplan._questions.largest import largest
 from sacplan._questions.sweep import Row
+from sacplan._record.compiled import CompileModules
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan._solve.solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
@@ -92,6 +93,7 @@ class BatchSizes:
     trace: Trace = "fake"
     techniques: Sequence[str] | None = None
     accumulation_steps: int = 1
+    compile: CompileModules = None
     progress: Callable[[CapacityPoint, str], None] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     above_floor: float = 1.0
@@ -156,7 +158,7 @@ class BatchSizes:
         try:
             return profile(
                 self.model, batch, self.loss_fn, self.optimizer, self.spec, "cost-model", self.trace,
-                accumulation_steps=self.accumulation_steps,
+                accumulation_steps=self.accumulation_steps, compile=self.compile,
             )  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise TraceError(

@@ -33,6 +33,7 @@ from sacplan._program.notebook import Section, as_html, frame_html
 from sacplan._program.progress import Progress, reported
 from sacplan._questions.batch_sizes import BatchSizes, CapacityPoint
 from sacplan._questions.sweep import frame
+from sacplan._record.compiled import CompileModules
 from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
@@ -144,6 +145,7 @@ class SearchOptions(TypedDict, total=False):
     solver: str | Solver
     techniques: Sequence[str] | None
     accumulation_steps: int
+    compile: CompileModules
     at_most: int | None
     progress: Progress
 
@@ -181,6 +183,7 @@ def max_batch(
               (``0.05``, ``"5%"``) or bytes (``"2GiB"``).
             - ``solver``, ``techniques``: As for ``sacplan.plan``.
             - ``accumulation_steps``: As for ``profile``; the batch that is looked for is one micro-batch.
+            - ``compile``: As for ``profile``.
             - ``at_most``: The largest size to try.
             - ``progress``: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is
               called with each ``CapacityPoint`` as soon as it is known.

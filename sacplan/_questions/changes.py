@@ -102,6 +102,7 @@ def recorded(
             mixed=like.ranks.mixed,
             accumulation_steps=like.fingerprint.setup.accumulation_steps,
             routing=like.fingerprint.setup.routing,
+            compiled=like.fingerprint.setup.compiled,
         )
     return again.on_ranks(like.ranks)
 

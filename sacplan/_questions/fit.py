@@ -243,7 +243,7 @@ class _Sweep:
 
         return profile(
             self.model, made, self.loss_fn, optimizer, self.spec,
-            accumulation_steps=self.accumulation_steps, **{"routing": self.routing, **options},
+            accumulation_steps=self.accumulation_steps, compile=False, **{"routing": self.routing, **options},
         )  # fmt: skip
 
     @cached_property

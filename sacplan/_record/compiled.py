@@ -27,7 +27,7 @@ from sacplan._torch.inductor import compiled_so_far, dry_compiler
 from sacplan._torch.private import function_modes_off
 from sacplan.errors import TraceError
 
-CompileModules = bool | Sequence[str] | Mapping[str, Any] | None
+CompileModules = bool | Sequence[str] | Mapping[str, Any] | Compilation | None
 """How ``profile`` is told what is compiled: see there."""
 
 _HOOKS = (
@@ -57,6 +57,8 @@ def compilation_of(
 
 
 def _asked_for(asked: CompileModules, model: torch.nn.Module) -> Compilation:
+    if isinstance(asked, Compilation):
+        return asked
     given: dict[str, Any] = dict(asked) if isinstance(asked, Mapping) else {}
     patterns: Any = given.pop("modules", "") if asked is True or isinstance(asked, Mapping) else asked
     unknown = given.keys() - set(Compilation.__struct_fields__)

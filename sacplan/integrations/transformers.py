@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -37,7 +36,7 @@ from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.state import preserved_rng
 from sacplan._record.step import check_model, inner_optimizer
 from sacplan._techniques import why_uncompiled
-from sacplan.errors import PlanError, SacplanWarning, TraceError
+from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining
 
 try:
@@ -135,15 +134,12 @@ def profile_trainer(
 
     The arguments are those of ``sacplan.profile``; see :func:`step_arguments` for what is recorded.
     """
-    if trainer.args.torch_compile:
-        warnings.warn(
-            "this trainer compiles its model (torch_compile=True), and the step is recorded as it runs uncompiled: the "
-            "peak of the compiled step is not promised. Slices, offloading and values that are recomputed twice cannot "
-            "be compiled, nor can a unit of the plan in which the graph breaks (see torch._dynamo.explain).",
-            SacplanWarning,
-            stacklevel=2,
-        )
-    return profile(**step_arguments(trainer), device=device, runtime=runtime, trace=trace)
+    # As ``Trainer`` tells Accelerate, which compiles the model when it is prepared.
+    compiled = trainer.args.torch_compile and {
+        "backend": trainer.args.torch_compile_backend or "inductor",
+        "mode": trainer.args.torch_compile_mode,
+    }
+    return profile(**step_arguments(trainer), device=device, runtime=runtime, trace=trace, compile=compiled)
 
 
 def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:

@@ -21,6 +21,7 @@ pytest.importorskip("accelerate")
 
 from safetensors import safe_open  # noqa: E402
 
+from sacplan._program.compilation import Compilation
 from sacplan.integrations.transformers import (  # noqa: E402
     PlanCallback,
     profile_trainer,
@@ -100,11 +101,14 @@ def test_a_planned_run_is_the_same_run_in_the_predicted_memory(
     assert not planned_modules(trainer.model) or options.get("bf16")
 
 
-def test_a_trainer_that_compiles_is_told_when_it_plans(make: Callable[..., Any]) -> None:
+def test_a_trainer_that_compiles_is_profiled_compiled_and_keeps_no_slices(make: Callable[..., Any]) -> None:
     trainer = make(torch_compile=True, torch_compile_backend="aot_eager")
-    with pytest.warns(sacplan.SacplanWarning, match=r"torch_compile=True.*is not promised"):
-        profile = profile_trainer(trainer, device="cpu")
-    trainer.add_callback(PlanCallback(sacplan.policy("chunked-loss", profile=profile, slices=2)))
+    profile = profile_trainer(trainer, device="cpu")
+    assert profile.fingerprint.setup.compiled == Compilation(backend="aot_eager")
+    with pytest.raises(sacplan.PlanError, match="this step is compiled"):
+        sacplan.policy("chunked-loss", profile=profile, slices=2)
+    eager = profile_trainer(make(), device="cpu")
+    trainer.add_callback(PlanCallback(sacplan.policy("chunked-loss", profile=eager, slices=2)))
     with pytest.raises(sacplan.PlanError, match=r"torch_compile=True\). torch.compile cannot keep slices"):
         trainer.train()
     assert not planned_modules(trainer.model)
