@@ -150,8 +150,9 @@ def compile_step(step: Step, unrecorded: AbstractContextManager[Any]) -> None:
     step.model.zero_grad(set_to_none=True)
     if compiled_so_far() == before:
         raise TraceError(
-            "torch.compile compiled nothing of this step: Dynamo left all of it as it is. Does loss_fn call the model "
-            "that it is given? With compile=False the step is recorded as it runs uncompiled."
+            "torch.compile compiled nothing of this step: Dynamo left all of it as it is. It compiles no code of "
+            "torch.nn alone, such as a Sequential of its layers; or loss_fn does not call the model that it is given. "
+            "With compile=False the step is recorded as it runs uncompiled."
         )
 
 
