@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._offload.rewrite import Move
+from sacplan._offload.rewrite import Move, behind
 from sacplan._offload.sites import place_of, seen_at, sites_of, weights_asked_for
 from sacplan._offload.timing import copy_ms
 from sacplan._program.derived import derived
@@ -307,9 +307,9 @@ class Offloads:
         waits += max(late_back, total - backward - sum(program.ops[op].time_ms for op in gone), 0.0)
         first = min(program.ops_in(self.units[unit]))
         scope = self.units[unit]
-        positions = {int(self._op_events[op]) for op in ops} | {
-            move.fetch for move in moves if move.fetch >= 0
-        }
+        # Copies begin and end behind the ops of the moves, which may be of other regions.
+        positions = {int(self._op_events[op]) for op in ops} | {behind(program, op) for op in ops}
+        positions |= {move.fetch for move in moves if move.fetch >= 0}
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
         return Option(
             cost=again + self.step.added_cost(waits + _TIE * total),

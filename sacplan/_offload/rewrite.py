@@ -108,7 +108,7 @@ def rereads(program: Program) -> dict[int, Sequence[int]]:
     return dict(found)
 
 
-def _behind(program: Program, op: int) -> int:
+def behind(program: Program, op: int) -> int:
     """Return the last event of an op: the one in which its recipe, if it leaves one, takes its arguments.
 
     Behind an op that writes in place, the old version is gone as well: both take the same memory.
@@ -151,8 +151,8 @@ class _Journey:
     def write(self, concerned: Sequence[int]) -> None:
         program, move = self.program, self.move
         liveness = program.liveness
-        sent = _behind(program, move.sent)
-        let_go = _behind(program, move.let_go) if move.let_go >= 0 else -1
+        sent = behind(program, move.sent)
+        let_go = behind(program, move.let_go) if move.let_go >= 0 else -1
         positions = {*liveness.events_of[move.storage], *concerned, sent}
         positions.update(at for at in (let_go, move.fetch) if at >= 0)
         begin, end = 0, len(program.events)
