@@ -494,8 +494,8 @@ def _record_settled_step(
 
     A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
     attributes as they were. Otherwise steps are recorded until two in a row run the same ops of the forward pass,
-    at most four times. With accumulation, or an optimizer that steps in the backward pass, one more is recorded: the
-    first one makes the gradients, or the state, that later ones find.
+    at most four times. With accumulation, or an optimizer that steps in the backward pass or lays parameters out anew,
+    one more is recorded: the first one makes the gradients, the state or the layouts that later ones find.
     """
     # Each round records one step. What it leaves behind (a cache that was filled) is alive from the start of the next.
     # The first exit is the usual one: nothing was left, so the next step would be the same.
@@ -508,6 +508,7 @@ def _record_settled_step(
             handle.forget_differences()
         before, plain, kept = program, plain_attributes(step.model), step.state_in_backward
         compiled = compiled_so_far() if is_compiling_dry() else None
+        strides = [p.stride() for p in step.model.parameters()]
         recording = recorder()
         recording.storages.track_alive(left)
         # Steps write running statistics. Those of one number whose value is not known any more get one that the model
@@ -524,7 +525,8 @@ def _record_settled_step(
             )  # frees tensors that only reference cycles hold; the collector is off, so all are young
             left = [ref for ref in left if ref() is not None]
         # Optimizers that step in the backward pass have made their state: the next step finds it.
-        is_usual = is_usual and step.state_in_backward == kept
+        laid_out = strides == [p.stride() for p in step.model.parameters()]
+        is_usual = is_usual and laid_out and step.state_in_backward == kept
         is_usual = is_usual and (compiled is None or compiled == compiled_so_far())
         if is_usual and not left and plain_attributes(step.model) == plain:
             return program, tuple(calls)
@@ -578,6 +580,9 @@ def _record(
         with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
             before_largest_step(optimizer, (lambda number: number) if rules is None else rules.value)
         recorder.track_optimizer(optimizer, initial=True)
+        recorder.track_model(
+            step.model
+        )  # its first step may lay parameters out anew, and so replace their memory
 
     # The first name that a storage gets stays: parameters before the batch, and the batch before caches.
     recorder.track_model(step.model)

@@ -18,6 +18,7 @@ from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObs
 
 import sacplan
 from tests.support.processes import run_python
+from tests.support.steps import mean_square
 
 CACHE = {"old": 1}
 SEEN = []
@@ -444,3 +445,23 @@ def test_gradients_without_memory_end_no_interpreter():
     done = run_python("-c", _SCRIPT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "alive"
+
+
+def test_an_optimizer_that_lays_parameters_out_anew():
+    """The classes of bitsandbytes do in their first step, so a convolution that was channels last is so no more."""
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.data, p.grad = p.data.contiguous(), p.grad.contiguous()
+            return super().step(closure)
+
+    def make(params):
+        return Plain(params, lr=0.1, momentum=0.9)
+
+    batch = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
+    peaks = set()
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()).to(memory_format=memory_format)
+        peaks.add(sacplan.profile(model, batch, mean_square, make, device="cpu").peak_bytes)
+    assert len(peaks) == 1
