@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 
@@ -66,39 +65,16 @@ class InfeasibleBudget(SacplanError):
     """
 
     def __init__(
-        self,
-        message: str,
-        advice: str = "",
-        *,
-        alternatives: Callable[[], str] | None = None,
-        budget_bytes: int,
-        smallest_feasible_bytes: int,
-        binding: str,
+        self, message: str, *, budget_bytes: int, smallest_feasible_bytes: int, binding: str
     ) -> None:
         super().__init__(message)
-        self._message, self._advice, self._alternatives = message, advice, alternatives
         self.budget_bytes = budget_bytes
         self.smallest_feasible_bytes = smallest_feasible_bytes
         self.binding = binding
 
-    def __str__(self) -> str:
-        """Return the message. Only now are other plans looked for, since that takes a search."""
-        # Kept once made: a traceback, a log and a pickle may each ask for the text.
-        if self._alternatives is not None:
-            self._message += self._alternatives()
-            self._alternatives = None
-        return self._message + self._advice
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with the whole message."""
-        # The function that makes alternatives holds the step and cannot be pickled; its sentences can.
-        make = functools.partial(
-            type(self),
-            budget_bytes=self.budget_bytes,
-            smallest_feasible_bytes=self.smallest_feasible_bytes,
-            binding=self.binding,
-        )
-        return make, (str(self),)
+        # By default only positional arguments are pickled.
+        return functools.partial(type(self), **vars(self)), self.args
 
 
 class OffloadError(SacplanError):

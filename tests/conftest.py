@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from sacplan.errors import SacplanError
+
 torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost minutes
 gc.set_threshold(
     10_000, 20, 20
@@ -77,6 +79,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for room, taken in seconds.most_common():
         terminalreporter.write_line(f"{taken:7.0f}  {room}")
     terminalreporter.write_line(f"{seconds.total():7.0f}  in all")
+
+
+@pytest.fixture(autouse=True)
+def texts_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the text of every error of sacplan that a test makes, whether or not the test looks at it."""
+
+    def init(self: SacplanError, *args: object) -> None:
+        super(SacplanError, self).__init__(*args)
+        assert str(self), type(self)
+
+    monkeypatch.setattr(SacplanError, "__init__", init)
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,7 @@ def _infeasible(profile: Profile, room: Room, tries: Sequence[_Try]) -> Infeasib
     return InfeasibleBudget(
         f"no plan found keeps the compiled step under {format_bytes(room.n_bytes)}; {len(tries)} were run, dry. "
         f"Unplanned it takes {format_bytes(profile.peak_bytes)}. The smallest reached is {format_bytes(best.needs)}, "
-        f"in the {at.peak_phase.name.lower()} of {where}. ",
+        f"in the {at.peak_phase.name.lower()} of {where}. "
         f"Give at least {exact_bytes(best.needs)}, or make the batch smaller.",
         budget_bytes=room.n_bytes,
         smallest_feasible_bytes=best.needs,

@@ -6,8 +6,9 @@
 - No plan holds a budget on a mesh: the same as the first, for a rank.
 - A plan that was made by rule, or for a budget, does not fit the device: a warning to whoever gets it.
 
-Alternatives (Rotor, other techniques, other optimizers, no pins) are tried only when somebody reads the message: each
-is a search of its own.
+Alternatives (Rotor, other techniques, other optimizers, no pins) are searched for when ``plan`` raises the error, so its
+text is there and taking it cannot fail. These searches are the quick ones: they go through the options of the step once,
+and do not ask what else techniques could do about the smallest peak.
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
 from sacplan._rotor.sequences import Rotor, is_longer
 from sacplan._techniques import TECHNIQUES
-from sacplan.errors import InfeasibleBudget, PlanError, SacplanWarning
+from sacplan.errors import InfeasibleBudget, SacplanError, SacplanWarning
 
 
-def infeasible(profile: Profile, asked: Planner, budget_bytes: int) -> InfeasibleBudget:
+def infeasible(
+    profile: Profile, asked: Planner, budget_bytes: int, *, looks_further: bool
+) -> InfeasibleBudget:
     """Return the error: what was tried, the smallest peak and where it is, and what to do about it.
 
     Args:
         profile: The step.
         asked: The planner that has found nothing.
         budget_bytes: The budget.
+        looks_further: Whether to say what else would hold the budget. That takes searches.
     """
     # The search that came nearest to the budget is the one to explain.
     search = asked.nearest
@@ -75,11 +79,11 @@ def infeasible(profile: Profile, asked: Planner, budget_bytes: int) -> Infeasibl
             f"{format_bytes(profile.peak_bytes)}. The smallest peak reached is {reached}"
         )
     message += "".join(f"{said}. " for said in differentiated_twice(profile.program))
+    # A technique's own solver has tried everything there is.
+    if looks_further and not own:
+        message += _Alternatives(profile, asked, search, budget_bytes).said()
     return InfeasibleBudget(
-        message,
-        f"Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
-        # A technique's own solver has tried everything there is.
-        alternatives=None if own else _Alternatives(profile, asked, search, budget_bytes),
+        f"{message}Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
@@ -128,7 +132,7 @@ def segments_do_not_fit(profile: Profile, nearest: Try, room: Room) -> Infeasibl
         "the tensors of a plan fit, but what the allocator reserves for them does not: with a peak of "
         f"{format_bytes(run.peak_bytes)} it reserves {format_bytes(reserved)} ({reserved} bytes, max_memory_reserved). "
         f"There is room for {format_bytes(room.n_bytes)}: the {format_bytes(profile.spec.memory_bytes)} of "
-        f"{profile.device} less {outside_text(room.outside)}. {helps}",
+        f"{profile.device} less {outside_text(room.outside)}. {helps}"
         "Make the batch smaller, or give a budget, which limits the tensors alone: at least "
         f"{exact_bytes(run.peak_bytes)}.",
         budget_bytes=room.n_bytes,
@@ -157,7 +161,7 @@ def infeasible_on_mesh(
         f"no plan found keeps the step on mesh {where} under {format_bytes(nearest.budget_bytes)} on each rank"
         f"{of_what}. On a single device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak "
         f"reached is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes), spread as {name!r}; "
-        f"{nearest.binding} makes it. ",
+        f"{nearest.binding} makes it. "
         f"Give at least {exact_bytes(smallest_bytes)}, more ranks, or a smaller batch.",
         budget_bytes=nearest.budget_bytes,
         smallest_feasible_bytes=smallest_bytes,
@@ -178,9 +182,7 @@ def _binding(run: Footprint, *, inference: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Alternatives:
-    """Sentences on what else would hold a budget.
-
-    Each is a search of its own, which takes as long as planning. So they are made only when the message is read.
+    """Sentences on what else would hold a budget. Each is a search of its own.
 
     Attributes:
         profile: The step.
@@ -194,9 +196,14 @@ class _Alternatives:
     search: PlanSearch
     budget_bytes: int
 
-    def __call__(self) -> str:
+    def said(self) -> str:
         """Return the sentences, each with a space behind it; empty if nothing helps."""
-        return self._without_pins() + self._with_rotor() + self._with_techniques() + self._with_optimizers()
+        said = ""
+        for sentence in (self._without_pins, self._with_rotor, self._with_techniques, self._with_optimizers):
+            # What refuses this step is no alternative: Rotor where the model is no chain, an optimizer that hooks drive.
+            with contextlib.suppress(SacplanError):
+                said += sentence()
+        return said
 
     def _without_pins(self) -> str:
         """Return a sentence on the smallest peak without pins, if it is smaller."""
@@ -220,12 +227,9 @@ class _Alternatives:
         free, rotor = PlanSearch(self.search.context, self.search.context.step), Rotor(stages=ROTOR_STAGES)
         if self.asked.last is not None:
             return ""  # Rotor was asked already
-        try:
-            free.solve(rotor, self.budget_bytes)
-            # The advice names what was tried: plain ``"rotor"`` would solve a longer chain with more stages.
-            longer = is_longer(self.search.context.program, rotor)
-        except PlanError:
-            return ""  # the model is not a chain
+        free.solve(rotor, self.budget_bytes)
+        # The advice names what was tried: plain ``"rotor"`` would solve a longer chain with more stages.
+        longer = is_longer(self.search.context.program, rotor)
         found = free.best(self.budget_bytes)
         if found is None:  # Rotor does not hold the budget either
             return ""
@@ -243,7 +247,7 @@ class _Alternatives:
             if name in self.asked.techniques:
                 continue
             more = self.asked.with_technique(name)
-            found = more.cheapest(self.budget_bytes)
+            found = more.cheapest(self.budget_bytes, quick=True)
             named = f"techniques={more.techniques!r}"
             if found is not None:
                 share = (found.footprint.recompute_ms + found.added_ms) / self.profile.step_ms
@@ -252,7 +256,7 @@ class _Alternatives:
                     takes = "takes as long as"
                 return f"With {named} the budget holds, and the step {takes} without a plan. "
             # This technique does not hold the budget either, but its smallest peak may be worth knowing.
-            smallest = smallest_bytes(more.nearest)
+            smallest = more.smallest(self.budget_bytes, quick=True).footprint.peak_bytes
             if smallest < smallest_bytes(self.asked.nearest):
                 said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
         return said
@@ -265,8 +269,9 @@ class _Alternatives:
             return ""
         # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so
         # the model does not run again.
-        peaks = {}
-        for one in (BY_NAME["adamw-fused"], BY_NAME["adamw-8bit"]):
+        # On a CPU the 8-bit one would import bitsandbytes, which warns of kernels of its own.
+        names, peaks = ["adamw-fused", *(["adamw-8bit"] if profile.spec.kind == "cuda" else [])], {}
+        for one in map(BY_NAME.__getitem__, names):
             step = with_other_optimizer(profile, one.make)
             peaks[one.says] = step.footprint(self.search.smallest.decisions).peak_bytes
             if peaks[one.says] <= self.budget_bytes:

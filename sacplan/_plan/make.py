@@ -80,11 +80,11 @@ class Outcome:
         return "" if self.error is None else self.error.binding
 
 
-def outcome_of(request: Request, profile: Profile, *, says_beyond: bool = False) -> Outcome:
+def outcome_of(request: Request, profile: Profile, *, looks_further: bool = False) -> Outcome:
     """Plan a step: return its cheapest plan within the limit, or why there is none. Errors are those of ``plan``.
 
-    A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``says_beyond``, a plan with the
-    default techniques says what others would save.
+    A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``looks_further``, a plan with the
+    default techniques says what others would save, and the error what else would hold the limit.
     """
     if profile.runs_compiled:
         return _compiled_outcome(request, profile)
@@ -103,8 +103,8 @@ def outcome_of(request: Request, profile: Profile, *, says_beyond: bool = False)
             # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
             kept_bytes = max(budget_bytes, peak_bytes)
             # Whoever names the techniques has chosen. In inference, nothing else helps.
-            says_beyond = says_beyond and request.techniques is None and profile.mode == "train"
-            said = beyond(asked, found, kept_bytes) if says_beyond else ()
+            looks_further = looks_further and request.techniques is None and profile.mode == "train"
+            said = beyond(asked, found, kept_bytes) if looks_further else ()
             made_by = _made_by(request, asked, found, said)
             return Outcome(profile, made_plan(profile, found, made_by, kept_bytes), peak_bytes)
         tries.append(Try(found, budget_bytes, peak_bytes, needs))
@@ -114,7 +114,7 @@ def outcome_of(request: Request, profile: Profile, *, says_beyond: bool = False)
         return Outcome(
             profile, None, least.peak_bytes, segments_do_not_fit(profile, least, room), least.needs
         )
-    error = infeasible(profile, asked, room.n_bytes)
+    error = infeasible(profile, asked, room.n_bytes, looks_further=looks_further)
     return Outcome(profile, None, error.smallest_feasible_bytes, error)
 
 

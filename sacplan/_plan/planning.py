@@ -116,7 +116,7 @@ def plan(
         outcome = on_meshes(request, profile, mesh)
     else:
         asked = AskedRanks(world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy)
-        outcome = outcome_of(request, profile.on_ranks(asked), says_beyond=True)
+        outcome = outcome_of(request, profile.on_ranks(asked), looks_further=True)
     return handed_out(outcome.made(), profile.spec)
 
 

@@ -129,7 +129,7 @@ class Layouts:
         raise InfeasibleBudget(
             f"no layout on {self.devices} x {self.device} keeps the step under {format_bytes(self.budget_bytes)} on "
             f"each rank. The smallest peak reached is {format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), "
-            f"with {least.name} on {least.mesh}. ",
+            f"with {least.name} on {least.mesh}. "
             "Take more devices, or a smaller batch.",
             budget_bytes=self.budget_bytes,
             smallest_feasible_bytes=least.peak_bytes,
