@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._offload.rewrite import Move, behind
+from sacplan._offload.rewrite import Move, behind, last_writes
 from sacplan._offload.sites import place_of, seen_at, sites_of, weights_asked_for
 from sacplan._offload.timing import copy_ms
 from sacplan._program.derived import derived
@@ -218,7 +218,8 @@ class Offloads:
         # and not written to later, and is read and packed only while the unit runs. What code holds longer
         # would stay on the device anyway.
         def may_go(s: int) -> bool:
-            maker = program.writer.get(s)
+            maker, write = program.writer.get(s), last_writes(program).get(s, -1)
+            since = max(begin, int(self._op_events[write]) if write >= 0 else begin)
             return (
                 s not in initial
                 and maker is not None
@@ -229,7 +230,7 @@ class Offloads:
                 and s not in program.overwritten
                 and program.readers.get(s, frozenset()) <= inside
                 and pinned.isdisjoint(program.readers.get(s, ()))
-                and all(begin < liveness.packed[h] < end for h in self._handles.get(s, ()))
+                and all(since < liveness.packed[h] < end for h in self._handles.get(s, ()))
                 and seen_at(program, unit, s) is not None
             )
 

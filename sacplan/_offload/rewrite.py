@@ -7,7 +7,8 @@ It follows the executor (``executor/parcels.py``) rule for rule:
 
 - Behind the op ``sent`` memory on the host is taken, and the copy out begins.
 - Behind the op ``let_go`` computation waits for that copy. All handles on the storage let go of it: those of autograd,
-  and those of recomputation, whose recipes read it. What code still holds stays on the device until code frees it.
+  and those of recomputation, whose recipes read it. What code still holds stays on the device until code frees it. So
+  does a handle from before the last write in place: the copy has other contents.
   If all handles are released before, computation waits then. If nobody has a handle by the end of the call, it waits
   where the tensor is freed, or else there, and the memory on the host is free.
 - Before the event ``fetch`` memory on the device is taken, and the copy back begins; at the latest when a value is
@@ -108,6 +109,12 @@ def rereads(program: Program) -> dict[int, Sequence[int]]:
     return dict(found)
 
 
+@derived
+def last_writes(program: Program) -> dict[int, int]:
+    """Return by storage the last op that writes to it in place."""
+    return {s: i for i, op in enumerate(program.ops) for s in op.mutates}
+
+
 def behind(program: Program, op: int) -> int:
     """Return the last event of an op: the one in which its recipe, if it leaves one, takes its arguments.
 
@@ -136,6 +143,8 @@ class _Journey:
         self.draft = draft
         self.move = move
         self.host_bytes = host_bytes
+        write = last_writes(program).get(move.storage, -1)
+        self.written = int(program.liveness.op_events[write]) if write >= 0 else -1
         self.held: dict[int, None] = {}  # handles on the storage, until it is let go of
         self.gone: dict[int, None] = {}  # those that have let go of it, until they are released
         self.instances: dict[int, int] = {}  # unpacked tensors, and those on the copy that take their place
@@ -198,7 +207,8 @@ class _Journey:
             # For a second derivative, a backward formula saves what it has unpacked.
             self.again[arg] = arg = self.draft.new_handle(self.copy, self.draft.handle_ops[arg])
         elif code == _PACK and handles[arg] == storage and inside and not self._is_code_s(arg):
-            self.held[arg] = None
+            if position > self.written:
+                self.held[arg] = None
         elif code == _FREE and arg == storage and self.host >= 0 and not self.held and not self.gone:
             # The copy out still reads the memory.
             self._wait_out(position)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from sacplan._offload.rewrite import Move
+from sacplan._offload.rewrite import Move, last_writes
 from sacplan._program.decisions import Offload, SeenTensor, Site
 from sacplan._program.derived import derived
 from sacplan._program.program import CallSite, Event, Phase, Program, StorageKind
@@ -53,12 +53,6 @@ def seen_at(program: Program, unit: str, storage: int) -> int | None:
         if op > written and program.ops[op].replaces < 0 and storage in tensors_of(program, op):
             return op
     return None
-
-
-@derived
-def last_writes(program: Program) -> dict[int, int]:
-    """Return by storage the last op that writes to it in place."""
-    return {s: i for i, op in enumerate(program.ops) for s in op.mutates}
 
 
 @derived

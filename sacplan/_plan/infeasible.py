@@ -6,9 +6,9 @@
 - No plan holds a budget on a mesh: the same as the first, for a rank.
 - A plan that was made by rule, or for a budget, does not fit the device: a warning to whoever gets it.
 
-Alternatives (Rotor, other techniques, other optimizers, no pins) are searched for when ``plan`` raises the error, so its
-text is there and taking it cannot fail. These searches are the quick ones: they go through the options of the step once,
-and do not ask what else techniques could do about the smallest peak.
+Alternatives (Rotor, other techniques, other optimizers, no pins) are searched for when ``plan`` raises the error. So
+its text is there, and taking it cannot fail. These searches are the quick ones: they go through the options of the step
+once, and do not ask what else techniques could do about the smallest peak.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class _Alternatives:
         """Return the sentences, each with a space behind it; empty if nothing helps."""
         said = ""
         for sentence in (self._without_pins, self._with_rotor, self._with_techniques, self._with_optimizers):
-            # What refuses this step is no alternative: Rotor where the model is no chain, an optimizer that hooks drive.
+            # What refuses this step is no alternative, such as Rotor where the model is no chain.
             with contextlib.suppress(SacplanError):
                 said += sentence()
         return said

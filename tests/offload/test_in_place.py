@@ -1,4 +1,4 @@
-"""Writes in place that follow each other: the memory of the old version is that of the new one, and no event of its own."""
+"""Writes in place that follow each other: the old version and the new one take the same memory."""
 
 from __future__ import annotations
 
@@ -54,3 +54,26 @@ def test_copies_may_end_behind_a_write_of_another_layer(name: str) -> None:
     assert sacplan.verify(model, batch, plan, mean_square).peak_bytes == plan.peak_bytes
     with sacplan.apply(model, plan):
         assert bit_equal(plain, grads_of(model, batch, mean_square))
+
+
+class WrittenView(nn.Module):
+    """Autograd keeps what ``exp`` returned; a view of it is written, and nobody differentiates that branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        kept = h.tanh().exp()
+        kept.view(12, 2, 4)[:, 1].add_(1.0)
+        aside = (kept * kept).detach()
+        return h.sin() + aside
+
+
+def test_a_handle_from_before_a_write_keeps_the_memory() -> None:
+    model, batch = nn.Sequential(*(WrittenView() for _ in range(3))), torch.randn(12, 8)
+    profile = sacplan.profile(model, batch, mean_square, device="cpu")
+    plan = sacplan.plan_smallest(profile, "greedy", techniques=("offload",))
+    assert plan.offloaded
+    assert sacplan.verify(model, batch, plan, mean_square).peak_bytes == plan.peak_bytes
