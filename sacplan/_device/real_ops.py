@@ -251,7 +251,7 @@ class RealOp:
             flat = self._integers(like, span, name, position)
         # Strides are part of what is measured: a kernel may copy an operand that is not contiguous.
         made = flat.as_strided(shape, stride)
-        if self._needs_diagonal(made):
+        if self._needs_diagonal(made, like):
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1])
         return made
 
@@ -262,9 +262,10 @@ class RealOp:
             return torch.empty(span, dtype=torch.float32, device=self._device).uniform_(0.1, 0.9).to(dtype)
         return torch.empty(span, dtype=dtype, device=self._device).uniform_(0.1, 0.9)
 
-    def _needs_diagonal(self, made: torch.Tensor) -> bool:
+    def _needs_diagonal(self, made: torch.Tensor, like: torch.Tensor) -> bool:
         return (
             not self._zeros
+            and isinstance(like, FakeTensor)
             and made.is_floating_point()
             and made.dim() >= 2
             and made.shape[-1] == made.shape[-2]

@@ -13,7 +13,7 @@ What it depends on, found by experiment (torch 2.13, x86 with oneDNN):
 - the number of threads: accumulators per thread (layer norm's backward, attention) grow with it, and oneDNN
   chooses its kernels by it. It is part of the key;
 - memory format and strides of the operands, which are part of the key too;
-- not the values.
+- not the values, but for a few ops (``_BY_VALUES``).
 
 What has to be added to ``live + outputs`` to get an op's peak is the peak of what is allocated inside, less
 the outputs: it does not matter whether the outputs come first or last.
@@ -35,6 +35,7 @@ from sacplan._device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run
 from sacplan._torch.allocations import allocation_deltas, profiler_is_on
 from sacplan._torch.autograd import autograd_as_outside
 from sacplan._torch.fake_kernels import fake_kernels
+from sacplan._torch.fake_tensors import active_fake_mode
 from sacplan._torch.ops import arguments_by_name, aten_names, tensors_in
 from sacplan._torch.private import storage_key, strided_parts
 from sacplan.errors import TraceError
@@ -50,6 +51,8 @@ _NOTHING_INSIDE = aten_names("""
 """)
 # Elementwise ops with temporaries of their own: copies of expanded operands, several kernels in one op.
 _ELEMENTWISE_WITH_MORE = aten_names("gelu gelu_backward ldexp mvlgamma")
+_BY_VALUES = aten_names("linalg_matrix_exp isin _unique2 unique_consecutive unique_dim")
+"""Ops whose kernels choose their way, or their sizes, by the values of their operands."""
 _RUN_HERE = ("aten", "prims", "bitsandbytes")
 """Libraries whose ops may be run on made-up operands: they only compute."""
 _PRODUCTS = aten_names("mm addmm bmm baddbmm addbmm mv addmv")
@@ -81,7 +84,9 @@ def measured_workspace_bytes(
         torch.backends.mkldnn.enabled,
         op_key(func, args, kwargs),
     )
-    known = _known.get(key)
+    # In a real step each call has values of its own. What made-up ones gave must not stand for them, nor the reverse.
+    by_values = func._schema.name in _BY_VALUES and active_fake_mode() is None
+    known = None if by_values else _known.get(key)
     if known is None:
         try:
             inside: int = run_for_real(func, args, kwargs, out, _CPU, _peak_inside)
@@ -92,7 +97,9 @@ def measured_workspace_bytes(
             )
             inside = 0
         # Negative if an output was not allocated during the run.
-        known = _known[key] = max(0, inside)
+        known = max(0, inside)
+        if not by_values:
+            _known[key] = known
     return known
 
 
@@ -101,7 +108,7 @@ def measured_workspace_bytes(
 # plain formula allocates is measured. ``benchmarks.op_memory`` finds more of them.
 _OTHER_FORMULA_UNDER_A_MODE = aten_names("""
     max min median nanmedian prod cumprod binary_cross_entropy binary_cross_entropy_with_logits xlogy
-    special_xlog1py clamp clamp_min clamp_max masked_fill ormqr trace
+    special_xlog1py clamp clamp_min clamp_max masked_fill ormqr trace linalg_householder_product
 """)
 
 

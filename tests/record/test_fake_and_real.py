@@ -195,3 +195,18 @@ def test_tensors_of_the_loss_function_count_once(where: str) -> None:
         for run in ("fake", "real"):
             seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
             assert seen.peak_bytes == plan.peak_bytes, run
+
+
+@pytest.mark.parametrize("way", ["matrix_exp", "cayley", "householder"])
+def test_an_orthogonal_weight(way: str) -> None:
+    """The kernel of a matrix exponential takes memory by the norm of the matrix, which only a real step has."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(32, 32), orthogonal_map=way)
+    model, x = nn.Sequential(layer, nn.Tanh(), nn.Linear(32, 32)), torch.randn(8, 32)
+    fake, real = (
+        sacplan.profile(model, x, lambda m, x: m(x).square().mean(), device="cpu", trace=trace)
+        for trace in ("fake", "real")
+    )
+    measured = measured_step(Step(model, x, lambda m, x: m(x).square().mean(), None), [x])
+    assert real.peak_bytes == measured.peak_bytes
+    assert fake.peak_bytes > real.peak_bytes if way == "matrix_exp" else fake.peak_bytes == real.peak_bytes
