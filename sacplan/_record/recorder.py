@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -179,7 +180,13 @@ class Recorder(Watching):
         self._calls.__enter__()
         self._training.__enter__()
         self._saved.__enter__()
-        self._states = noted_generator_states(self._took_state)
+        # Not around compiled code: Dynamo guards torch's functions, and would compile again.
+        noted = (
+            contextlib.nullcontext()
+            if inductor.is_compiling_dry()
+            else noted_generator_states(self._took_state)
+        )
+        self._states: AbstractContextManager[None] = noted
         self._states.__enter__()
         self.storages.is_recording = True
         self.storages.is_fake = active_fake_mode() is not None
