@@ -214,7 +214,7 @@ class DataRules(KnownValues, Watching):
             if isinstance(t, FakeTensor) and is_plain(t) and storage_key(t.untyped_storage()) not in own
         ]
         resting_on = {} if func in IGNORES_VALUES else self.rules_of(inputs)
-        of_parameters = PARAMETERS in resting_on and BATCH not in resting_on and all(map(self.knows, inputs))
+        of_parameters = PARAMETERS in resting_on and self._decides(resting_on, inputs)
         if of_parameters:
             for t in fresh:
                 self._set(t, None, resting_on)  # until its value is worked out
@@ -246,6 +246,10 @@ class DataRules(KnownValues, Watching):
         for fake, value in zip(outputs, values, strict=True):
             if value is not UNKNOWN and any(fake is f for f in fresh):
                 self._attach(fake, value, rules)
+
+    def _decides(self, rules: dict[str, None], inputs: list[torch.Tensor]) -> bool:
+        """Whether what comes of these is asked for as it is: no activation, and no number of an optimizer's own."""
+        return BATCH not in rules and self._max_floats > 1 and all(map(self.knows, inputs))
 
     def _follow_write(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> None:
         """Write in place to the known values of what an op wrote to, or forget them."""
@@ -279,7 +283,7 @@ class DataRules(KnownValues, Watching):
         # ``run_on_values`` runs the op on views of the known storages, so it is what writes to them.
         again = follows and not random and not is_between_ranks(func)
         if not again or self.run_on_values(func, args, kwargs, inputs) is NO_ANSWER:
-            of_parameters = own and not random and BATCH not in rules and all(map(self.knows, inputs))
+            of_parameters = own and not random and self._decides(rules, inputs)
             for t in targets:
                 if of_parameters:
                     self._set(t, None, rules)
