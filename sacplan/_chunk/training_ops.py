@@ -213,8 +213,10 @@ class BackwardWalk:
                 f"no backward op belongs to the forward pass behind {unit!r}", self.span.first_op
             )
         # Such a gradient is asked for by name, torch.autograd.grad(energy, positions), and the formulas of the others
-        # do not run. The entry's node has one formula for all of them.
-        if any(op.phase is Phase.FORWARD for op in program.ops[self.run.last :]):
+        # do not run. The entry's node has one formula for all of them, and it runs once: a loss function may call
+        # ``backward`` itself, and return another loss of the same values.
+        first = next(i for i in self.run.ran if program.ops[i].phase is Phase.BACKWARD)
+        if any(op.phase is Phase.FORWARD for op in program.ops[first:]):
             raise CannotChunk(
                 f"the gradient of what {unit!r} computes is taken inside a forward pass", self.run.last
             )

@@ -30,7 +30,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
     Nothing is synchronized to disk: this is about readers, not about power cuts.
     """
-    asked, path = str(path), Path(path)
+    path = Path(path)
     try:
         path = Path(os.path.realpath(path))
         mode = path.stat().st_mode
@@ -38,7 +38,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         # A new file has no permissions to keep, and gets those of the process.
         mode = None
     except ValueError as error:  # a null byte, which no name of a file has
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), asked) from error
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path)) from error
     if mode is not None and not stat.S_ISREG(mode):
         yield path
         return

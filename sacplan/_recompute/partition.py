@@ -85,13 +85,10 @@ class _CallTree:
         self.children = {fqn: tuple(found) for fqn, found in children.items()}
         self.roots = program.outermost_modules
         # Around modules that the loss function calls as well.
-        self._around_roots = {
-            program.scopes[a].fqn
-            for root in self.roots
-            if root not in program.leaf_fqns
-            for call in program.calls[root]
-            for a in program.ancestors(call)
-        }
+        shared = [
+            call for root in self.roots if root not in program.leaf_fqns for call in program.calls[root]
+        ]
+        self._around_roots = {program.scopes[a].fqn for call in shared for a in program.ancestors(call)}
 
     def members(self, fqn: str) -> tuple[tuple[int, ...], ...]:
         """Return the forward ops of a module, one group for each call site."""

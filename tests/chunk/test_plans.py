@@ -545,6 +545,20 @@ def test_a_gradient_that_is_taken_inside_a_forward_pass_is_refused() -> None:
         plan_with(profile, [Chunk("linear", "rest", 2, 1)])
 
 
+def test_a_module_that_two_backward_passes_run_through_is_refused() -> None:
+    """The loss function calls ``backward`` itself: the node of the loop would run twice, and the program shows one."""
+
+    def two_losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = model(x)
+        hidden.square().mean().backward(retain_graph=True)
+        return hidden.sin().mean()
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), nn.Linear(8, 8))
+    profile = sacplan.profile(model, torch.randn(16, 8), two_losses, device="cpu")
+    with pytest.raises(sacplan.PlanError, match="is taken inside a forward pass"):
+        plan_with(profile, [Chunk("0", "module", 4, 0)])
+
+
 @pytest.mark.parametrize("make_loss", [cross_entropy, in_bfloat16])
 def test_sums_in_half_precision_are_as_good_as_without_slices(make_loss: Loss) -> None:
     """The head's gradient against float64, in 64 slices."""
