@@ -150,10 +150,18 @@ class AutogradNodes:
         self.running: int | None = None
         self._numbers = numbers
         self._ops: dict[int, int] = {}  # autograd's next sequence number to the first op run at it
+        self._detached = {-1}  # ops that make no node
 
-    def ran(self, op: int) -> None:
-        """Note an op. The first one at a number made the node, or is the first inside of a custom function."""
-        self._ops.setdefault(autograd_sequence_number(), op)
+    def ran(self, func: Any, op: int) -> None:
+        """Note an op. The first one at a number made the node, or is the first inside of a custom function.
+
+        An executor's hook that packs what the node saves may detach tensors before that one.
+        """
+        number = autograd_sequence_number()
+        if self._ops.get(number, -1) in self._detached:
+            self._ops[number] = op
+        if func is torch.ops.aten.detach.default:
+            self._detached.add(op)
 
     def op_at(self, next_number: int) -> int:
         """Return the op that ran when autograd's next sequence number was this, or -1."""
@@ -178,3 +186,4 @@ class AutogradNodes:
     def restart(self) -> None:
         """Begin a new record."""
         self._ops.clear()
+        self._detached = {-1}

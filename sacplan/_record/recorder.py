@@ -357,7 +357,7 @@ class Recorder(Watching):
             seen = self._figures(func, args, kwargs, out, key, again)
         scope = self._scope(phase)
         if not reads_number:  # autograd makes no node for it, and the op behind has the same sequence number
-            self._nodes.ran(index)
+            self._nodes.ran(func, index)
         tensors = self.tensors.indices(
             (*taken, *made), (*taken_on, *made_on), seen if key is not None else None
         )

@@ -189,3 +189,22 @@ def test_checkpointing_in_the_model_is_refused() -> None:
     layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
     with pytest.raises(sacplan.TraceError, match="checkpointing is already switched on"):
         case.profile("cpu")
+
+
+def test_a_backward_formula_that_runs_otherwise_under_a_mode() -> None:
+    """What ``prod``'s takes is measured. Copies in the forward pass do not hide which op the formula belongs to."""
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(x)
+            return self.down((h * h.prod(1, keepdim=True)).sin())
+
+    model, batch = nn.Sequential(*(Products() for _ in range(3))), torch.randn(64, 16)
+    profile = sacplan.profile(model, batch, mean_square, device="cpu")
+    plan = sacplan.plan_smallest(profile, "greedy", techniques=("offload",))
+    assert plan.offloaded
+    assert sacplan.verify(model, batch, plan, mean_square).peak_bytes == plan.peak_bytes
