@@ -57,7 +57,7 @@ _STAYS = (
 
 
 # Plain integers, since a play asks at every event.
-_OP = int(Event.OP)
+_OP, _RESIZE = int(Event.OP), int(Event.RESIZE)
 _HOLDS = frozenset(map(int, (Event.ALLOC, Event.PACK, Event.UNPACK)))
 _LETS_GO = frozenset(map(int, (Event.FREE, Event.RELEASE, Event.DROP)))
 
@@ -298,7 +298,8 @@ class _Reader:
         for storage in program.initial:
             self._holders[storage] = 1
         self._overwritten = -1  # a storage whose block was taken over by the op before
-        self._moved: set[int] = set()  # storages whose own block another version has
+        self._moved: set[int] = set()  # storages whose own block is another version's, or of another size
+        self._resized: dict[int, int] = {}  # their bytes now
 
     def step(self, code: int, arg: int) -> None:
         """Go on by one event."""
@@ -308,6 +309,8 @@ class _Reader:
             self._hold(self.program.storage_of(code, arg))
         elif code in _LETS_GO:
             self._release(self.program.storage_of(code, arg))
+        elif code == _RESIZE:
+            self._resize(*self.program.resizes[arg])
 
     def _run(self, index: int) -> None:
         op = self.program.ops[index]
@@ -335,11 +338,22 @@ class _Reader:
             self._allocate(storage)
 
     def _allocate(self, storage: int) -> None:
-        n_bytes = self.sizes[storage]
+        n_bytes = self._resized.get(storage, self.sizes[storage])
         if n_bytes:  # the allocator gives no block for 0 bytes
             block = self._more(n_bytes) if storage in self._moved else storage
             self.block_of[storage] = block
             self.changes.append(block)
+
+    def _resize(self, storage: int, before: int, after: int) -> None:
+        if storage in self.program.on_host:
+            return
+        old = self.block_of.pop(storage, None)
+        self._resized[storage] = after
+        self._moved.add(storage)
+        if self._holders[storage]:
+            self._allocate(storage)  # before the old block goes: the contents are copied
+        if old is not None:
+            self.changes.append(~old)
 
     def _more(self, n_bytes: int) -> int:
         """Add a block that is not a storage's own."""

@@ -228,6 +228,7 @@ class Offloads:
                 and program.storage_kinds[s] not in _STAY
                 and s not in liveness.outlives_forward
                 and s not in program.overwritten
+                and all(s != resized for resized, _, _ in program.resizes)
                 and program.readers.get(s, frozenset()) <= inside
                 and pinned.isdisjoint(program.readers.get(s, ()))
                 and all(since < liveness.packed[h] < end for h in self._handles.get(s, ()))

@@ -34,7 +34,7 @@ from sacplan._program.derived import derived
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._program.rewriting import PatchBuilder
 
-_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Event)
+_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT, _ = map(int, Event)
 
 TO_HOST, WAIT_OUT = "sacplan.copy_to_host", "sacplan.wait_for_copy_to_host"
 TO_DEVICE, WAIT_BACK = "sacplan.copy_to_device", "sacplan.wait_for_copy_to_device"

@@ -36,12 +36,13 @@ def _index(program: Program) -> str | None:
     )
     n_tensors, n_scopes = len(program.tensors), len(program.scopes)
     limits = [n_storages, n_storages, n_ops, n_handles, n_handles]  # by event
-    limits += [len(program.instance_handles)] * 2 + [n_scopes] * 2
+    limits += [len(program.instance_handles)] * 2 + [n_scopes] * 2 + [len(program.resizes)]
     ops, scopes = program.ops, program.scopes
     # Each field with the least index that it may hold (-1 where there may be none) and the number of what it refers to.
     storages: Iterable[int] = chain(
         program.initial,
         program.handle_storages,
+        (s for s, _, _ in program.resizes),
         (tensor.storage for tensor in program.tensors),
         (s for op in ops for s in (*op.reads, *op.writes, *op.mutates)),
     )
@@ -89,6 +90,7 @@ def _figure(program: Program) -> str | None:
     # away from ``ceil``, which has no integer for it.
     sums = (
         sum(program.storage_bytes)
+        + sum(before + after for _, before, after in program.resizes)
         + sum(op.workspace_bytes + op.state_bytes for op in program.ops)
         + sum(scope.input_bytes + scope.output_bytes for scope in program.scopes),
         sum(op.flops for op in program.ops),

@@ -89,6 +89,7 @@ class Event(IntEnum):
     DROP = 6  # instance: the tensor that it was given is gone
     ENTER = 7  # scope: the forward of a module begins
     EXIT = 8  # scope: it ends
+    RESIZE = 9  # resize: a storage gets another size, whoever holds it
 
 
 Events = tuple[tuple[Count, Count], ...]

@@ -7,6 +7,8 @@ above zero. Each event changes at most one count by one, except that an op holds
     PACK        +1, until  RELEASE   autograd keeps a handle on it
     UNPACK      +1, until  DROP      a backward formula has the tensor of a handle
 
+``RESIZE`` gives a storage another size, whoever holds it. Its contents are copied, so for a moment both are there.
+
 The invariant is ``live == sum(size(s) for s if holders[s] > 0)``. Since sizes are those of the device's allocator, the
 peak of a program is that of the step, byte for byte. Storages on the host follow the same rule, and are added up apart.
 """
@@ -26,7 +28,7 @@ from sacplan._program.recording import Recording
 
 Bytes = npt.NDArray[np.int64]
 
-_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Event)
+_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT, _RESIZE = map(int, Event)
 _NO_PATCH = Patch()
 
 
@@ -46,6 +48,7 @@ class Fold:
     """
 
     __slots__ = (
+        "_between",
         "_handles",
         "_instances",
         "_n_ops",
@@ -66,12 +69,12 @@ class Fold:
         self._patch = patch
         self._n_ops = len(program.ops)
         # Those of the program, followed by those of the patch. A fold asks for one at almost every event.
-        self._sizes: Sequence[int] = program.storage_bytes
+        self._sizes: Sequence[int] = list(program.first_bytes) if program.resizes else program.storage_bytes
         self._handles: Sequence[int] = program.handle_storages
         self._instances: Sequence[int] = program.instance_storages
         # Only a patch needs lists of its own. Without one the program's tuples serve as they are.
         if patch is not _NO_PATCH:
-            self._sizes = sizes = [*program.storage_bytes, *patch.storage_bytes]
+            self._sizes = sizes = [*program.first_bytes, *patch.storage_bytes]
             for storage, n_bytes in patch.resized.items():
                 sizes[storage] = n_bytes
             self._handles = handles = (*program.handle_storages, *patch.handle_storages)
@@ -79,6 +82,7 @@ class Fold:
             self._instances = (*program.instance_storages, *map(handles.__getitem__, patch.instance_handles))
         self.holders: dict[int, int] = defaultdict(int)
         self.live = self.noted = self.host = 0
+        self._between = 0  # the most that was alive while a storage was resized since the last op
         self._on_host = host_storages(program, patch)
         for s in program.initial if initial is None else initial:
             self.hold(s)
@@ -103,6 +107,10 @@ class Fold:
             else:
                 self.live -= self._sizes[storage]
 
+    def size(self, storage: int) -> int:
+        """Return the bytes of a storage as it is now, held or not."""
+        return self._sizes[storage]
+
     def step(self, code: int, arg: int) -> None:
         """Go on by one event. Module calls hold nothing."""
         if code == _OP:
@@ -119,6 +127,8 @@ class Fold:
             for s in op.writes:
                 self.hold(s)
             self.noted = self.live + inside
+            if self._between:
+                self.noted, self._between = max(self.noted, self._between), 0
         elif code == _FREE:
             self.release(arg)
         elif code == _PACK:
@@ -131,6 +141,20 @@ class Fold:
             self.release(self._instances[arg])
         elif code == _ALLOC:
             self.hold(arg)
+        elif code == _RESIZE:
+            self._resize(*self._program.resizes[arg])
+
+    def _resize(self, storage: int, before: int, after: int) -> None:
+        # Through ``release`` and ``hold``, which subclasses follow: one holder of all lets go, and holds it again.
+        n, self.holders[storage] = self.holders[storage], 1
+        if n:
+            self.release(storage)
+        self._sizes[storage] = after  # type: ignore[index]
+        if n:
+            self.hold(storage)
+            if storage not in self._on_host:
+                self._between = max(self._between, self.live + before)
+        self.holders[storage] = n
 
 
 def host_storages(program: Recording, patch: Patch = _NO_PATCH) -> frozenset[int]:
@@ -354,6 +378,8 @@ class Liveness:
         for s in program.initial:
             self.made[s] = -1
         stack = [ROOT_SCOPE]
+        places = {_ALLOC: self.made, _FREE: self.freed, _PACK: self.packed, _RELEASE: self.released}
+        places |= {_UNPACK: self.unpacked, _DROP: self.dropped}
         for position, (code, arg) in enumerate(program.events):
             before[position] = fold.live
             step(code, arg)
@@ -374,19 +400,10 @@ class Liveness:
                 self.exited[arg] = position
                 stack.pop()
                 continue
-            if code == _ALLOC:
-                self.made[arg] = position
-            elif code == _FREE:
-                self.freed[arg] = position
-            elif code == _PACK:
-                self.packed[arg] = position
+            if code in places:
+                places[code][arg] = position
+            if code == _PACK:
                 self.handle_scopes[arg] = stack[-1]
-            elif code == _RELEASE:
-                self.released[arg] = position
-            elif code == _UNPACK:
-                self.unpacked[arg] = position
-            else:
-                self.dropped[arg] = position
             s = program.storage_of(code, arg)
             self.events_of[s].append(position)
             if not holders[s]:
@@ -398,12 +415,12 @@ class Liveness:
     # --- at one op ----------------------------------------------------------------------------------
 
     def alive(self, op: int) -> dict[int, int]:
-        """Return the storages alive while an op runs, its outputs included, with their numbers of holders."""
-        # Numbers of holders are kept for no op, so the events up to this one are folded again.
+        """Return the storages alive while an op runs, its outputs included, with their bytes then."""
+        # Holders and sizes are kept for no op, so the events up to this one are folded again.
         fold = Fold(self.program)
         for code, arg in self.program.events[: int(self.op_events[op]) + 1]:
             fold.step(code, arg)
-        return {s: n for s, n in fold.holders.items() if n}
+        return {s: fold.size(s) for s, n in fold.holders.items() if n}
 
     def held_otherwise(self, op: int) -> set[int]:
         """Return storages that something other than a handle of autograd keeps alive while an op runs."""

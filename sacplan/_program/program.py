@@ -95,6 +95,12 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             handle_ops=self.handle_ops + (patch.handle_ops or unknown),
             instance_handles=self.instance_handles + patch.instance_handles,
             parameter_bytes={**self.parameter_bytes, **patch.parameter_bytes},
+            # In proportion, where a rewrite changes the size of such a storage.
+            resizes=tuple(
+                (s, *(n * patch.resized.get(s, whole) // whole for n in n_bytes))
+                for s, *n_bytes in self.resizes
+                for whole in (self.storage_bytes[s] or 1,)
+            ),
         )
 
     def renumbered(self) -> Program:

@@ -17,7 +17,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
     """One step.
 
     Attributes:
-        storage_bytes: size of each storage as the device's allocator rounds it.
+        storage_bytes: size of each storage as the device's allocator rounds it; the largest of one that is resized.
         storage_kinds: the purpose of each.
         initial: storages alive when the step began.
         tensors: the views of storages that ops take and return, and that autograd keeps.
@@ -34,6 +34,8 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
         gradients: storage of a parameter to the tensor that is its gradient when the backward pass is over.
         on_dtensors: the innermost modules whose forward ran ops on DTensors, of which the program has the local ops;
             ``""`` if some ran outside of all.
+        resizes: for each ``RESIZE``, the storage, and its bytes before and after (``Tensor.resize_``, an ``out=`` that
+            was too small, ``UntypedStorage.resize_``).
     """
 
     storage_bytes: tuple[Count, ...]
@@ -52,6 +54,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
     parameter_bytes: dict[str, Count] = {}
     gradients: dict[Count, Count] = {}
     on_dtensors: frozenset[str] = frozenset()
+    resizes: tuple[tuple[Count, Count, Count], ...] = ()
 
     @cached_property
     def writer(self) -> dict[int, int]:
@@ -75,6 +78,14 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
         return tuple(map(self.handle_storages.__getitem__, self.instance_handles))
 
     @cached_property
+    def first_bytes(self) -> tuple[int, ...]:
+        """Size of each storage before the first ``RESIZE``."""
+        first = {s: before for s, before, _ in reversed(self.resizes)}
+        sizes = self.storage_bytes
+        # The common case makes no second tuple.
+        return tuple(first.get(s, n) for s, n in enumerate(sizes)) if first else sizes
+
+    @cached_property
     def on_host(self) -> frozenset[int]:
         """Storages in the memory of the host; none in a recorded step without a plan."""
         kinds = self.storage_kinds
@@ -82,11 +93,10 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
 
     @cached_property
     def device_bytes(self) -> tuple[int, ...]:
-        """Bytes of each storage in the device's memory: 0 for one in the memory of the host."""
-        # The common case makes no second tuple.
+        """``first_bytes`` in the device's memory: 0 for a storage in the memory of the host."""
         if not self.on_host:
-            return self.storage_bytes
-        return tuple(0 if s in self.on_host else n for s, n in enumerate(self.storage_bytes))
+            return self.first_bytes
+        return tuple(0 if s in self.on_host else n for s, n in enumerate(self.first_bytes))
 
     def storage_of(self, code: int, arg: int) -> int:
         """Return the storage of an event that is neither an op nor a module call."""
@@ -95,4 +105,4 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
         if code in _UNPACKS:
             return self.handle_storages[self.instance_handles[arg]]
         # An allocation and a free name the storage itself.
-        return arg
+        return self.resizes[arg][0] if code == Event.RESIZE else arg

@@ -24,7 +24,7 @@ from sacplan._program.recording import Recording
 
 T = TypeVar("T")
 
-_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Event)
+_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT, _ = map(int, Event)
 
 
 class Table(Generic[T]):
@@ -215,15 +215,8 @@ class Indices:
 
     def event(self, code: int, arg: int) -> tuple[int, int]:
         """Translate an event."""
-        if code == _OP:
-            return code, self.op(arg)
-        if code in (_ALLOC, _FREE):
-            return code, self.storage(arg)
-        if code in (_PACK, _RELEASE):
-            return code, self.handle(arg)
-        if code in (_UNPACK, _DROP):
-            return code, self.instance(arg)
-        return code, self.scope(arg)
+        kinds = (self.storage, self.storage, self.op, self.handle, self.handle, self.instance, self.instance)
+        return code, (kinds[code] if code < _ENTER else self.scope)(arg)
 
     def moved(self, op: Op) -> Op:
         """Translate the storages and tensors of an op."""

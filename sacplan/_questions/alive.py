@@ -63,12 +63,13 @@ def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
         program: The program of the step, with a plan or without.
     """
     at, origins = program.footprint.peak_op, Origins(profile, program)
+    sizes = program.liveness.alive(at)
     # By the pattern of the module, so that equal layers share a group, and by size, so that a group is its
     # count times its size.
     grouped: dict[tuple[str, str, str, bool, int], list[str]] = defaultdict(list)
     for s in alive_at(program, at):
         module, op, kind, recomputed = origins.of(s)
-        grouped[pattern_of(module), op, kind, recomputed, program.storage_bytes[s]].append(module)
+        grouped[pattern_of(module), op, kind, recomputed, sizes[s]].append(module)
     workspace = program.ops[at].workspace_bytes
     # The workspace of the op is no storage, but it is part of the peak.
     if workspace:

@@ -59,7 +59,7 @@ def parts_of(program: Program, optimizer: str = "the optimizer") -> tuple[Part, 
     found: dict[str, list[int]] = defaultdict(list)
     for s in alive_at(program, at):
         found[words.of(s)].append(s)
-    sizes = program.storage_bytes
+    sizes = program.liveness.alive(at)
     parts = [
         Part(words.counted(what, storages), sum(sizes[s] for s in storages))
         for what, storages in found.items()

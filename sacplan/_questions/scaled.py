@@ -152,6 +152,7 @@ def _shape(program: Program) -> Sequence[object]:
         program.handle_ops,
         program.instance_handles,
         program.gradients,
+        program.resizes,  # in proportion to a storage's size only where that is the same
         [(t.storage, t.dtype, len(t.shape)) for t in program.tensors],
         [(op.name, op.scope, op.reads, op.writes, op.mutates, op.inputs, op.outputs) for op in program.ops],
         # Integers among the arguments may be sizes, so only what is around them has to agree.

@@ -116,4 +116,5 @@ def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
         for op in program.ops
     ]
     # ``final_ops``: nor may ops run again that write in place on the outputs of those.
-    return msgspec.structs.replace(program, ops=final_ops(ops))
+    limited = msgspec.structs.replace(program, ops=tuple(ops))
+    return msgspec.structs.replace(limited, ops=final_ops(limited))

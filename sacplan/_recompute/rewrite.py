@@ -28,7 +28,7 @@ from sacplan._program.decisions import Discarded
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._program.rewriting import PatchBuilder
 
-_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Event)
+_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT, _ = map(int, Event)
 
 
 def recomputed(program: Program, discarded: Discarded) -> Program:

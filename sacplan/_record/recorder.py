@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -46,7 +45,12 @@ from sacplan._torch.autograd import in_backward
 from sacplan._torch.fake_tensors import FakeTensorMode, active_fake_mode, fake_device_of
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred
 from sacplan._torch.ops import OpTraits, can_run_again, draws_numbers, op_traits
-from sacplan._torch.private import dispatch_modes, noted_generator_states, without_torch_functions
+from sacplan._torch.private import (
+    dispatch_modes,
+    noted_generator_states,
+    storage_resizes,
+    without_torch_functions,
+)
 
 # Plain integers, which the event stream is made of.
 _ALLOC, _OP = int(Event.ALLOC), int(Event.OP)
@@ -180,14 +184,11 @@ class Recorder(Watching):
         self._calls.__enter__()
         self._training.__enter__()
         self._saved.__enter__()
+        self._watched = contextlib.ExitStack()
         # Not around compiled code: Dynamo guards torch's functions, and would compile again.
-        noted = (
-            contextlib.nullcontext()
-            if inductor.is_compiling_dry()
-            else noted_generator_states(self._took_state)
-        )
-        self._states: AbstractContextManager[None] = noted
-        self._states.__enter__()
+        if not inductor.is_compiling_dry():
+            self._watched.enter_context(noted_generator_states(self._took_state))
+        self._watched.enter_context(storage_resizes(self.storages.resized))
         self.storages.is_recording = True
         self.storages.is_fake = active_fake_mode() is not None
         self._seen = self._seen_ops()
@@ -206,7 +207,7 @@ class Recorder(Watching):
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
         inductor.watchers.remove(self)
-        self._states.__exit__(None, None, None)
+        self._watched.close()
         self._saved.__exit__(exc_type, exc_value, traceback)
         self._calls.__exit__()
         self._training.__exit__()
@@ -242,13 +243,9 @@ class Recorder(Watching):
         self._ops.clear()
         self._events.clear()
         self._formulas.clear()
-        self._training.restart()
-        self._calls.restart()
-        self._nodes.restart()
-        self._numbers.restart()
-        self._in_place.restart()
-        self._unseen.restart()
-        self.storages.restart()
+        parts = (self._calls, self._nodes, self._numbers, self._in_place, self._unseen, self.storages)
+        for part in (self._training, *parts):
+            part.restart()
 
     def forget(self) -> None:
         """Let go of the model and the optimizer."""
@@ -297,12 +294,17 @@ class Recorder(Watching):
         if self._seen is not None and (key := self._seen.key(func, args, kwargs)) is not None:
             seen = self._seen.get(key)
             again = self._seen.outputs(func, key) if seen is None else seen.outputs
+        given: tuple[int, ...] = ()
+        if key is None and not self._paused and op_traits(func).resizes:
+            # Before the op runs, which may change the shapes of what it is given.
+            taken = plain_tensors(args, kwargs)
+            given = self.tensors.indices(taken, [self.storages.of(t) for t in taken], None)
         # The op's own errors come through here. Those of our bookkeeping, below, are kept for the exit: where autograd
         # called the op from C++, an exception may end the interpreter.
         out = func(*args, **kwargs) if self._seen is None or again is None else self._seen.make(again, args)
         try:
             if not self._paused:
-                self._record(func, args, kwargs, out, key, seen, again)
+                self._record(func, args, kwargs, out, given, key, seen, again)
             elif key is not None and seen is None:
                 # Not recorded, but remembered: an optimizer's step that only makes its state runs the ops of the next.
                 self._figures(func, args, kwargs, out, key, again)
@@ -328,6 +330,7 @@ class Recorder(Watching):
         args: Any,
         kwargs: Any,
         out: Any,
+        given: tuple[int, ...],
         key: Any,
         seen: SeenOp | None,
         again: SeenOutputs | None,
@@ -340,6 +343,9 @@ class Recorder(Watching):
         compiled = inductor.in_compiled_graph()
         written = plain_tensors(traits.written(args, kwargs)) if traits.written_names and not compiled else ()
         mutates = tuple(dict.fromkeys(map(self.storages.of, written)))
+        if key is None:  # an op that can be looked up resizes nothing (``SeenOps``)
+            for t in written:
+                self.storages.resized(t.untyped_storage())
         # An op that can be looked up takes plain tensors only (``SeenOps``).
         taken = plain_tensors(args, kwargs) if key is None else tensor_list(args, kwargs)
         taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
@@ -382,7 +388,7 @@ class Recorder(Watching):
             and not compiled
             and can_run_again(func, args, kwargs, out),
             state_bytes=self._state_bytes if draws_numbers(func, args, kwargs) else 0,
-            inputs=tensors[: len(taken)],
+            inputs=given or tensors[: len(taken)],
             outputs=tensors[len(taken) :],
             arguments=seen.arguments,
             forward_of=self._nodes.forward_op() if phase is Phase.BACKWARD else -1,
@@ -484,6 +490,7 @@ class Recorder(Watching):
             parameter_bytes=self._calls.parameter_bytes(),
             gradients=dict(self._training.gradients),
             on_dtensors=frozenset(self._calls.on_dtensors),
+            resizes=tuple((same[s], before, after) for s, before, after in storages.resizes),
         )
         named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
         split = recorded.with_(in_place_versions(recorded))

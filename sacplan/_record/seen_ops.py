@@ -145,13 +145,11 @@ class SeenOps:
         if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
             return False, False
         # Factories have no tensor argument, and may depend on defaults that are not in the key. Ops that change a
-        # tensor's sizes in place have an input that is not what the key says afterwards.
+        # tensor's sizes have an input that is not what the key says afterwards.
         traits = op_traits(func)
         eligible = (
             any("Tensor" in str(a.type) for a in func._schema.arguments)
-            # What is written by keyword is an ``out``, which may be resized.
-            and len(traits.written_names) == len(traits.written_positions)
-            and torch.Tag.inplace_view not in func.tags
+            and not traits.resizes
             and (DataRules.leaves_alone(func) or func in _FILLED)
         )
         return eligible, func.is_view and not traits.written_names

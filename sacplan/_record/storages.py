@@ -21,7 +21,7 @@ from sacplan._torch.host_memory import is_for_host
 from sacplan._torch.local_tensors import local_part
 from sacplan._torch.private import is_plain, storage_key, without_torch_functions
 
-_ALLOC, _FREE = int(Event.ALLOC), int(Event.FREE)
+_ALLOC, _FREE, _RESIZE = int(Event.ALLOC), int(Event.FREE), int(Event.RESIZE)
 
 
 class Storages:
@@ -36,8 +36,9 @@ class Storages:
     Attributes:
         ids: storage key to storage, for those that are alive. Tensors that autograd unpacks are entered under the
             storage that was packed.
-        nbytes, kinds, born: by storage, its rounded size, what it is for (None: not known by name), and the phase in
-            which it was first seen.
+        nbytes, kinds, born: by storage, its rounded size (the largest, if it is resized), what it is for (None: not
+            known by name), and the phase in which it was first seen.
+        resizes: as in ``Program``.
         initial: storages that were alive when the record began, in the order in which they were found.
         is_recording: whether changes are events of the step.
         is_fake: whether the step runs under FakeTensorMode.
@@ -55,6 +56,7 @@ class Storages:
         self.kinds: list[StorageKind | None] = []
         self.born: list[Phase] = []
         self.initial: dict[int, None] = {}
+        self.resizes: list[tuple[int, int, int]] = []
         self.is_recording = False
         self.is_fake = False
         self._events = events
@@ -63,6 +65,7 @@ class Storages:
         self._host_bytes = host_bytes or self.rounded
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._makers_output: dict[int, weakref.ref[torch.Tensor]] = {}  # what the op that made it returned
+        self._raw: dict[int, int] = {}  # bytes now, as torch says them
         self._lent: set[int] = set()  # on memory that PyTorch did not allocate, such as an array's
         self._real: set[int] = set()  # storages of real tensors that a fake step was seen to read
         self._copies: dict[int, weakref.ref[Any]] = {}  # by key, storages that count as another one
@@ -79,6 +82,9 @@ class Storages:
 
     def restart(self) -> None:
         """Begin a new record: what is alive now is what the step begins with."""
+        for index, _, now in self.resizes:
+            self.nbytes[index] = now
+        self.resizes.clear()
         self.initial.clear()  # in place: the saved-tensor hooks look into it
         self.initial.update(dict.fromkeys(sorted(set(self.ids.values()))))
 
@@ -212,12 +218,13 @@ class Storages:
     def add(self, storage: Any, kind: StorageKind | None) -> int:
         """Enter a storage without an event, and wait for its end."""
         key = storage_key(storage)
+        raw = storage.nbytes()
         # In a real step autograd's zero tensors have their shapes inferred on the meta device.
-        has_memory = self.is_fake or storage.device.type != "meta"
-        nbytes = self.rounded(storage.nbytes()) if has_memory else 0
+        nbytes = self.rounded(raw) if self.is_fake or storage.device.type != "meta" else 0
         if is_for_host():
-            nbytes, kind = self._host_bytes(storage.nbytes()), StorageKind.HOST
+            nbytes, kind = self._host_bytes(raw), StorageKind.HOST
         index = self.ids[key] = self.add_unseen(nbytes, kind)
+        self._raw[index] = raw
 
         # Runs when the storage's Python object goes. The key must go with it, since the next C++ object may get the
         # same address, and would be taken for this storage.
@@ -232,6 +239,23 @@ class Storages:
         self._alive[index] = weakref.ref(storage, freed)
         return index
 
+    def resized(self, storage: Any) -> None:
+        """Note that a storage may have another size than before."""
+        index, n_bytes = self.ids.get(storage_key(storage), -1), storage.nbytes()
+        ref = self._alive.get(index)
+        # The storage itself, and not one that counts as it, such as that of a tensor that autograd has unpacked.
+        if ref is None or ref() is not storage or n_bytes == self._raw[index]:
+            return
+        size = self._host_bytes if self.kinds[index] is StorageKind.HOST else self.rounded
+        before, after = size(self._raw[index]), size(n_bytes)
+        self._raw[index] = n_bytes
+        if before and not self.nbytes[index]:
+            return  # not in the device's memory
+        self.nbytes[index] = max(self.nbytes[index], after)
+        if self.is_recording:
+            self._events.append((_RESIZE, len(self.resizes)))
+            self.resizes.append((index, before, after))
+
     def add_unseen(self, nbytes: int, kind: StorageKind | None) -> int:
         """Enter a storage that PyTorch makes without showing it: its end is for the caller to tell."""
         self.nbytes.append(nbytes)
@@ -240,7 +264,7 @@ class Storages:
         return len(self.nbytes) - 1
 
     def is_as_made(self, tensor: Any, storages: Sequence[int]) -> bool:
-        """Whether a tensor is the very one that the op returned that made the first of these storages.
+        """Whether a tensor is the one that the op returned that made the first of these storages, or a view of it.
 
         An alias will not do: it may have a version counter of its own, as ``x.data`` has.
         """

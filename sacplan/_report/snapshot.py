@@ -83,7 +83,7 @@ def snapshot_of(profile: Profile, program: Program) -> dict[str, Any]:
 
 
 class _Changes(Fold):
-    """A fold that notes which storages were allocated or freed."""
+    """A fold that notes which storages may have been allocated or freed."""
 
     __slots__ = ("changed",)
 
@@ -93,14 +93,11 @@ class _Changes(Fold):
 
     def hold(self, storage: int) -> None:
         super().hold(storage)
-        # The first holder: it was allocated.
-        if self.holders[storage] == 1:
-            self.changed[storage] = None
+        self.changed[storage] = None
 
     def release(self, storage: int) -> None:
         super().release(storage)
-        if not self.holders[storage]:
-            self.changed[storage] = None
+        self.changed[storage] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +134,14 @@ class _Writer:
         fold = _Changes(program)
         self._settle(fold)
         for code, arg in program.events:
+            if code == Event.RESIZE:  # its contents are copied, so both blocks are there for a moment
+                self._settle(fold)
+                old = self.alive.pop(program.resizes[arg][0], None)
+                fold.step(code, arg)
+                self._settle(fold)
+                if old is not None:
+                    self._free(old)
+                continue
             fold.step(code, arg)
             # Changes between ops wait for the next op, see the class.
             if code != Event.OP:
@@ -176,7 +181,7 @@ class _Writer:
         for storage in gone:
             self._free(self.alive.pop(storage))
         for storage in come:
-            n_bytes = self.program.device_bytes[storage]
+            n_bytes = 0 if storage in self.program.on_host else fold.size(storage)
             # The allocator gives no block for 0 bytes, and none in the memory of the host.
             if n_bytes:
                 kind = self.program.storage_kinds[storage].name.lower()

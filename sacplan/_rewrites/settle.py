@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from sacplan._program.program import Op, Phase, Program, StorageKind
+from sacplan._program.program import Event, Op, Phase, Program, StorageKind
 
 
 def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> Program:
@@ -39,22 +39,29 @@ def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> 
         else StorageKind.TEMPORARY
         for s, kind in enumerate(program.storage_kinds)
     )
-    return msgspec.structs.replace(program, storage_kinds=kinds, ops=final_ops(program.ops))
+    return msgspec.structs.replace(program, storage_kinds=kinds, ops=final_ops(program))
 
 
-def final_ops(ops: Sequence[Op]) -> tuple[Op, ...]:
+def final_ops(program: Program) -> tuple[Op, ...]:
     """Return the ops, with those no longer recomputable whose inputs or outputs are written in place later.
 
     An op that runs again must find the values that it read, and must not bring back a value that was overwritten.
     Writes by the optimizer do not matter, since nothing is recomputed after its step.
 
+    A storage that is resized counts as written by the op that runs next: its contents may be gone until then.
+
     Where a write made a new version of the storage (``Op.replaces``), the old version has an index of its own that is
     never written again. An op that reads it may run again if its maker may.
     """
     written: dict[int, int] = {}  # storage to the last op that writes it in place
-    for i, op in enumerate(ops):
-        if op.phase is not Phase.OPTIMIZER:
-            written.update(dict.fromkeys(op.mutates, i))
+    ops, ran = program.ops, -1
+    for code, arg in program.events:
+        if code == Event.OP:
+            ran = arg
+            if ops[arg].phase is not Phase.OPTIMIZER:
+                written.update(dict.fromkeys(ops[arg].mutates, arg))
+        elif code == Event.RESIZE:
+            written[program.resizes[arg][0]] = ran + 1
     # One pass suffices, since a version is made before it is read. The invariant: ``kept`` holds the overwritten
     # versions of makers seen so far that will not run again.
     overwritten = {op.replaces for op in ops if op.replaces >= 0}

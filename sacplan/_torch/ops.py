@@ -78,6 +78,7 @@ class OpTraits:
         random: it may draw from a generator.
         in_place: it writes its first argument, nothing else, and returns it.
         training: of a batch norm, the position of the argument that says whether it trains; else None.
+        resizes: it may change the sizes of a tensor that it is given: a view in place, ``resize_``, or an ``out=``.
         chooses_kernel: whether settings of PyTorch say which kernel computes it: matmuls, convolutions, attention.
     """
 
@@ -90,6 +91,7 @@ class OpTraits:
     random: bool
     in_place: bool = False
     training: int | None = None
+    resizes: bool = False
     chooses_kernel: bool = False
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -224,6 +226,7 @@ def op_traits(func: Any) -> OpTraits:
         random=random,
         in_place=in_place,
         training=training,
+        resizes=len(names) > len(positions) or torch.Tag.inplace_view in func.tags,
         chooses_kernel=func._overloadpacket in flop_registry,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType
@@ -160,6 +161,32 @@ def storage_key(storage: Any) -> int:
     """Return the address of the storage's C++ object, which is unique while the storage lives."""
     key: int = storage._cdata
     return key
+
+
+_told_of_resizes: list[Callable[[Any], None]] = []
+_resizes_lock = threading.Lock()
+
+
+@contextmanager
+def storage_resizes(told: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``told`` with each storage on which Python code calls ``resize_``, on any thread: no op shows that."""
+    with _resizes_lock:
+        _told_of_resizes.append(told)
+        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        with _resizes_lock:
+            _told_of_resizes.remove(told)
+            if not _told_of_resizes:
+                del torch.UntypedStorage.resize_  # back to the base class's
+
+
+def _resize_and_tell(storage: Any, *args: Any, **kwargs: Any) -> Any:
+    out = super(torch.UntypedStorage, storage).resize_(*args, **kwargs)
+    for told in tuple(_told_of_resizes):
+        told(storage)
+    return out
 
 
 # torch's own kernel for one key. Not ``op.decompose``: for dropout that is a Python decomposition.
