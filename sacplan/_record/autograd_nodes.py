@@ -20,14 +20,8 @@ from sacplan._torch.private import without_torch_functions
 
 _ALLOC, _FREE = int(Event.ALLOC), int(Event.FREE)
 
-_KEEP_THEIR_SECOND = frozenset(
-    (
-        torch.ops.aten.mul.Tensor,
-        torch.ops.aten.mul_.Tensor,
-        torch.ops.aten.div.Tensor,
-        torch.ops.aten.div_.Tensor,
-    )
-)
+_IN_PLACE = (torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor)
+_KEEP_THEIR_SECOND = frozenset((torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, *_IN_PLACE))
 _NODE_LIVES = "sacplan: the node lives"
 """A key of the dictionary that autograd nodes have for anomaly detection."""
 
@@ -69,12 +63,22 @@ class KeptNumbers:
         """Enter the number that an op of the forward pass has autograd keep, if it does."""
         if not self._nbytes or not keeps_a_number(func, args):
             return  # on a GPU these tensors lie on the host
-        next_node = autograd_sequence_number()
+        # A write to a view is a node inside of another, ``CopySlices``, which is made next, and which the engine runs.
+        next_node = autograd_sequence_number() + (func in _IN_PLACE and args[0]._is_view())
         storage = self._storages.add_unseen(self._nbytes, StorageKind.OTHER)
         self._events.append((_ALLOC, storage))
         self._kept.setdefault(next_node, []).append(storage)
         if outputs:
             self._latest = weakref.ref(outputs[0]), next_node, storage
+
+    def given_bytes(self, node: int | None, func: Any, args: Any) -> int:
+        """Return the bytes of the number that an op of the backward pass takes from the node that keeps it.
+
+        A dispatch mode sees a Python number, as if the op made a tensor of it.
+        """
+        if node is None or func not in _KEEP_THEIR_SECOND or isinstance(args[1], torch.Tensor):
+            return 0
+        return self._nbytes if self._kept.get(node + 1) else 0
 
     @property
     def has_latest(self) -> bool:

@@ -362,6 +362,7 @@ class Recorder(Watching):
         if seen is None:
             seen = self._figures(func, args, kwargs, out, key, again)
         scope = self._scope(phase)
+        given_bytes = self._numbers.given_bytes(self._nodes.running, func, args)
         if not reads_number:  # autograd makes no node for it, and the op behind has the same sequence number
             self._nodes.ran(func, index)
         tensors = self.tensors.indices(
@@ -379,7 +380,7 @@ class Recorder(Watching):
             scope=scope,
             time_ms=seen.time_ms,
             flops=seen.flops,
-            workspace_bytes=seen.workspace_bytes,
+            workspace_bytes=seen.workspace_bytes - given_bytes,
             reads=_read(traits, args, taken, taken_on),
             writes=tuple(writes),
             mutates=mutates,
