@@ -36,7 +36,7 @@ from sacplan._torch.allocations import allocation_deltas, profiler_is_on
 from sacplan._torch.autograd import autograd_as_outside
 from sacplan._torch.fake_kernels import fake_kernels
 from sacplan._torch.fake_tensors import active_fake_mode
-from sacplan._torch.ops import arguments_by_name, aten_names, tensors_in
+from sacplan._torch.ops import arguments_by_name, aten_names, op_named, tensors_in
 from sacplan._torch.private import storage_key, strided_parts
 from sacplan.errors import TraceError
 
@@ -107,8 +107,8 @@ def measured_workspace_bytes(
 # in place where ``isTensorSubclassLike`` says that there is a subclass (``FunctionsManual.cpp``, torch 2.13): what the
 # plain formula allocates is measured. ``benchmarks.op_memory`` finds more of them.
 _OTHER_FORMULA_UNDER_A_MODE = aten_names("""
-    max min median nanmedian prod cumprod binary_cross_entropy binary_cross_entropy_with_logits xlogy
-    special_xlog1py clamp clamp_min clamp_max masked_fill ormqr trace linalg_householder_product
+    max min median nanmedian prod cumprod cumprod_ binary_cross_entropy binary_cross_entropy_with_logits xlogy
+    special_xlog1py clamp clamp_ clamp_min clamp_max masked_fill ormqr trace linalg_householder_product
 """)
 
 
@@ -127,6 +127,8 @@ def measured_formula_bytes(
     wanted = tuple(i for i, t in enumerate(tensors_in((args, kwargs))) if t.requires_grad)
     if not wanted:
         return None
+    # A leaf may not be written: the formula of a write in place is that of its namesake.
+    func = op_named(str(func).replace("_.", ".")) or func
     key = ("formula", torch.__version__, torch.get_num_threads(), wanted, op_key(func, args, kwargs))
     if key not in _known:
         try:

@@ -81,6 +81,9 @@ class InPlaceWrites:
         self._writes: list[_Write] = []
         self._sums: list[_Write] = []  # of the node that runs now: the engine's, if nothing else follows
         self._node: int | None = None
+        self._clones: set[int] = (
+            set()
+        )  # that this node made: no zeros, but what ``CopySlices`` gives a formula
         self._first_storage = 0  # the first one that was made while this node ran
         self._deferred: Any = None  # the last op on a tensor that stands for its local part
 
@@ -121,7 +124,10 @@ class InPlaceWrites:
         if node != self._node:
             self._commit()  # the node before has returned, so its last additions were the engine's
             self._node = node
+            self._clones.clear()
             self._first_storage = n_storages
+        if func is torch.ops.aten.clone.default:
+            self._clones.update(writes)
         write = None
         if func is self._deferred:
             self._deferred = None
@@ -151,7 +157,7 @@ class InPlaceWrites:
             return None
         own = old >= self._first_storage  # made by this node
         if func is not _ADD:  # a formula fills only zeros that it has made itself
-            return _Write(op, _FILLS[func], old, new) if own else None
+            return _Write(op, _FILLS[func], old, new) if own and old not in self._clones else None
         if (
             len(args) != 2
             or not isinstance(args[1], torch.Tensor)

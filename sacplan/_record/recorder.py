@@ -9,6 +9,7 @@ The recorder sees each dispatched op, and asks the parts of it that follow one t
 - ``saved_tensors.py``: what autograd keeps, told apart from what code holds;
 - ``training_state.py``: parameters, gradients and the optimizer's state;
 - ``in_place.py``: what the plain step would write in place;
+- ``regenerated_views.py``: gradients of views that were written to;
 - ``seen_ops.py``: ops that a fake step has had before.
 
 All of them write into one list of events, in the order in which things happen. ``Recorder.program`` makes the program
@@ -32,6 +33,7 @@ from sacplan._record.calls import arguments_of, plain_tensors, tensor_list
 from sacplan._record.fake_data import DataRules
 from sacplan._record.in_place import InPlaceWrites, plain_formulas
 from sacplan._record.module_calls import ModuleCalls
+from sacplan._record.regenerated_views import RegeneratedViews
 from sacplan._record.saved_tensors import SavedMode, SavedTensors
 from sacplan._record.seen_ops import SeenOp, SeenOps, SeenOutputs
 from sacplan._record.storages import Storages
@@ -140,6 +142,7 @@ class Recorder(Watching):
         self._nodes = AutogradNodes(self._numbers)
         self._in_place = InPlaceWrites()
         self._unseen = UnseenWrites()
+        self._regenerated = RegeneratedViews(self.paused)
         self._saved = SavedTensors(
             saved,
             storages=self.storages,
@@ -409,6 +412,8 @@ class Recorder(Watching):
             if inside is not None:
                 self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
             self._numbers.keep(func, args, outputs)
+            if self.storages.is_fake:
+                self._regenerated.saw(func, taken, made, writes=bool(mutates))
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Record memory that a compiled graph allocates."""
