@@ -19,7 +19,7 @@ from sacplan._record.calls import plain_tensors, tensor_list
 from sacplan._torch.fake_tensors import FakeTensor
 from sacplan._torch.host_memory import is_for_host
 from sacplan._torch.local_tensors import local_part
-from sacplan._torch.private import is_plain, storage_key, without_torch_functions
+from sacplan._torch.private import counts_writes_of, is_plain, storage_key, without_torch_functions
 
 _ALLOC, _FREE, _RESIZE = int(Event.ALLOC), int(Event.FREE), int(Event.RESIZE)
 
@@ -269,7 +269,7 @@ class Storages:
         An alias will not do: it may have a version counter of its own, as ``x.data`` has.
         """
         made = self._makers_output.get(storages[0]) if storages else None
-        return made is not None and made() is tensor
+        return made is not None and counts_writes_of(made(), tensor)
 
     # --- real tensors in a fake step ---------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType
@@ -163,30 +162,9 @@ def storage_key(storage: Any) -> int:
     return key
 
 
-_told_of_resizes: list[Callable[[Any], None]] = []
-_resizes_lock = threading.Lock()
-
-
-@contextmanager
-def storage_resizes(told: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``told`` with each storage on which Python code calls ``resize_``, on any thread: no op shows that."""
-    with _resizes_lock:
-        _told_of_resizes.append(told)
-        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        with _resizes_lock:
-            _told_of_resizes.remove(told)
-            if not _told_of_resizes:
-                del torch.UntypedStorage.resize_  # back to the base class's
-
-
-def _resize_and_tell(storage: Any, *args: Any, **kwargs: Any) -> Any:
-    out = super(torch.UntypedStorage, storage).resize_(*args, **kwargs)
-    for told in tuple(_told_of_resizes):
-        told(storage)
-    return out
+def counts_writes_of(whole: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is another one or a view of it, so that both have the same version counter."""
+    return whole is not None and (tensor is whole or tensor._base is whole)
 
 
 # torch's own kernel for one key. Not ``op.decompose``: for dropout that is a Python decomposition.
@@ -244,6 +222,20 @@ def noted_generator_states(note: Callable[[torch.Tensor], None]) -> Iterator[Non
         return state
 
     with replaced(torch, get_rng_state=get_rng_state), replaced(torch.random, get_rng_state=get_rng_state):
+        yield
+
+
+@contextmanager
+def storage_resizes(note: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, ``UntypedStorage.resize_``, as Python code calls it, hands each storage to ``note``: no op shows that."""
+    plain: Any = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, *args: Any, **kwargs: Any) -> Any:
+        out = plain(storage, *args, **kwargs)
+        note(storage)
+        return out
+
+    with replaced(torch.UntypedStorage, resize_=resize_):
         yield
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan._program.program import Event, Phase, Program
 from sacplan._recompute.in_place_groups import in_place_groups, without_missing_versions
 from sacplan._recompute.rewrite import recomputed
+from sacplan._record.step import Step
 from sacplan._torch.ops import op_traits
-from tests.support.steps import bit_equal, grads_of
+from sacplan._verify.measure import measured_step
+from tests.support.steps import bit_equal, grads_of, mean_square
 from tests.zoo.layers import FromFunction
 
 aten = torch.ops.aten
@@ -198,3 +204,57 @@ def test_the_same_plan_compiled() -> None:
         torch.compile(m, backend="aot_eager", fullgraph=True)(batch).backward()
     assert bit_equal([p.grad for p in one.parameters()], [p.grad for p in other.parameters()])
     assert bit_equal(list(one.buffers()), list(other.buffers()))
+
+
+# --- through views ----------------------------------------------------------------------------------------------------
+
+
+def scanned(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A scan in log(n) steps, each of which writes to a part of the clone."""
+    y = x.clone()
+    for i in (1, 2, 4):
+        y[:, i:].add_(a[:, i:] * y[:, :-i].clone())
+    y.t()[0].mul_(0.5)
+    y.view(-1)[3:].tanh_()
+    return y
+
+
+class Scan(torch.autograd.Function):
+    """Saves what it has written in place, as mambapy's ``pscan`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = scanned(a, x)
+        ctx.save_for_backward(a, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, y = ctx.saved_tensors
+        return grads[0] * y, grads[0] * a
+
+
+@pytest.mark.parametrize("scan", [Scan.apply, scanned], ids=["custom function", "autograd"])
+def test_what_is_written_through_views_is_made_again(scan: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    layer = lambda: FromFunction(  # noqa: E731
+        lambda self, x: x + self.down(scan(self.gate(x).sigmoid(), self.up(x))),
+        gate=nn.Linear(8, 32), up=nn.Linear(8, 32), down=nn.Linear(32, 8),
+    )  # fmt: skip
+    model, batch = nn.Sequential(layer(), layer(), layer()), torch.randn(64, 8)
+    profile = sacplan.profile(model, batch, mean_square, device="cpu")
+    plan = sacplan.plan_smallest(profile)
+    again = {site.op for sites in plan.discarded.values() for site in sites}
+    assert {"aten.clone.default", "aten.add_.Tensor", "aten.tanh_.default"} <= again
+    assert sacplan.verify(model, batch, plan, mean_square).peak_bytes == plan.peak_bytes
+    assert sacplan.verify(model, batch, plan, mean_square, run="real").peak_bytes == plan.peak_bytes
+    whole = grads_of(model, batch, mean_square)
+    with sacplan.apply(model, plan):
+        for _ in range(2):  # looked up, and by the schedule
+            assert bit_equal(grads_of(model, batch, mean_square), whole)
+    # As small as checkpointing by hand, which runs each layer again.
+    for part in model:
+        part.forward = functools.partial(
+            checkpoint, part.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    assert plan.peak_bytes <= measured_step(Step(model, batch, mean_square, None), [batch]).peak_bytes

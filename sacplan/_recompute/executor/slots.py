@@ -20,7 +20,7 @@ from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
 from sacplan._recompute.executor.nodes import HeldArg, RecipeNode, Slot, tensors_of
 from sacplan._torch.ops import ArgumentPlace, OpTraits, op_traits, tensors_in
-from sacplan._torch.private import is_plain, storage_key
+from sacplan._torch.private import counts_writes_of, is_plain, storage_key
 
 _RANDOM_DEVICES = ("cpu", "cuda", "meta")
 
@@ -84,11 +84,12 @@ class SlotTable:
     def before_write(self, traits: OpTraits, args: Any, kwargs: Any) -> Slot | None:
         """Note what an op is about to write. Return the slot that it overwrites, if a node can overwrite it again.
 
-        That needs the slot's own tensor: a write through an alias (``t.data``) may not bump the tensor's version.
+        That needs the slot's own tensor, or a view of it: a write through an alias (``t.data``) may not bump the
+        tensor's version.
         """
         slot = self.slot_of(args[0]) if traits.in_place and is_plain(args[0]) else None
         self.note_write(traits.func, args, kwargs)
-        return slot if slot is not None and slot.tensor() is args[0] else None
+        return slot if slot is not None and counts_writes_of(slot.tensor(), args[0]) else None
 
     def note(
         self,
@@ -182,6 +183,7 @@ class SlotTable:
                 view, version = view_of(t), t._version
             else:  # inside a dispatch mode PyTorch has not counted the write yet; it does when the op returns
                 view, version = overwritten.view, t._version + 1
+                t = t if t._base is None else t._base  # the whole, if a view of it was written
             slots[key] = slot = Slot(node, t, view, version, storage, key, self._slots)
             node.outputs.append(weakref.ref(slot))
         self._slots.update(slots)
