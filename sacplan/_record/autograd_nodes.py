@@ -65,7 +65,8 @@ class KeptNumbers:
             return  # on a GPU these tensors lie on the host
         # A write to a view is a node inside of another, ``CopySlices``, which is made next, and which the engine runs.
         next_node = autograd_sequence_number() + (func in _IN_PLACE and args[0]._is_view())
-        storage = self._storages.add_unseen(self._nbytes, StorageKind.OTHER)
+        nbytes = self._nbytes << isinstance(args[1], complex)  # a complex number has two parts
+        storage = self._storages.add_unseen(nbytes, StorageKind.OTHER)
         self._events.append((_ALLOC, storage))
         self._kept.setdefault(next_node, []).append(storage)
         if outputs:

