@@ -37,11 +37,13 @@ class OptimizerStep:
         program: of the recording.
         parameters: their storages in it, in the order of the model's.
         host_bytes: of the host's memory that the optimizer takes.
+        make: the optimizer.
     """
 
     program: Program
     parameters: tuple[int, ...]
     host_bytes: int = 0
+    make: Factory | None = None
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -106,7 +108,7 @@ def recorded_step(of: Profile, make: Factory) -> OptimizerStep:
     like = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
     found = profile(_Parameters(like), torch.empty(1, device="meta"), None, make, of.spec)
     step = OptimizerStep(
-        found.recorded, trained(found.recorded), found.fingerprint.setup.optimizer_host_bytes
+        found.recorded, trained(found.recorded), found.fingerprint.setup.optimizer_host_bytes, make
     )
     # A hook has dropped gradients in the backward pass, such as that of an optimizer which offloads them.
     if len(step.parameters) < len(like):

@@ -111,6 +111,7 @@ class RankRows:
     _known: dict[tuple[str, str], tuple[Arrangement, Profile]] = field(default_factory=dict)
     # By id of the bare step, which is kept beside the completed one: its id is then no other step's.
     _completed: dict[tuple[int, str], tuple[Profile, Profile]] = field(default_factory=dict)
+    _whole: dict[tuple[int, str], Profile] = field(default_factory=dict)  # by batch of a device and optimizer
 
     def rows(self) -> list[FitRow]:
         """Return the rows: for each arrangement as it is, and with a plan where it does not fit so.
@@ -134,9 +135,7 @@ class RankRows:
     def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
         if self.shards_whole(one, name):
             return []
-        # On a mesh the recorded step has the samples of all devices, elsewhere those of one.
-        samples = self.batch * (self.devices if one.on_mesh else 1)
-        rank = one.spread(self.completed(self._bare(one, samples), name))
+        rank = self._rank(one, name, self.batch)
         # Kept for the largest batch, which needs the arrangement and the rank of a row.
         self._known[one.name, name] = one, rank
         bare = self._row(one, name, rank, None)
@@ -146,13 +145,16 @@ class RankRows:
         asked = Request(self.limit, host_budget=f"{self.host_budget_bytes}B")
         return [bare, self._row(one, name, rank, outcome_of(asked, rank))]
 
-    def _bare(self, one: Arrangement, samples: int) -> Profile:
-        """Return a step without an optimizer: of the whole model, or with its tensors spread over a mesh."""
-        found = self.recorded(samples, one.recording)
-        if one.on_mesh is None or one.on_mesh.sharding is None:
-            return found
-        # An optimizer is put behind what a rank has recorded.
-        return found.on_ranks(Ranks(sharding=one.on_mesh.sharding))
+    def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
+        """Return the step of a rank with so many samples for each device."""
+        if one.on_mesh is None:
+            return one.spread(self.completed(self.recorded(batch, one.recording), name))
+        # The whole batch of all devices. A rank has parts of parameters, so the optimizer is recorded with it.
+        key, step = (batch, name), self.steps[name]
+        if key not in self._whole:
+            given = {} if step is None else {"optimizer": step.make}
+            self._whole[key] = self.recorded(batch * self.devices, given)
+        return self._whole[key].on_ranks(one.on_mesh)
 
     @staticmethod
     def shards_whole(one: Arrangement, name: str) -> bool:
@@ -268,13 +270,10 @@ class RankRows:
 
     def _two(self, one: Arrangement, optimizer: str, by_batch: Sized) -> tuple[Profile, Profile]:
         """Return the steps of a rank at the two sizes."""
-        if one.recording:
-            bare = [self.recorded(n, one.recording) for n in by_batch.sizes]
-        elif one.on_mesh:  # the batch is that of all devices
-            bare = [self._bare(one, n * self.devices) for n in by_batch.sizes]
+        if one.recording or one.on_mesh is not None:
+            a, b = (self._rank(one, optimizer, n) for n in by_batch.sizes)
         else:
-            bare = list(by_batch.profiles)
-        a, b = (one.spread(self.completed(each, optimizer)) for each in bare)
+            a, b = (one.spread(self.completed(each, optimizer)) for each in by_batch.profiles)
         return a, b
 
     def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, room: Room, fits: bool) -> int:

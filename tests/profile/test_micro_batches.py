@@ -153,12 +153,6 @@ def test_on_ranks_it_is_the_second_pass_of_a_step_of_two(policy: Any, units: Any
     assert found.peak_bytes == like.peak_bytes
 
 
-def test_a_mesh_of_sacplan_is_refused() -> None:
-    profile = accumulated("h100")
-    with pytest.raises(sacplan.PlanError, match="accumulation_steps"):
-        sacplan.policy("fsdp", profile=profile, mesh={"dp": 2})
-
-
 def test_the_allocator_plays_both_micro_steps() -> None:
     profile = accumulated("h100")
     one, two = record(MODEL(), BATCH, device="h100").device_memory(), profile.device_memory()

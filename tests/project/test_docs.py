@@ -469,29 +469,6 @@ def test_the_tables_of_the_meshes_are_those_of_the_benchmark() -> None:
     assert shown.strip() == markdown(runs), "put this into docs/which-parallelism.md:\n\n" + markdown(runs)
 
 
-def test_what_is_said_of_a_70b_shape_is_in_the_file() -> None:
-    runs = json.loads((ROOT / "benchmarks/results/layouts.json").read_text(encoding="utf-8"))["rows"]
-    page = " ".join((DOCS / "which-parallelism.md").read_text(encoding="utf-8").split())
-    on = {run["devices"]: run["rows"] for run in runs if run["shape"] == "70b"}
-    least = min(on[8], key=lambda row: float(row["peak_bytes"]))
-    assert not any(row["fits"] for row in on[8])
-    assert (
-        f"the smallest peak is {least['peak_bytes'] / 2**30:.1f} GiB, with `{least['name']}` run by {least['run_by']}."
-        in page
-    )
-    best = on[64][0]
-    assert best["fits"]
-    assert (best["name"], best["run_by"], best["mesh"]) == ("fsdp", "sacplan", {"dp": 64})
-    assert f"recomputes for {best['recompute_ms']:,.0f} of {best['step_ms']:,.0f} ms" in page
-    waits = {
-        row["run_by"]: f"{row['collective_ms']:,.0f} ms"
-        for row in on[1024]
-        if (row["name"], row["mesh"]) == ("fsdp", {"dp": 1024})
-    }
-    assert f"by itself waits {waits['sacplan']} for" in page
-    assert f"waits {waits['FSDP2']}." in page
-
-
 def test_the_table_of_ops_is_that_of_the_benchmark() -> None:
     from benchmarks.op_memory import is_off, markdown, reason_of
 

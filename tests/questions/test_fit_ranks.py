@@ -109,7 +109,7 @@ def test_the_largest_batch_of_a_mesh_is_that_of_a_device() -> None:
     assert n
 
     def peak(batch: int) -> int:
-        ways = spreads(profiled(2 * batch), Mesh((("tp", 2),)), (), ("megatron",))
+        ways = spreads(profiled(2 * batch), Mesh((("tp", 2),)), ("megatron",))
         return next(way.profile.peak_bytes for way in ways if way.name == "megatron")
 
     assert peak(n) <= limit < peak(n + 1)
