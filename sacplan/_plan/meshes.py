@@ -136,7 +136,7 @@ def spreads(
 
     Args:
         profile: The profile of the whole model on one device.
-        mesh: The ranks. A way may use the last axis for tensor parallelism, and uses the others for data parallelism.
+        mesh: The ranks. A last axis named ``"tp"`` is for tensor parallelism, all others are for data parallelism.
         names: Which named ways; None for all of them.
         search: Whether to yield tensor parallelism that cuts less than ``"megatron"``, too.
 
@@ -145,7 +145,9 @@ def spreads(
     """
     every: tuple[Also, ...] = ("embeddings", "others")
     asked = [(name, every) for name in (_names(mesh) if names is None else names)]
-    asked += [(_SEARCH, less) for less in ((), *((one,) for one in every)) if search]
+    asked += [
+        (_SEARCH, less) for less in ((), *((one,) for one in every)) if search and mesh.names[-1] == "tp"
+    ]
     # Several ways are often refused for one reason, which the error then gives once.
     refused: dict[str, list[str]] = {}  # by reason
     seen = set[str]()
@@ -169,14 +171,10 @@ def spreads(
 
 
 def _names(mesh: Mesh) -> tuple[str, ...]:
-    return POLICIES if len(mesh.axes) == 1 else (*_DATA, f"fsdp + {_TENSOR}")
-
-
-def names_by_role(mesh: Mesh) -> tuple[str, ...]:
-    """Return the named ways that use each axis of a mesh for what its name says; for a mesh from ``meshes_of``."""
-    if len(mesh.axes) > 1:
-        return _names(mesh)[len(_DATA) :]
-    return (_TENSOR,) if mesh.names == ("tp",) else _DATA
+    """Return the ways that use each axis for what its name says: ranks of one for data get parts of a batch."""
+    if mesh.names[-1] != "tp":
+        return _DATA
+    return (_TENSOR,) if len(mesh.axes) == 1 else (f"fsdp + {_TENSOR}",)
 
 
 def described_name(name: str, mesh: Mesh) -> str:
@@ -343,10 +341,7 @@ def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
     refused: list[str] = []
     for each in meshes:
         try:
-            # The user has named the axes of a single mesh, so any role is possible on it. The meshes of a number of
-            # devices are our own, and so are the names of their axes.
-            names = names_by_role(each) if isinstance(mesh, (int, str)) else None
-            ways += spreads(profile, each, names, search=True)
+            ways += spreads(profile, each, search=True)
         except PlanError as error:
             refused.append(str(error))
     # One mesh may be refused as long as there is another. The reasons count only if there is none.

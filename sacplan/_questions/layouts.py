@@ -16,7 +16,7 @@ import torch
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.make import Outcome, outcome_of
-from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, spreads, tried
+from sacplan._plan.meshes import Spread, devices_of, resolve_mesh, spreads, tried
 from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile
@@ -230,7 +230,7 @@ def layouts(
             add(Layout.of(whole, outcome_of(request, whole)))
         for mesh in resolve_mesh(n, whole.spec) if n > 1 else ():
             try:
-                ways = list(spreads(whole, mesh, names_by_role(mesh), search=search))
+                ways = list(spreads(whole, mesh, search=search))
             except PlanError as error:
                 # A mesh that the step cannot be spread over says nothing about the others.
                 refused.append(str(error))

@@ -21,7 +21,7 @@ import torch
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._plan.limits import Limit, Room
 from sacplan._plan.make import Outcome, outcome_of
-from sacplan._plan.meshes import names_by_role, resolve_mesh, spreads
+from sacplan._plan.meshes import resolve_mesh, spreads
 from sacplan._plan.request import Request
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import OptimizerStep, with_optimizer
@@ -210,7 +210,7 @@ class RankRows:
             if "tp" not in mesh.names:
                 continue
             try:
-                ways = [way for way in spreads(whole, mesh, names_by_role(mesh)) if _TENSOR in way.name]
+                ways = [way for way in spreads(whole, mesh) if _TENSOR in way.name]
             except PlanError as error:
                 self.notes.append(str(error))
                 continue
