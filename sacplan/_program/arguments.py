@@ -70,22 +70,15 @@ def _meant(signature: inspect.Signature, given: Collection[str]) -> str:
     Names are compared word by word as well, since one may be longer than another: ``grad_accum`` is
     ``accumulation_steps``, and ``batch_size`` is ``batch``.
     """
-    unknown = [name for name in given if name not in signature.parameters]
-    likeness = {
-        known: max(
-            difflib.SequenceMatcher(None, a, b).ratio()
-            for a, b in itertools.product({name, *name.split("_")}, {known, *known.split("_")})
-        )
-        for name in unknown[:1]
-        for known in signature.parameters
-        if known not in given
-    }
-    nearest = max(likeness, key=likeness.__getitem__, default="")
-    return (
-        f" Did you mean {nearest}= rather than {unknown[0]}=?"
-        if nearest and likeness[nearest] >= _ALIKE
-        else ""
-    )
+    unknown = next((name for name in given if name not in signature.parameters), "")
+
+    def likeness(known: str) -> float:
+        pairs = itertools.product({unknown, *unknown.split("_")}, {known, *known.split("_")})
+        return max(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
+
+    nearest = max((name for name in signature.parameters if name not in given), key=likeness, default="")
+    is_like = unknown and likeness(nearest) >= _ALIKE
+    return f" Did you mean {nearest}= rather than {unknown}=?" if is_like else ""
 
 
 @functools.cache

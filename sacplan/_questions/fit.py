@@ -171,8 +171,7 @@ def fit(
         optimizer,
         spec,
         limit_of_device(budget, headroom, spec),
-        budget is None and headroom is None,
-        budget is None,
+        Limit(budget, headroom),
         batch,
         seq,
         accumulation_steps,
@@ -198,8 +197,7 @@ class _Sweep:
     optimizer: Any
     spec: DeviceSpec
     limit: Limit
-    is_default: bool
-    is_of_device: bool
+    given: Limit
     batch: int
     seq: int | None
     accumulation_steps: int
@@ -537,8 +535,11 @@ class _Sweep:
         return next(way for name, way in self._decided if (name, way.name) == (row.optimizer, row.way))
 
     def _largest_peak(self, steps: Sized, axis: str, way: Way, unit: int, most: int, left: int) -> int:
-        """Return the largest size, in units, at which the peak is at most ``left``."""
-        return largest_within(lambda n: self._excess(steps, axis, way, n * unit, left), most)
+        """Return the largest size, in units, at which the peak is at most ``left``, in this way or as it is."""
+        ways = (way, AS_IT_IS)
+        return largest_within(
+            lambda n: min(self._peak_at(steps, axis, one, n * unit, left) for one in ways) - left, most
+        )
 
     @cached_property
     def constant_bytes(self) -> int:
@@ -552,10 +553,6 @@ class _Sweep:
         # What is there before the step and is neither parameter nor buffer is taken for the batch.
         initial = (s for s in program.initial if program.storage_kinds[s].name == "OTHER")
         return sum(program.storage_bytes[s] for s in initial)
-
-    def _excess(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> int:
-        """Return by how many bytes a step exceeds ``left``, in this way or as it is, whichever takes less."""
-        return min(self._peak_at(steps, axis, one, n, left) for one in (way, AS_IT_IS)) - left
 
     def _peak_at(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> int:
         """Return the peak of a way at a size, without an optimizer.
@@ -583,18 +580,20 @@ class _Sweep:
 
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
         """Return the verdict with all rows. ``on_verdict`` gets it earlier, without the largest sizes."""
-        if self.devices > 1:
-            return self._found_on_ranks(name, sizes, on_verdict)
+        rows, with_sizes = self._rows_on_ranks() if self.devices > 1 else (self._rows(), self.with_sizes)
+        verdict = self._verdict(name, rows)
+        if on_verdict is not None:
+            on_verdict(verdict)
+        return self._verdict(name, list(map(with_sizes, rows))) if sizes else verdict
+
+    def _rows(self) -> list[FitRow]:
+        """Return the rows on one device."""
         rows = [self.row(each, way) for each in self.steps for way in self.ways]
         self._say_worst_routing()
         # What takes long to search for is tried last, and only if it could help.
         long = not any(row.fits for row in rows) and self._could_fit
         rows += [self.row(each, way) for way in (long_ways() if long else ()) for each in self.steps]
-        rows += self._on_the_host(rows)
-        verdict = self._verdict(name, rows)
-        if on_verdict is not None:
-            on_verdict(verdict)
-        return self._verdict(name, list(map(self.with_sizes, rows))) if sizes else verdict
+        return rows + self._on_the_host(rows)
 
     def _on_the_host(self, rows: list[FitRow]) -> list[FitRow]:
         """Return rows that take memory of the host, if none fits with the asked optimizer or those that do are dear."""
@@ -660,10 +659,8 @@ class _Sweep:
             self.notes.append(_NOT_TIMED)
         return found
 
-    def _found_on_ranks(
-        self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None
-    ) -> Verdict:
-        """Return the verdict on several devices."""
+    def _rows_on_ranks(self) -> tuple[list[FitRow], Callable[[FitRow], FitRow]]:
+        """Return the rows on several devices, and what completes one with its largest batch."""
         made: dict[int, Profile] = {self.batch: self.base}
 
         def recorded(batch: int, more: Mapping[str, Any]) -> Profile:
@@ -675,15 +672,8 @@ class _Sweep:
             return made[batch]
 
         ranks = RankRows(
-            self.model,
-            self.devices,
-            self.steps,
-            self.limit,
-            self.host_budget_bytes,
-            self.batch,
-            recorded,
-            self.notes,
-        )
+            self.model, self.devices, self.steps, self.limit, self.host_budget_bytes, self.batch, recorded, self.notes
+        )  # fmt: skip
         rows = ranks.rows()
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
@@ -691,12 +681,7 @@ class _Sweep:
         if any("fsdp_units" in row.options for row in rows):
             packed = runs_in_4_bits(self.base.program)
             self.remarks += types_of_shards(self.base.fingerprint.parameters, self.devices, in_4_bits=packed)
-        verdict = self._verdict(name, rows)
-        if on_verdict is not None:
-            on_verdict(verdict)
-        if not sizes:
-            return verdict
-        return self._verdict(name, [ranks.with_largest(row, self.by_batch) for row in rows])
+        return rows, lambda row: ranks.with_largest(row, self.by_batch)
 
     def _say_worst_routing(self) -> None:
         """Note what the step as it is would need if a router sent all tokens to the same experts."""
@@ -722,7 +707,7 @@ class _Sweep:
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
         best = recommended(rows)
         # With a budget nothing is said about the rest of the device. On a GPU without one, ``outside`` says what it is.
-        left = self.is_of_device and not self.counts_segments
+        left = self.given.budget is None and not self.counts_segments
         return Verdict(
             model=name,
             parameters=sum(p.numel() for p in self.model.parameters()),
@@ -732,7 +717,7 @@ class _Sweep:
             device=self.spec.name,
             memory_bytes=self.spec.memory_bytes,
             budget_bytes=self.budget_bytes,
-            budget=None if self.is_default else f"{self.budget_bytes}B",
+            budget=None if self.given == OF_DEVICE else f"{self.budget_bytes}B",
             headroom_bytes=self.spec.memory_bytes - self.budget_bytes if left else None,
             outside=outside_allocator(self.spec, int(self.devices > 1)) if self.counts_segments else (),
             rows=tuple(rows),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sacplan._device.device_memory import reserved_bytes
-from sacplan._plan.limits import Limit, Room
+from sacplan._plan.limits import Limit
 from sacplan._plan.make import Outcome, outcome_of
 from sacplan._plan.meshes import resolve_mesh, spreads
 from sacplan._plan.request import Request
@@ -226,15 +226,16 @@ class RankRows:
         plan = None if outcome is None else outcome.plan
         # If the tensors alone do not fit, what would be reserved for them says nothing more.
         reserved = None
+        taken: dict[str, Any] = dict.fromkeys(("peak_bytes", "unplanned_peak_bytes"), rank.peak_bytes)
         if outcome is not None:
             taken, reserved = Row.taken(outcome), outcome.reserved_bytes
+            del taken["fits"]
         else:
-            taken = {"peak_bytes": rank.peak_bytes, "unplanned_peak_bytes": rank.peak_bytes}
             taken |= {"recompute_ms": 0.0, "added_ms": 0.0, "step_ms": rank.step_ms}
             if rank.spec.kind == "cuda" and rank.peak_bytes <= room.n_bytes:
                 reserved = reserved_bytes(rank.program)
         return FitRow(
-            **{name: value for name, value in _of_all_micro_steps(rank, taken).items() if name != "fits"},
+            **_of_all_micro_steps(rank, taken),
             optimizer=name,
             way=(AS_IT_IS if outcome is None else PLAN).name,
             techniques=() if outcome is None else PLAN.techniques,
@@ -256,7 +257,6 @@ class RankRows:
         # Steps with another batch run other ops. A note of ``fit`` has said so.
         if by_batch is None:
             return row
-        room = self.limit.room(rank.spec, rank.ranks.communicators)
         try:
             steps = sized_alike(by_batch.sizes, self._two(one, row.optimizer, by_batch))
             if steps is None:  # a rank runs other ops at another size
@@ -266,7 +266,7 @@ class RankRows:
             peaks = steps.peaks(smallest, 1)
         except (TraceError, PlanError):
             return row  # the plan rewrites the step otherwise at another size
-        return dataclasses.replace(row, largest_batch=self._largest(steps, smallest, peaks, room, row.fits))
+        return dataclasses.replace(row, largest_batch=self._largest(steps, smallest, peaks, row))
 
     def _two(self, one: Arrangement, optimizer: str, by_batch: Sized) -> tuple[Profile, Profile]:
         """Return the steps of a rank at the two sizes."""
@@ -276,16 +276,16 @@ class RankRows:
             a, b = (one.spread(self.completed(each, optimizer)) for each in by_batch.profiles)
         return a, b
 
-    def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, room: Room, fits: bool) -> int:
+    def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, row: FitRow) -> int:
         def by_peak(left: int) -> int:
             return largest_within(lambda n: peaks.at(n) - left, _LARGEST)
 
         def at(n: int, left: int) -> tuple[int, int]:
             program = steps.at(n).with_plan(decisions)
             peak = program.footprint.peak_bytes
-            return peak, reserved_bytes(program) if room.is_reserved else peak
+            return peak, reserved_bytes(program) if row.room.is_reserved else peak
 
-        return largest_that_fits(room, room.n_bytes, self.batch if fits else 0, by_peak, at)
+        return largest_that_fits(row.room, row.limit_bytes, self.batch if row.fits else 0, by_peak, at)
 
 
 def _of_all_micro_steps(rank: Profile, times: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,10 +111,6 @@ class FitRow(Row):
             return f"{more} over the host's {format_bytes(self.host_room_bytes)}"
         return format_difference(self._needs_bytes, self.limit_bytes)
 
-    def size(self, axis: str) -> int:
-        """Return the largest batch or the longest sequence; 0 where it is not known."""
-        return getattr(self, axis) or 0
-
     @property
     def added_share(self) -> float:
         """Share of the step's time that the plan adds; 0 where the time is not known."""
@@ -229,8 +225,8 @@ class Verdict:
         first = self.rows[0]
         if self.recommended is first and self.devices == 1:
             own = [row for row in self.rows if row.optimizer == self.optimizer]
-            largest = (max(own, key=lambda row: row.size(axis)) for axis in ("largest_batch", "longest_seq"))
-            return tuple(dict.fromkeys((first, *largest)))
+            batch = max(own, key=lambda row: row.largest_batch or 0)
+            return tuple(dict.fromkeys((first, batch, max(own, key=lambda row: row.longest_seq or 0))))
         # A plan that finds nothing to do at this size may still hold larger ones.
         return tuple(row for row in self.rows if row.same_as is None or sizes)
 
