@@ -88,15 +88,51 @@ def test_small_enough_to_be_shown_on_the_web(path: Path) -> None:
     assert path.stat().st_size < 1_000_000
 
 
-def test_execute(tmp_path: Path) -> None:
-    """A cell that fails fails the run, and leaves no file."""
+@pytest.fixture(scope="module")
+def execute() -> Any:
+    """``notebooks/execute.py``."""
     pytest.importorskip("nbclient", reason="pip install 'sacplan[notebook]'")
     pytest.importorskip("ipykernel", reason="pip install 'sacplan[notebook]'")
     spec = importlib.util.spec_from_file_location("execute", FOLDER / "execute.py")
     assert spec is not None
     assert spec.loader is not None
-    execute = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(execute)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def texts_of(path: Path) -> list[list[str]]:
+    """What the cells of a notebook print and show as text, without times: those of a CPU are those of its cores."""
+    notebook = nbformat.read(path, as_version=4)
+    outputs = [
+        [o.get("text") or o.data.get("text/plain", "") for o in c.outputs] for c in code_cells(notebook)
+    ]
+    return [[re.sub(r"[\d.,]+ (ms|us)\b", r"... \1", text) for text in cell] for cell in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "which_parallelism",
+        *(
+            pytest.param(path.stem, marks=pytest.mark.exhaustive)
+            for path in NOTEBOOKS
+            if "which" not in path.stem
+        ),
+    ],
+)
+def test_stored_outputs_are_those_of_a_run(
+    name: str, execute: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures from ``benchmarks/results`` are those that lie there now."""
+    monkeypatch.chdir(FOLDER.parent)
+    execute.main(FOLDER / f"{name}.ipynb", tmp_path / "out.ipynb")
+    assert texts_of(tmp_path / "out.ipynb") == texts_of(FOLDER / f"{name}.ipynb")
+
+
+def test_execute(execute: Any, tmp_path: Path) -> None:
+    """A cell that fails fails the run, and leaves no file."""
     source = tmp_path / "in.ipynb"
     cells = [nbformat.v4.new_code_cell(code) for code in ("x = 20", "print(x + 1)\nx + 2", "1 / 0")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells[:2]), source)
