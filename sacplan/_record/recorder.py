@@ -273,7 +273,8 @@ class Recorder(Watching):
     # --- ops ----------------------------------------------------------------------------------
 
     def _took_state(self, state: torch.Tensor) -> None:
-        if self._state_bytes and not self._paused:
+        # While an op is recorded this mode is off the stack: then it is sacplan that takes a state, to measure the op.
+        if self._state_bytes and not self._paused and self in dispatch_modes():
             self.storages.track(state, StorageKind.OTHER)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
