@@ -90,6 +90,11 @@ class StandIn:
         return self.original
 
     @property
+    def __code__(self) -> Any:
+        """``torch.export`` asks a forward where it is written."""
+        return getattr(self.original, "__code__")  # noqa: B009  (a callable need not have one)
+
+    @property
     def __globals__(self) -> dict[str, Any]:
         """``torch.jit.script`` asks a forward for this attribute. A plan cannot be scripted, so say that."""
         raise cannot_be_scripted(f"unit {self.fqn!r}")

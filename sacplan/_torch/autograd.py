@@ -36,6 +36,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_number() -> int:
+    """Return the number of the backward pass that runs on this thread. Each pass has its own."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def runs_in_backward(node: Any) -> bool:
+    """Whether the backward pass that runs on this thread has run a node of the graph, or will."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def autograd_sequence_number() -> int:
     """Return the sequence number that the next autograd node of this thread will get."""
     return torch._C._autograd._get_sequence_nr()

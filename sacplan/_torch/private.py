@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -116,6 +117,17 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
     )
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for several, inside ``torch.vmap`` or a backward pass with ``is_grads_batched``."""
+    found: bool = torch._C._functorch.is_batchedtensor(tensor)
+    return found or torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+def is_transforming() -> bool:
+    """Whether ops run under a transform of ``torch.func``, such as ``torch.func.grad``, or in forward mode."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

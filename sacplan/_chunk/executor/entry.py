@@ -1,13 +1,18 @@
 """Where a region begins, and where it ends: two autograd nodes.
 
-From ``enter`` on everything that is computed from a module's input stays lazy. The module's parameters go through the
-same node, so that autograd asks it once, with all gradients: one loop over slices then computes the forward pass, the
-backward pass, the scalars that are still referred to, such as the loss, and gradients that wait for nodes outside of
-the region, such as that of a residual sum.
+From ``enter`` on everything that is computed from a module's input stays lazy. The module computes with its own
+parameters. The entry's node has edges to these, so that autograd gives them nothing before it has run the node, once;
+their lazy gradients wait there (``Targets``). One loop over slices then computes the forward pass, the backward pass,
+the scalars that are still referred to, such as the loss, and gradients that wait for nodes outside of the region, such
+as that of a residual sum.
 
-``leave`` makes a module's outputs real. Their gradients are lazy again, so the inside of the module runs a second time,
-in the entry's loop, and is not kept. They are computed in a loop, or on whole tensors if only the backward pass runs
-in slices.
+``leave`` makes a module's outputs real, unless the region goes on with the loss. Their gradients are lazy again, so the
+inside of the module runs a second time, in the entry's loop, and is not kept. They are computed in a loop, or on whole
+tensors if only the backward pass runs in slices.
+
+If the input gets no gradient, no op leads autograd from the loss to the entry's node. So there is a token: an output of
+the entry, and an input of the exit's node, which a region has also if its outputs stay lazy. Autograd runs the youngest
+node first, so the entry's node is the last of the region.
 
 Autograd keeps the region's input through saved-tensor hooks, which may discard it.
 """
@@ -15,44 +20,61 @@ Autograd keeps the region's input through saved-tensor hooks, which may discard 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sacplan._chunk.executor import losses as losses  # registers what it rewrites
-from sacplan._chunk.executor.lazy import Lazy
-from sacplan._chunk.executor.loop import compute, compute_whole, compute_with_memory, viewed_by
+from sacplan._chunk.executor.lazy import Lazy, Targets, keep_gradient_real, once, watch
+from sacplan._chunk.executor.loop import compute_with_memory, viewed_by
 from sacplan._chunk.executor.values import DeferredTensor, SlicedRegion, Window
 from sacplan._factors.axes import Axis
-from sacplan._torch.autograd import autograd_as_outside
-from sacplan.errors import ChunkError
+from sacplan._torch.autograd import autograd_as_outside, set_version
+
+Compute = Callable[[Sequence[DeferredTensor]], list[torch.Tensor]]
 
 
 def enter(
     region: SlicedRegion, axis: Axis, tensor: torch.Tensor, others: Sequence[torch.Tensor]
-) -> tuple[Lazy, list[torch.Tensor]]:
-    """Begin a region: return its input as a lazy tensor, and aliases of the other tensors that get gradients."""
-    lazy, *aliases = _ChunkEntryFunction.apply(region, axis, tensor, *others)
-    return lazy, aliases
+) -> tuple[Lazy, Lazy]:
+    """Begin a region: return its input as a lazy tensor, and the token.
+
+    Args:
+        region: the region.
+        axis: the axis of the input that is sliced.
+        tensor: the input.
+        others: tensors that get their gradients in the same loop.
+    """
+    lazy, token = _ChunkEntryFunction.apply(region, axis, tensor, *others)
+    node = token.grad_fn
+    node.targets = Targets(node, others)
+    region.targets = weakref.ref(node.targets)
+    for t in others:
+        keep_gradient_real(t, region)
+    return lazy, token
 
 
 def leave(
-    start: Lazy, tensor: torch.Tensor, lazies: Sequence[Lazy], *, whole: bool = False
+    start: Lazy, token: Lazy, tensor: torch.Tensor, lazies: Sequence[Lazy], run: Compute | None
 ) -> list[torch.Tensor]:
-    """Compute the outputs of a region, as tensors whose gradients will be lazy.
+    """End the forward pass of a region: return its outputs, as tensors whose gradients will be lazy.
 
     Args:
-        start: the lazy tensor that ``enter`` returned for ``tensor``.
+        start, token: what ``enter`` returned for ``tensor``.
         tensor: the region's input.
         lazies: the outputs.
-        whole: compute them on whole tensors, as the module would.
+        run: computes them: ``compute``, or ``compute_whole`` as the module would. None if they stay lazy.
     """
+    watch(lazies)
     start.value.data = tensor.detach()  # so that nobody asks autograd for it, which may have discarded it
+    versions = [x._version for x in lazies]
     try:
-        return list(_ChunkExitFunction.apply(start.value.region, whole, *lazies))
+        return list(_ChunkExitFunction.apply(start.value.region, run, token, *lazies))
     finally:
         start.value.data = None
+        for x, version in zip(lazies, versions, strict=True):
+            set_version(x, version)  # nothing was written, and autograd may have saved it
 
 
 class _ChunkEntryFunction(torch.autograd.Function):
@@ -69,28 +91,24 @@ class _ChunkEntryFunction(torch.autograd.Function):
         if not tensor.requires_grad:
             # Else the parameters would make it differentiable, and formulas would compute a gradient for a batch.
             ctx.mark_non_differentiable(entered)
-        return (entered, *[t.view_as(t) for t in others])
+        return entered, Lazy(root)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise ChunkError(
-                "the backward pass through a chunk was asked for a graph of its own (create_graph=True), but a chunk "
-                "can be differentiated once only. Leave this chunk out of the plan for second derivatives."
-            )
+    def backward(ctx: Any, gradient: torch.Tensor | None, _: None) -> Any:
+        once(gradient)
         (tensor,) = ctx.saved_tensors
         root = ctx.root()
         if root is not None:
             root.data = tensor.detach()  # results may be read after autograd has let go of it
-        needed = ctx.needs_input_grad[2:]
-        # Nobody asked for the others, and to compute them would take time in every slice.
-        asked = [g if n else None for g, n in zip(gradients, needed, strict=True)]
+        ready = ctx.targets.take_all()
+        # Nobody may have asked for that of the input, and to compute it would take time in every slice.
+        asked = [gradient if ctx.needs_input_grad[2] else None, *ready]
         lazies = [g.value for g in asked if isinstance(g, Lazy)]
-        region, known = ctx.entered_region, {g.value for g in gradients if isinstance(g, Lazy)}
+        region, known = ctx.entered_region, {g.value for g in (gradient, *ready) if isinstance(g, Lazy)}
         # Code that looks at the loss afterwards would need another loop, and so would nodes outside of the region.
         left = dict.fromkeys(x.value for x in region.take_gradients() if x.value.data is None)
         # A view refers to what it is a view of, so that is alive, too. Both have the same memory; nobody waits for
-        # those of gradients that nobody asked for.
+        # that of a gradient that nobody asked for.
         unasked = {viewed_by(value) for value in known.difference(lazies)}
         waiting = [value for value in left if value not in known and value not in unasked]
         pending = [value for value in region.pending if value not in waiting]
@@ -117,18 +135,21 @@ class _SavedInput:
 
 class _ChunkExitFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: SlicedRegion, whole: bool, *lazies: Lazy) -> Any:
+    def forward(ctx: Any, region: SlicedRegion, run: Compute | None, token: Lazy, *lazies: Lazy) -> Any:
         ctx.set_materialize_grads(False)
         ctx.region, ctx.windows = region, [x.value.window for x in lazies]
-        return tuple((compute_whole if whole else compute)([x.value for x in lazies]))
+        # To stay, as the same tensors, for code that has kept them. But a view's history is that of its base, too.
+        stay = [Lazy(x.value) if x._is_view() else x for x in lazies]
+        made = stay if run is None else run([x.value for x in lazies])
+        ctx.mark_dirty(*(t for t, x in zip(made, lazies, strict=True) if t is x))
+        # The token would make them differentiable.
+        ctx.mark_non_differentiable(*(t for t, x in zip(made, lazies, strict=True) if not x.requires_grad))
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return (
-            None,
-            None,
-            *(
-                None if g is None else Lazy(DeferredTensor(ctx.region, g, window=window, data=g))
-                for g, window in zip(gradients, ctx.windows, strict=True)
-            ),
-        )
+        def lazy(g: Any, window: Window | None) -> torch.Tensor | None:
+            made = g is None or isinstance(g, Lazy)
+            return g if made else Lazy(DeferredTensor(ctx.region, g, window=window, data=g))
+
+        return None, None, None, *map(lazy, map(once, gradients), ctx.windows)

@@ -22,6 +22,7 @@ tensors on its device.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,10 +42,11 @@ from sacplan._chunk.executor.values import (
 from sacplan._executor.tensors import history_free_aliases
 from sacplan._factors.axes import Axis, into_factor
 from sacplan._factors.rule import Kind, Rule, rule_of
-from sacplan._torch.autograd import in_backward
+from sacplan._torch.autograd import backward_number, in_backward, runs_in_backward
 from sacplan._torch.calls import Call
 from sacplan._torch.local_tensors import DEFERRED_TYPES
 from sacplan._torch.ops import op_traits, tensors_in
+from sacplan._torch.private import is_batched
 from sacplan.errors import ChunkError
 
 aten = torch.ops.aten
@@ -194,7 +196,7 @@ def defer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
         return func(*_real(args), **_real(kwargs))
     if func in _FILLED and not lazies[0].shape:
         return _filled(func, args, kwargs)
-    lazy_gradients(lazies)
+    watch(lazies)
     rewritten = REWRITTEN.get(func)
     if rewritten is not None:
         return rewritten(func, args)
@@ -215,7 +217,7 @@ def _real(value: Any) -> Any:
 
 def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Return a scalar like a lazy one, such as the gradient that a backward pass begins with. It needs no value."""
-    lazy_gradients([args[0]])
+    watch([args[0]])
     like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     made: torch.Tensor = func(like, *args[1:], **kwargs)
     return made
@@ -441,64 +443,141 @@ def _shares_memory(func: torch._ops.OpOverload) -> bool:
 # --- gradients that leave a region, or enter it
 
 
-def lazy_gradients(lazies: Sequence[Lazy]) -> None:
-    """Let the gradients of reduced values be lazy, so that what autograd expands them to is sliced too."""
-    if not torch.is_grad_enabled():
-        return
-    for x in lazies:
-        value = x.value
-        if value.combined is not None and not value.hooked and x.grad_fn is not None:
-            value.hooked = True
-            x.register_hook(_LazyGradient(value.region))
+class Targets:
+    """The tensors that an entry's node returns gradients for, besides its input, and their lazy gradients.
 
+    Autograd hands a gradient on to a tensor as soon as a formula has made it. A lazy one is taken away before that
+    (``watch``) and waits for the entry's loop, so that what is added to a tensor's gradient is a real tensor, and no
+    loop is for one gradient alone.
 
-class _LazyGradient:
-    def __init__(self, region: SlicedRegion) -> None:
-        self._region = region
-
-    def __call__(self, gradient: torch.Tensor) -> Lazy | None:
-        return None if isinstance(gradient, Lazy) else free(self._region, gradient)
-
-
-def _keep_gradients_real(others: Sequence[torch.Tensor], region: SlicedRegion) -> None:
-    """Let tensors that are differentiated and did not come in through the entry get computed gradients.
-
-    The entry's node computes those that are lazy when it runs. Of others a hook does it, in a loop of its own.
+    Attributes:
+        edges: by edge of autograd's graph, the place of its tensor.
     """
-    if not torch.is_grad_enabled():
-        return
-    for t in others:
-        if t.requires_grad and not _comes_from_entry_of(region, t):
-            region.hooks.append(t.register_hook(_RealGradient()))
 
+    def __init__(self, entry: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self._entry = weakref.ref(entry)
+        # The first edge is that of the input.
+        self.edges = {edge: i for i, edge in enumerate(entry.next_functions[1:])}
+        self._n = len(tensors)
+        # Edges keep leaves alive, so their ids stay theirs.
+        self._leaves = {id(t) for t in tensors if t.is_leaf}
+        self._waiting: dict[int, dict[int, Lazy] | None] = {}  # by backward pass; None when its loop is over
 
-class _RealGradient:
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return real(gradient) if isinstance(gradient, Lazy) else None
+    def take(self, edge: Any, gradient: Lazy) -> bool:
+        """Keep the gradient of a tensor until the loop; return whether there will be one in this backward pass."""
+        waiting = self._waiting.setdefault(backward_number(), {} if runs_in_backward(self._entry()) else None)
+        if waiting is None:
+            return False
+        i = self.edges[edge]
+        waiting[i] = waiting[i] + gradient if i in waiting else gradient  # type: ignore[assignment]
+        return True
+
+    def take_all(self) -> list[Lazy | None]:
+        """Return the gradients by tensor, at the time of the loop."""
+        waiting = self._waiting.get(backward_number()) or {}
+        self._waiting[backward_number()] = None
+        return [waiting.get(i) for i in range(self._n)]
+
+    def are_reached_by(self, t: torch.Tensor) -> bool:
+        """Whether these tensors, and the region's input, are all that the gradient of another one is handed on to.
+
+        After ``_NODES_LOOKED_AT`` nodes the answer is no, which costs a loop and is never wrong.
+        """
+        if t.is_leaf:
+            return id(t) in self._leaves
+        waiting: list[Any] = [(t.grad_fn, t.output_nr)]
+        seen: set[Any] = set()
+        while waiting and len(seen) < _NODES_LOOKED_AT:
+            edge = waiting.pop()
+            node = edge[0]
+            if edge in self.edges or node is self._entry() or node in seen:
+                continue
+            edges = [edge for edge in node.next_functions if edge[0] is not None]
+            # In order: another region, whose loop would read this one's lazy gradients, slice by slice; and the end of
+            # the history, such as a leaf, which would store its gradient as it is.
+            if hasattr(node, "entered_region") or not edges:
+                return False
+            seen.add(node)
+            waiting.extend(edges)
+        for node in seen:
+            self.watch(node)
+        return not waiting
+
+    def watch(self, node: Any) -> None:
+        """Take lazy gradients that a node of autograd hands on to one of the tensors."""
+        edges = node.next_functions
+        if node is self._entry() or self.edges.keys().isdisjoint(edges) or _WATCHED in node.metadata:
+            return
+        # Once, also for tensors that several regions read: a gradient tells its region.
+        node.metadata[_WATCHED] = True
+        node.register_hook(functools.partial(_handed_on, edges))
 
 
 _NODES_LOOKED_AT = 64
+_WATCHED = "sacplan.watched"
 
 
-def _comes_from_entry_of(region: SlicedRegion, t: torch.Tensor) -> bool:
-    """Whether all history of a tensor begins at the entry node of a region, which makes its gradients real.
+def _handed_on(edges: Sequence[Any], gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
+    """Return the gradients that a node hands on, without those that wait for the loop of their region."""
+    found = list(gradients)
+    for i, (gradient, edge) in enumerate(zip(gradients, edges, strict=True)):
+        targets = gradient.value.region.targets() if isinstance(gradient, Lazy) else None
+        if targets is not None and edge in targets.edges and targets.take(edge, gradient):
+            found[i] = None
+    return tuple(found)
 
-    After ``_NODES_LOOKED_AT`` nodes the answer is no, which costs a loop and is never wrong.
+
+def watch(lazies: Sequence[Lazy]) -> None:
+    """Watch the nodes that have made lazy tensors, and let the gradients of reduced ones be lazy.
+
+    So what autograd expands those gradients to is sliced, too.
     """
-    waiting: list[Any] = [t.grad_fn]
-    seen: set[Any] = set()
-    while waiting and len(seen) < _NODES_LOOKED_AT:
-        node = waiting.pop()
-        if node is None or hasattr(node, "variable"):
-            return False  # a leaf: its gradient would be stored as it is
-        entered = getattr(node, "entered_region", None)
-        if entered is not None and entered is not region:
-            return False  # the loop of another region would read this one's lazy gradients, slice by slice
-        if node in seen or entered is region:
+    for x in lazies:
+        node, value = x.grad_fn, x.value
+        if node is None:
             continue
-        seen.add(node)
-        edges = [edge for edge, _ in node.next_functions if edge is not None]
-        if not edges:
-            return False  # history that ends without an entry
-        waiting.extend(edges)
-    return not waiting
+        if value.combined is not None and not value.hooked:
+            value.hooked = True
+            x.register_hook(functools.partial(_made_lazy, value.region))
+        if (targets := value.region.targets()) is not None:
+            targets.watch(node)
+
+
+def _made_lazy(region: SlicedRegion, gradient: torch.Tensor) -> Lazy | None:
+    return None if isinstance(gradient, Lazy) else free(region, once(gradient))
+
+
+def once(gradient: Any) -> Any:
+    """Return a gradient that comes into a region.
+
+    Raises:
+        ChunkError: it is to be differentiated again, or stands for several.
+    """
+    if torch.is_grad_enabled() or (gradient is not None and is_batched(gradient)):
+        raise ChunkError(
+            "the backward pass through a chunk was asked for a graph of its own (create_graph=True), or for several "
+            "gradients at once (is_grads_batched=True, vectorize=True), but a chunk can be differentiated once only. "
+            "Leave this chunk out of the plan for that."
+        )
+    return gradient
+
+
+def _keep_gradients_real(others: Sequence[torch.Tensor], region: SlicedRegion) -> None:
+    """Let tensors that an op reads beside lazy ones get computed gradients, or ones that the entry's loop computes."""
+    if not torch.is_grad_enabled():
+        return
+    targets = region.targets()
+    for t in others:
+        if t.requires_grad and (targets is None or not targets.are_reached_by(t)):
+            keep_gradient_real(t, region)
+
+
+def keep_gradient_real(t: torch.Tensor, region: SlicedRegion) -> None:
+    """Compute the gradient of a tensor, in a loop of its own, if nothing has by the time at which autograd has it."""
+    handle = t.register_hook(_made_real)
+    t._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]  # others expect a real one
+    region.hooks.append(handle)
+
+
+def _made_real(gradient: torch.Tensor) -> torch.Tensor | None:
+    return real(gradient) if isinstance(gradient, Lazy) else None

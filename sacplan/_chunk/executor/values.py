@@ -103,6 +103,7 @@ class SlicedRegion:
         length: elements in a slice.
         tally: counts.
         hooks: hooks on tensors outside, to be removed when the region is over.
+        targets: returns what the entry's node gives gradients to (``Targets``); None without one, or when it is gone.
         pending: scalars that nobody has computed yet, and that somebody still refers to. Each loop computes them along,
             since code that looks at one would need a loop for it.
     """
@@ -121,6 +122,7 @@ class SlicedRegion:
         self.accumulate = accumulate
         self.tally = Tally()
         self.hooks: list[Any] = []
+        self.targets: Callable[[], Any] = lambda: None
         self._gradients: list[weakref.ref[torch.Tensor]] = []
         self._on_whole, self._choose = on_whole, choose
         self._pending: list[weakref.ref[DeferredTensor]] = []

@@ -120,7 +120,8 @@ class PlannedForward(StandIn):
         return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        trains = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        if torch.compiler.is_compiling() and trains:
             if self.recorded.has_marks:
                 stop_compiling(
                     PlanError,
@@ -129,7 +130,7 @@ class PlannedForward(StandIn):
                 )
             return checkpointed_for_compile(self, args, kwargs)
         # Without gradients autograd saves nothing, so there is nothing to discard.
-        if here.recorder is not None or not torch.is_grad_enabled():
+        if here.recorder is not None or not trains:
             return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
         if self._first_in_training is None:
             self.differences.note_compiled(self.fqn, compiled_inside(self.module))
