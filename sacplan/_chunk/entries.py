@@ -227,8 +227,8 @@ def _module_chunks(
     for unit, calls in program.calls.items():
         if len(calls) == 1 and _name_in_layer(unit) == name and len(program.ops_in(calls[0])) == n_ops:
             chunk = msgspec.structs.replace(found, unit=unit)
-            offered = _offered(program, chunk, _MODULE_SLICES, device)
             try:
+                offered = _offered(program, chunk, _MODULE_SLICES, device)
                 # All of them, since those of the first one serve for all that are alike, and that takes no rehearsal.
                 _ = offered.options
             except CannotChunk:

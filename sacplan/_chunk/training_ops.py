@@ -232,6 +232,8 @@ class BackwardWalk:
                 op.mutates
                 and op.inputs[0] in lazy
                 and self.program.tensors[op.inputs[0]].storage not in self._inner
+                # The module's own gradient may be a sum that the program adds up in what came in.
+                and self.program.tensors[op.inputs[0]].storage not in self.run.tensors.given
             ):
                 self.copied.add(index)
         for t in op.outputs:

@@ -33,7 +33,7 @@ from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import StepSolver
-from sacplan._techniques import decisions_of
+from sacplan._techniques import decisions_of, why_not
 
 _IN_VAIN = 3  # give up after so many sizes in a row without a cheaper plan, or without a smaller peak
 _ROUNDS = 4  # of asking a solver at most, for one size
@@ -168,6 +168,8 @@ class PlanSearch:
             # The proposal is kept whether it holds the budget or not: it may hold another one, or have the smallest
             # peak.
             tried = self._add(effects, solution, solver.name)
+            if tried is None:
+                break
             # An exact solver has also minimised the one-time cost of wide units. That is an estimate, and recomputes
             # nothing. So we also try the same picks less what the budget does not need, with that cost left out.
             if solution.bound is not None:
@@ -187,7 +189,7 @@ class PlanSearch:
             self.limits_reached[solver.name] = None
         return solution
 
-    def _add(self, effects: RegionProblem, solution: Solution, solver: str) -> Candidate:
+    def _add(self, effects: RegionProblem, solution: Solution, solver: str) -> Candidate | None:
         # The gap is relative to the solver's own model, with the cost of wide units included.
         cost = effects.problem.cost(solution.picks)
         gap = None
@@ -195,6 +197,10 @@ class PlanSearch:
             gap = max(0.0, cost - solution.bound) / cost if cost else 0.0
         step, taken = self.context.step, effects.taken(solution.picks)
         decisions = decisions_of(step.program, taken, step.device)
+        # Offers go together in the step that has what is settled in it, and may not do so in the recorded one.
+        recorded, together = self.recorded, (*self.settled, *decisions)
+        if self.context.offers and why_not(recorded.program, together, recorded.device):
+            return None
         return self._measure(decisions, solution.status, gap, solver)
 
     def _measure(

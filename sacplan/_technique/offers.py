@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,12 +72,10 @@ class Offer:
         )
 
     def goes_with(self, other: Offer) -> bool:
-        """Whether both may stand: neither begins where the other ends."""
+        """Whether both may stand, whatever is chosen of each: neither begins where the other ends."""
         # A patch has one entry for a position, so two that change the same one cannot be applied together.
-        return self._touched().isdisjoint(other._touched())
+        return self._touched.isdisjoint(other._touched)
 
-    def _touched(self) -> KeysView[int]:
-        # The last option lowers the peak most, and stands for the others.
-        patch = self.option_of(self.furthest).patch
-        assert patch is not None
-        return patch.events.keys()
+    @cached_property
+    def _touched(self) -> frozenset[int]:
+        return frozenset(at for option in self.options() if option.patch for at in option.patch.events)

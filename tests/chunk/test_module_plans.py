@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +16,22 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
+from benchmarks.harness.mixed_plans import plan_with
 from sacplan._chunk import rest
 from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
 from sacplan._chunk.rest import training_chunk
+from sacplan._plan import search
 from sacplan._plan.request import Request
 from sacplan._program.decisions import Chunk
-from sacplan._program.program import CallSite
+from sacplan._program.program import CallSite, Program
 from sacplan._techniques import rewritten, why_not
 from tests.chunk.test_memory import fake
 from tests.support.plans import discarding
+from tests.support.steps import mean_square
 from tests.zoo.language_models import TokenModel
-from tests.zoo.layers import FeedForward, FromFunction, GatedMLP
+from tests.zoo.layers import FeedForward, FromFunction, GatedMLP, Residual
 
 BOTH = ("recompute", "chunk")
 WIDE = 12
@@ -217,6 +221,65 @@ def test_why_not_is_the_error_of_rewriting(chunks: list[Chunk], why: str) -> Non
     with pytest.raises(sacplan.PlanError, match=re.escape(said)):
         rewritten(profile.program, chunks, profile.spec)
     assert not why_not(profile.program, mlps(2), profile.spec)
+
+
+def autocast_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return mean_square(model, x)
+
+
+@functools.cache
+def of_residual_layers() -> tuple[nn.Module, torch.Tensor, sacplan.Profile]:
+    torch.manual_seed(0)
+    layers = (Residual(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
+    model = nn.Sequential(nn.Embedding(VOCAB, 16), *layers, nn.LayerNorm(16))
+    batch = torch.randint(0, VOCAB, (2, 48))
+    return model, batch, sacplan.profile(model, batch, autocast_loss, device="cpu")
+
+
+def test_residual_layers_beside_each_other_under_autocast() -> None:
+    """What comes in and what a layer makes are added up in place, and so is that sum, which is the layer's own."""
+    model, batch, profile = of_residual_layers()
+    # Of different numbers of slices, so each is rehearsed by itself: none is taken over from the other layer.
+    plan = plan_with(profile, [Chunk("2", "module", 6, 1), Chunk("1", "module", 4, 1)])
+    for run in ("fake", "real"):
+        assert sacplan.verify(model, batch, plan, autocast_loss, run=run).peak_bytes == plan.peak_bytes  # type: ignore[arg-type]
+
+
+def test_offers_go_together_only_if_all_their_options_do() -> None:
+    _, _, profile = of_residual_layers()
+    program, (first, second) = profile.program, ("1", "2")
+    step = Request(techniques=("chunk",)).planner(profile).step
+    ((one,), (other,)) = (
+        [
+            each.offer(step)
+            for each in module_chunks(program, program.calls[unit][0], profile.spec)
+            if each.unit == unit
+        ]
+        for unit in (first, second)
+    )
+    assert one.goes_with(other)
+    cheapest = one.option_of(one.first)
+    assert cheapest.patch is not None
+    crossed = replace(
+        other, option_of=lambda chunk: cheapest if chunk == other.first else other.option_of(chunk)
+    )
+    assert not one.goes_with(crossed)
+
+
+def test_chunks_that_do_not_go_together_are_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the recorded step they may not, where the search puts them together with what is settled."""
+    _, _, profile = of_residual_layers()
+    proposed = []
+
+    def refused(program: Program, decisions: Sequence[Any], device: Any) -> str:
+        proposed.append({one.unit for one in decisions})
+        return "they do not" if proposed[-1] >= {"1", "2"} else ""
+
+    monkeypatch.setattr(search, "why_not", refused)
+    found = sacplan.plan_smallest(profile, "greedy", techniques=("chunk",))
+    assert {"1", "2"} in [units & {"1", "2"} for units in proposed]
+    assert not {chunk.unit for chunk in found.chunks} >= {"1", "2"}
 
 
 @pytest.mark.slow
