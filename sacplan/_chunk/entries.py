@@ -14,6 +14,8 @@ of the entry is greedy: a longer chunk with other recomputation around it could 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -207,18 +209,7 @@ def module_chunks(
 def _module_chunks(
     program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate
 ) -> tuple[ChunkOptions, ...]:
-    found: Chunk | None = None
-    # Outwards: the last one that works is the largest.
-    for around in (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ():
-        unit = program.scopes[around].fqn
-        # The search ends at the model itself, at a module that is called several times, and where there are too
-        # many ops to rehearse.
-        if not unit or len(program.calls[unit]) != 1 or len(program.ops_in(around)) > _MOST_OPS:
-            break
-        try:
-            found = _first_axis(program, unit, "module", device, accumulate)
-        except CannotChunk:
-            continue  # as part of a larger one it may be
+    found = next(_largest_first(program, scope, device, accumulate), None)
     if found is None:
         return ()
     n_ops = len(program.ops_in(program.calls[found.unit][0]))
@@ -235,6 +226,22 @@ def _module_chunks(
                 continue  # of that name and size, but not alike
             alike.append(offered)
     return tuple(alike)
+
+
+def _largest_first(
+    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate
+) -> Iterator[Chunk]:
+    """Yield chunks of the modules around a module call, the largest first: it takes one rehearsal if that one works."""
+
+    def may_be_rehearsed(around: int) -> bool:
+        # Not the model itself, nor a module that is called several times or has too many ops.
+        unit = program.scopes[around].fqn
+        return bool(unit) and len(program.calls[unit]) == 1 and len(program.ops_in(around)) <= _MOST_OPS
+
+    outwards = (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ()
+    for around in reversed(tuple(itertools.takewhile(may_be_rehearsed, outwards))):
+        with contextlib.suppress(CannotChunk):  # a part of it may be one
+            yield _first_axis(program, program.scopes[around].fqn, "module", device, accumulate)
 
 
 def _name_in_layer(unit: str) -> str:

@@ -22,6 +22,7 @@ from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
 from sacplan._chunk.rest import training_chunk
+from sacplan._device.devices import DeviceSpec
 from sacplan._plan import search
 from sacplan._plan.request import Request
 from sacplan._program.decisions import Chunk
@@ -370,3 +371,56 @@ def test_a_handle_on_a_module_with_both_is_removed() -> None:
     model.layers[0].forward = lambda x: x
     with pytest.raises(sacplan.PlanError, match="was replaced after the plan was applied"):
         handle.remove()
+
+
+# --- how much is rehearsed
+
+
+class Nested(nn.Module):
+    """Each level calls the next one."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(16, 16)
+        self.inner = Nested(depth - 1) if depth else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.own(x).tanh()
+        return x if self.inner is None else self.inner(x)
+
+
+class Pooled(nn.Module):
+    """Two modules of one name and one number of ops, of which one reads a parameter and no activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"norm": nn.Linear(8, 8)})
+        self.pool = nn.ModuleDict({"norm": nn.Linear(8, 8)})
+        self.query, self.head = nn.Parameter(torch.randn(64, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block["norm"](x * 2) + self.pool["norm"](self.query))
+
+
+def recorded(model: nn.Module, batch: torch.Tensor) -> tuple[Program, DeviceSpec]:
+    profile = sacplan.profile(model, batch, lambda m, x: m(x).square().mean(), device="cpu")
+    return profile.program, profile.spec
+
+
+@pytest.mark.parametrize("depth", [2, 8])
+def test_the_largest_module_is_rehearsed_first(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However deeply modules are nested, the number of rehearsals is that of the slices that are offered."""
+    program, spec = recorded(Nested(depth), torch.randn(64, 16))
+    rehearsed = []
+    real = rest._rehearsed
+    monkeypatch.setattr(rest, "_rehearsed", lambda *args: rehearsed.append(args) or real(*args))
+    innermost = program.calls[".".join(["inner"] * depth)][0]
+    (found,) = module_chunks(program, innermost, spec)
+    assert found.unit == "inner"
+    assert len(rehearsed) == len(found.chunks)
+
+
+def test_modules_of_one_name_need_not_be_alike() -> None:
+    program, spec = recorded(Pooled(), torch.randn(64, 8))
+    (found,) = module_chunks(program, program.calls["block.norm"][0], spec)
+    assert found.unit == "block.norm"
