@@ -99,6 +99,8 @@ def row_of(name: str, case: Case) -> Row:
         "verdict": facts["verdict"],
     }
     row |= {"as_it_is": _figures(facts["rows"][0]), "recommended": _figures(facts["recommended"])}
+    # What recomputation alone does: the first such row that fits.
+    row["plan"] = next((_figures(one) for one in facts["rows"] if one["way"] == "plan" and one["fits"]), None)
     row["remarks"] = facts["remarks"]
     if case.published is not None:
         key, figure = case.published
