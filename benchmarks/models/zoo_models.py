@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-Built = tuple[nn.Module, Any]
-Builder = Callable[[], Built]
+from benchmarks.models.foreign_models import FOREIGN, Builder, Built, seeded
 
 IMAGE_SIZES = (64, 96, 128, 160, 224, 256)
 _ROWS = 2
@@ -595,6 +594,7 @@ FAMILIES: dict[str, Family] = {
     "diffusers": Family("diffusers", _diffusers, ("UNet2DModel", "AutoencoderKL")),
     "torch_geometric": Family("torch_geometric", _torch_geometric, ("GCN",)),
     "peft": Family("peft", _peft, ("lora",)),
+    **{name: Family(name, functools.partial(seeded, name)) for name in FOREIGN},
 }
 
 REASONS: dict[str, str] = {

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from benchmarks import compatibility, zoo
 from benchmarks.compatibility import FAILED, NOT_BUILT, TRAINED, Outcome
-from benchmarks.models import zoo_models
+from benchmarks.models import foreign_models, zoo_models
 from benchmarks.real_models import Row
 
 needs = {
@@ -128,3 +128,15 @@ def test_the_docs_say_what_the_committed_figures_are() -> None:
     timm = sum(row["model_type"].startswith("timm/") and "+" not in row["model_type"] for row in rows)
     assert f"{len(rows)} models of timm ({timm})" in page
     assert f"{exact} are exact to the byte in every step, the other one 8 bytes off" in page
+
+
+def test_the_table_of_foreign_packages_is_of_the_committed_figures() -> None:
+    found = compatibility.read(zoo.FOREIGN_FIGURES)[1]
+    assert found
+    assert zoo.table(found) in zoo.PAGE.read_text(encoding="utf-8"), "run python -m benchmarks.zoo --table"
+    assert zoo.chosen(["foreign"]) == zoo.chosen(list(foreign_models.FOREIGN))
+    assert {o.model_type.partition("/")[0] for o in found} <= foreign_models.FOREIGN.keys()
+    off = Outcome("a/off", TRAINED, steps=(ROW, PLANNED))
+    assert zoo.table([off, Outcome("a/unbuilt", NOT_BUILT)]).splitlines()[2:] == [
+        "| `a` | 1 of 2 | 0 | -11.111% | 1 of 1 | 1 of 1 | off -11.11% |"
+    ]
