@@ -49,7 +49,7 @@ from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.foreach import foreach_by_default
 from sacplan._device.layouts import cpu_kernels, elementwise_kernels, quick_kernels, shared_kernels
 from sacplan._device.overrides import fake_kernel, override
-from sacplan._torch.fake_kernels import FakeKernel, fake_kernels
+from sacplan._torch.fake_kernels import FakeKernel, fake_kernels, forget_kernels
 from sacplan._torch.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
 from sacplan._torch.local_tensors import local_part
 from sacplan._torch.ops import tensors_in
@@ -136,6 +136,9 @@ def _register_cuda_kernels(stack: ExitStack) -> None:
     # Without this the registrations would go when the library is collected (its finalizer, ``torch/library.py``).
     library = torch.library.Library("aten", "IMPL")
     stack.callback(library._destroy)
+    # While a compiler traces, torch looks kernels up in a cache of each op, which knows nothing of registrations.
+    forget_kernels(override)
+    stack.callback(forget_kernels, override)
     for op, kernel in override.items():
         library.impl(op, _overridden(op, kernel), "AutogradCPU")
     with warnings.catch_warnings():

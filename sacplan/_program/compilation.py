@@ -41,7 +41,7 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What a dry run of the compiler leaves out, a sentence each."""
+        """Say what a dry run of the compiler leaves out, a sentence each."""
         found = []
         mode = self.mode or ""
         if mode == "reduce-overhead" or mode == "max-autotune" or self.options.get("triton.cudagraphs"):

@@ -59,6 +59,12 @@ def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterato
         FakeTensorMode.cache_clear()
 
 
+def forget_kernels(ops: Iterable[torch._ops.OpOverload]) -> None:
+    """Have these ops look up their kernels anew where Python dispatches, as in a trace of the compiler."""
+    for op in ops:
+        op._dispatch_cache.clear()
+
+
 def entered_kernels() -> frozenset[tuple[int, tuple[FakeKernel, ...]]]:
     """Return all kernels that are entered now, as a value to compare: fake outputs are the same where it is."""
     return frozenset(_fake_kernels.items())

@@ -168,6 +168,8 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
             contextlib.nullcontext() if gpu is None else _gpu_world(gpu),
         ):
             warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+            # Wrappers for a GPU look whether their inputs are aligned.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     except torch._dynamo.exc.BackendCompilerFailed as failed:
         # Errors of ours say by themselves what is wrong.

@@ -118,7 +118,16 @@ def test_a_step_of_which_nothing_is_compiled_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_a_gpus_compiled_step_is_recorded_without_one() -> None:
-    found = sacplan.profile(model().to(torch.bfloat16), BATCH, cross_entropy, device="h100", compile=True)
+    found = sacplan.profile(
+        copy.deepcopy(model()).to(torch.bfloat16), BATCH, cross_entropy, device="h100", compile=True
+    )
     names = {op.name for op in found.program.ops}
     assert any(name.startswith("inductor.triton_") for name in names)
     assert "aten._scaled_dot_product_flash_attention.default" in names
+
+
+def test_kernels_of_a_gpu_are_found_after_a_compiled_step_of_a_cpu() -> None:
+    profile_of(False)
+    in_bfloat16 = copy.deepcopy(model()).to(torch.bfloat16)
+    found = sacplan.profile(in_bfloat16, BATCH, cross_entropy, device="h100", compile=WHOLE)
+    assert "aten._scaled_dot_product_flash_attention.default" in {op.name for op in found.program.ops}
