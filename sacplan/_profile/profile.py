@@ -200,7 +200,8 @@ class Profile:
             )
         if self.source is None:
             raise PlanError(NO_SOURCE)
-        return self.source.on(sharding)
+        # Of the device that this profile is of, which a caller may have given another memory.
+        return dataclasses.replace(self.source.on(sharding), spec=self.spec)
 
     @cached_property
     def program(self) -> Program:

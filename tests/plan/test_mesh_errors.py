@@ -93,10 +93,10 @@ def test_an_infeasible_budget_says_what_binds_and_what_would_do() -> None:
 @pytest.mark.parametrize("share", [0.4, 0.6])
 def test_a_budget_above_the_smallest_peak_is_not_refused(share: float) -> None:
     with pytest.raises(InfeasibleBudget) as raised:
-        sacplan.plan(profile(), "1KiB", mesh={"dp": 4}, techniques=BOTH)
-    budget = int(share * profile().peak_bytes)
-    assert raised.value.smallest_feasible_bytes < budget
-    assert sacplan.plan(profile(), f"{budget}B", mesh={"dp": 4}, techniques=BOTH).peak_bytes <= budget
+        sacplan.plan(profile(), "1KiB", mesh={"tp": 4}, techniques=BOTH)
+    least = raised.value.smallest_feasible_bytes
+    budget = int(least + share * (profile().peak_bytes - least))
+    assert sacplan.plan(profile(), f"{budget}B", mesh={"tp": 4}, techniques=BOTH).peak_bytes <= budget
 
 
 def test_layouts_none_of_which_fits_say_what_binds() -> None:
@@ -197,7 +197,7 @@ def test_devices_of_a_model_are_read_too() -> None:
 
 
 def test_a_share_is_of_the_peak_of_a_rank_without_a_plan() -> None:
-    plan = sacplan.plan(profile(64), "90%", mesh={"dp": 2}, techniques=BOTH)
+    plan = sacplan.plan(profile(64), "90%", mesh={"tp": 2}, techniques=BOTH)
     assert plan.baseline_peak_bytes < profile(64).peak_bytes
     assert plan.budget_bytes == int(0.9 * plan.baseline_peak_bytes)
     assert plan.peak_bytes <= plan.budget_bytes
