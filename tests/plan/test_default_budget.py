@@ -98,7 +98,7 @@ def test_on_a_cpu_it_is_the_memory_of_the_machine() -> None:
 def test_on_a_mesh_it_is_that_of_each_rank(unplanned: int) -> None:
     outside = sum(one.n_bytes for one in outside_allocator(H100, communicators=1))
     assert outside > CONTEXT
-    memory = outside + int(unplanned * 0.6)
+    memory = outside + int(unplanned * 0.7)
     plan = sacplan.plan(profile_on(memory), mesh={"dp": 2})
     assert plan.ranks.world_size == 2
     assert plan.ranks.communicators == 1
