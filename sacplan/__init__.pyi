@@ -46,6 +46,7 @@ from ._rotor.chain import Chain
 from ._rotor.rotor import RotorResult, rotor
 from ._rotor.sequences import Rotor
 from ._shard.listing import Strategies, Strategy, strategies
+from ._shard.replicated import Replicated
 from ._solve.greedy import Greedy
 from ._solve.milp import Milp
 from ._solve.uniform import Uniform
@@ -103,6 +104,7 @@ __all__ = [
     "Profile",
     "RecipeError",
     "Remedy",
+    "Replicated",
     "Rotor",
     "RotorResult",
     "RuntimeEstimator",
