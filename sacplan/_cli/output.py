@@ -164,7 +164,8 @@ def table(
     """
     fresh = (c.copy() if isinstance(c, Column) else c for c in columns)  # a rich column collects its cells
     made = _ColumnTable(*fresh, box=None, pad_edge=False, safe_box=True)
-    made.optional = optional
+    headers = {column.header for column in made.columns}
+    made.optional = [title for title in optional if title in headers]
     for row in rows:
         made.add_row(*row)
     return made

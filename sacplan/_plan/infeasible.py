@@ -258,7 +258,7 @@ class _Alternatives:
             # This technique does not hold the budget either, but its smallest peak may be worth knowing.
             smallest = more.smallest(self.budget_bytes, quick=True).footprint.peak_bytes
             if smallest < smallest_bytes(self.asked.nearest):
-                said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
+                said += f"With {named} a quick search reaches {format_bytes(smallest)} ({smallest} bytes). "
         return said
 
     def _with_optimizers(self) -> str:

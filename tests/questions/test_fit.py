@@ -393,7 +393,7 @@ def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
     model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")
     made, budget = lambda n: tokens(n, 64, 1024), 2**30
     search = _Sweep(
-        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), False, False,
+        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), Limit.exactly(budget),
         batch=8, seq=None, accumulation_steps=1, routing="balanced", longest=None,
         host_budget_bytes=spec.host_memory_bytes,
     )  # fmt: skip
