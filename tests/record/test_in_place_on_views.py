@@ -83,6 +83,8 @@ OTHERWISE = {
     # Under a mode ``cumprod_backward`` and that of ``clamp`` with tensors take another way. What the plain one takes is
     # measured for nodes of their own, and not within ``CopySlices``.
     "cumprod", "clamp",
+    # On a transposed view one tensor more is alive than is recorded.
+    "xlogy",
     # The generator's state, which these ops take in a fake step and in the measured one at other moments.
     "nn.functional.rrelu", "nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d",
     "nn.functional.alpha_dropout", "nn.functional.feature_alpha_dropout",
