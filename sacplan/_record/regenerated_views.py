@@ -40,8 +40,10 @@ class RegeneratedViews:
         if not self._written or not torch.is_grad_enabled():
             return
         for t in taken:
-            if type(t) is FakeTensor and t._is_view() and t.requires_grad:
-                number = t.grad_fn._sequence_nr() + 1  # type: ignore[union-attr]
+            # A parameter may be a view as well: it is a leaf, without a node.
+            node = t.grad_fn if type(t) is FakeTensor and t._is_view() else None
+            if node is not None:
+                number = node._sequence_nr() + 1
                 # What autograd makes anew to get a node is another tensor than the one that the step uses.
                 views, self._made[number] = self._made.get(number, ()), ()  # each node is looked at once
                 if views and all(view() is not t for view in views):

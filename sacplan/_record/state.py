@@ -427,7 +427,8 @@ def kept_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def variables_of(function: Any) -> Iterator[tuple[types.CellType, Any]]:
     """Yield the variables of outer functions that a function refers to, and their values."""
-    for cell in getattr(function, "__closure__", None) or ():
+    # Anything else is asked for nothing: a stand-in for a package that is missing raises for any attribute.
+    for cell in (isinstance(function, types.FunctionType) and function.__closure__) or ():
         with contextlib.suppress(ValueError):  # an empty cell
             yield cell, cell.cell_contents
 

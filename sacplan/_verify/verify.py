@@ -158,7 +158,8 @@ def verify(
     plan = opened(plan, Plan)
     if run not in ("fake", "real"):
         raise PlanError(f"unknown run {run!r}; known are 'fake' and 'real'.")
-    model, _ = uncompiled(model)
+    if isinstance(model, torch.nn.Module):
+        model, _ = uncompiled(model)
     check_model(model)
     # The model is checked before the batch is made, which may be a callable that takes long.
     plan.fingerprint.check_model(model)

@@ -81,7 +81,8 @@ def test_a_plan_without_a_budget_fits_its_device_or_there_is_none(share: float) 
     outcome = outcome_of(Request(), profile)
     plan = outcome.plan
     if plan is None:
-        assert OF_DEVICE.room_of(profile).n_bytes == room < outcome.peak_bytes
+        # If the tensors fit, it is what torch would reserve that does not.
+        assert OF_DEVICE.room_of(profile).n_bytes == room < (outcome.reserved_bytes or outcome.peak_bytes)
         return
     assert plan.device_memory is not None
     assert plan.device_memory.reserved_bytes() <= room

@@ -132,7 +132,9 @@ def test_a_step_that_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_an_infeasible_budget_asks_rotor_once_and_not_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_infeasible_budget_asks_rotor_once_and_not_when_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from sacplan._rotor import sequences as search
 
     asked = []
