@@ -59,7 +59,8 @@ def stop_compiling(error: type[Exception], message: str) -> None:
 
 def uncompiled(model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
     """Return the model that was given to ``torch.compile``, and what made of it the one that is given here, or None."""
-    inner = model._modules.get("_orig_mod")
+    # Not from ``_modules``, which of a scripted module is no dict.
+    inner = getattr(model, "_orig_mod", None)
     return (model, None) if inner is None else (inner, vars(model)["dynamo_ctx"])
 
 
