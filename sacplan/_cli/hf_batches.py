@@ -24,7 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sacplan._record.step import call_model
-from sacplan.integrations.peft import without_a_log
+from sacplan._torch.private import without_a_log
 
 InputShapes = Mapping[str, int]
 """The number of the layout of each argument that has several; see ``LAYOUTS``."""

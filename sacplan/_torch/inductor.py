@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from sacplan._torch.fake_tensors import active_fake_mode, fake_empty_strided
-from sacplan._torch.private import replaced
+from sacplan._torch.private import replaced, without_a_log
 from sacplan._torch.versions import torch_names
 from sacplan.errors import SacplanError
 
@@ -163,8 +162,8 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
                 alignment_asserts=False,
                 **dict.fromkeys(MEASURES, False),
             ),
-            _unlogged("torch.__trace"),  # its records would keep graphs alive
-            _unlogged("torch._higher_order_ops.wrap"),  # on what checkpoints may not hold
+            without_a_log("torch.__trace"),  # its records would keep graphs alive
+            without_a_log("torch._higher_order_ops.wrap"),  # on what checkpoints may not hold
             contextlib.nullcontext() if gpu is None else _gpu_world(gpu),
         ):
             warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
@@ -178,16 +177,6 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
         raise
     finally:
         torch.compiler.reset()
-
-
-@contextlib.contextmanager
-def _unlogged(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

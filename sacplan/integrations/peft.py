@@ -22,16 +22,14 @@ Tried with transformers 5.23, peft 0.21 and bitsandbytes 0.50.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
-import logging
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sacplan._torch.private import without_a_log
 from sacplan.errors import TraceError
 
 if TYPE_CHECKING:
@@ -143,17 +141,6 @@ def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torc
 
 _BITSANDBYTES = "bitsandbytes.backends.cpu.ops"
 """Logs, on CPUs with bfloat16, that a kernel for inference could not be fetched. PEFT imports it too."""
-
-
-@contextlib.contextmanager
-def without_a_log(name: str) -> Iterator[None]:
-    """Silence a logger."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def library(name: str) -> Any:
