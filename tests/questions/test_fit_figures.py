@@ -95,7 +95,8 @@ def test_rows_on_ranks_are_compared_with_what_is_printed_beside_them() -> None:
         model, lambda n: batch(n, 1024, 1024), spec, loss, None, devices=4, batch=32, sizes=False
     )
     rows = [row for row in found.rows if not row.fits]
-    assert {row.spread for row in rows} >= {"DDP", "dp 2 x tp 2, ddp + megatron"}
+    assert "DDP" in {row.spread for row in rows}
+    assert any(row.spread is not None and row.spread.startswith("dp 2 x tp 2") for row in rows)
     assert any(row.reserved_bytes is None for row in rows)
     table = _table(found, sizes=False)
     titles = [str(column.header) for column in table.columns]
