@@ -58,6 +58,8 @@ _FILLS = {
     torch.ops.aten.index_fill.int_Scalar: "aten.index_fill_.int_Scalar",
 }
 CANDIDATES = frozenset((_ADD, *_FILLS))
+# The one formula that asks for modes before a masked fill; ``xlogy`` and others fill out of place in every step.
+_MASKED_FILLS_OF = "aten.atan2"
 OUT_OF_PLACE = {"aten.add_.Tensor": "aten.add.Tensor"} | {
     name: f"aten.{func.overloadpacket.__name__}.{func._overloadname}" for func, name in _FILLS.items()
 }
@@ -184,7 +186,7 @@ class InPlaceWrites:
         self._commit()
         same = list(range(len(kinds)))
         # Sums of gradients and zeros that a formula fills: both are made in the backward pass.
-        candidates = {w.op: w for w in self._writes if backward_born[w.old]}
+        candidates = {w.op: w for w in self._writes if backward_born[w.old] and _is_plain(w, ops)}
         # ``awaited`` is the candidate whose op ran last. It is done if its old storage is freed before any other op.
         if not candidates:
             return list(ops), list(events), same
@@ -213,6 +215,14 @@ class InPlaceWrites:
             if not (code == Event.FREE and arg in gone)
         ]
         return settled, kept, same
+
+
+def _is_plain(write: _Write, ops: Sequence[Op]) -> bool:
+    """Whether the formula writes in place in the plain step, by the op whose gradient it computes."""
+    forward = ops[write.op].forward_of
+    if write.name != _FILLS[torch.ops.aten.masked_fill.Scalar]:
+        return True
+    return forward >= 0 and ops[forward].name.startswith(_MASKED_FILLS_OF)
 
 
 def _renamed(op: Op, write: _Write | None, same: Sequence[int]) -> Op:

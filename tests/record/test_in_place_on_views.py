@@ -69,6 +69,9 @@ def test_gradients_of_written_views(view: str) -> None:
         "masked_fill_": (torch.Tensor.masked_fill_, (mask, 0.0)),
         "scatter_": (torch.Tensor.scatter_, (0, index, torch.rand(8, 8))),
         "copy_": (torch.Tensor.copy_, (torch.rand(mask.shape),)),
+        # Its backward formula has a masked fill out of place; that of ``atan2`` has one in place.
+        "xlogy_": (torch.Tensor.xlogy_, (torch.rand(mask.shape) + 0.1,)),
+        "atan2_": (torch.Tensor.atan2_, (torch.rand(mask.shape),)),
     }
     assert {name: off_by(write, x, args, {}, view) for name, (write, args) in cases.items()} == dict.fromkeys(
         cases, 0
@@ -76,17 +79,13 @@ def test_gradients_of_written_views(view: str) -> None:
 
 
 OTHERWISE = {
-    # Composed of several kernels, of which one makes a number a tensor.
-    "mvlgamma",
     # Zero tensors without memory have one element in a fake step.
     "sgn",
     # Under a mode ``cumprod_backward`` and that of ``clamp`` with tensors take another way. What the plain one takes is
     # measured for nodes of their own, and not within ``CopySlices``.
     "cumprod", "clamp",
-    # On a transposed view one tensor more is alive than is recorded.
-    "xlogy",
-    # The generator's state, which these ops take in a fake step and in the measured one at other moments.
-    "nn.functional.rrelu", "nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d",
+    # The database takes the generator's state around them, and they run no op: bytes are compared at ops.
+    "nn.functional.dropout", "nn.functional.dropout2d",
     "nn.functional.alpha_dropout", "nn.functional.feature_alpha_dropout",
 }  # fmt: skip
 
