@@ -117,10 +117,8 @@ class KeptNumbers:
 
     def node_ran(self, number: int) -> None:
         """Free the numbers of a node: autograd releases what a node saved once it has run."""
-        # With ``retain_graph`` the numbers stay until the graph itself goes.
-        if not keeps_graph():
-            for storage in tuple(self._kept.get(number + 1, ())):
-                self._free(number + 1, storage)
+        for storage in tuple(self._kept.get(number + 1, ())):
+            self._free(number + 1, storage)
 
     def _free(self, next_node: int, storage: int) -> None:
         self._ends.pop(storage, None)
@@ -153,6 +151,7 @@ class AutogradNodes:
 
     def __init__(self, numbers: KeptNumbers) -> None:
         self.running: int | None = None
+        self._keeps = False  # whether the backward pass of that node keeps its graph
         self._numbers = numbers
         self._ops: dict[int, int] = {}  # autograd's next sequence number to the first op run at it
         self._detached = {-1}  # ops that make no node
@@ -183,9 +182,10 @@ class AutogradNodes:
         """
         number = current_node_sequence_number()
         if number != self.running:
-            if self.running is not None:
+            # With ``retain_graph`` the numbers stay until the graph itself goes. The pass of the last node may be over.
+            if self.running is not None and not self._keeps:
                 self._numbers.node_ran(self.running)
-            self.running = number
+            self.running, self._keeps = number, keeps_graph()
         return number
 
     def restart(self) -> None:

@@ -366,7 +366,8 @@ class Recorder(Watching):
         if seen is None:
             seen = self._figures(func, args, kwargs, out, key, again)
         scope = self._scope(phase)
-        given_bytes = self._numbers.given_bytes(self._nodes.running, func, args)
+        running = self._nodes.running if phase is Phase.BACKWARD else None
+        given_bytes = self._numbers.given_bytes(running, func, args)
         if not reads_number:  # autograd makes no node for it, and the op behind has the same sequence number
             self._nodes.ran(func, index)
         tensors = self.tensors.indices(
@@ -402,6 +403,8 @@ class Recorder(Watching):
         self._events.append((_OP, index))
         if compiled:
             return
+        if not given_bytes:  # the node of a formula's op would keep the tensor that the formula was given
+            self._numbers.keep(func, args, outputs)
         if phase is Phase.BACKWARD:
             self._in_place.saw(self._nodes.running, func, args, out, index, op.reads, op.writes, n_storages)
         elif phase is Phase.FORWARD:
@@ -412,7 +415,6 @@ class Recorder(Watching):
             inside = self._formula(func, args, kwargs, out)
             if inside is not None:
                 self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
-            self._numbers.keep(func, args, outputs)
             if self.storages.is_fake:
                 self._regenerated.saw(func, taken, made, writes=bool(mutates))
 

@@ -51,6 +51,22 @@ def _in_place_through_a_view(y: torch.Tensor) -> torch.Tensor:
     return z[:, :4].mul_(0.5).exp().exp()
 
 
+def _inner_gradient(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    z = y / 3.0  # its node runs last in the inner pass, and once more in the outer one
+    (inner,) = torch.autograd.grad(z.exp().sum(), y, create_graph=True)
+    return z, inner
+
+
+def _kept_by_the_last_node_of_an_inner_pass(y: torch.Tensor) -> torch.Tensor:
+    z, inner = _inner_gradient(y)
+    return torch.cat([inner.detach() * z] * 8).cos()  # the backward formula of ``cos`` is the peak
+
+
+def _after_an_inner_pass(y: torch.Tensor) -> torch.Tensor:
+    z, inner = _inner_gradient(y)
+    return inner.sum() + (torch.cat([z] * 8) * 0.5).detach().sum()
+
+
 BRANCHES: dict[str, Branch] = {
     "not needed": _dead,
     "one of several": _one_result_of_several,
@@ -58,8 +74,28 @@ BRANCHES: dict[str, Branch] = {
     "in place": _in_place,
     "in place through a view": _in_place_through_a_view,
     "complex": lambda y: torch.view_as_real(torch.complex(y, y) * (1.5 + 0.5j)).exp().exp(),
+    "of the last node of an inner pass": _kept_by_the_last_node_of_an_inner_pass,
+    "after an inner pass": _after_an_inner_pass,
+    "run again by a function": lambda y: _Again.apply(y).exp(),
     "inside a function": lambda y: _Half.apply(y * 2.0).exp().exp(),
 }
+
+
+class _Again(torch.autograd.Function):
+    """A function that differentiates what it runs again, as checkpointing by hand does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = (x * 0.5).exp().exp()
+        return torch.autograd.grad(out, x, grads[0])[0]
 
 
 class _Half(torch.autograd.Function):
