@@ -118,6 +118,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
                 msgspec.convert(_plain(self), Plan)
             )  # numbers in the types that they will be read as
             digest = _digest(data)
+            msgspec.json.encode(data)  # what it cannot encode, such as half of a character, no reader takes
         except (TypeError, ValueError) as error:
             raise PlanError(f"this plan cannot be saved: {error}. Make it with sacplan.plan.") from error
         files.write(path, {"what": "plan", "schema_version": SCHEMA_VERSION, **data, "sha256": digest})

@@ -59,7 +59,10 @@ def save(path: str | Path, **fields: Any) -> None:
     Raises:
         TraceError: a field holds what no file may.
     """
-    digest = _digest(_Fields(**fields))
+    try:
+        digest = _digest(_Fields(**fields))
+    except UnicodeEncodeError as error:
+        raise TraceError(f"this profile cannot be saved: {error.object!r}, {error.reason}.") from error
     # Not laid out for people, unlike a plan: a program has many thousands of numbers.
     files.write_compact(
         path, {"what": "profile", "schema_version": SCHEMA_VERSION, "sha256": digest, **fields}

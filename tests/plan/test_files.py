@@ -259,6 +259,19 @@ def test_plans_that_cannot_be_saved(plan: sacplan.Plan, path: Path) -> None:
     assert path.read_text() == "before"
 
 
+def test_half_of_a_character_in_a_name_is_refused_where_it_is_written(tmp_path: Path) -> None:
+    model = nn.Sequential()
+    model.add_module("half \ud800", nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    profile = sacplan.profile(
+        model, torch.randn(64, 8), lambda model, x: model(x).square().sum(), device="cpu"
+    )
+    with pytest.raises(sacplan.TraceError, match="surrogates not allowed"):
+        profile.save(tmp_path / "saved.json")
+    with pytest.raises(sacplan.PlanError, match="surrogates not allowed"):
+        sacplan.plan(profile, "100%").save(tmp_path / "saved.json")
+    assert not list(tmp_path.iterdir())
+
+
 def test_plans_that_mean_nothing_are_not_even_made(plan: sacplan.Plan) -> None:
     sites = plan.discarded["layers.0"]
     with pytest.raises(sacplan.PlanError, match=r"must not nest, but 'layers\.0\.mlp' is inside 'layers\.0'"):
