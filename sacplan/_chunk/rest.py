@@ -31,32 +31,50 @@ from sacplan._chunk.training_ops import BackwardWalk, ForwardWalk
 from sacplan._chunk.training_patch import ChunkPatch, Rewrite
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk
-from sacplan._program.derived import derived
+from sacplan._program.derived import derived, settled_from
 from sacplan._program.program import Phase, Program
 from sacplan._record.in_place import OUT_OF_PLACE
 from sacplan._torch.ops import is_computation
 
 
-@derived
 def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
     """Return the rewrite for a decision that is no stretch; worked out once for a program.
 
     Raises:
         CannotChunk: there is none; says why.
     """
+    found = _tried(program, chunk, device)
+    if isinstance(found, CannotChunk):
+        raise CannotChunk(str(found), found.op)
+    return found
+
+
+@derived
+def _tried(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite | CannotChunk:
+    """Return the rewrite, or why there is none: searches ask for the modules around every peak again."""
+    try:
+        return _rewrite(program, chunk, device)
+    except CannotChunk as error:
+        return CannotChunk(str(error), error.op)  # without its traceback, which holds the rehearsal
+
+
+def _rewrite(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
     entry = ChunkEntry.of(program, chunk.unit)
     _check_plain(program, entry, chunk)
-    if chunk.span == "rest":
-        return _rehearsed(program, entry, chunk, device)
+    is_rest = chunk.span == "rest"
     # Layers repeat, so the rewrite of one module serves for all that are alike.
-    known = _rewrites(program, msgspec.structs.replace(chunk, unit=""), device)
+    rehearsed = {} if is_rest else _rewrites(program, msgspec.structs.replace(chunk, unit=""), device)
+    # What cannot run in slices in the step as it was recorded is not tried with decisions about other modules. What
+    # can is rehearsed there, once for all that may be settled, and most of it goes over.
+    known = [((step, entry.scope), training_chunk(step, chunk, device)) for step in settled_from(program)]
+    known += (((program, scope), rewrite) for scope, rewrite in rehearsed.items())
     # Tried with one of each kind so far. Where none goes over, the module is of another kind, and is rehearsed.
-    for scope, rewrite in known.items():
-        found = transferred(program, rewrite.patch, rewrite.deferred, scope, entry.scope)
+    for call, rewrite in known:
+        found = transferred(rewrite.patch, rewrite.deferred, call, (program, entry.scope), to_end=is_rest)
         if found is not None:
             return Rewrite(*found, rewrite.added_ms)
-    known[entry.scope] = _rehearsed(program, entry, chunk, device)
-    return known[entry.scope]
+    rehearsed[entry.scope] = _rehearsed(program, entry, chunk, device)
+    return rehearsed[entry.scope]
 
 
 def _check_plain(program: Program, entry: ChunkEntry, chunk: Chunk) -> None:
@@ -93,7 +111,7 @@ def _check_whole(run: DeferredRun, own: Collection[int]) -> None:
 
 @derived
 def _rewrites(program: Program, chunk: Chunk, device: DeviceSpec) -> dict[int, Rewrite]:
-    """Return the rewrites for a chunk of any unit by module call, none at first; ``training_chunk`` adds to them."""
+    """Return the rewrites for a chunk of any unit by module call, none at first; ``_rewrite`` adds to them."""
     return {}
 
 

@@ -30,14 +30,14 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, islice
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.candidate import Candidate
 from sacplan._plan.context import PlanningContext, planning_context
 from sacplan._plan.search import PlanSearch
 from sacplan._program.decisions import Decision
-from sacplan._program.derived import derived
+from sacplan._program.derived import derived, settled_from
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint, bytes_at_ops, summits
 from sacplan._program.pins import Pins, resolve_pins
@@ -52,6 +52,7 @@ from sacplan.errors import PlanError
 
 _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
 _FURTHER = 4  # how often techniques are asked what else lowers the smallest peak, first about it alone
+_MOMENTS = 8  # kinds of modules that are asked about at a time, those with the highest moments
 _NEAR_PEAK = 0.8  # share of the smallest peak from which on a moment is near it
 _DEAR = 0.02  # share of the step's cost that a plan may add without further offers being asked for
 _VERY_DEAR = 0.25  # the same without narrower choices being asked of which no bound says what they find
@@ -130,7 +131,7 @@ class Planner:
     def own(self) -> list[PlanSearch]:
         """A search without offers, and if there are offers that may pay at any budget, one with them.
 
-        ``_go_further`` appends further searches.
+        ``go_further`` appends further searches.
         """
         # The search without offers is always the first one, and others rely on that: Rotor is asked in it.
         about_regions = tuple(name for name in self.techniques if TECHNIQUES[name].is_about_regions)
@@ -245,7 +246,7 @@ class Planner:
         """
         peaks = search.peaks
         plan = tuple(one for one in search.smallest.decisions if one not in search.settled)
-        near = tuple(summits(search.smallest.program, share))
+        near = tuple(islice(summits(search.smallest.program, share), _MOMENTS))
         asked, known = self.with_settled(search.settled), search.context.offers
         for peak in near:
             # A lower moment settles nothing twice.
@@ -360,7 +361,7 @@ class Planner:
         for search in self.own:
             self._solve(search, budget_bytes)
         if not quick and self._is_dear(budget_bytes):
-            self._go_further(budget_bytes)
+            self.go_further(budget_bytes)
             # What lowers the smallest peak leaves more room below a budget, so the last search is asked first.
             for search in reversed(self.own):
                 if self._is_dear(budget_bytes):
@@ -416,7 +417,7 @@ class Planner:
             if quick:
                 one._minimise(budget_bytes)
             else:
-                one._go_further(budget_bytes)
+                one.go_further(budget_bytes)
         if not quick:
             self._ask_at_smallest(budget_bytes)
         return self.nearest.smallest
@@ -427,7 +428,7 @@ class Planner:
             if smallest_bytes(search) <= budget_bytes:
                 break
 
-    def _go_further(self, budget_bytes: int) -> None:
+    def go_further(self, budget_bytes: int) -> None:
         """Ask what else techniques can do about the smallest peak, until a plan holds a budget and is not dear."""
         further = self._begun_with_fewer()
         if further is None:
@@ -503,7 +504,9 @@ class Planner:
 @derived
 def _settled_program(program: Program, decisions: tuple[Decision, ...], device: DeviceSpec | None) -> Program:
     """Return the step with what is settled, its ops in order. Worked out once, so that searches share it."""
-    return rewritten(program, decisions, device).renumbered()
+    found = rewritten(program, decisions, device).renumbered()
+    settled_from(found).append(program)
+    return found
 
 
 def smallest_bytes(search: PlanSearch) -> int:
