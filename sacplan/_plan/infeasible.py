@@ -7,8 +7,8 @@
 - A plan that was made by rule, or for a budget, does not fit the device: a warning to whoever gets it.
 
 Alternatives (Rotor, other techniques, other optimizers, no pins) are searched for when ``plan`` raises the error. So
-its text is there, and taking it cannot fail. These searches are the quick ones: they go through the options of the step
-once, and do not ask what else techniques could do about the smallest peak.
+its text is there, and taking it cannot fail. These searches are bounded: they ask a few times what else techniques can
+do about the smallest peak, but no planner with fewer techniques, so ``plan_smallest`` may go a little lower.
 """
 
 from __future__ import annotations
@@ -248,6 +248,9 @@ class _Alternatives:
                 continue
             more = self.asked.with_technique(name)
             found = more.cheapest(self.budget_bytes, quick=True)
+            if found is None:
+                more.go_further(self.budget_bytes)
+                found = more.cheapest(self.budget_bytes, quick=True)
             named = f"techniques={more.techniques!r}"
             if found is not None:
                 share = (found.footprint.recompute_ms + found.added_ms) / self.profile.step_ms
@@ -256,9 +259,9 @@ class _Alternatives:
                     takes = "takes as long as"
                 return f"With {named} the budget holds, and the step {takes} without a plan. "
             # This technique does not hold the budget either, but its smallest peak may be worth knowing.
-            smallest = more.smallest(self.budget_bytes, quick=True).footprint.peak_bytes
+            smallest = smallest_bytes(more.nearest)
             if smallest < smallest_bytes(self.asked.nearest):
-                said += f"With {named} a quick search reaches {format_bytes(smallest)} ({smallest} bytes). "
+                said += f"With {named} a search reaches {format_bytes(smallest)} ({smallest} bytes). "
         return said
 
     def _with_optimizers(self) -> str:

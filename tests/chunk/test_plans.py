@@ -205,14 +205,14 @@ def test_files_and_words(tmp_path: Path) -> None:
 
 
 def test_what_chunks_would_reach_is_said() -> None:
-    """By a quick search: it does not go as far as ``plan_smallest``, but further than recomputation alone."""
+    """By the planner's own search: it goes about as far as ``plan_smallest``, which asks narrower planners as well."""
     _, alone, smallest, _ = planned("gpt2")
     _, profile = profiled("gpt2")
     with pytest.raises(sacplan.InfeasibleBudget) as error:
         sacplan.plan(profile, f"{smallest.peak_bytes // 2}B")
-    said = re.search(r"'chunk'\) a quick search reaches .*? \((\d+) bytes\)", str(error.value))
+    said = re.search(r"'chunk'\) a search reaches .*? \((\d+) bytes\)", str(error.value))
     assert said is not None
-    assert smallest.peak_bytes <= int(said[1]) < alone.peak_bytes
+    assert smallest.peak_bytes <= int(said[1]) <= 1.02 * smallest.peak_bytes < alone.peak_bytes
 
 
 # --- steps of many kinds: planned, exact and right, or refused
