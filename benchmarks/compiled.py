@@ -1,82 +1,177 @@
 """Are predicted peaks of compiled steps those of the CPU's allocator, without a plan and with one?
 
-    python -m benchmarks.compiled [--names gpt2 t5 bert resnet] [--backends inductor aot_eager] [--json FILE]
+    python -m benchmarks.compiled --budgets 100% --backends inductor --ways whole
+    python -m benchmarks.compiled --table                      # what the file has, on docs/compiled.md
 
-A row is a step of a model of ``benchmarks.ground_truth``, compiled as a whole or layer by layer, dropout on: predicted
-by a dry run of the compiler, without kernels, and measured by the profiler's allocation events in a real compiled step,
-after warm-up. With a budget, the plan that holds it is applied first. Inductor needs a C++ compiler here.
+A row is a step of a model of ``models/compiled_models.py`` with AdamW, compiled as a whole or block by block, dropout
+on: predicted by a dry run of the compiler, without kernels, and measured by the profiler's allocation events in a real
+compiled step, after warm-up. Budgets are shares of the model's own unplanned peak, compiled; with one below 100 %, the
+plan that holds it is applied first. Where none does, ``smallest`` is the least that was reached. Rows that the file has
+are not run again. Inductor needs a C++ compiler here.
+
+Gradients are compared at one budget (``GRADIENTS_AT``), on the same random numbers: ``alone`` is how far those of the
+step that is only compiled are from those in eager mode, as a share of the largest entry of a gradient, in the worst
+parameter; ``planned`` is the same with the plan; ``bits`` whether both compiled steps have the same bits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from msgspec import structs
 
 import sacplan
-from benchmarks.ground_truth import CASES
 from benchmarks.harness.command import Parser, run_cases
-from benchmarks.harness.results import MIB, Row
-from benchmarks.harness.table import Table
+from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, read_results
+from benchmarks.harness.steps import seed_everything
+from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
+from benchmarks.models.cases import Case
+from benchmarks.models.compiled_models import MODELS
+from sacplan._program.compilation import Compilation
+from sacplan._record.compiled import really_compiled
+from sacplan._record.step import Step, default_loss
 
-LAYERS = {
-    "gpt2": "transformer.h.*", "t5": "*.block.*", "bert": "bert.encoder.layer.*",
-    "resnet": "resnet.encoder.stages.*.layers.*", "vocabulary-128k": "layers.*",
-}  # fmt: skip
+FIGURES = RESULTS / "compiled.json"
+PAGE = ROOT / "docs" / "compiled.md"
+GRADIENTS_AT = "60%"
 
 _TABLE = Table(
-    ("model", ">16"), ("backend", ">10"), ("compiled", ">9"), ("budget", ">7"), ("predicted", ">10.2f"),
+    ("model", ">18"), ("backend", ">10"), ("compiled", ">9"), ("budget", ">7"), ("predicted", ">10.2f"),
     ("measured", ">10.2f"), ("error", ">+8.3%"), ("holds", ">6"),
 )  # fmt: skip
 
 
-def rows_of(name: str, backend: str, budgets: list[str]) -> Iterator[Row]:
-    """Yield a row for each way to compile a model and each budget; "100%" is no plan."""
-    torch.manual_seed(0)
-    case = CASES[name]()
+def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[Row]:
+    """Yield a row for each budget; "100%" is no plan."""
+    seed_everything(0)
+    case, blocks = MODELS[name]()
     case.model.train()
-    for how, modules in (("whole", ""), ("layers", LAYERS[name])):
-        profile = sacplan.profile(
-            case.model,
-            case.batch,
-            case.loss_fn,
-            device="cpu",
-            compile={"modules": modules, "backend": backend},
-        )
-        for budget in budgets:
+    head = {"model": name, "backend": backend, "compiled": way}
+    asked = {"modules": "" if way == "whole" else blocks, "backend": backend}
+    profile: Any = None
+    for budget in budgets:
+        row: Row = {"case": f"{name} {backend} {way} {budget}", **head, "budget": budget}
+        try:
+            profile = profile or case.profile("cpu", compile=asked)
+            row["unplanned"] = profile.peak_bytes
             plan = sacplan.plan(profile, budget)
-            seen = sacplan.verify(case.model, case.batch, plan, case.loss_fn, run="real")
-            yield {
-                "model": name,
-                "backend": backend,
-                "compiled": how,
-                "budget": budget,
-                "budget_bytes": plan.budget_bytes,
-                "predicted": plan.peak_bytes,
-                "measured": seen.peak_bytes,
-                "holds": seen.within_budget,
-            }
+        except sacplan.InfeasibleBudget as error:
+            yield row | {"budget_bytes": error.budget_bytes, "smallest": error.smallest_feasible_bytes}
+            continue
+        except Exception as error:  # a row for each: what does not work is a result
+            yield row | {"raised": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
+            continue
+        gc.collect()  # what earlier steps left behind would go during this one, and lower its peak
+        seen = case.verify(plan, run="real")
+        row |= {
+            "budget_bytes": plan.budget_bytes,
+            "predicted": plan.peak_bytes,
+            "measured": seen.peak_bytes,
+            "holds": seen.within_budget,
+            "recompute_flops": plan.recompute_flops,
+        }
+        yield row | (_gradients(case, plan) if budget == GRADIENTS_AT else {})
+
+
+def _gradients(case: Case, plan: sacplan.Plan) -> Row:
+    compilation = plan.fingerprint.setup.compiled
+    assert compilation is not None
+    # Inductor has random numbers of its own otherwise.
+    options: Any = {"fallback_random": True} if compilation.backend == "inductor" else {}
+    compilation = structs.replace(compilation, options=options)
+    eager, alone = _gradients_of(case, None, None), _gradients_of(case, None, compilation)
+    planned = _gradients_of(case, plan, compilation)
+    return {
+        "alone": _distance(alone, eager),
+        "planned": _distance(planned, eager),
+        "bits": all(torch.equal(a, p) for a, p in zip(alone, planned, strict=True)),
+    }
+
+
+def _gradients_of(
+    case: Case, plan: sacplan.Plan | None, compilation: Compilation | None
+) -> list[torch.Tensor]:
+    model = case.model
+    step = Step(model, case.batch, case.loss_fn or default_loss, None, "train", 1)
+    buffers = [b.clone() for b in model.buffers()]
+    with contextlib.ExitStack() as stack:
+        if plan is not None:
+            stack.enter_context(sacplan.apply(model, plan))
+        if compilation is not None:
+            stack.enter_context(really_compiled(model, compilation, step))
+        seed_everything(7)
+        step.accumulate()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    return found
+
+
+def _distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    return max(
+        float((f - r).abs().max() / r.abs().max().clamp(min=1e-12)) for f, r in zip(found, right, strict=True)
+    )
 
 
 def _line(row: Row) -> str:
+    head = row["model"], row["backend"], row["compiled"], row["budget"]
+    if "measured" not in row:
+        return _TABLE.row(*head) + f" {row.get('raised') or row['smallest'] / MIB}"
     predicted, measured = row["predicted"], row["measured"]
-    return _TABLE.row(
-        row["model"], row["backend"], row["compiled"], row["budget"], predicted / MIB, measured / MIB,
-        predicted / measured - 1, str(row["holds"]),
-    )  # fmt: skip
+    return _TABLE.row(*head, predicted / MIB, measured / MIB, predicted / measured - 1, str(row["holds"]))
 
 
 def main() -> None:
-    parser = Parser(__doc__)
-    parser.choice("--names", CASES)
+    parser = Parser(__doc__, "compiled.json")
+    parser.choice("--names", MODELS)
     parser.choice("--backends", ("aot_eager", "inductor"))
-    parser.choice("--budgets", ("100%", "80%", "60%", "45%"), ("100%", "80%"))
+    parser.choice("--ways", ("whole", "blocks"))
+    parser.choice("--budgets", ("100%", "80%", "60%", "45%"))
+    parser.add_argument("--table", action="store_true", help="only put the file's figures on the page")
     torch.set_num_threads(1)
-    arguments = parser.begin()
-    cases = [(name, backend) for backend in arguments.backends for name in arguments.names]
-    print("figures in MiB")
-    print(_TABLE.head)
-    run_cases(cases, lambda case: rows_of(*case, arguments.budgets), _line, arguments.json)
+    arguments = parser.begin(silence=True)
+    path = arguments.json
+    if not arguments.table:
+        print("figures in MiB")
+        print(_TABLE.head)
+        known = {row["case"] for row in read_results(path)[1]} if path.exists() else set()
+        cases = []
+        for name in arguments.names:
+            for backend in arguments.backends:
+                for way in arguments.ways:
+                    left = [b for b in arguments.budgets if f"{name} {backend} {way} {b}" not in known]
+                    cases += [(name, backend, way, left)] if left else []
+        run_cases(cases, lambda case: rows_of(*case), _line, path, key="case", row_a_line=True)
+    if arguments.table:
+        put_on_page(PAGE, "python -m benchmarks.compiled", table(read_results(path)[1]))
+
+
+def table(rows: list[Row]) -> str:
+    """Write the table of the page: a line for each backend, way and budget."""
+    heads = ("backend", "compiled", "budget", "steps", "to the byte", "within .5 %", "largest error", "over budget",
+             "infeasible", "raised")  # fmt: skip
+    lines = markdown_head(heads)
+    for backend in ("inductor", "aot_eager"):
+        for way in ("whole", "blocks"):
+            for budget in ("100%", "80%", "60%", "45%"):
+                mine = [
+                    r for r in rows if (r["backend"], r["compiled"], r["budget"]) == (backend, way, budget)
+                ]
+                ran = [r for r in mine if "measured" in r]
+                errors = [r["predicted"] / r["measured"] - 1 for r in ran]
+                cells = (
+                    len(mine), errors.count(0.0), sum(abs(e) <= 0.005 for e in errors),
+                    f"{max(errors, key=abs):+.2%}" if errors else "-",
+                    sum(not r["holds"] for r in ran) if budget != "100%" else "-",
+                    sum("smallest" in r for r in mine), sum("raised" in r for r in mine),
+                )  # fmt: skip
+                lines += [markdown_line((backend, way, budget, *map(str, cells)))] if mine else []
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,229 @@
+"""Small models for ``benchmarks.compiled``: seven by hand, twenty of ``hf_models``, three of timm where it is there.
+
+    case, blocks = MODELS["llama"]()
+
+``blocks`` are patterns of the modules that are compiled one by one. Steps take 10 to 150 MiB, dropout on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from benchmarks.models import hf_models
+from benchmarks.models.cases import Case, text
+
+Builder = Callable[[], tuple[Case, list[str]]]
+
+_P = 0.1
+_VOCABULARY, _ROWS, _LENGTH = 2048, 8, 128
+
+
+class _Block(nn.Module):
+    """A block of nanoGPT."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(dim, bias=False), nn.LayerNorm(dim, bias=False)
+        self.c_attn = nn.Linear(dim, 3 * dim, bias=False)
+        self.c_proj = nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        self.drop = nn.Dropout(_P)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.c_proj(y.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.ln_2(x)))))
+
+
+class NanoGPT(nn.Module):
+    """nanoGPT, which returns its loss."""
+
+    def __init__(self, layers: int = 2, dim: int = 256, heads: int = 4) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(_VOCABULARY, dim), nn.Embedding(_LENGTH, dim)
+        self.h = nn.ModuleList([_Block(dim, heads) for _ in range(layers)])
+        self.drop, self.ln_f = nn.Dropout(_P), nn.LayerNorm(dim, bias=False)
+        self.lm_head = nn.Linear(dim, _VOCABULARY, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device)))
+        for block in self.h:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(self.ln_f(x)).flatten(0, 1), ids.flatten())
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.GroupNorm(8, channels), nn.GroupNorm(8, channels)
+        self.c1, self.c2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.drop = nn.Dropout(_P)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.c2(self.drop(F.silu(self.n2(self.c1(F.silu(self.n1(x)))))))
+
+
+class UNet(nn.Module):
+    """Two levels down and up, with skip connections."""
+
+    def __init__(self, c: int = 32) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Conv2d(3, c, 3, padding=1), nn.Conv2d(c, 3, 3, padding=1)
+        self.down1, self.down2 = nn.Conv2d(c, 2 * c, 4, 2, 1), nn.Conv2d(2 * c, 2 * c, 4, 2, 1)
+        self.up1, self.up2 = nn.ConvTranspose2d(2 * c, c, 4, 2, 1), nn.ConvTranspose2d(2 * c, 2 * c, 4, 2, 1)
+        self.blocks = nn.ModuleList(_Residual(n) for n in (c, 2 * c, 2 * c, 2 * c, c))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outer = self.blocks[0](self.inp(x))
+        inner = self.blocks[1](self.down1(outer))
+        up = self.blocks[3](self.up2(self.blocks[2](self.down2(inner))) + inner)
+        return F.mse_loss(self.out(self.blocks[4](self.up1(up) + outer)), x)
+
+
+class _Basic(nn.Module):
+    def __init__(self, i: int, o: int, stride: int) -> None:
+        super().__init__()
+        self.c1, self.c2 = (
+            nn.Conv2d(i, o, 3, stride, 1, bias=False),
+            nn.Conv2d(o, o, 3, padding=1, bias=False),
+        )
+        self.b1, self.b2 = nn.BatchNorm2d(o), nn.BatchNorm2d(o)
+        short = nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o)
+        self.shortcut = nn.Identity() if i == o else nn.Sequential(*short)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.b2(self.c2(F.relu(self.b1(self.c1(x))))) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Four basic blocks, which return the loss of the class that the sign of the first pixel names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
+        widths = ((32, 32), (32, 64), (64, 64), (64, 128))
+        self.layers = nn.ModuleList(_Basic(i, o, 1 + (i != o)) for i, o in widths)
+        self.drop, self.head = nn.Dropout(_P), nn.Linear(128, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm(self.stem(x)))
+        for layer in self.layers:
+            y = layer(y)
+        return F.cross_entropy(self.head(self.drop(y.mean((2, 3)))), (x[:, 0, 0, 0] > 0).long())
+
+
+def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(batch)
+    return found
+
+
+def _by_hand(make: Callable[[], nn.Module], batch: Callable[[], torch.Tensor], *blocks: str) -> Any:
+    return Case(make(), batch(), _loss, torch.optim.AdamW), list(blocks)
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(0, _VOCABULARY, (_ROWS, _LENGTH))
+
+
+def _of_transformers(what: str, blocks: str, batch: Callable[[], Any], **config: Any) -> Any:
+    library: Any = transformers
+    config_class = getattr(library, f"{what.partition('For')[0].removesuffix('LMHeadModel')}Config")
+    model = getattr(library, what)(config_class(**config))
+    return Case(model, batch(), optimizer=torch.optim.AdamW), blocks.split()
+
+
+def _text() -> dict[str, torch.Tensor]:
+    return text(_VOCABULARY, _ROWS, _LENGTH)
+
+
+def _images() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(0, 10, (8,))}
+
+
+_make = functools.partial
+SEVEN: dict[str, Builder] = {
+    "nanogpt": _make(_by_hand, NanoGPT, _tokens, "h.*"),
+    "gpt2": _make(
+        _of_transformers, "GPT2LMHeadModel", "transformer.h.*", _text, vocab_size=_VOCABULARY, n_positions=_LENGTH,
+        n_embd=256, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
+    ),
+    "llama": _make(
+        _of_transformers, "LlamaForCausalLM", "model.layers.*", _text, vocab_size=_VOCABULARY, hidden_size=256,
+        intermediate_size=688, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, attention_dropout=_P,
+    ),
+    "vit": _make(
+        _of_transformers, "ViTForImageClassification", "vit.layers.*", _images, hidden_size=192, num_hidden_layers=2,
+        num_attention_heads=3, intermediate_size=768, image_size=64, patch_size=4, num_labels=10,
+        hidden_dropout_prob=_P, attention_probs_dropout_prob=_P,
+    ),
+    "t5": _make(
+        _of_transformers, "T5ForConditionalGeneration", "encoder.block.* decoder.block.*", _text,
+        vocab_size=_VOCABULARY, d_model=256, d_kv=64, d_ff=1024, num_layers=1, num_heads=4, dropout_rate=_P,
+        decoder_start_token_id=0,
+    ),
+    "unet": _make(_by_hand, UNet, lambda: torch.randn(4, 3, 96, 96), "blocks.*"),
+    "resnet": _make(_by_hand, ResNet, lambda: torch.randn(16, 3, 64, 64), "layers.*"),
+}  # fmt: skip
+
+
+def _of_zoo(name: str, blocks: str, copies: int) -> Any:
+    model, batch, _ = hf_models.build(name, "small", "cpu", dropout=_P, copies=copies)
+    for module in model.modules():
+        if hasattr(
+            module, "layerdrop"
+        ):  # a draw of the host, by which code branches: another graph each step
+            module.layerdrop = 0.0
+    return Case(model, batch, optimizer=torch.optim.AdamW), blocks.split()
+
+
+TWENTY: dict[str, Builder] = {
+    name: functools.partial(_of_zoo, name, blocks, copies)
+    for name, copies, blocks in (
+        *((name, 16, "model.layers.*") for name in ("mistral", "qwen2", "gemma2", "phi3")),
+        ("opt", 16, "model.decoder.layers.*"),
+        ("bloom", 16, "transformer.h.*"),
+        ("gpt_neox", 16, "gpt_neox.layers.*"),
+        ("falcon", 16, "transformer.h.*"),
+        *((name, 32, f"{name}.encoder.layer.*") for name in ("bert", "roberta", "electra")),
+        ("distilbert", 32, "distilbert.transformer.layer.*"),
+        ("albert", 32, "albert.encoder.albert_layer_groups.*"),
+        *((name, 16, "model.encoder.layers.* model.decoder.layers.*") for name in ("bart", "pegasus")),
+        ("swin", 2, "swin.encoder.layers.*"),
+        ("convnext", 2, "convnext.encoder.stages.*"),
+        ("segformer", 2, "segformer.stages.*"),
+        ("whisper", 8, "model.encoder.layers.* model.decoder.layers.*"),
+        ("wav2vec2", 8, "wav2vec2.encoder.layers.*"),
+    )
+}
+
+
+def _of_timm(name: str, blocks: str) -> Any:
+    import timm
+
+    def loss_fn(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(images), torch.zeros(len(images), dtype=torch.long))
+
+    model = timm.create_model(name, num_classes=10, drop_rate=_P)
+    return Case(model, torch.randn(16, 3, 64, 64), loss_fn, torch.optim.AdamW), blocks.split()
+
+
+MODELS: dict[str, Builder] = SEVEN | TWENTY
+if importlib.util.find_spec("timm") is not None:
+    MODELS |= {
+        "timm resnet": functools.partial(_of_timm, "test_resnet", "layer?.*"),
+        "timm efficientnet": functools.partial(_of_timm, "test_efficientnet", "blocks.*"),
+        "timm convnext": functools.partial(_of_timm, "test_convnext", "stages.*.blocks.*"),
+    }
