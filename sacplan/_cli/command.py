@@ -118,7 +118,14 @@ def _write_lines(formatter: Any, title: str, lines: Sequence[str]) -> None:
 
 
 class Command(TyperCommand):
-    """A command whose help ends in examples."""
+    """A command whose help ends in examples. ``--compile`` without a pattern means the whole model."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words after the command."""
+        words = []
+        for word, after in zip(args, [*args[1:], "-"], strict=True):
+            words += [word, ""] if word == "--compile" and after.startswith("-") else [word]
+        return super().parse_args(ctx, words)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, then the examples."""

@@ -136,7 +136,7 @@ Compiled = Annotated[
         "--compile",
         metavar="PATTERN",
         help="Of the step as torch.compile runs it: modules that are compiled, each by itself ('model.layers.*'); "
-        "'' is the whole model. May be repeated.",
+        "without a pattern the whole model. May be repeated.",
     ),
 ]
 MESH = (
