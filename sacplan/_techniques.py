@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from sacplan._chunk.technique import Chunking
 from sacplan._device.devices import DeviceSpec
 from sacplan._offload.technique import Offloading
 from sacplan._program.decisions import Decision
 from sacplan._program.derived import derived
+from sacplan._program.places import OpSequence
 from sacplan._program.program import Program
 from sacplan._recompute.technique import Recomputation
 from sacplan._technique.regions import Option, Region, units_of
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Technique
+from sacplan._technique.technique import Installed, Technique, ToInstall
 from sacplan.errors import PlanError
 
 # Programs are rewritten in this order. Chunks come first: recomputation names call sites of what they leave. Offloading
@@ -103,6 +107,34 @@ def by_technique(decisions: Sequence[Decision]) -> Iterator[tuple[Technique, lis
         own = [decision for decision in decisions if isinstance(decision, technique.decision)]
         if own:
             yield technique, own
+
+
+def installed_on(
+    decisions: Sequence[Decision], recorded: Mapping[str, Sequence[OpSequence]], model: torch.nn.Module
+) -> InstalledParts:
+    """Install decisions on a model that is known to be the recorded one."""
+    parts = (
+        technique.install(ToInstall(model, own, recorded, False))
+        for technique, own in by_technique(decisions)
+    )
+    return InstalledParts(tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledParts:
+    """What techniques have installed on a model."""
+
+    parts: tuple[Installed, ...]
+
+    def forget_differences(self) -> None:
+        """Forget where calls differed from the recorded ones."""
+        for part in self.parts:
+            part.forget_differences()
+
+    def remove(self) -> None:
+        """Take it off again."""
+        for part in reversed(self.parts):
+            part.remove()
 
 
 def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None = None) -> Program:

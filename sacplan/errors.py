@@ -42,6 +42,14 @@ class PlanError(SacplanError):
     """A plan, a unit or a solver option does not make sense here."""
 
 
+class GraphBreak(PlanError):
+    """``torch.compile`` broke the graph inside a unit of a plan: one of ``units``, which discard the same ops."""
+
+    def __init__(self, message: str, units: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.units = units
+
+
 class PlanMismatch(PlanError):
     """The plan was made for another model or another batch. The message names the first difference."""
 

@@ -62,6 +62,7 @@ def fit(
     ] = True,
     grad_accum: o.GradAccum = None,
     routing: o.Routed = None,
+    compile: o.Compiled = None,
     hf: o.HfOptions,
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
@@ -115,9 +116,12 @@ def fit(
             longest=None if seq is None else positions(loaded.model),
             name=_named(target, hf),
             sizes=sizes,
+            compile=compile,
             on_verdict=lambda verdict: known.append(verdict.sentence),
         )
-    line = _command(target, found, hf, [] if routing is None else ["--routing", routing])
+    more = [] if routing is None else ["--routing", routing]
+    more += [word for pattern in compile or () for word in ("--compile", pattern)]
+    line = _command(target, found, hf, more)
     shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice, *found.remarks]
     if line:
         shown += ["", f"$ {line}"]

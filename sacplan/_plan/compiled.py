@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from msgspec import structs
 
 from sacplan._device.device_memory import device_memory
@@ -28,8 +27,6 @@ from sacplan._plan.plan import Plan
 from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes
-from sacplan._technique.technique import Installed, ToInstall
-from sacplan._techniques import by_technique
 from sacplan.errors import InfeasibleBudget
 
 _CLOSE = 0.01
@@ -60,37 +57,32 @@ def compiled_plan(
         PlanError: the profile cannot run again, or a proposal cannot run compiled.
     """
     room = request.limit.room_of(profile)
-    # Units must respect what is compiled, which the fingerprint says.
-    setup = profile.fingerprint.setup
-    assert setup.compiled is not None
-    unrecorded = structs.replace(setup, compiled=structs.replace(setup.compiled, recorded=False))
-    fingerprint = structs.replace(profile.fingerprint, setup=unrecorded)
-    eager = dataclasses.replace(profile.run_again(None), fingerprint=fingerprint)
+    eager = profile.uncompiled
     tries: list[_Try] = []
     over = max(0, room.needs(profile.program) - room.n_bytes)
     budget: int | None = eager.peak_bytes - over
     while budget is not None and len(tries) < ROUNDS:
         asked = dataclasses.replace(request, limit=Limit.exactly(max(1, budget)))
         try:
-            plan = planned(asked, eager)
+            plan, seen = profile.planned_and_run(functools.partial(planned, asked))
         except InfeasibleBudget as error:
             # The smallest peak of the eager step, once. It may be small enough when it is compiled.
             if any(one.eager_budget <= error.smallest_feasible_bytes for one in tries):
                 break
             budget = error.smallest_feasible_bytes
             continue
-        known = next((one for one in tries if one.plan.decisions == plan.decisions), None)
-        if known is None:
-            seen = profile.run_again(functools.partial(_put_on, plan)) if plan.decisions else profile
-            found = _Try(budget, plan, seen, room.needs(seen.program))
-        else:
-            found = dataclasses.replace(known, eager_budget=budget)
-        tries.append(found)
+        tries.append(_Try(budget, plan, seen, room.needs(seen.program)))
         budget = _next_budget(room, tries, eager.peak_bytes)
     fitting = [one for one in tries if one.needs <= room.n_bytes]
     if not fitting:
         return _infeasible(profile, room, tries)
-    return _as_compiled(min(fitting, key=lambda one: one.seen.step_ms), profile, room)
+    best = min(fitting, key=lambda one: one.seen.step_ms)
+    found = structs.replace(
+        best.plan,
+        budget_bytes=room.for_peak(best.seen.program),
+        status="feasible" if best.plan.decisions else "unplanned",
+    )
+    return as_compiled(found, profile)
 
 
 def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
@@ -110,35 +102,12 @@ def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
     return None if over - fits <= _CLOSE * room.n_bytes else between
 
 
-def _put_on(plan: Plan, model: torch.nn.Module) -> _Parts:
-    parts = _Parts([])
-    for technique, own in by_technique(plan.decisions):
-        parts.installed.append(technique.install(ToInstall(model, own, plan.recorded, False)))
-    return parts
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """A plan that is installed on the fake model of a dry run."""
-
-    installed: list[Installed]
-
-    def forget_differences(self) -> None:
-        for part in self.installed:
-            part.forget_differences()
-
-    def remove(self) -> None:
-        for part in reversed(self.installed):
-            part.remove()
-
-
-def _as_compiled(best: _Try, profile: Profile, room: Room) -> Plan:
-    """Return a plan with the figures of its compiled step."""
-    seen = best.seen
+def as_compiled(plan: Plan, profile: Profile) -> Plan:
+    """Return a plan of the eager step with the figures of the compiled one, which is run with it, dry."""
+    seen = profile.run_with(plan)
     figures: dict[str, Any] = {
         "peak_bytes": seen.peak_bytes,
         "baseline_peak_bytes": profile.peak_bytes,
-        "budget_bytes": room.for_peak(seen.program),
         # What the compiler recomputes has no place in the plan; what it adds to the step has.
         "recompute_ms": max(0.0, seen.step_ms - profile.step_ms),
         "recompute_flops": max(0, seen.program.flops - profile.program.flops),
@@ -147,12 +116,11 @@ def _as_compiled(best: _Try, profile: Profile, room: Room) -> Plan:
         "lower_bound_ms": 0.0,
         "added_ms": 0.0,
         "gap": None,
-        "status": "feasible" if best.plan.decisions else "unplanned",
         "device_memory": device_memory(seen.program) if profile.spec.kind == "cuda" else None,
         "host_bytes": seen.program.footprint.host_peak_bytes,
         "fingerprint": profile.fingerprint,
     }
-    return structs.replace(best.plan, **figures)
+    return structs.replace(plan, **figures)
 
 
 def _infeasible(profile: Profile, room: Room, tries: Sequence[_Try]) -> InfeasibleBudget:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sacplan._device.device_memory import beyond_peak_bytes, reserved_bytes
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.outside_allocator import Outside, outside_allocator, outside_text
-from sacplan._plan.candidate import Candidate
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes, is_share, parse_budget, parse_headroom
 from sacplan._program.program import Program
@@ -183,7 +183,7 @@ class Try:
             the peak.
     """
 
-    made: Candidate
+    made: Any
     budget_bytes: int
     peak_bytes: int
     needs: int

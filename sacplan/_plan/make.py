@@ -20,7 +20,7 @@ import sacplan
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.beyond import beyond
 from sacplan._plan.candidate import Candidate
-from sacplan._plan.compiled import compiled_plan
+from sacplan._plan.compiled import as_compiled, compiled_plan
 from sacplan._plan.infeasible import differentiated_twice, infeasible, segments_do_not_fit
 from sacplan._plan.limits import OF_DEVICE, Limit, Try, next_budget
 from sacplan._plan.plan import Plan
@@ -135,6 +135,9 @@ def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = F
     Rotor may reach a smaller peak than the other solvers, at several times the cost of the step. A comparison or a
     recommendation does not want that plan: ``without_rotor``.
     """
+    if profile.runs_compiled:
+        found, _ = profile.planned_and_run(lambda eager: smallest_plan(request, eager))
+        return as_compiled(found, profile)
     asked = request.planner(profile)
     if without_rotor:
         asked = replace(asked, last=None)
@@ -147,6 +150,8 @@ def plan_by_hand(
     profile: Profile, decisions: tuple[Decision, ...], made_by: MadeBy, *, status: Status = "policy"
 ) -> Plan:
     """Return the plan with decisions that no search has found: those of a policy, or of whoever writes them down."""
+    if profile.runs_compiled:
+        return as_compiled(plan_by_hand(profile.uncompiled, decisions, made_by, status=status), profile)
     step = PlanStep(profile.program, pins=made_by.pins, device=profile.spec)
     return made_plan(profile, Candidate(step, decisions, status), made_by)
 

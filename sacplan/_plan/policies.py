@@ -116,19 +116,20 @@ def policy(
         raise PlanError(f"unknown mode {mode!r}; known are {_listed((*MODES, *POLICIES))}.")
     if mode != "selective" and option is not None:
         raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
-    program = profile.program
+    # A rule names ops, which a compiled graph has not: those of the step as it runs uncompiled.
+    step = profile.uncompiled if mode in MODES else profile
+    program = step.program
     if mode == "chunked-loss":
         n_slices = _read_slices(slices, layers)
     elif slices is not None:
         raise PlanError(f"mode {mode!r} takes no slices, got {slices!r}. They belong to mode 'chunked-loss'.")
-    profile.check_uncompiled()
     pins = resolve_pins(program, profile.fingerprint, keep, never)
     decisions: tuple[Decision, ...] = ()
     name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
     asked: dict[str, Any] = {"mode": mode, "option": option, "layers": layers}
     techniques = DEFAULT_TECHNIQUES
     if mode == "chunked-loss":
-        decisions = (_chunked_loss(profile, n_slices, pins),)
+        decisions = (_chunked_loss(step, n_slices, pins),)
         name, asked, techniques = f"{name}-{n_slices}", {"mode": mode, "slices": n_slices}, ("chunk",)
     elif mode != "none":
         decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))

@@ -42,7 +42,11 @@ class Request:
 
     def planner(self, profile: Profile) -> Planner:
         """Check the arguments for a step, and return its planner. Errors are those of ``plan``."""
-        profile.check_uncompiled()
+        if profile.runs_compiled:
+            raise PlanError(
+                "this asks what a plan would make of a recorded step, and of a compiled one that shows only when it is "
+                "compiled again. Give a profile that was made with compile=False."
+            )
         solvers = tuple(resolve_solver(self.solver))
         if self.techniques is not None:
             names = resolve_techniques(self.techniques)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+from msgspec import structs
 
 from sacplan._classical.fit import FitKind
 from sacplan._classical.graph import Graph, parse_module_info
@@ -40,8 +43,8 @@ from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
 from sacplan._shard.sharding import Sharding
-from sacplan._techniques import rewritten
-from sacplan.errors import PlanError, SacplanError, TraceError
+from sacplan._techniques import installed_on, rewritten
+from sacplan.errors import GraphBreak, PlanError, SacplanError, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -145,29 +148,71 @@ class Profile:
         how = self.fingerprint.setup.compiled
         return how is not None and how.recorded
 
-    def check_uncompiled(self) -> None:
-        """Raise ``PlanError`` for a compiled step, whose recording does not say what a plan makes of it."""
-        if self.runs_compiled:
-            raise PlanError(
-                "this step is compiled, and a plan changes what the compiler makes of it: it cannot be told from the "
-                "recording. sacplan.plan and sacplan.verify run the compiled step with a plan, dry. For anything else "
-                "give a profile that was made with compile=False."
-            )
-
-    def run_again(self, prepare: Callable[[torch.nn.Module], Any] | None) -> Profile:
-        """Run a compiled step again, dry: with what ``prepare`` applies to its model, or uncompiled if it is None.
+    @property
+    def uncompiled(self) -> Profile:
+        """The step as it runs uncompiled, from which proposals for a plan come; its units respect what is compiled.
 
         Raises:
             PlanError: the profile is from a file, which holds no model, or that of one of several ranks.
         """
+        if not self.runs_compiled:
+            return self
+        setup: Any = self.fingerprint.setup
+        how = structs.replace(setup.compiled, recorded=False, broken=tuple(sorted(self._broken)))
+        fingerprint = structs.replace(self.fingerprint, setup=structs.replace(setup, compiled=how))
+        return dataclasses.replace(self._recorded_uncompiled, fingerprint=fingerprint)
+
+    def planned_and_run(self, planned: Callable[[Profile], Any]) -> tuple[Any, Profile]:
+        """Plan a compiled step as it runs uncompiled, and run it with the plan, dry.
+
+        Where the compiler breaks the graph in a unit of the plan, that is a unit no longer, and another plan is made.
+
+        Raises:
+            GraphBreak: in a module that is no unit of the plan.
+        """
+        while True:
+            plan = planned(self.uncompiled)
+            try:
+                return plan, self.run_with(plan)
+            except GraphBreak as error:
+                broken = error.units.intersection(plan.units) - self._broken
+                if not broken:
+                    raise
+                self._broken.update(broken)
+
+    @cached_property
+    def _broken(self) -> set[str]:
+        return set()
+
+    @cached_property
+    def _recorded_uncompiled(self) -> Profile:
+        return self._model_of.again(compiled=None)
+
+    def run_with(self, plan: Any) -> Profile:
+        """Run a compiled step again with a plan, dry. A run is kept, for those who ask again.
+
+        Raises:
+            PlanError: as for ``uncompiled``; or ``plan`` is no plan, but decisions, which say too little to apply them.
+        """
+        if not plan.decisions:
+            return self
+        if plan.decisions not in self._dry_runs:
+            put_on = functools.partial(installed_on, plan.decisions, plan.recorded)
+            self._dry_runs[plan.decisions] = self._model_of.again(prepare=put_on, saved="observe")
+        return self._dry_runs[plan.decisions]
+
+    @cached_property
+    def _dry_runs(self) -> dict[tuple[Decision, ...], Profile]:
+        return {}
+
+    @property
+    def _model_of(self) -> Source:
         if self.source is None or self.ranks != ONE_RANK:
             raise PlanError(
                 "a plan for a compiled step is proved by running the step with it, dry. This profile is from a file or "
                 "was pickled, or is that of a rank, and has no model: call sacplan.profile here, without ranks."
             )
-        if prepare is None:
-            return self.source.again(compiled=None)
-        return self.source.again(prepare=prepare, saved="observe")
+        return self.source
 
     def on_ranks(self, ranks: Ranks | AskedRanks) -> Profile:
         """Return the profile of one rank, with the step spread over ``ranks``. What is not asked for stays as it is.
@@ -346,9 +391,14 @@ class Profile:
             raise PlanError(
                 f"this takes a plan, decisions of one (plan.decisions), or plan.discarded, not {plan!r:.100}."
             )
-        if decisions:
-            self.check_uncompiled()
-        return rewritten(self.program, decisions, self.spec)
+        if not self.runs_compiled or not decisions:
+            return rewritten(self.program, decisions, self.spec)
+        if not hasattr(plan, "recorded"):
+            raise PlanError(
+                "this step is compiled, and a plan changes what the compiler makes of it: it is run with the plan, "
+                "dry. That takes the whole plan, and not decisions of one."
+            )
+        return self.run_with(plan).program
 
     def footprint(self, plan: Decided) -> Footprint:
         """Return peak and recomputation of the step with a plan; for ``plan`` see ``with_plan``."""

@@ -23,6 +23,7 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         modules: names of the modules that are compiled, each by itself; ``""`` is the model.
         backend, mode, dynamic, fullgraph, options: as for ``torch.compile``.
         recorded: whether the recorded step ran so. False for the eager step from which proposals for a plan come.
+        broken: of that step, modules in which the compiler broke the graph: they are no units.
     """
 
     modules: tuple[str, ...] = ("",)
@@ -32,6 +33,7 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     fullgraph: bool = False
     options: Mapping[str, bool | int | float | str] = {}
     recorded: bool = True
+    broken: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -277,7 +277,12 @@ def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
 def _compiled(program: Program, fingerprint: Fingerprint) -> set[int]:
     """Return the calls of modules compiled on their own: in a unit around them they would not run compiled."""
     how = fingerprint.setup.compiled
-    return set() if how is None else {call for fqn in how.modules for call in program.calls.get(fqn, ())}
+    if how is None:
+        return set()
+    found = {call for fqn in how.modules for call in program.calls.get(fqn, ())}
+    # What a broken module calls lies in a graph of its own: no unit is around that.
+    scopes = program.scopes
+    return found | {i for i, s in enumerate(scopes) if s.parent >= 0 and scopes[s.parent].fqn in how.broken}
 
 
 def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tuple[int, ...]:

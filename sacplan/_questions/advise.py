@@ -222,6 +222,8 @@ class _Tried:
         # are planned for one device (``Chunking.one_device``).
         if not self._trains or (self.plan is not None and self.plan.chunks) or self._is_spread:
             return
+        if self.profile.runs_compiled:  # torch.compile cannot run slices
+            return
         found = loss_chunks(self.profile.program, self.profile.spec)
         if not isinstance(found, ChunkOptions):  # no module can begin the slices; these are the reasons
             return
@@ -302,15 +304,18 @@ class _Tried:
         # and a rank may have only shards.
         if not self._has_optimizer or self._is_spread:
             return
-        bare = without_optimizer(self.profile)
         decisions = () if self.plan is None else self.plan.decisions
+        step = self.profile
+        if step.runs_compiled and self.plan is not None:  # the plan is in the run with it
+            step, decisions = step.run_with(self.plan), ()
+        bare = without_optimizer(step)
         peaks: dict[int, str] = {}
-        for name, step in self._steps.items():
+        for name, other in self._steps.items():
             one = BY_NAME[name]
             if one is self._same:
                 continue
             # Decisions are about what the model runs, so the plan holds with any optimizer.
-            program = with_optimizer(bare, step).with_plan(decisions)
+            program = with_optimizer(bare, other).with_plan(decisions)
             for found in self._remedy(name, "optimizer", one.says, program, one.code, one.option):
                 # Several may lower the peak only to that of another moment, and are equal then: the first is enough.
                 if peaks.setdefault(found.peak_bytes, name) == name:
@@ -324,8 +329,7 @@ class _Tried:
         """Try changes of the model that stop it from keeping memory for nothing. Each is recorded again."""
         for change in changes(self.profile, model):
             again = recorded(change, self.profile, model, batch, loss_fn, optimizer)
-            decisions = () if self.plan is None else self.plan.decisions
-            program = again.with_plan(decisions)
+            program = again.with_plan(() if self.plan is None else self.plan)
             yield from self._remedy(change.name, "model", change.says, program, change.code, "")
 
 

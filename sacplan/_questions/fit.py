@@ -21,6 +21,9 @@ from peaks, so each row plays the allocator once or twice, on the step with the 
 The peak and time of a row that fits are those of the plan that ``plan`` finds. If none fits, the row has the smallest
 peak that a quick search finds. The largest batch and sequence are lower bounds: they hold with the decisions that have
 the smallest peak at the asked size, and planning anew at each size might find larger ones.
+
+A compiled step is run with each plan, dry. Its rows are the step as it is and with a plan, and no sizes are computed:
+a compiler makes another program of another size.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -40,6 +43,8 @@ from sacplan._device.outside_allocator import outside_allocator
 from sacplan._plan.candidate import Candidate
 from sacplan._plan.infeasible import looking_for_plans
 from sacplan._plan.limits import OF_DEVICE, Limit, Room, Try, limit_of_device, next_budget
+from sacplan._plan.make import MadeBy, outcome_of, plan_by_hand, smallest_plan
+from sacplan._plan.plan import Plan
 from sacplan._plan.planner import Planner
 from sacplan._plan.request import Request
 from sacplan._profile.optimizer_table import (
@@ -56,7 +61,7 @@ from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, format_difference, parse_budget
 from sacplan._program.decisions import Decision
-from sacplan._program.liveness import bytes_at_ops
+from sacplan._program.liveness import Footprint, bytes_at_ops
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
 from sacplan._program.progress import begins
@@ -67,6 +72,7 @@ from sacplan._questions.scaled import Peaks, Sized, sized
 from sacplan._questions.verdict import FitRow, Verdict, is_same_training, recommended
 from sacplan._questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
 from sacplan._ranks.ranks import Ranks
+from sacplan._record.compiled import CompileModules
 from sacplan._record.fake_values import is_balanced
 from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn, resolve_batch
@@ -102,6 +108,7 @@ def fit(
     host_budget: float | str | None = None,
     name: str | None = None,
     sizes: bool = True,
+    compile: CompileModules = None,
     on_verdict: Callable[[Verdict], object] | None = None,
 ) -> Verdict:
     """Say whether a training step fits a device; if it does not, by how much, and what to do.
@@ -132,6 +139,8 @@ def fit(
             optimizer's state and gradients, and shards. By default the host's share of common machines with the device.
         name: Name of the model in the answer.
         sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
+        compile: As for ``profile``. Rows of a compiled step are the step as it is and with a plan, without largest
+            sizes: those are what ``max_batch`` looks for.
         on_verdict: A function that is called with the verdict as soon as it is known, before the largest sizes are.
 
     Returns:
@@ -140,8 +149,8 @@ def fit(
         plans at each size, may find somewhat larger ones.
 
     Raises:
-        PlanError: ``make_batch`` is not callable or makes batches of one size; the optimizer's name is unknown; or a
-            size is below 1.
+        PlanError: ``make_batch`` is not callable or makes batches of one size; the optimizer's name is unknown; a
+            size is below 1; or a compiled step is to be spread over devices.
         BudgetError: The budget or headroom cannot be read, or leaves nothing.
         TraceError, DeviceError: As for ``profile``.
     """
@@ -164,6 +173,10 @@ def fit(
             raise PlanError(f"{error} Or give a callable `params -> optimizer`.") from error
     device, n_devices = read_devices(device, devices)
     spec = resolve_device(device)
+    if n_devices > 1 and compile not in (None, False):
+        raise PlanError(
+            f"compile={compile!r} with {n_devices} devices: of a compiled step, fit answers for one device."
+        )
     sweep = _Sweep(
         model,
         make_batch,
@@ -179,9 +192,30 @@ def fit(
         longest,
         spec.host_memory_bytes if host_budget is None else parse_budget(host_budget, spec.host_memory_bytes),
         devices=n_devices,
+        compile=False if n_devices > 1 else compile,
     )
     with looking_for_plans():
         return sweep.found(name or type(model).__name__, sizes, on_verdict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A plan of a compiled step, and its dry run; what ``fit`` asks of a ``Candidate``."""
+
+    plan: Plan
+    program: Program
+    added_ms: float = 0.0
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        return self.plan.decisions
+
+    @property
+    def footprint(self) -> Footprint:
+        return replace(self.program.footprint, recompute_ms=self.plan.recompute_ms)
+
+
+_Choice: TypeAlias = Candidate | _Compiled
 
 
 @dataclass
@@ -205,11 +239,12 @@ class _Sweep:
     longest: int | None
     host_budget_bytes: int
     devices: int = 1
+    compile: CompileModules = None
     notes: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     _planners: dict[tuple[Way, int], Planner] = field(default_factory=dict)  # by way and budget
-    _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # likewise
-    _smallest: dict[Way, Candidate] = field(default_factory=dict)
+    _planned: dict[tuple[Way, int], _Choice | None] = field(default_factory=dict)  # likewise
+    _smallest: dict[Way, _Choice] = field(default_factory=dict)
     _decided: dict[tuple[str, Way], frozenset[Decision]] = field(default_factory=dict)  # by optimizer and way
     _reserved: dict[tuple[str, int, int | None, frozenset[Decision]], int] = field(default_factory=dict)
     _expandables: dict[tuple[str, frozenset[Decision]], int] = field(default_factory=dict)
@@ -241,7 +276,7 @@ class _Sweep:
 
         return profile(
             self.model, made, self.loss_fn, optimizer, self.spec,
-            accumulation_steps=self.accumulation_steps, compile=False, **{"routing": self.routing, **options},
+            accumulation_steps=self.accumulation_steps, compile=self.compile, **{"routing": self.routing, **options},
         )  # fmt: skip
 
     @cached_property
@@ -320,13 +355,23 @@ class _Sweep:
     @cached_property
     def ways(self) -> list[Way]:
         """The ways that are tried with each optimizer; ``found`` adds those that take long or the host's memory."""
+        if self.base.runs_compiled:
+            return [AS_IT_IS, PLAN]
         return quick_ways(lambda way: bool(self.smallest(way).decisions))
 
-    def smallest(self, way: Way) -> Candidate:
+    def _compiled(self, plan: Plan) -> _Compiled:
+        return _Compiled(plan, self.base.run_with(plan).program)
+
+    def smallest(self, way: Way) -> _Choice:
         """Return the candidate with the smallest peak at the asked size. Other sizes use its decisions, too."""
         if way not in self._smallest:
             begins(f"smallest peak: {way.name}")
-            if way.techniques:
+            if self.base.runs_compiled:
+                asked = Request(techniques=way.techniques)
+                unplanned = plan_by_hand(self.base, (), MadeBy("none"), status="unplanned")
+                found = smallest_plan(asked, self.base) if way.techniques else unplanned
+                self._smallest[way] = self._compiled(found)
+            elif way.techniques:
                 # The quick solver: a peak that is a little smaller changes no row that fits.
                 asked = Request(solver="greedy", techniques=way.techniques, host_budget=way.host_budget)
                 planner = asked.planner(self.base)
@@ -392,13 +437,11 @@ class _Sweep:
             tries.append(Try(made, budget_bytes, peak, needs))
         return min(tries, key=lambda one: one.needs)
 
-    def _peak(self, name: str, candidate: Candidate) -> int:
+    def _peak(self, name: str, candidate: _Choice) -> int:
         state, own_peak, _ = self.own[name]
         return max(candidate.footprint.peak_bytes + state, own_peak)
 
-    def _reserved_at(
-        self, base: Profile, batch: int, seq: int | None, name: str, candidate: Candidate
-    ) -> int:
+    def _reserved_at(self, base: Profile, batch: int, seq: int | None, name: str, candidate: _Choice) -> int:
         """Return what the allocator reserves for a step of some size with an optimizer and a plan."""
         # By decisions and not by way, since several ways may have the same plan.
         key = name, batch, seq, frozenset(candidate.decisions)
@@ -406,7 +449,7 @@ class _Sweep:
             self._reserved[key] = reserved_bytes(self._program(base, name, candidate))
         return self._reserved[key]
 
-    def _expandable(self, name: str, candidate: Candidate) -> int | None:
+    def _expandable(self, name: str, candidate: _Choice) -> int | None:
         """Return what expandable segments would reserve, if that fits where segments of the current kind do not."""
         key = name, frozenset(candidate.decisions)
         if key not in self._expandables:
@@ -415,15 +458,21 @@ class _Sweep:
         found = self._expandables[key]
         return found if found <= self.budget_bytes else None
 
-    def _program(self, base: Profile, name: str, candidate: Candidate) -> Program:
-        planned, step = base.with_plan(candidate.decisions), self.steps[name]
+    def _program(self, base: Profile, name: str, candidate: _Choice) -> Program:
+        compiled = isinstance(candidate, _Compiled)
+        planned = candidate.program if compiled else base.with_plan(candidate.decisions)
+        step = self.steps[name]
         return planned if step is None else program_with_optimizer(planned, step)
 
-    def _cheapest(self, way: Way, left: int) -> Candidate | None:
+    def _cheapest(self, way: Way, left: int) -> _Choice | None:
         """Return what ``plan`` finds for a budget; None if it finds nothing, or would have to search for long."""
         if not way.techniques:  # as it is: nothing to plan
             return None
-        if (way, left) not in self._planned:
+        if (way, left) not in self._planned and self.base.runs_compiled:
+            asked = Request(Limit.exactly(max(1, left)), techniques=way.techniques)
+            made = outcome_of(asked, self.base).plan
+            self._planned[way, left] = None if made is None else self._compiled(made)
+        elif (way, left) not in self._planned:
             planner = Request(techniques=way.techniques, host_budget=way.host_budget).planner(self.base)
             # A planner contains those of fewer techniques. That of "plan" has been asked the same already.
             known = self._planners.get((PLAN, left))
@@ -581,6 +630,7 @@ class _Sweep:
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
         """Return the verdict with all rows. ``on_verdict`` gets it earlier, without the largest sizes."""
         rows, with_sizes = self._rows_on_ranks() if self.devices > 1 else (self._rows(), self.with_sizes)
+        sizes = sizes and not self.base.runs_compiled
         verdict = self._verdict(name, rows)
         if on_verdict is not None:
             on_verdict(verdict)
@@ -591,7 +641,7 @@ class _Sweep:
         rows = [self.row(each, way) for each in self.steps for way in self.ways]
         self._say_worst_routing()
         # What takes long to search for is tried last, and only if it could help.
-        long = not any(row.fits for row in rows) and self._could_fit
+        long = not any(row.fits for row in rows) and self._could_fit and not self.base.runs_compiled
         rows += [self.row(each, way) for way in (long_ways() if long else ()) for each in self.steps]
         return rows + self._on_the_host(rows)
 
@@ -609,7 +659,7 @@ class _Sweep:
             name for name in self.steps if is_same_training(name, asked) or not any(row.fits for row in rows)
         ]
         found = []
-        for way in host_ways(self.ways) if self._could_fit else ():
+        for way in host_ways(self.ways) if self._could_fit and not self.base.runs_compiled else ():
             found += self._on_the_host_with(way, names, rows, cheapest)
         # State on the host is a last resort: its way over the link costs time that is not predicted.
         return found if fitting else found + self._with_state_on_host()
@@ -727,6 +777,7 @@ class _Sweep:
             remarks=tuple(f"{said[0].upper()}{said[1:]}." for said in self.remarks),
             accumulation_steps=self.accumulation_steps,
             devices=self.devices,
+            compiled=f", compile={self.compile!r}" if self.compile else "",
         )
 
     def _larger_devices(self, rows: list[FitRow]) -> tuple[str, ...]:

@@ -120,8 +120,10 @@ def frontier(
         raise PlanError(f"points={points}: a frontier has 2 to {MAX_POINTS} budgets.")
     if solvers is None:
         solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
-        if profile.mode == "inference":
-            solvers = ("best",)  # all solvers would give the same plan: chunks have a search of their own
+        # In inference all would give the same plan: chunks have a search of their own. A compiled step is run with
+        # each plan, dry, which takes long.
+        if profile.mode == "inference" or profile.runs_compiled:
+            solvers = ("best",)
     # A template: each row replaces the solver and the limit.
     how = Request(Limit.exactly(profile.peak_bytes), "best", objective, keep, never, techniques)
     with looking_for_plans():
@@ -172,7 +174,7 @@ def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:
 
 def _named_policies(profile: Profile, how: Request) -> Iterator[FrontierRow]:
     try:
-        n_layers = len(layers_of(profile.program))
+        n_layers = len(layers_of(profile.uncompiled.program))
     except PlanError:  # a model without layers
         n_layers = 0
     asked: dict[str, dict[str, Any]] = {

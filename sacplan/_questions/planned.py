@@ -32,7 +32,8 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
             f"this profile (on {profile.device}) it is {format_bytes(found)} ({found} bytes): it was made from another "
             "profile, with another device, optimizer or loss. Report on the profile that it was made from."
         )
-    _check_sites(profile, plan)
+    if not profile.runs_compiled:  # the step was run with the plan
+        _check_sites(profile, plan)
     return program
 
 

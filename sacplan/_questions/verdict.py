@@ -146,6 +146,7 @@ class Verdict:
             the types of adapters and frozen weights that ``fully_shard`` shards.
         devices: How many devices there are. With several, ``batch`` is that of each, and the first row is DDP.
         accumulation_steps: Micro-batches of ``batch`` samples in a step. Largest batches are micro-batches, too.
+        compiled: What ``compile=`` was asked for, as in ``code``.
     """
 
     model: str
@@ -165,6 +166,7 @@ class Verdict:
     outside: tuple[Outside, ...] = ()
     accumulation_steps: int = 1
     devices: int = 1
+    compiled: str = ""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -290,7 +292,8 @@ class Verdict:
             more += "" if techniques == DEFAULT_TECHNIQUES else f", techniques={techniques!r}"
             steps = f", accumulation_steps={self.accumulation_steps}" if self.accumulation_steps > 1 else ""
             lines += [
-                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}"{steps})',
+                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}"{steps}'
+                f"{self.compiled})",
                 f"handle = sacplan.apply(model, sacplan.plan(profile{more}))",
             ]
         return "\n".join(lines)

@@ -132,9 +132,13 @@ class _Own:
 
 class _Rows:
     def __init__(self, profile: Profile, plan: Plan | None) -> None:
-        self.program = program = in_slices(profile, plan)
-        self.plan = plan
         with_plan = planned(profile, plan)
+        if profile.runs_compiled:  # what is compiled with a plan is another program, and has the plan in it
+            self.program, plan = with_plan, None
+        else:
+            self.program = in_slices(profile, plan)
+        program = self.program
+        self.plan = plan
         self.at_peak = alive_at(with_plan, with_plan.footprint.peak_op)
         self.state = state = KeptAndDiscarded(program, with_plan, plan.discarded if plan else {})
         self.own = {scope.fqn: _Own() for scope in program.scopes}

@@ -31,6 +31,7 @@ from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Runtime, Trace, profile
 from sacplan._program.model_calls import Shapes, shapes_of
+from sacplan._record.compiled import CompileModules
 from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.state import preserved_rng
 from sacplan.errors import PlanError, TraceError
@@ -137,6 +138,7 @@ def profile_trainer(
     device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
+    compile: CompileModules = None,
 ) -> Profile:
     """Record one optimizer step as this Trainer does it on this module.
 
@@ -145,7 +147,7 @@ def profile_trainer(
     The other arguments are those of ``sacplan.profile``; see :func:`step_arguments` for what is recorded.
     """
     arguments = step_arguments(trainer, module, batches)
-    return profile(**arguments, device=device, runtime=runtime, trace=trace)
+    return profile(**arguments, device=device, runtime=runtime, trace=trace, compile=compile)
 
 
 def step_arguments(

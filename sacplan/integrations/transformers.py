@@ -134,11 +134,9 @@ def profile_trainer(
 
     The arguments are those of ``sacplan.profile``; see :func:`step_arguments` for what is recorded.
     """
-    # As ``Trainer`` tells Accelerate, which compiles the model when it is prepared.
-    compiled = trainer.args.torch_compile and {
-        "backend": trainer.args.torch_compile_backend or "inductor",
-        "mode": trainer.args.torch_compile_mode,
-    }
+    # As ``Trainer`` tells Accelerate, which compiles the model when it is prepared; else as the model is compiled.
+    backend, mode = trainer.args.torch_compile_backend or "inductor", trainer.args.torch_compile_mode
+    compiled = {"backend": backend, "mode": mode} if trainer.args.torch_compile else None
     return profile(**step_arguments(trainer), device=device, runtime=runtime, trace=trace, compile=compiled)
 
 

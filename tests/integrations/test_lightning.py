@@ -316,3 +316,18 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     with pytest.raises(ImportError, match=r"pip install 'sacplan\[lightning\]'"):
         importlib.import_module("sacplan.integrations.lightning")
+
+
+@pytest.mark.slow
+def test_the_step_of_a_compiled_module_is_recorded_compiled() -> None:
+    trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    batch, how = [torch.randint(0, VOCAB, (4, 64))], {"modules": ["model"], "backend": "aot_eager"}
+    asked = profile_trainer(trainer, Module(), batch, device="cpu", compile=how)
+    already = Module()
+    already.model.compile(backend="aot_eager")
+    assert profile_trainer(trainer, already, batch, device="cpu").peak_bytes == asked.peak_bytes
+    plan = sacplan.plan(asked, "85%")
+    assert plan.units
+    seen = sacplan.verify(**step_arguments(trainer, Module(), batch), plan=plan, run="real")
+    assert seen.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+    assert seen.within_budget

@@ -33,7 +33,7 @@ import functools
 import sys
 from collections import defaultdict
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -44,7 +44,7 @@ from torch.utils.flop_counter import flop_registry
 from sacplan._executor.alignment import RecordedUnit
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import storage_key, with_outputs
-from sacplan.errors import PlanError
+from sacplan.errors import GraphBreak, PlanError
 
 _NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
 _CLONE = torch.ops.aten.clone.default
@@ -69,12 +69,13 @@ NamedOp = tuple[str, int]
 class Tags:
     """The ops that a unit discards. Equal tags are one object, so that equal layers share compiled code."""
 
-    __slots__ = ("__weakref__", "again", "met", "sites", "unknown")
+    __slots__ = ("__weakref__", "again", "met", "sites", "units", "unknown")
 
     def __init__(self, sites: frozenset[NamedOp], unknown: frozenset[NamedOp], again: NamedOp | None) -> None:
         self.sites = sites
         self.unknown = unknown  # by their places; no recorded call runs them, so none is met
         self.again = again  # one that is recomputed more than once, which cannot be compiled
+        self.units: WeakSet[TaggedForward] = WeakSet()  # those that discard these ops
         self.met: WeakKeyDictionary[Any, set[NamedOp]] = WeakKeyDictionary()  # in the graph that is traced
 
     def __reduce__(self) -> Any:
@@ -95,6 +96,8 @@ def tags_of(recorded: RecordedUnit) -> Tags:
 
 class TaggedForward(Protocol):
     """A stand-in for a unit's forward."""
+
+    fqn: str
 
     @property
     def tags(self) -> Tags:
@@ -122,10 +125,11 @@ def _contexts(tags: Tags) -> Any:
     # None where no graph is being traced: it broke inside the unit.
     graph = torch._guards.TracingContext.try_get()
     if graph is None:
-        raise PlanError(
+        raise GraphBreak(
             "torch.compile broke the graph inside a unit of the plan, so the plan cannot be kept there. "
             "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
-            "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step."
+            "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step.",
+            frozenset(planned.fqn for planned in tags.units),
         )
     if tags.again is not None:
         raise PlanError(

@@ -96,6 +96,7 @@ class PlannedForward(StandIn):
         super().__init__(module, recorded.fqn)
         self.recorded = recorded
         self.tags = tags_of(recorded)
+        self.tags.units.add(self)
         self.differences = differences or Differences()
         self._elsewhere = elsewhere
         self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
