@@ -122,7 +122,7 @@ def installed_on(
 
 @dataclass(frozen=True, slots=True)
 class InstalledParts:
-    """What techniques have installed on a model."""
+    """Techniques that are installed on a model, to be removed together."""
 
     parts: tuple[Installed, ...]
 

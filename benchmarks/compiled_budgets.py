@@ -1,0 +1,81 @@
+"""Plans for a compiled step against ``torch._functorch.config.activation_memory_budget``: peaks and recomputation.
+
+    python -m benchmarks.compiled_budgets [--names nanogpt bert] [--json FILE]
+
+Both are run dry, compiled as a whole with inductor, on models of ``models/compiled_models.py``. The setting of PyTorch
+is a share of the saved bytes, and bounds no peak; each row's plan of sacplan is asked for the peak that the setting
+leads to. FLOPs are those of matrix products, attention and convolutions, over those of the step that is only compiled;
+times are predicted. Rows that the file has are not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+
+import sacplan
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import MIB, Row, read_results
+from benchmarks.harness.steps import seed_everything
+from benchmarks.harness.table import Table
+from benchmarks.models.compiled_models import MODELS
+
+SETTINGS = (0.7, 0.4, 0.1)
+
+_TABLE = Table(
+    ("model", ">10"), ("setting", ">8"), ("unplanned MiB", ">14.2f"), ("its peak", ">9.2f"), ("GFLOP", ">8.3f"),
+    ("ms", ">7.2f"), ("plan's peak", ">12.2f"), ("GFLOP", ">8.3f"), ("ms", ">7.2f"),
+)  # fmt: skip
+
+
+def rows_of(name: str, settings: list[float]) -> Iterator[Row]:
+    """Yield a row for each setting of PyTorch, with the plan for its peak."""
+    seed_everything(0)
+    case, _ = MODELS[name]()
+    case.model.train()
+    alone = case.profile("cpu", compile=True)
+
+    def figures(step: sacplan.Profile) -> dict[str, Any]:
+        more = {"recompute_flops": step.program.flops - alone.program.flops, "step_ms": step.step_ms}
+        return {"peak": step.peak_bytes, **more}
+
+    for setting in settings:
+        with functorch_config.patch(activation_memory_budget=setting):
+            rival = case.profile("cpu", compile=True)
+        row: Row = {"case": f"{name} {setting}", "model": name, "setting": setting}
+        row |= {"unplanned": alone.peak_bytes, "theirs": figures(rival), "plan": None}
+        try:
+            row["plan"] = figures(alone.run_with(sacplan.plan(alone, f"{rival.peak_bytes}B")))
+        except sacplan.InfeasibleBudget as error:
+            row["smallest"] = error.smallest_feasible_bytes
+        yield row
+
+
+def _line(row: Row) -> str:
+    cells = [row["model"], str(row["setting"]), row["unplanned"] / MIB]
+    for found in (row["theirs"], row["plan"]):
+        cells += (
+            [None] * 3
+            if found is None
+            else [found["peak"] / MIB, found["recompute_flops"] / 1e9, found["step_ms"]]
+        )
+    return _TABLE.row(*cells)
+
+
+def main() -> None:
+    parser = Parser(__doc__, "compiled_budgets.json")
+    parser.choice("--names", MODELS, ("nanogpt", "bert", "llama", "vit", "resnet", "t5"))
+    torch.set_num_threads(1)
+    arguments = parser.begin(silence=True)
+    path = arguments.json
+    known = {row["case"] for row in read_results(path)[1]} if path.exists() else set()
+    cases = [(name, [s for s in SETTINGS if f"{name} {s}" not in known]) for name in arguments.names]
+    print(_TABLE.head)
+    run_cases([c for c in cases if c[1]], lambda case: rows_of(*case), _line, path, key="case")
+
+
+if __name__ == "__main__":
+    main()
