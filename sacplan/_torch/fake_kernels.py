@@ -96,7 +96,9 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
             kernels = ()  # torch's own says what is wrong with it, or follows the value
         else:
             # An op on Python numbers alone, torch.div(7, 2, rounding_mode="floor"), has a real result.
-            if not _has_fakes(given) and not _has_fakes(named.values()):
+            if (not _has_fakes(given) and not _has_fakes(named.values())) or (
+                mode.shape_env is not None and _has_symbols((*given, *named.values()))
+            ):
                 kernels = ()
         for kernel in kernels:
             out = kernel(mode, func, *given, **named)
@@ -109,6 +111,15 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
         with fake_tensor.disable_fake_tensor_cache(mode):
             return _torchs_own(mode, func, types, args, kwargs or {})
     return _torchs_own(mode, func, types, args, kwargs or {})
+
+
+def _has_symbols(values: Iterable[Any]) -> bool:
+    return any(
+        _has_symbols(v)
+        if isinstance(v, (list, tuple))
+        else isinstance(v, torch.SymInt) or (isinstance(v, torch.Tensor) and v._has_symbolic_sizes_strides)
+        for v in values
+    )
 
 
 def _only_writes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> bool:

@@ -70,6 +70,20 @@ def test_the_peak_with_inductor_and_an_optimizer_is_what_its_allocator_sees(modu
     assert found.peak_bytes == pytest.approx(measured_peak(how, adamw), rel=0.005)
 
 
+def test_blocks_of_other_sizes_are_compiled_with_symbols_for_sizes() -> None:
+    def block(width: int) -> FromFunction:
+        run = lambda self, x: self.norm(self.conv(x)).relu()  # noqa: E731
+        return FromFunction(
+            run, conv=torch.nn.Conv2d(width, 2 * width, 3, 2), norm=torch.nn.BatchNorm2d(2 * width)
+        )
+
+    blocks, x = torch.nn.Sequential(block(4), block(8)), torch.randn(4, 4, 32, 32)
+    how = {"modules": ["?"], **EAGERLY}
+    plan = sacplan.plan(sacplan.profile(blocks, x, device="cpu", compile=how), "100%")
+    real = sacplan.verify(blocks, x, plan, run="real")
+    assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+
+
 def test_a_model_that_is_compiled_already_is_profiled_as_it_is_compiled() -> None:
     in_place = compiled_copy(BLOCKS)
     found = sacplan.profile(in_place, BATCH, cross_entropy, device="cpu")
