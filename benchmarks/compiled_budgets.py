@@ -18,11 +18,12 @@ import torch._functorch.config as functorch_config
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
-from benchmarks.harness.results import MIB, Row, read_results
+from benchmarks.harness.results import MIB, ROOT, Row, read_results
 from benchmarks.harness.steps import seed_everything
-from benchmarks.harness.table import Table
+from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
 from benchmarks.models.compiled_models import MODELS
 
+PAGE = ROOT / "docs" / "alternatives.md"
 SETTINGS = (0.7, 0.4, 0.1)
 
 _TABLE = Table(
@@ -65,12 +66,41 @@ def _line(row: Row) -> str:
     return _TABLE.row(*cells)
 
 
+def table(rows: list[Row]) -> str:
+    """Write the table of the page."""
+    heads = (
+        "model",
+        "setting",
+        "its peak, MiB",
+        "recomputed, GFLOP",
+        "step, ms",
+        "plan's peak",
+        "recomputed",
+        "step",
+    )
+    lines = markdown_head(heads)
+    for row in rows:
+        cells = [row["model"], str(row["setting"])]
+        for found in (row["theirs"], row["plan"]):
+            if found is None:
+                cells += ["-"] * 3
+            else:
+                figures = found["peak"] / MIB, found["recompute_flops"] / 1e9, found["step_ms"]
+                cells += [f"{figure:.2f}" for figure in figures]
+        lines.append(markdown_line(cells))
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = Parser(__doc__, "compiled_budgets.json")
     parser.choice("--names", MODELS, ("nanogpt", "bert", "llama", "vit", "resnet", "t5"))
+    parser.add_argument("--table", action="store_true", help="only put the file's figures on the page")
     torch.set_num_threads(1)
     arguments = parser.begin(silence=True)
     path = arguments.json
+    if arguments.table:
+        put_on_page(PAGE, "python -m benchmarks.compiled_budgets", table(read_results(path)[1]))
+        return
     known = {row["case"] for row in read_results(path)[1]} if path.exists() else set()
     cases = [(name, [s for s in SETTINGS if f"{name} {s}" not in known]) for name in arguments.names]
     print(_TABLE.head)

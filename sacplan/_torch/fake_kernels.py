@@ -95,7 +95,8 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
         except _NotFake:
             kernels = ()  # torch's own says what is wrong with it, or follows the value
         else:
-            # An op on Python numbers alone, torch.div(7, 2, rounding_mode="floor"), has a real result.
+            # An op on Python numbers alone, torch.div(7, 2, rounding_mode="floor"), has a real result. A compiler may
+            # trace with symbols for sizes, which C++ and our rules do not know; what it makes runs with numbers.
             if (not _has_fakes(given) and not _has_fakes(named.values())) or (
                 mode.shape_env is not None and _has_symbols((*given, *named.values()))
             ):
