@@ -46,6 +46,7 @@ from ._rotor.chain import Chain
 from ._rotor.rotor import RotorResult, rotor
 from ._rotor.sequences import Rotor
 from ._shard.listing import Strategies, Strategy, strategies
+from ._shard.process_groups import ranks
 from ._shard.replicated import Replicated
 from ._solve.greedy import Greedy
 from ._solve.milp import Milp
@@ -148,6 +149,7 @@ __all__ = [
     "plan_smallest",
     "policy",
     "profile",
+    "ranks",
     "rotor",
     "sac_milp",
     "save_figures",

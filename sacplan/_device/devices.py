@@ -21,6 +21,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -388,6 +389,9 @@ def _compact(name: str) -> str:
 DEFAULT_DEVICE = "h100"
 """The device that a step is planned for where none is named, in Python and on the command line."""
 
+device_around: ContextVar[DeviceSpec | None] = ContextVar("device_around", default=None)
+"""The device of the ranks that the code runs as (``sacplan.ranks``)."""
+
 _SHORT = {
     "a100": ("a100-80gb", "the A100 with 80 GB; the other one is a100-40gb"),
     "a10g": (
@@ -442,13 +446,13 @@ def _of_size(name: str) -> DeviceSpec:
     )
 
 
-def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
+def resolve_device(device: str | DeviceSpec | torch.device | None) -> DeviceSpec:
     """Return the spec for ``"cpu"``, ``"cuda"`` (the local GPU), ``"cuda:1"``, a name of the table, or a memory size.
 
     Case, spaces, hyphens and underscores do not matter: ``"A100 80GB"`` is ``"a100-80gb"``. Short names stand for the
     common variant: ``"a100"``, ``"4090"``. A size, such as ``"24GB"``, has the kernels and times of a device of the
     table (``meant_by`` says which). Any of them may end in ``" without workspaces"``, see
-    :meth:`DeviceSpec.without_workspaces`.
+    :meth:`DeviceSpec.without_workspaces`. None is the device of ``sacplan.ranks`` around the call, else the default.
 
     Raises:
         DeviceError: an unknown name (the message lists the known ones and the near ones), or ``"cuda"``
@@ -458,6 +462,8 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
     # table; and last the full name of a local board, since asking CUDA is slow.
     if isinstance(device, DeviceSpec):
         return device
+    if device is None:
+        return device_around.get() or resolve_device(DEFAULT_DEVICE)
     import torch  # the table is of use without it, and it takes seconds
 
     if isinstance(device, torch.device):

@@ -15,7 +15,7 @@ from msgspec import structs
 from torch.utils._pytree import tree_leaves
 
 from sacplan._device.cost import CostModel
-from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
+from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves
@@ -30,6 +30,7 @@ from sacplan._program.model_calls import ModelCall
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Routing, Setup, current_autocast, scripted_inside
 from sacplan._ranks.ranks import ONE_RANK, AskedRanks, Ranks
+from sacplan._ranks.unit_limits import kept_at_limits
 from sacplan._record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
@@ -70,6 +71,7 @@ from sacplan._record.user_code import (
 from sacplan._shard.process_groups import device_mesh_of, pretended_ranks
 from sacplan._shard.recorded import with_collectives
 from sacplan._shard.sharding import Sharding
+from sacplan._torch.distributed_modules import fake_replicas, is_settled
 from sacplan._torch.fake_kernels import keep_to_this_thread
 from sacplan._torch.fake_tensors import FakeTensorMode
 from sacplan._torch.inductor import compiled_so_far, is_compiling_dry
@@ -97,7 +99,7 @@ def profile(
     batch: Any,
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
-    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
+    device: str | DeviceSpec | torch.device | None = None,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
     *,
@@ -132,7 +134,8 @@ def profile(
             command line (``"paged-adamw-8bit"``). With one, its state
             and the temporaries of its step count. Without one they are missing from the peak, and
             ``Profile.assumptions`` says by how much for AdamW.
-        device: what the step will run on, see ``sacplan.devices()``.
+        device: what the step will run on, see ``sacplan.devices()``; by default that of ``sacplan.ranks`` around the
+            call, else ``"h100"``.
         runtime: ``"cost-model"`` (predicted kernel by kernel) or ``"benchmark"`` (each distinct op timed here).
         trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
             part of it twice, and puts everything back: tensors, gradients, attributes, containers, random
@@ -237,7 +240,7 @@ def trace_step(
     batch: Any,
     loss_fn: LossFn | None,
     optimizer: Any,
-    device: str | DeviceSpec | torch.device,
+    device: str | DeviceSpec | torch.device | None,
     runtime: str,
     trace: str,
     *,
@@ -317,6 +320,7 @@ def trace_step(
             asked = replace(asked, batch=part_of_batch(batch, fingerprint.rows, sharding.data.size))
         recorded, rules, setup, calls, local_shapes = run(asked)
     _check_recorded(recorded, mode)
+    recorded = kept_at_limits(recorded, recorded.gathering)
     fingerprint = structs.replace(
         fingerprint,
         setup=structs.replace(setup, compiled=compiled, scripted=scripted, mixed=mixed, routing=routing),
@@ -391,6 +395,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         fake_device(spec) as fake_mode,
         _reserves(spec),
         data_rules(asked.routing) as rules,
+        fake_replicas(),
         contextlib.ExitStack() as running,
     ):
         # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
@@ -501,7 +506,8 @@ def _record_settled_step(
     # The first exit is the usual one: nothing was left, so the next step would be the same.
     left: list[Any] = []
     program: Program | None = None
-    is_usual = not step.accumulates  # it begins with what later steps begin with
+    # It begins with what later steps begin with: gradients, and parameters that have been gathered once.
+    is_usual = not step.accumulates and is_settled(step.model)
     for _ in range(_MOST_STEPS + step.accumulates + bool(step.optimizers_in_backward)):
         # Of a plan that is applied, only the differences of the last recorded step count.
         if handle is not None:

@@ -13,6 +13,7 @@ from msgspec import Struct, structs
 from sacplan._program.files import Count, Name
 from sacplan._program.model_calls import ModelCall
 from sacplan._program.setup import Setup
+from sacplan._torch.distributed_modules import unwrapped
 from sacplan._torch.local_tensors import local_part, stands_for_another
 from sacplan.errors import PlanError, PlanMismatch
 
@@ -47,7 +48,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     @classmethod
     def of(cls, model: torch.nn.Module, batch: Any) -> Fingerprint:
         """Make the fingerprint of a model and a batch (real, meta or fake)."""
-        batches = tuple(_leaves(batch, "batch"))
+        batches, model = tuple(_leaves(batch, "batch")), unwrapped(model)
         return cls(type(model).__name__, _parameters(model), batches, local_shapes=local_shapes_of(model))
 
     @property
@@ -123,7 +124,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 def _parameters(model: torch.nn.Module) -> tuple[FingerprintEntry, ...]:
     return tuple(
         (name, tuple(p.shape), ("" if p.requires_grad else "frozen ") + str(p.dtype))
-        for name, p in model.named_parameters()
+        for name, p in unwrapped(model).named_parameters()
     )
 
 
@@ -134,7 +135,9 @@ def _number(n: int, what: str) -> str:
 def local_shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None:
     """Return by name the shapes that parameters which are DTensors have on this rank; None if none is."""
     found = {
-        name: tuple(local_part(p).shape) for name, p in model.named_parameters() if stands_for_another(p)
+        name: tuple(local_part(p).shape)
+        for name, p in unwrapped(model).named_parameters()
+        if stands_for_another(p)
     }
     # None is the default, so that files of models without DTensors do without the field.
     return found or None

@@ -22,7 +22,7 @@ GATHER = "fsdp.all_gather_copy_in.default"
 def sharded_units(program: Program) -> frozenset[str]:
     """Return the modules whose calls gather parameters; none in a step that is not sharded."""
     ops = program.ops
-    return frozenset(program.scopes[op.scope].fqn for op in ops if op.name == GATHER)
+    return program.gathering or frozenset(program.scopes[op.scope].fqn for op in ops if op.name == GATHER)
 
 
 def too_wide(program: Program, sharded: Collection[str] | None = None) -> frozenset[str]:

@@ -28,9 +28,9 @@ from sacplan._record.host_state import explain_offload, for_fake_steps, stand_in
 from sacplan._record.state import reachable
 from sacplan._record.step import check_optimizer, make_optimizer
 from sacplan._record.twin_functions import TwinFunctions
+from sacplan._torch.distributed_modules import copyable
 from sacplan._torch.fake_tensors import active_fake_mode, fake_empty_strided, meta_storage
 from sacplan._torch.local_tensors import local_part, stands_for_another, wrapping_of
-from sacplan._torch.private import is_fully_sharded
 from sacplan.errors import TraceError
 
 
@@ -128,13 +128,6 @@ class FakeCopier:
         """
         # In this order: what cannot be copied at all is refused; the memo gets a twin of every tensor, generator and
         # shared object; gradients are left out; then Python's own deep copy does the rest.
-        sharded = next((fqn for fqn, module in model.named_modules() if is_fully_sharded(module)), None)
-        if sharded is not None:
-            raise TraceError(
-                f"fully_shard has been called on {sharded or type(model).__name__!r}, and what it makes cannot be "
-                "copied for a fake step. Profile the model before that (tensor parallelism may come first), and name "
-                "the modules that it is called on: sacplan.profile(..., world_size=, fsdp_units=)."
-            )
         own: dict[int, Any] = {}
         for value in reachable(model, seen=own):
             if isinstance(value, torch.Tensor):
@@ -150,7 +143,7 @@ class FakeCopier:
         self.memo.update((id(g), None) for _, g in grads)
         self._keep.extend(grads)
         try:
-            with _CopiesAreFake(self):
+            with _CopiesAreFake(self), copyable(model, self.memo, self.tensor):
                 twin = copy.deepcopy(model, self.memo)
                 self._copy_attributes()
                 self.functions.put_into(twin, lambda value: id(value) in own)

@@ -17,6 +17,7 @@ import torch
 
 from sacplan._program.program import ROOT_SCOPE, Event, Scope
 from sacplan._torch.autograd import autograd_sequence_number, called_by_checkpoint, in_backward
+from sacplan._torch.distributed_modules import gathers
 from sacplan.errors import TraceError
 
 _ENTER, _EXIT = int(Event.ENTER), int(Event.EXIT)
@@ -221,6 +222,10 @@ class ModuleCalls:
     def leaf_fqns(self) -> frozenset[str]:
         """Modules without modules in them."""
         return frozenset(fqn for key, fqn in self._fqns.items() if not any(self._modules[key].children()))
+
+    def gathering(self) -> frozenset[str]:
+        """Modules that gather parameters."""
+        return frozenset(fqn for key, fqn in self._fqns.items() if gathers(self._modules[key]))
 
     def parameter_bytes(self) -> dict[str, int]:
         """By module, bytes of its parameters and those of the modules in it."""

@@ -44,6 +44,7 @@ from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
 from sacplan._torch import inductor
 from sacplan._torch.autograd import in_backward
+from sacplan._torch.distributed_modules import unwrapped
 from sacplan._torch.fake_tensors import FakeTensorMode, active_fake_mode, fake_device_of
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred
 from sacplan._torch.ops import OpTraits, can_run_again, draws_numbers, op_traits
@@ -165,7 +166,7 @@ class Recorder(Watching):
     @without_torch_functions
     def track_model(self, model: torch.nn.Module) -> None:
         """Name the modules after ``model`` and count its parameters, buffers and gradients."""
-        self._calls.name(model)
+        self._calls.name(unwrapped(model))
         self._training.track_model(model)
 
     def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
@@ -500,6 +501,7 @@ class Recorder(Watching):
             gradients=dict(self._training.gradients),
             on_dtensors=frozenset(self._calls.on_dtensors),
             resizes=tuple((same[s], before, after) for s, before, after in storages.resizes),
+            gathering=self._calls.gathering(),
         )
         named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
         split = recorded.with_(in_place_versions(recorded))

@@ -13,6 +13,7 @@ from sacplan._record.host_state import counters_on_host, paged_state, plain_part
 from sacplan._record.state import kept_by
 from sacplan._record.storages import Storages
 from sacplan._record.tensor_table import TensorTable
+from sacplan._torch.distributed_modules import gathered_parameters
 from sacplan._torch.private import is_plain, without_torch_functions
 
 
@@ -84,6 +85,8 @@ class TrainingState:
                 self._storages.track(p.grad, StorageKind.GRADIENT)
         for b in model.buffers():
             self._storages.track(b, StorageKind.BUFFER)
+        for t in gathered_parameters(model):
+            self._storages.track(t, StorageKind.PARAMETER)
 
     def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool) -> None:
         """Count the optimizer's state, the one that is there and the one that it will make."""

@@ -42,25 +42,34 @@ def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> 
     return msgspec.structs.replace(program, storage_kinds=kinds, ops=final_ops(program))
 
 
+_COPIES_OUT = ("fsdp.split_with_sizes_copy.default", "aten.cat.out")
+"""The ops by which ``fully_shard`` fills the parameters that it has gathered, see ``foreach_all_gather_copy_out``."""
+
+
 def final_ops(program: Program) -> tuple[Op, ...]:
     """Return the ops, with those no longer recomputable whose inputs or outputs are written in place later.
 
     An op that runs again must find the values that it read, and must not bring back a value that was overwritten.
     Writes by the optimizer do not matter, since nothing is recomputed after its step.
 
-    A storage that is resized counts as written by the op that runs next: its contents may be gone until then.
+    A storage that is resized counts as written by the op that runs next: its contents may be gone until then. A
+    parameter that ``fully_shard`` gathers again has the values of before: where it is not there, no unit runs an op
+    again (``_ranks/unit_limits.py``).
 
     Where a write made a new version of the storage (``Op.replaces``), the old version has an index of its own that is
     never written again. An op that reads it may run again if its maker may.
     """
     written: dict[int, int] = {}  # storage to the last op that writes it in place
     ops, ran = program.ops, -1
+    kinds = program.storage_kinds
+    gathered = {s for s, _, _ in program.resizes if program.gathering and kinds[s] is StorageKind.PARAMETER}
     for code, arg in program.events:
         if code == Event.OP:
             ran = arg
             if ops[arg].phase is not Phase.OPTIMIZER:
-                written.update(dict.fromkeys(ops[arg].mutates, arg))
-        elif code == Event.RESIZE:
+                own = gathered if ops[arg].name in _COPIES_OUT else ()
+                written.update(dict.fromkeys((s for s in ops[arg].mutates if s not in own), arg))
+        elif code == Event.RESIZE and program.resizes[arg][0] not in gathered:
             written[program.resizes[arg][0]] = ran + 1
     # One pass suffices, since a version is made before it is read. The invariant: ``kept`` holds the overwritten
     # versions of makers seen so far that will not run again.

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, device_around, resolve_device
+from sacplan._torch.distributed_modules import meshes_of_cpus
 from sacplan._torch.versions import torch_names
 from sacplan.errors import PlanError
 
@@ -46,8 +49,53 @@ def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> D
 
 
 @contextmanager
-def pretended_ranks(n: int) -> Iterator[None]:
-    """Run inside of a fake process group whose first rank is this process. Nothing is sent.
+def ranks(
+    world_size: int, rank: int = 0, device: str | DeviceSpec | torch.device = DEFAULT_DEVICE
+) -> Iterator[None]:
+    """Let this process be one of many ranks, of which the others are not there.
+
+        with sacplan.ranks(64, device="h100"):
+            mesh = init_device_mesh("cuda", (8, 8), mesh_dim_names=("dp", "tp"))
+            for layer in model.layers:
+                parallelize_module(layer, mesh["tp"], styles)
+                fully_shard(layer, mesh=mesh["dp"])
+            profile = sacplan.profile(model, batch, loss_fn, optimizer)
+
+    Inside, code that spreads a model over ranks runs as it is, and ``profile`` records the step of this rank: the model
+    is already sharded, and the batch is the one of this rank. Nothing is sent, so that values are not those of a real
+    step: make the model on the meta device. Meshes are of CPUs here, whatever kind of device they are asked for.
+
+    Args:
+        world_size: the number of all ranks.
+        rank: the one that this process is. If ranks differ (stages of a pipeline, shards of uneven size), one after the
+            other may be profiled.
+        device: what a rank runs on, the default of ``profile`` inside.
+
+    Raises:
+        PlanError: there is a process group already, or no such rank.
+        DeviceError: an unknown device.
+    """
+    spec = resolve_device(device)
+    if is_running():
+        raise PlanError(
+            "sacplan.ranks is for a process without ranks, and torch.distributed is initialized here: leave it out. A "
+            "model that is sharded in a running job is profiled as it is."
+        )
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+        raise PlanError(
+            f"rank {rank!r} of {world_size!r} ranks: ranks are numbered from 0 to world_size - 1."
+        )
+    token = device_around.set(spec)
+    try:
+        with pretended_ranks(world_size, rank), meshes_of_cpus():
+            yield
+    finally:
+        device_around.reset(token)
+
+
+@contextmanager
+def pretended_ranks(n: int, rank: int = 0) -> Iterator[None]:
+    """Run inside of a fake process group, as one of its ranks. Nothing is sent.
 
     One that is there is used as it is.
     """
@@ -58,7 +106,7 @@ def pretended_ranks(n: int) -> Iterator[None]:
     with torch_names():
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=n, store=FakeStore())
     try:
         yield
     finally:

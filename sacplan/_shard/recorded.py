@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from sacplan._device.devices import DeviceSpec
 from sacplan._shard.costs import Collective, Costs
 from sacplan._shard.mesh import Mesh
@@ -23,6 +25,10 @@ _KINDS: Mapping[str, Collective] = {
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
+    "_allgather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall_base": "all_to_all",
 }
 
 
@@ -30,8 +36,7 @@ _KINDS: Mapping[str, Collective] = {
 def collective_named(op: str) -> Collective | None:
     """Return the collective that an op is, by the name of its overload; None if it is none, or waits for one."""
     room, _, name = op.partition(".")
-    # Collectives are in ``c10d`` and ``_c10d_functional``; their names differ only in endings, which are
-    # taken off.
+    # Collectives are in ``c10d`` and ``_c10d_functional``; endings are taken off.
     if "c10d" not in room:
         return None
     return _KINDS.get(name.partition(".")[0].rstrip("_").removesuffix("_out").removesuffix("_coalesced"))
@@ -55,7 +60,8 @@ def with_collectives(cost: Cost, spec: DeviceSpec) -> Cost:
 def _collective_ms(
     kind: Collective, spec: DeviceSpec, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> float:
-    group = kwargs.get("group_name", args[-1])
+    # Functional collectives name their group last. Others take it before any other object of C++.
+    group = next((v for v in args if isinstance(v, torch.ScriptObject)), kwargs.get("group_name", args[-1]))
     ranks = ranks_of_group(group)
     if ranks is None:
         raise TraceError(
@@ -63,8 +69,11 @@ def _collective_ms(
             "mesh whose groups have been shut down. Profile it while torch.distributed is initialized; a "
             '"fake" process group will do.'
         )
-    whole = out if kind == "all_gather" else args[0]
-    n_bytes = sum(t.numel() * t.element_size() for t in map(local_part, tensors_in(whole)))
+    # The full buffer is the larger one of what is given and what is made.
+    n_bytes = max(
+        sum(t.numel() * t.element_size() for t in map(local_part, tensors_in(value)))
+        for value in (*args[:2], out)
+    )
     if kind == "all_to_all":
         n_bytes *= len(ranks)
     # Ranks that are not neighbours are those of an axis that is not the last.

@@ -197,8 +197,10 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 def ranks_of_group(group: Any) -> list[int] | None:
     """Return the global ranks of a process group, given the group or its name; None if no group has that name."""
-    from torch.distributed import distributed_c10d
+    from torch.distributed import ProcessGroup, distributed_c10d
 
+    if isinstance(group, torch.ScriptObject):
+        group = ProcessGroup.unbox(group)
     if isinstance(group, str):
         try:
             group = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]

@@ -37,6 +37,7 @@ from sacplan._record.step import (
     resolve_batch,
 )
 from sacplan._torch.compiling import uncompiled
+from sacplan._torch.distributed_modules import unwrapped
 from sacplan._verify.measure import measured_step
 from sacplan.errors import PlanError, SumOfOutputsWarning
 
@@ -299,7 +300,7 @@ class _Applied:
         self._handle: Handle | None = None
 
     def __call__(self, model: torch.nn.Module) -> _Applied:
-        self._handle = put_on(model, self._plan, spread=False)
+        self._handle = put_on(unwrapped(model), self._plan, spread=False)
         return self
 
     def forget_differences(self) -> None:

@@ -1,0 +1,223 @@
+"""Modules that PyTorch runs on several ranks: copies of them, and the parameters that they gather.
+
+``fully_shard`` and ``replicate`` refuse a deep copy, since their states hold process groups, streams and hooks. A copy
+that runs in the same process groups is well defined: it shares groups and meshes, and has everything else of its own.
+It begins before its first forward.
+
+Tried on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from sacplan._torch.fake_tensors import FakeTensor
+from sacplan._torch.private import is_fully_sharded, replaced
+from sacplan.errors import TraceError
+
+_CPU = torch.device("cpu")
+
+
+def _groups_of(module: torch.nn.Module) -> Any:
+    """Return the parameter groups of a module; none if ``fully_shard`` has not been called on it."""
+    return module._get_fsdp_state()._fsdp_param_groups if is_fully_sharded(module) else ()  # type: ignore[operator]
+
+
+def gathers(module: torch.nn.Module) -> bool:
+    """Whether a module gathers parameters in its forward and its backward."""
+    return bool(_groups_of(module))
+
+
+def gathered_parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that hold gathered parameters; of parameters that are not gathered now they have no bytes."""
+    for module in model.modules():
+        for group in _groups_of(module):
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
+                yield from getattr(parameter, "_unsharded_inner_tensors", ())
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside of DistributedDataParallel, whose names are those of a plan."""
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+def _reducer_of(module: Any) -> Any:
+    """Return the DistributedDataParallel of a module, or the state that will make one; None if there is none."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        return module
+    state = _replicate_state(module)
+    return getattr(state, "_ddp", state)
+
+
+def _replicate_state(module: torch.nn.Module) -> Any:
+    room = sys.modules.get("torch.distributed._composable.replicate")
+    return None if room is None or not isinstance(module, room.DDP) else room.replicate.state(module)
+
+
+def is_settled(model: torch.nn.Module) -> bool:
+    """Whether the first step is like later ones: parameters have not been gathered, and no buckets are rebuilt."""
+    return not any(gathers(module) or _reducer_of(module) for module in model.modules())
+
+
+@contextmanager
+def meshes_of_cpus() -> Iterator[None]:
+    """Inside, each ``DeviceMesh`` that is made is one of CPUs, as fake tensors are."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    plain: Any = DeviceMesh.__init__
+
+    def of_cpus(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        plain(mesh, "cpu", *args, **kwargs)
+
+    with replaced(DeviceMesh, __init__=of_cpus):
+        yield
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def _copied(module: Any, memo: dict[int, Any]) -> Any:
+    # ``__new__`` of the class would make a module of the class from before.
+    twin = memo[id(module)] = object.__new__(type(module))
+    twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(module).items()})
+    return twin
+
+
+@contextmanager
+def copyable(
+    model: torch.nn.Module, memo: dict[int, Any], twin_of: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Inside, ``copy.deepcopy(model, memo)`` copies what runs on several ranks. At the end PyTorch knows the copies.
+
+    ``twin_of`` copies a tensor.
+
+    Raises:
+        TraceError: a communication hook, which waits for a result that nobody sends.
+    """
+    states = sys.modules.get("torch.distributed._composable_state")
+    if states is None:
+        yield
+        return
+    spread = {m: state for m in model.modules() if (state := states._get_module_state(m)) is not None}
+    reducers = [reducer for m in model.modules() if (reducer := _reducer_of(m)) is not None]
+    if any(
+        getattr(reducer, "_comm_hooks", ()) or getattr(reducer, "_comm_hook_args", ()) for reducer in reducers
+    ):
+        raise TraceError(
+            "a communication hook is registered on DistributedDataParallel; a fake step does not run it. Profile the "
+            "model before register_comm_hook: what the hook allocates is not in the peak."
+        )
+    for parameter in (p for m in spread for group in _groups_of(m) for p in group.fsdp_params):
+        twin_of(parameter.sharded_param)
+        if hasattr(parameter, "_unsharded_param"):
+            memo[id(parameter._unsharded_param)] = None
+    with ExitStack() as stack:
+        for kind in {type(m) for m in model.modules() if m in spread or _replicate_state(m) is not None}:
+            stack.enter_context(replaced(kind, __deepcopy__=_copied))
+        stack.enter_context(_shared())
+        yield
+    for module, state in spread.items():
+        states._insert_module_state(memo[id(module)], memo[id(state)])
+        if is_fully_sharded(module):
+            _begin_anew(memo[id(state)])
+    for reducer in reducers:
+        twin = memo[id(reducer)]
+        if isinstance(twin, torch.nn.parallel.DistributedDataParallel):
+            twin.register_comm_hook(None, _reduced)
+        else:
+            twin._comm_hook_args.append(((None, _reduced), {}))
+
+
+@contextmanager
+def _shared() -> Iterator[None]:
+    """Inside, deep copies share process groups and what belongs to them."""
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    kinds = (types.ModuleType, DeviceMesh, ProcessGroup, torch.Stream, torch.Event)
+    known: Any = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    known.update(dict.fromkeys(kinds, lambda value, memo: value))
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            del known[kind]
+
+
+def _begin_anew(state: Any) -> None:
+    """Let the copied state of ``fully_shard`` be as it is before the first forward, on fake tensors."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
+
+    state._is_root, state._state_ctx, state._comm_ctx = None, FSDPStateContext(), FSDPCommContext()
+    # Fake tensors are of a CPU, whatever device they stand for.
+    state._device, state._device_handle = _CPU, torch.cpu
+    for group in state._fsdp_param_groups:
+        group.device, group.device_handle = _CPU, torch.cpu
+        group._to_sharded()
+        for parameter in group.fsdp_params:
+            parameter.device = _CPU
+            parameter.all_gather_outputs = []
+            vars(parameter).pop("_unsharded_param", None)
+
+
+# --- DistributedDataParallel on fake tensors --------------------------------------------------------
+
+
+def _reduced(_, bucket):  # type: ignore[no-untyped-def]  # what PyTorch reads, and wants as classes
+    """Reduce a bucket of gradients, as DistributedDataParallel does without a hook, and say that it is there."""
+    # The future of a collective on fake tensors has no result.
+    buffer = bucket.buffer()
+    torch.distributed.all_reduce(buffer, async_op=True)
+    found: Any = torch.futures.Future()
+    found.set_result(buffer)
+    return found
+
+
+class _RealIndices(TorchDispatchMode):
+    """Runs ops on numbers of buckets, which C++ reads, on real tensors; nothing is sent."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(isinstance(t, FakeTensor) for t in given) or not (given or kwargs.get("dtype") is torch.int32):
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            from torch._C._distributed_c10d import FakeWork
+
+            return args[0], FakeWork().boxed()
+        with _disable_current_modes():
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def fake_replicas() -> Iterator[None]:
+    """Inside, DistributedDataParallel is made and rebuilds its buckets as on real tensors, without asking others."""
+    if "torch.distributed" not in sys.modules or not torch.distributed.is_available():
+        yield
+        return
+    reducer: Any = torch.distributed.Reducer  # type: ignore[attr-defined]
+    plain = reducer._rebuild_buckets
+
+    def rebuild(it: Any) -> Any:
+        with _RealIndices():
+            return plain(it)
+
+    agreed = dict.fromkeys(
+        ("_verify_param_shape_across_processes", "_sync_module_states"), lambda *args, **kwargs: None
+    )
+    with (
+        replaced(reducer, _rebuild_buckets=rebuild),
+        replaced(torch.nn.parallel.distributed, **agreed),
+    ):
+        yield
