@@ -224,6 +224,11 @@ class Profile:
             ranks = ranks.changing(self.ranks)
         if ranks == self.ranks:  # the same profile, with all that is cached in it
             return self
+        if self.recorded.gathering:
+            raise TraceError(
+                "fully_shard had been called on the model when it was profiled: this is the profile of a rank already. "
+                "Leave world_size, fsdp_units and mesh out, or profile the model before it is sharded."
+            )
         if ranks.sharding != self.ranks.sharding:
             return self._on_mesh(ranks.sharding).on_ranks(ranks)
         recorded = self.fingerprint.setup.mixed

@@ -68,10 +68,10 @@ from sacplan._record.user_code import (
     plain_attributes,
     told_of_scripted,
 )
-from sacplan._shard.process_groups import device_mesh_of, pretended_ranks
-from sacplan._shard.recorded import with_collectives
+from sacplan._shard.process_groups import device_mesh_of, pretended_ranks, this_rank
+from sacplan._shard.recorded import collective_named, with_collectives
 from sacplan._shard.sharding import Sharding
-from sacplan._torch.distributed_modules import fake_replicas, is_settled
+from sacplan._torch.distributed_modules import fake_replicas, first_steps
 from sacplan._torch.fake_kernels import keep_to_this_thread
 from sacplan._torch.fake_tensors import FakeTensorMode
 from sacplan._torch.inductor import compiled_so_far, is_compiling_dry
@@ -217,14 +217,13 @@ def _names_of(parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module) 
 
 
 def _check_gradient_hooks(model: torch.nn.Module) -> None:
-    # ``fully_shard`` runs such a hook on the gradient of a shard, when that is reduced. What an optimizer does there is
-    # moved to that moment; of other hooks, nobody knows what they do.
-    if not has_gradient_hooks(model) or optimizers_in_backward(model):
-        return
-    raise TraceError(
-        "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook), and that "
-        "steps no optimizer. With fsdp_units that is not modelled. Remove the hook."
-    )
+    # ``fully_shard`` runs such a hook on the gradient of a shard, when that is reduced.
+    if has_gradient_hooks(model):
+        raise TraceError(
+            "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook). With "
+            "fsdp_units that is not modelled. Call fully_shard inside of sacplan.ranks(...), register the hook on the "
+            "sharded parameters, and profile the model there."
+        )
 
 
 def warn_of_step(found: Profile, stacklevel: int) -> None:
@@ -321,6 +320,8 @@ def trace_step(
         recorded, rules, setup, calls, local_shapes = run(asked)
     _check_recorded(recorded, mode)
     recorded = kept_at_limits(recorded, recorded.gathering)
+    if sharding is None and any(collective_named(op.name) for op in recorded.ops):
+        rules = (*rules, this_rank())
     fingerprint = structs.replace(
         fingerprint,
         setup=structs.replace(setup, compiled=compiled, scripted=scripted, mixed=mixed, routing=routing),
@@ -506,9 +507,10 @@ def _record_settled_step(
     # The first exit is the usual one: nothing was left, so the next step would be the same.
     left: list[Any] = []
     program: Program | None = None
-    # It begins with what later steps begin with: gradients, and parameters that have been gathered once.
-    is_usual = not step.accumulates and is_settled(step.model)
-    for _ in range(_MOST_STEPS + step.accumulates + bool(step.optimizers_in_backward)):
+    # A usual step begins with what later ones begin with: gradients, and the buffers of what runs on ranks.
+    unusual = max(int(step.accumulates), first_steps(step.model))
+    is_usual = not unusual
+    for i in range(1, 1 + _MOST_STEPS + unusual + bool(step.optimizers_in_backward)):
         # Of a plan that is applied, only the differences of the last recorded step count.
         if handle is not None:
             handle.forget_differences()
@@ -541,9 +543,10 @@ def _record_settled_step(
             return program, tuple(calls)
         # As it was before the first step: gradients of this one must not be alive when the next begins, unless the next
         # is to add to them.
-        is_usual = True
+        is_usual = i >= unusual
         if not step.accumulates:
             step.model.zero_grad(set_to_none=True)
+            left += recording.storages.gradients_left()  # buckets
     assert program is not None
     warnings.warn(
         f"each of {_MOST_STEPS} steps ran other ops than the one before; the profile is of the last. A plan is "

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sacplan._program.optimizer_ops import steps_in_backward
 from sacplan._program.program import Event, Phase, Program
 
 _ENDS = (Event.FREE, Event.RELEASE, Event.DROP)
@@ -81,8 +80,7 @@ def backward_passes(program: Program) -> Iterator[list[tuple[int, int]]]:
         elif code == Event.OP:
             if program.ops[arg].phase == Phase.BACKWARD:
                 run.append((position if asked is None else asked, arg))
-            # An op of the forward pass of the next micro-batch ends this backward pass. One of an optimizer does not:
-            # it may step in the backward pass.
+            # An op of the forward pass of the next micro-batch ends this backward pass.
             elif run and program.ops[arg].phase == Phase.FORWARD:
                 yield run
                 run = []
@@ -94,15 +92,11 @@ def backward_passes(program: Program) -> Iterator[list[tuple[int, int]]]:
 
 def _end_of(program: Program, run: Sequence[tuple[int, int]]) -> int:
     """Return the position at which all that the last node held has been released."""
-    events, ops = program.events, program.ops
+    events = program.events
     position = int(program.liveness.op_events[run[-1][1]]) + 1
-    in_backward = steps_in_backward(program)
-
-    def belongs(code: int, arg: int) -> bool:
-        return code in _ENDS or (in_backward and code == Event.OP and ops[arg].phase == Phase.OPTIMIZER)
 
     # The callback that autograd queues for the end of a pass runs when the graph is done, after the last node
-    # has dropped its inputs and saved tensors, and after the last hook of a parameter.
-    while position < len(events) and belongs(*events[position]):
+    # has dropped its inputs and saved tensors.
+    while position < len(events) and events[position][0] in _ENDS:
         position += 1
     return position

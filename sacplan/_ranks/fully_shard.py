@@ -45,13 +45,11 @@ The time of a collective is its exposed part (``overlap.py``):
 Recomputation by a plan hides more than is counted here: exposed times are those of the step without it. The time of the
 optimizer's ops is proportional to the bytes of the shards.
 
-An optimizer that steps in hooks of the sharded parameters steps when a unit's gradients are reduced (``foreach_reduce``
-calls the hooks), and these are gone afterwards.
-
-Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled: that
-collectives take multiprocessors and bandwidth from computation; different arguments for different units, explicit
-prefetching, gradients left unreduced over several backward passes, and links of their own for all-reduces among
-replicas. Optimizer state of another shape than its parameter's (Adafactor's factors) is counted whole.
+Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled:
+optimizers that step in the backward pass (``sacplan.ranks`` records them), that collectives take multiprocessors and
+bandwidth from computation, different arguments for different units, explicit prefetching, gradients left unreduced over
+several backward passes, and links of their own for all-reduces among replicas. Optimizer state of another shape than
+its parameter's (Adafactor's factors) is counted whole.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ import msgspec
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import FingerprintEntry
-from sacplan._program.optimizer_ops import steps_in_backward
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
 from sacplan._ranks.offload import HostMemory, HostShards, gather_inputs_bytes, host_bytes_of, host_memory
@@ -73,7 +70,6 @@ from sacplan._ranks.rank_ops import RankOps
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
 from sacplan._ranks.shards import Parameter, owners, parameter_bytes, parameters_of, resolve_units
 from sacplan._ranks.unit_limits import GATHER, kept_at_limits
-from sacplan._shard.optimizer import like_parameters
 from sacplan.errors import TraceError
 
 _COPY_OUT = "fsdp.split_with_sizes_copy.default"
@@ -188,7 +184,6 @@ class _FullyShardRewriter:
         self.gradients = self._gradients()
         self.reduced: dict[int, int] = {}  # gradients that were freed, to the storages of their shards
         self.awaited: set[int] = set()  # gradients that live until they are reduced
-        self.stepped = self._steps_in_backward()
         self.host = self._on_host()
         for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), self.shards, spec)):
             n_bytes = 0 if self.host is not None and s in self.host.n_bytes else n_bytes
@@ -246,34 +241,6 @@ class _FullyShardRewriter:
                 if p.storage in self.r.gradients:
                     found[self._gradient_of(p)].append(group)
         return found
-
-    def _steps_in_backward(self) -> dict[int, ParamGroup]:
-        """Return, by op of an optimizer that steps in the backward pass, the unit whose gradients it waits for."""
-        r = self.r
-        if not steps_in_backward(r):
-            return {}
-        groups = {p.storage: group for group in self.groups.values() for p in group.parameters}
-        owner = like_parameters(r, groups)
-        found: dict[int, ParamGroup] = {}
-        unknown: list[int] = []
-        for index in (arg for code, arg in r.events if code == Event.OP):
-            op = r.ops[index]
-            if op.phase == Phase.OPTIMIZER:
-                # An op on a counter of steps alone belongs with the next one on a tensor of a parameter's shape.
-                unknown.append(index)
-                of = next((owner[s] for s in (*op.reads, *op.mutates, *op.writes) if s in owner), None)
-                if of is not None:
-                    found.update(dict.fromkeys(unknown, groups[of]))
-                    unknown.clear()
-        return found
-
-    def _waits_for(self, code: int, arg: int) -> ParamGroup | None:
-        """Return the unit whose gradients have to be reduced before an event of an optimizer's step; None: no such."""
-        if code == Event.OP:
-            return self.stepped.get(arg)
-        if code in (Event.FREE, Event.ALLOC):
-            return self.stepped.get(self.r.writer.get(arg, -1))
-        return None
 
     def _gradient_of(self, p: Parameter) -> int:
         return self.r.tensors[self.r.gradients[p.storage]].storage
@@ -334,13 +301,6 @@ class _FullyShardRewriter:
             # The recorded step frees a gradient in the optimizer or at the end. On a rank the unsharded
             # gradient is freed when it is reduced (``_post_backward``), so the recorded event is dropped.
             awaited = code == Event.FREE and (arg in self.reduced or arg in self.awaited)
-            # A hook that steps drops the gradient, but only when it is reduced.
-            awaited = awaited or (code == Event.FREE and bool(self.stepped) and arg in self.gradients)
-            waits_for = self._waits_for(code, arg) if self.stepped else None
-            if waits_for is not None:
-                waits_for.steps.append((code, arg))
-                events[position] = tuple(self.ops.out)
-                continue
             norms = self._replicated_norms(arg) if code == Event.OP else {}
             if not awaited:
                 self.ops.out.append((code, arg))
@@ -711,19 +671,6 @@ class _FullyShardRewriter:
         self.reduced.update(dict.fromkeys(group.grads, group.reduced_grads))
         group.grads.clear()
         context.reduced.append(full)
-        if group.steps:
-            self._step(group, group.reduced_grads)
-
-    def _step(self, group: ParamGroup, reduced: int) -> None:
-        """Run the steps that have waited for reduced gradients, and drop these, as hooks of parameters do."""
-        for code, arg in group.steps:
-            self.ops.out.append((code, arg))
-            if code == Event.OP:
-                self._copy_op(arg, {})
-        group.steps.clear()
-        self.ops.free(reduced)
-        group.reduced_grads = None
-        group.with_grad.clear()
 
     def _cast_shard(self, group: ParamGroup, reduced: int, n_bytes: int) -> int:
         """Cast reduced gradients to the type of the shards, and return the storage of the result."""
@@ -747,9 +694,8 @@ class _FullyShardRewriter:
     def _copy_to_host(self, group: ParamGroup, shard: int, sizes: Reduction, host: HostShards) -> int:
         """Copy reduced gradients to the host, and return the storage that they have there."""
         # Gradients that are added to earlier ones are waited for, and so are those in memory that is not pinned.
-        # So are those that a hook reads at once.
         ms = host.copy_ms(sizes.shard_bytes)
-        waits = not host.pinned or group.reduced_grads is not None or bool(group.steps)
+        waits = not host.pinned or group.reduced_grads is not None
         there = self._collective(
             _CAST,
             Phase.BACKWARD,

@@ -54,7 +54,6 @@ class ParamGroup:
         grads: gradients that are not reduced yet.
         reduced_grads: the storage of the reduced ones, and ``with_grad`` the parameters that have one.
         all_reduced: the buffer of an all-reduce, if it is not the gradient itself.
-        steps: events of optimizers that step in the backward pass, which wait for the reduced gradients.
     """
 
     unit: str
@@ -72,7 +71,6 @@ class ParamGroup:
     reduced_grads: int | None = None
     with_grad: set[int] = field(default_factory=set)
     all_reduced: int | None = None
-    steps: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def sources(self) -> tuple[int, ...]:

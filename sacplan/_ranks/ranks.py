@@ -138,12 +138,11 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             TraceError: unknown units, or a model that cannot be spread so.
         """
-        if self.world_size > 1 and steps_in_backward(whole) and (self.fsdp_units is None or self.mixed):
+        if self.world_size > 1 and steps_in_backward(whole):
             raise TraceError(
-                "an optimizer steps in hooks during the backward pass, before gradients are reduced over ranks: on "
-                "several ranks that is modelled for fully_shard without a mixed-precision policy only: give "
-                'fsdp_units=["layers.*", ""] and no mp_policy. Or remove the hooks, and give an optimizer that steps '
-                "after the backward pass: the peak is then an upper bound, since it keeps all gradients."
+                "an optimizer steps in hooks during the backward pass, before gradients are reduced over ranks. Spread "
+                "the model inside of sacplan.ranks(...), register the hooks there, and profile it: the step of a rank "
+                "is then recorded. Or give an optimizer that steps after the backward pass."
             )
         if self.world_size == 1:
             return whole

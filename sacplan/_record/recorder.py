@@ -37,6 +37,7 @@ from sacplan._record.regenerated_views import RegeneratedViews
 from sacplan._record.saved_tensors import SavedMode, SavedTensors
 from sacplan._record.seen_ops import SeenOp, SeenOps, SeenOutputs
 from sacplan._record.storages import Storages
+from sacplan._record.streams import Streams
 from sacplan._record.tensor_table import TensorTable
 from sacplan._record.training_state import TrainingState
 from sacplan._record.unseen_writes import UnseenWrites
@@ -153,6 +154,7 @@ class Recorder(Watching):
             unpacks=self._nodes.follow,
             rules=rules,
         )
+        self._streams = Streams(self._extend) if on_gpu else None
         self._state_bytes = self.storages.rounded(state_bytes)
         self.storages.is_fake = active_fake_mode() is not None  # what is tracked before the step counts, too
 
@@ -193,6 +195,8 @@ class Recorder(Watching):
         if not inductor.is_compiling_dry():
             self._watched.enter_context(noted_generator_states(self._took_state))
         self._watched.enter_context(storage_resizes(self.storages.resized))
+        if self._streams is not None:
+            self._watched.enter_context(self._streams)
         self.storages.is_recording = True
         self.storages.is_fake = active_fake_mode() is not None
         self._seen = self._seen_ops()
@@ -380,11 +384,14 @@ class Recorder(Watching):
             replayable = self.storages.is_as_made(args[0], mutates)
         else:
             replayable = bool(writes) and len(made) == len(outputs) and all(s in writes for s in made_on)
+        time_ms = seen.time_ms
+        if self._streams is not None:
+            time_ms = self._streams.ran(index, func, args, kwargs, time_ms, (*taken_on, *mutates), made_on)
         op = Op(
             name=traits.name,
             phase=phase,
             scope=scope,
-            time_ms=seen.time_ms,
+            time_ms=time_ms,
             flops=seen.flops,
             workspace_bytes=seen.workspace_bytes - given_bytes,
             reads=_read(traits, args, taken, taken_on),
@@ -418,6 +425,9 @@ class Recorder(Watching):
                 self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
             if self.storages.is_fake:
                 self._regenerated.saw(func, taken, made, writes=bool(mutates))
+
+    def _extend(self, op: int, ms: float) -> None:
+        self._ops[op] = msgspec.structs.replace(self._ops[op], time_ms=self._ops[op].time_ms + ms)
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Record memory that a compiled graph allocates."""

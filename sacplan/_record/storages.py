@@ -149,6 +149,10 @@ class Storages:
             and ref() is not None
         ]
 
+    def gradients_left(self) -> list[weakref.ref[Any]]:
+        """Storages of gradients that are still alive."""
+        return [ref for index, ref in self._alive.items() if self.kinds[index] is StorageKind.GRADIENT]
+
     # --- while it runs -----------------------------------------------------------------------
 
     def known(self, tensor: torch.Tensor) -> int:

@@ -6,14 +6,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from sacplan._device.devices import DeviceSpec
 from sacplan._shard.costs import Collective, Costs
 from sacplan._shard.mesh import Mesh
 from sacplan._torch.local_tensors import local_part
 from sacplan._torch.ops import is_between_ranks, tensors_in
-from sacplan._torch.private import ranks_of_group
+from sacplan._torch.private import group_of
 from sacplan.errors import TraceError
 
 Cost = Callable[..., tuple[int, float]]
@@ -43,10 +41,7 @@ def collective_named(op: str) -> Collective | None:
 
 
 def with_collectives(cost: Cost, spec: DeviceSpec) -> Cost:
-    """Return a cost function in which collectives take the time of their links, and waiting takes none.
-
-    All of it counts as exposed, since tensor parallelism waits for each collective at once.
-    """
+    """Return a cost function in which collectives take the time of their links, and waiting takes none."""
 
     def of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> tuple[int, float]:
         if not is_between_ranks(func):
@@ -60,12 +55,11 @@ def with_collectives(cost: Cost, spec: DeviceSpec) -> Cost:
 def _collective_ms(
     kind: Collective, spec: DeviceSpec, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> float:
-    # Functional collectives name their group last. Others take it before any other object of C++.
-    group = next((v for v in args if isinstance(v, torch.ScriptObject)), kwargs.get("group_name", args[-1]))
-    ranks = ranks_of_group(group)
+    ranks = group_of(func, args, kwargs)
     if ranks is None:
         raise TraceError(
-            f"{func} speaks to process group {group!r}, which is not there: the model was parallelised with a device "
+            f"{func} speaks to process group {kwargs.get('group_name', args[-1])!r}, which is not there: the model was "
+            "parallelised with a device "
             "mesh whose groups have been shut down. Profile it while torch.distributed is initialized; a "
             '"fake" process group will do.'
         )

@@ -64,9 +64,10 @@ def _replicate_state(module: torch.nn.Module) -> Any:
     return None if room is None or not isinstance(module, room.DDP) else room.replicate.state(module)
 
 
-def is_settled(model: torch.nn.Module) -> bool:
-    """Whether the first step is like later ones: parameters have not been gathered, and no buckets are rebuilt."""
-    return not any(gathers(module) or _reducer_of(module) for module in model.modules())
+def first_steps(model: torch.nn.Module) -> int:
+    """Return how many steps are unlike later ones: the first gathers, and makes buckets that the second replaces."""
+    modules = tuple(model.modules())
+    return 2 if any(_reducer_of(m) is not None for m in modules) else int(any(map(gathers, modules)))
 
 
 @contextmanager

@@ -209,6 +209,14 @@ def ranks_of_group(group: Any) -> list[int] | None:
     return sorted(distributed_c10d.get_process_group_ranks(group))
 
 
+def group_of(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+    """Return the global ranks of the group that a collective speaks to; None if it is not there."""
+    # Functional collectives name their group last. Others take it before any other object of C++.
+    last = kwargs.get("group_name", args[-1])
+    found = ranks_of_group(next((v for v in args if isinstance(v, torch.ScriptObject)), last))
+    return None if found is None else tuple(found)
+
+
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Replace attributes of a class or a module inside the context, for the whole process."""

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import sacplan
-from sacplan._ranks.shards import resolve_units
 from tests.record.test_optimizer_in_backward import tutorial
 from tests.support.ranks import RANKS, RankMemory, fully_sharded
 from tests.support.steps import mean_square
@@ -69,16 +68,16 @@ def test_the_peak_of_a_rank(make: Any, options: dict[str, Any], model: str, mesh
     batch = torch.randn(16, 64) if model == "heavy" else models.tokens(4, 32, 64)
     loss_fn: Any = mean_square if model == "heavy" else models.cross_entropy
     units = ["layers.*", ""]
-    hooked = made()
+    names = ("", *(f"layers.{i}" for i in range(len(made().layers))))  # type: ignore[arg-type]
+
+    def sharded() -> nn.Module:
+        reshard, offload = options.get("reshard_after_forward"), options.get("offload_policy")
+        return fully_sharded(made(), mesh, names, reshard, None, offload)
+
+    hooked = sharded()
     tutorial(hooked, make)
-    profile = sacplan.profile(
-        hooked, batch, loss_fn, device="cpu", world_size=RANKS, fsdp_units=units, **options
-    )
-    names = resolve_units(units, profile.recorded)
-    sharded = fully_sharded(
-        made(), mesh, names, options.get("reshard_after_forward"), None, options.get("offload_policy")
-    )
-    assert profile.peak_bytes == _Hooked(sharded, batch, loss_fn, make).peak_bytes()
+    profile = sacplan.profile(hooked, batch, loss_fn, device="cpu")
+    assert profile.peak_bytes == _Hooked(sharded(), batch, loss_fn, make).peak_bytes()
     after = sacplan.profile(
         made(), batch, loss_fn, make, "cpu", world_size=RANKS, fsdp_units=units, **options
     )

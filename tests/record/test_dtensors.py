@@ -294,12 +294,3 @@ def test_a_mesh_that_was_shut_down_is_named(mesh: Any) -> None:
     x = torch.zeros(4)
     with pytest.raises(TraceError, match="process group 'of nobody', which is not there"):
         cost(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "of nobody"), {}, x)
-
-
-def test_a_model_after_fully_shard_is_refused_with_advice(mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = mlp()
-    fully_shard(model[4], mesh=mesh)
-    with pytest.raises(TraceError, match=r"fully_shard has been called on '4'.*fsdp_units="):
-        sacplan.profile(model, torch.zeros(8, 32), device="cpu")

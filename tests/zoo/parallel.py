@@ -130,3 +130,34 @@ class SplitLM(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+def parallel_lm(model: nn.Module, mesh: Any, head: bool = True) -> nn.Module:
+    """Tensor and sequence parallelism of a ``SplitLM``, as torchtitan writes it; logits are cut over the vocabulary."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    cut = Shard(1)
+    styles: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=cut),
+        "layers.*.before": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(input_layouts=cut, desired_input_layouts=Replicate()),
+        **{f"layers.*.attention.{n}": ColwiseParallel() for n in "qkv"},
+        "layers.*.attention.o": RowwiseParallel(output_layouts=cut),
+        "layers.*.norm": SequenceParallel(),
+        "layers.*.up": ColwiseParallel(input_layouts=cut),
+        "layers.*.down": RowwiseParallel(output_layouts=cut),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=cut,
+            output_layouts=Shard(-1) if head else Replicate(),
+            use_local_output=not head,
+        ),
+    }
+    return parallelize_module(model, mesh, styles)

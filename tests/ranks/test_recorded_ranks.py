@@ -1,0 +1,280 @@
+"""Ranks as people write them, recorded in ``sacplan.ranks``: against the allocator of real gloo ranks, to the byte."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import sacplan
+from sacplan._device.devices import resolve_device
+from sacplan._device.links import Link
+from sacplan.errors import PlanError, TraceError
+from tests.support.processes import run_ranks
+from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
+from tests.support.steps import bit_equal
+from tests.zoo.parallel import SplitLM, parallel_lm
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return SplitLM(layers=3, dim=32, vocab=64)
+
+
+def tokens(rank: int = 0) -> torch.Tensor:
+    return torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(rank))
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def in_parts() -> AbstractContextManager[None]:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
+
+
+def fully_sharded(model: nn.Module, mesh: Any, **how: Any) -> nn.Module:
+    """As torchtitan does it: each layer, the last one kept gathered, and the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    *layers, last = model.layers  # type: ignore[misc]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, **how)
+    fully_shard(last, mesh=mesh, **{**how, "reshard_after_forward": False})
+    return fully_shard(model, mesh=mesh, **how)
+
+
+def in_bfloat16(model: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return fully_sharded(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def replicas(model: nn.Module, mesh: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def replicas_in_place(model: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(model)
+
+
+def gradients_in_buckets(model: nn.Module, mesh: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def over_both_axes(model: nn.Module, mesh: Any) -> nn.Module:
+    """Tensors over the last axis, shards over the others: the first has replicas if there are three."""
+    parallel_lm(model, mesh["tp"])
+    return fully_sharded(model, mesh["replicate", "shard"] if mesh.ndim == 3 else mesh["dp"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is spread, and what each rank runs around a step."""
+
+    spread: Callable[[nn.Module, Any], nn.Module]
+    mesh: dict[str, int] = field(default_factory=lambda: {"dp": 2})
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    same_batch: bool = False  # on all ranks
+    buckets: bool = False  # there are buckets of gradients between steps, which no tensor of Python refers to
+
+    def made(self) -> tuple[nn.Module, Any]:
+        names = tuple(self.mesh)
+        mesh = dist.device_mesh.init_device_mesh("cpu", tuple(self.mesh.values()), mesh_dim_names=names)
+        model = language_model()
+        return model, self.spread(model, mesh)
+
+
+TENSORS = {"mesh": {"tp": 2}, "around": in_parts, "same_batch": True}
+
+CASES = {
+    "fully_shard": Case(fully_sharded),
+    "bfloat16": Case(in_bfloat16),
+    "DDP": Case(replicas, buckets=True),
+    "replicate": Case(replicas_in_place, buckets=True),
+    "gradients in buckets": Case(gradients_in_buckets, buckets=True),
+    "tensors": Case(lambda m, mesh: parallel_lm(m, mesh, head=False), {"tp": 2}, same_batch=True),
+    "tensors and loss": Case(parallel_lm, **TENSORS),  # type: ignore[arg-type]
+    "replicas of shards": Case(fully_sharded, {"replicate": 2, "shard": 2}),
+    "shards of tensors": Case(over_both_axes, {"dp": 2, "tp": 2}, in_parts, same_batch=True),
+    "replicas of shards of tensors": Case(
+        over_both_axes, {"replicate": 2, "shard": 2, "tp": 2}, in_parts, same_batch=True
+    ),
+}
+
+
+def profiled(called: nn.Module, rank: int = 0) -> sacplan.Profile:
+    return sacplan.profile(called, tokens(rank), loss_fn, OPTIMIZER)
+
+
+def values_of(model: nn.Module, called: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
+    loss = loss_fn(called, batch)
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    values = [getattr(t, "_local_tensor", t).clone() for t in found]
+    model.zero_grad(set_to_none=True)
+    return values
+
+
+def check(name: str, directory: Path) -> None:
+    case, rank = CASES[name], dist.get_rank()
+    batch = tokens(0 if case.same_batch else rank)
+    plan = sacplan.Plan.load(directory / f"{name}.json")
+    expected: list[torch.Tensor] = []
+    for predicted in (plan.baseline_peak_bytes, plan.peak_bytes):
+        model, called = case.made()
+        held = sum(p.nbytes for p in model.parameters()) if case.buckets else 0
+        if predicted == plan.peak_bytes:
+            handle = sacplan.apply(model, plan)
+        found = values_of(model, called, batch)
+        with patient_collectives():
+            measured = RankMemory(called, batch, loss_fn).peak_bytes(held)
+        assert measured == predicted, f"{name}: {measured - predicted:+} bytes of {predicted}"
+        if not expected:
+            expected = found
+            # A model in a running job is profiled as it is, by one rank alone.
+            if rank == 0:
+                assert sacplan.profile(called, batch, loss_fn, OPTIMIZER, "cpu").peak_bytes == predicted
+        else:
+            assert bit_equal(found, expected), name
+            assert not handle.differences
+
+
+def on_rank(rank: int, ranks: int, names: Sequence[str], directory: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    try:
+        for name in names:
+            with CASES[name].around():
+                check(name, Path(directory))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, ("fully_shard", "bfloat16", "DDP", "tensors and loss")),
+        pytest.param(2, ("replicate", "gradients in buckets", "tensors"), marks=pytest.mark.exhaustive),
+        (4, ("replicas of shards", "shards of tensors")),
+        pytest.param(8, ("replicas of shards of tensors",), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_recorded_and_planned_ranks_are_the_real_ones(
+    ranks: int, names: Sequence[str], tmp_path: Path
+) -> None:
+    for name in names:
+        with sacplan.ranks(ranks, device="cpu"), CASES[name].around():
+            model, called = CASES[name].made()
+            profile = profiled(called)
+            plan = sacplan.plan(profile, "85%")
+            assert plan.units, name
+            assert sacplan.verify(called, tokens(), plan, loss_fn, OPTIMIZER).peak_bytes == plan.peak_bytes
+            assert [tuple(p.shape) for p in model.parameters()] == [
+                s for _, s, _ in plan.fingerprint.parameters
+            ]
+            plan.save(tmp_path / f"{name}.json")
+    run_ranks(on_rank, (ranks, names, str(tmp_path)), ranks)
+
+
+# --- in one process: what the recording says -------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "defaults": {},
+    "kept after forward": {"reshard_after_forward": False},
+    "shards of four": {"reshard_after_forward": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "defaults",
+        *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for n in list(OPTIONS)[1:]),
+    ],
+)
+def test_a_recorded_rank_is_planned_as_one_that_is_worked_out(name: str) -> None:
+    """Two roads to the same step: from the whole step, and from a model on the meta device that is sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    units = ["layers.*", ""]
+    whole = sacplan.profile(language_model(), tokens(), loss_fn, OPTIMIZER, "cpu")
+    expected = sacplan.plan(whole, "85%", world_size=8, fsdp_units=units, **OPTIONS[name])
+    with sacplan.ranks(8, device="cpu"):
+        mesh = dist.device_mesh.init_device_mesh("cuda", (8,))
+        model = language_model().to("meta")
+        for unit in (*model.layers, model):  # type: ignore[misc]
+            fully_shard(unit, mesh=mesh, **OPTIONS[name])
+        profile = profiled(model)
+    found = sacplan.plan(profile, "85%")
+    assert profile.peak_bytes == expected.baseline_peak_bytes
+    for plan in (found, expected):
+        seen = profile.footprint(plan)
+        assert seen.peak_bytes == plan.peak_bytes == whole.on_ranks(expected.ranks).footprint(plan).peak_bytes
+        assert plan.recompute_ms < 1.2 * expected.recompute_ms
+    assert "rank 0 of 8, recorded as PyTorch runs it" in "; ".join(profile.assumptions)
+    with pytest.raises(TraceError, match="profile of a rank already"):
+        sacplan.plan(profile, "85%", world_size=4, fsdp_units=units)
+
+
+def exposed_ms(gb_per_s: float) -> tuple[float, float]:
+    """Time of a step of eight ranks, and what computation alone takes."""
+    from torch.distributed.fsdp import fully_shard
+
+    spec = replace(resolve_device("h100"), inner_link=Link("link", gb_per_s * 1e9, 0.0), kernel_launch_us=0.0)
+    with sacplan.ranks(8, device=spec), torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+        for layer in (*model, model):
+            fully_shard(layer)
+        profile = sacplan.profile(model, torch.zeros(4096, 1024), lambda m, x: m(x).square().mean())
+    ops = profile.program.ops
+    return profile.step_ms, sum(op.time_ms for op in ops if "c10d" not in op.name)
+
+
+def test_collectives_are_hidden_behind_computation_as_streams_allow() -> None:
+    """By hand: 4 MiB a layer, gathered twice but for the last, and reduced once, over links of one speed."""
+    gathered, parts = 4 * 1024 * 1025, 7 / 8
+    step, _ = exposed_ms(1e-3)
+    # Slow links are busy all the time.
+    busy = 3 * 6 * gathered * parts / 1e6 * 1e3
+    assert step == pytest.approx(busy, rel=0.1)
+    step, computed = exposed_ms(50)
+    one = gathered * parts / 50e9 * 1e3
+    # Fast ones: only the first gather and the last reduction, and copies around it, have nothing to hide behind.
+    assert step - computed == pytest.approx(2 * one, rel=0.1)
+
+
+def test_what_cannot_be_a_rank_is_an_error() -> None:
+    with pytest.raises(PlanError, match="rank 8 of 8"), sacplan.ranks(8, rank=8):
+        pass
+    with (
+        sacplan.ranks(2),
+        pytest.raises(PlanError, match="initialized here: leave it out"),
+        sacplan.ranks(2),
+    ):
+        pass
+    assert not dist.is_initialized()
+    with sacplan.ranks(2, device="cpu"):
+        model = nn.parallel.DistributedDataParallel(language_model())
+        model.register_comm_hook(None, lambda state, bucket: None)
+        with pytest.raises(TraceError, match="communication hook"):
+            profiled(model)
