@@ -132,8 +132,9 @@ def _kept_by_checkpointing(program: Program) -> Mapping[int, int]:
         is_product = op.name == "aten.mm.default" and op.phase == Phase.FORWARD and op.recomputes < 0
         if is_product and fqn.endswith("feed_forward.w2"):
             kept[layer_of(op)] = op.writes[0]
-    until = {layer_of(op): i for i, op in enumerate(program.ops) if op.name.startswith("fsdp.chunk_cat")}
-    return {storage: until[layer] for layer, storage in kept.items() if layer in until}
+    # Layers are reduced in reverse order.
+    reduced = (i for i, op in enumerate(program.ops) if op.name.startswith("fsdp.chunk_cat"))
+    return dict(zip(reversed(kept.values()), reduced, strict=False))
 
 
 _SEGMENTS = "segments are expandable, as torchtitan's script sets them"

@@ -287,7 +287,7 @@ class _Reader:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.sizes = list(program.device_bytes)
-        self.streams: dict[int, int] = {}
+        self.streams = dict(program.streams)
         self.changes: list[int] = []
         self.block_of = {s: s for s in program.initial if program.device_bytes[s]}
         self.begins: dict[Phase, int] = {}

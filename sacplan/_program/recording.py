@@ -36,6 +36,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
             ``""`` if some ran outside of all.
         resizes: for each ``RESIZE``, the storage, and its bytes before and after (``Tensor.resize_``, an ``out=`` that
             was too small, ``UntypedStorage.resize_``).
+        streams: for storages that are allocated on another stream than the default one, its number from 1 on.
         gathering: modules on which ``fully_shard`` was called, and that gather parameters.
     """
 
@@ -56,6 +57,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
     gradients: dict[Count, Count] = {}
     on_dtensors: frozenset[str] = frozenset()
     resizes: tuple[tuple[Count, Count, Count], ...] = ()
+    streams: dict[Count, Count] = {}
     gathering: frozenset[str] = frozenset()
 
     @cached_property

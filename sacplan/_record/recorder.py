@@ -386,7 +386,7 @@ class Recorder(Watching):
             replayable = bool(writes) and len(made) == len(outputs) and all(s in writes for s in made_on)
         time_ms = seen.time_ms
         if self._streams is not None:
-            time_ms = self._streams.ran(index, func, args, kwargs, time_ms, (*taken_on, *mutates), made_on)
+            time_ms = self._streams.ran(index, func, args, kwargs, time_ms, (*taken_on, *mutates), writes)
         op = Op(
             name=traits.name,
             phase=phase,
@@ -511,6 +511,7 @@ class Recorder(Watching):
             gradients=dict(self._training.gradients),
             on_dtensors=frozenset(self._calls.on_dtensors),
             resizes=tuple((same[s], before, after) for s, before, after in storages.resizes),
+            streams={} if self._streams is None else {same[s]: n for s, n in self._streams.side.items()},
             gathering=self._calls.gathering(),
         )
         named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)

@@ -31,6 +31,9 @@ class Streams(ExitStack):
 
     Args:
         extend: adds a time in ms to that of an op.
+
+    Attributes:
+        side: storages that were made beside the default stream, and the number of the stream.
     """
 
     def __init__(self, extend: Callable[[int, float], None]) -> None:
@@ -39,6 +42,8 @@ class Streams(ExitStack):
         self._default: Any = torch.cpu.current_stream()
         self._now: dict[Any, float] = defaultdict(float)  # by stream, or by the ranks of a group
         self._last: dict[Any, int] = {}  # by stream, the last collective
+        self.side: dict[int, int] = {}
+        self._numbers: dict[Any, int] = {self._default: 0}
         self._pending: dict[int, tuple[float, int]] = {}  # by storage, when it is there, and the collective
 
     def __enter__(self) -> Streams:
@@ -78,10 +83,12 @@ class Streams(ExitStack):
     ) -> float:
         """Note that an op ran on the current stream, and return what counts as its own time.
 
-        ``used`` and ``made`` are the storages of its arguments and results.
+        ``used`` are the storages of its arguments, ``made`` those that it made.
         """
         stream = torch.cpu.current_stream()
         used = tuple(used)
+        if number := self._numbers.setdefault(stream, len(self._numbers)):
+            self.side.update(dict.fromkeys(made, number))
         for storage in used:
             if storage in self._pending:
                 self.wait(stream, *self._pending.pop(storage))
