@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -138,12 +139,70 @@ def _kept_by_checkpointing(program: Program) -> Mapping[int, int]:
 
 
 _SEGMENTS = "segments are expandable, as torchtitan's script sets them"
-_LAST_LAYER = (
-    "the last layer keeps its parameters after the forward pass; sacplan has it free them, as the others"
-)
 
 
-def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int = 1, **changes: Any) -> Step:
+def _in_parts() -> AbstractContextManager[None]:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
+
+
+def _fully_sharded(model: Any, mesh: Any, reshard: Literal["always", "default", "never"]) -> None:
+    """Shard a model as torchtitan's ``apply_fsdp`` does: by default the last layer stays gathered after its forward."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    last = model.layers[-1]
+    for layer in model.layers:
+        frees = reshard == "always" or (reshard == "default" and layer is not last)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def _parallel(model: Any, mesh: Any) -> None:
+    """Cut tensors as torchtitan's ``apply_tp`` does, with sequence and loss parallelism."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    cut, whole = Shard(1), Replicate()
+    attention: Any = {"input_layouts": (cut, None), "desired_input_layouts": (whole, None)}
+    styles: dict[str, Any] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=cut),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=cut, output_layouts=Shard(-1), use_local_output=False),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(**attention),
+        **{f"layers.*.attention.w{n}": ColwiseParallel() for n in "qkv"},
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=cut),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,)),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=cut),
+        "layers.*.feed_forward.w3": ColwiseParallel(),
+    }
+    parallelize_module(model, mesh, styles)
+
+
+def _spread(model: Any, reshard: Literal["always", "default", "never"], tensors: int) -> None:
+    """Spread a model over all ranks, as torchtitan's ``parallelize_llama`` does."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = torch.distributed.get_world_size() // tensors, tensors
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("dp_shard", "tp"))
+    if tensors > 1:
+        _parallel(model, mesh["tp"])
+    _fully_sharded(model, mesh["dp_shard"], reshard)
+
+
+def _titan822(
+    reshard: Literal["always", "default", "never"], *, sequences: int = 1, tensors: int = 1, **changes: Any
+) -> Step:
     made: dict[str, Any] = {
         "build": lambda: _titan(networks.LLAMA_3_8B, sequences),
         "points": (
@@ -154,9 +213,10 @@ def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int 
         "other_card": _FITTED,
         "plan": op_policy,
         "loop": Loop(until=_kept_by_checkpointing),
-        "fsdp": Fsdp(ranks=8, units=("layers.*", ""), reshard=reshard),
+        "spread": functools.partial(_spread, reshard=reshard, tensors=tensors),
+        "ranks": 8,
         "samples": 8192 * sequences,
-        "unknown": "; ".join((_SEGMENTS, _LAST_LAYER) if reshard == "default" else (_SEGMENTS,)),
+        "unknown": _SEGMENTS,
     }
     return Step(**made | changes)
 
@@ -165,10 +225,9 @@ def _titan2412(ranks: int, **changes: Any) -> Step:
     made: dict[str, Any] = {
         "sequences": 2,
         "points": (Point(unit=GIB, figure="reserved"), Point(unit=GIB, figure="reserved_expandable")),
-        "fsdp": Fsdp(ranks=ranks, units=("layers.*", ""), reshard="default"),
+        "ranks": ranks,
         "assumed": True,
-        "unknown": "whether segments were expandable, as torchtitan's own script sets them: both are predicted; "
-        f"{_LAST_LAYER}",
+        "unknown": "whether segments were expandable, as torchtitan's own script sets them: both are predicted",
     }
     return _titan822("default", **made | changes)
 
@@ -271,7 +330,7 @@ def _peft_fsdp(offload: bool) -> Step:
         points=(Point(unit=GB, figure="reserved"),),
         device="a100-80gb",
         plan=lambda profile: sacplan.policy("full", profile=profile, layers=_PEFT_LAYERS),
-        fsdp=Fsdp(ranks=2, units=(_PEFT_LAYERS, ""), reshard="default", mixed=False, offload=offload),
+        fsdp=Fsdp(ranks=2, units=(_PEFT_LAYERS, ""), mixed=False, offload=offload),
         assumed=True,
         unknown="how it was read, and on which card: what a card shows counts the CUDA context and NCCL's buffers, "
         "too. It was FSDP1 with flat parameters; predicted is FSDP2, with the last layer freed as the others",
@@ -371,7 +430,19 @@ LANGUAGE: dict[str, Step] = {
         loop=Loop(held=_float_logits),
         samples=8 * 2048,
         assumed=True,
-        unknown=f"{_LAST_LAYER}; PyTorch of early 2024; which RMSNorm ran: the project had a fused one of its own",
+        unknown="PyTorch of early 2024; which RMSNorm ran: the project had a fused one of its own",
+    ),
+    "titan2570-graphsac": _titan822(
+        "default",
+        points=(Point(part=("no AC",), unit=GIB, figure="reserved_expandable"),),
+        tensors=2,
+        around=_in_parts,
+        plan=None,
+        loop=Loop(),
+        samples=4096,
+        assumed=True,
+        unknown=f"{_SEGMENTS}; sequence and batch, of which it is said that they are the default, are 8192 and 1; "
+        "whether norms and the loss are fused",
     ),
     "peft-qlora-70b-fsdp": _peft_fsdp(offload=False),
     "peft-qlora-70b-fsdp-offload": _peft_fsdp(offload=True),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,13 +81,10 @@ class Fsdp:
     Attributes:
         mixed: whether there is such a policy; without, parameters keep their types.
         offload: whether shards are on the host.
-        reshard: torchtitan's policy: ``"always"``; ``"never"``; ``"default"``: all layers but the last, which sacplan
-            has not, and takes for ``"always"``.
     """
 
     ranks: int
     units: tuple[str, ...]
-    reshard: Literal["always", "default", "never"]
     mixed: bool = True
     offload: bool = False
 
@@ -106,7 +104,9 @@ class Step:
         workspaces: whether PyTorch of that time counted cuBLAS workspaces.
         plan: the checkpointing of the step; None: none.
         loop: the training loop.
-        fsdp: how it is spread over ranks; None: one GPU.
+        fsdp: how it is spread over ranks; None: one GPU, or ``spread``.
+        spread: spreads the model over ``ranks`` with PyTorch's calls, and the step is recorded as a rank runs it.
+        around: the context of the step on a rank.
         samples: tokens or images of one step on one GPU, of which the row gives the number per second.
         assumed: whether what is not known decides the figure.
         unknown: what is not known of the setting.
@@ -121,6 +121,9 @@ class Step:
     plan: Callable[[sacplan.Profile], sacplan.Plan] | None = None
     loop: Loop = dataclasses.field(default_factory=Loop)
     fsdp: Fsdp | None = None
+    spread: Callable[[Any], None] | None = None
+    ranks: int = 1
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
     samples: int = 0
     assumed: bool = False
     unknown: str = ""
@@ -143,6 +146,10 @@ class Step:
             spec = dataclasses.replace(spec, matmul_workspace_bytes=0)
         options = _fsdp_options(self.fsdp) if self.fsdp is not None else {}
         built = self.build()
+        if self.spread is not None:
+            with sacplan.ranks(self.ranks, device=spec), self.around():
+                self.spread(built.model)
+                return sacplan.profile(built.model, built.batch, built.loss_fn, built.optimizer)
         return sacplan.profile(
             built.model, built.batch, built.loss_fn, built.optimizer, device=spec, **options
         )
@@ -155,14 +162,11 @@ def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # None: all units but the outermost one free their parameters after the forward pass, as FSDP2 has it for the root.
-    reshard = {"always": None, "default": None, "never": False}[fsdp.reshard]
     return {
         "world_size": fsdp.ranks,
         "fsdp_units": list(fsdp.units),
         "mp_policy": policy if fsdp.mixed else None,
         "offload_policy": CPUOffloadPolicy() if fsdp.offload else None,
-        "reshard_after_forward": reshard,
     }
 
 
