@@ -1,6 +1,7 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
 from ._apply.apply import Handle, apply
+from ._apply.compile_budget import CompileBudget, CompiledGraph, compile_budget
 from ._classical.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
 from ._classical.fit import Fit, fit_tradeoff
 from ._classical.graph import (
@@ -80,6 +81,8 @@ __all__ = [
     "CapacityPoint",
     "Chain",
     "ChunkError",
+    "CompileBudget",
+    "CompiledGraph",
     "DataDependentError",
     "DeviceError",
     "DeviceMemory",
@@ -131,6 +134,7 @@ __all__ = [
     "blocked_ops",
     "calibrate",
     "chunk_table",
+    "compile_budget",
     "devices",
     "fake_device",
     "fit",

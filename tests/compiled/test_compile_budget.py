@@ -1,0 +1,100 @@
+"""A budget in bytes for torch.compile holds, and a larger one recomputes no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config
+
+import sacplan
+from sacplan._record.step import Step
+from sacplan._verify.measure import measured_step
+from sacplan.errors import BudgetError, PlanError
+
+X = torch.randn(512, 32)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def profile_under(
+    budget: str, calls: int = 1, modules: str = ""
+) -> tuple[sacplan.Profile, sacplan.CompiledGraph]:
+    with sacplan.compile_budget(budget, calls=calls) as held:
+        how: dict[str, Any] = {"modules": [modules], "backend": "inductor"}
+        found = sacplan.profile(Net(), X, loss_fn, device="cpu", compile=how)
+    assert config.custom_partitioner_fn is None
+    return found, held.graphs[0]
+
+
+@pytest.mark.slow
+def test_the_peak_holds_the_budget_and_costs_more_the_smaller_it_is() -> None:
+    flops = []
+    for budget in ("100%", "75%"):
+        profile, graph = profile_under(budget)
+        # Inductor's figure leaves out that some ops write where they read: no step takes more.
+        assert profile.peak_bytes <= graph.needs_bytes <= graph.budget_bytes <= graph.default_bytes
+        flops.append(profile.program.flops)
+    assert flops[0] < flops[1]
+
+
+def test_other_calls_of_a_graph_count_by_what_they_save() -> None:
+    _, one = profile_under("1TiB", 1, "layers.*")
+    _, three = profile_under("1TiB", 3, "layers.*")
+    # The input of the layer, and that of its activation function and of its second linear layer.
+    assert three.needs_bytes - one.needs_bytes == 2 * 4 * (512 * 32 + 2 * 512 * 128)
+
+
+@pytest.mark.slow
+def test_a_budget_that_no_partition_holds_is_infeasible() -> None:
+    with pytest.raises(sacplan.InfeasibleBudget, match="compiled graph") as error:
+        profile_under("1%")
+    _, graph = profile_under(f"{error.value.smallest_feasible_bytes}B")
+    assert graph.needs_bytes == error.value.smallest_feasible_bytes
+    assert config.custom_partitioner_fn is None
+
+
+def test_what_is_no_budget_is_refused_before_anything_is_set() -> None:
+    with pytest.raises(BudgetError, match="much"):
+        sacplan.compile_budget("much")
+    with pytest.raises(PlanError, match="calls is 0"):
+        sacplan.compile_budget("1GiB", calls=0)
+    assert config.custom_partitioner_fn is None
+
+
+@pytest.mark.slow
+def test_a_really_compiled_step_holds_the_budget_by_its_allocator() -> None:
+    torch.compiler.reset()
+    model = Net()
+    step = Step(model, X, loss_fn, None)
+    with sacplan.compile_budget("75%") as held, config.patch(force_disable_caches=True):
+        model.compile()
+        for _ in range(2):
+            step.accumulate()
+            model.zero_grad(set_to_none=True)
+    (graph,) = held.graphs
+    assert measured_step(step, X).peak_bytes <= graph.budget_bytes < graph.default_bytes
