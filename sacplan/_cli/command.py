@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import inspect
 import os
 import shutil
@@ -123,7 +124,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words after the command."""
         words = []
-        for word, after in zip(args, [*args[1:], "-"], strict=True):
+        for word, after in itertools.pairwise([*args, "-"]):
             words += [word, ""] if word == "--compile" and after.startswith("-") else [word]
         return super().parse_args(ctx, words)
 

@@ -103,7 +103,7 @@ class Streams(ExitStack):
                 self._pending.update(dict.fromkeys((*used, *made), (end, index)))
                 return 0.0
         self._now[stream] = end
-        return end - before if stream is self._default else 0.0
+        return ms if stream is self._default else 0.0
 
 
 class _Event(torch.cpu.Event):
