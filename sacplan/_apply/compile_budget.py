@@ -19,6 +19,7 @@ from sacplan._torch.partitioning import (
     copied,
     lowered_peaks,
     partitioned,
+    results_of,
     swap_partitioner,
 )
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -59,24 +60,29 @@ class CompileBudget:
         self._before = swap_partitioner(as_partitioner(self._partition, ("sacplan", str(budget), calls)))
 
     def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
-        tried: list[int] = []
+        tried: dict[tuple[str, ...], int] = {}  # by what is saved
         budget = 0
         for share in _SHARES:
             graph = copied(module)
             graphs = partitioned(graph, inputs, arguments, share)
+            saved = results_of(graphs[0])
+            if saved in tried:
+                continue
             static = arguments["static_lifetime_input_indices"] or ()
-            found = lowered_peaks(graph, graphs, arguments["num_fwd_outputs"], static)
-            tried.append(self._needs(found))
-            budget = budget or parse_budget(self._budget, tried[0])
-            if tried[-1] <= budget:
-                self.graphs.append(CompiledGraph(budget, tried[-1], tried[0], share))
+            needs = self._needs(lowered_peaks(graph, graphs, arguments["num_fwd_outputs"], static))
+            tried[saved] = needs
+            default = next(iter(tried.values()))
+            budget = budget or parse_budget(self._budget, default)
+            if needs <= budget:
+                self.graphs.append(CompiledGraph(budget, needs, default, share))
                 return partitioned(module, inputs, arguments, share)
+        least = min(tried.values())
         raise InfeasibleBudget(
             f"a compiled graph does not fit {format_bytes(budget)}: PyTorch's own partition takes "
-            f"{format_bytes(tried[0])}, and the smallest of {len(tried)} that were tried {format_bytes(min(tried))}. "
-            f"Give at least {exact_bytes(min(tried))}, or make the batch smaller.",
+            f"{format_bytes(default)}, and the smallest of {len(tried)} that were tried {format_bytes(least)}. "
+            f"Give at least {exact_bytes(least)}, or make the batch smaller.",
             budget_bytes=budget,
-            smallest_feasible_bytes=min(tried),
+            smallest_feasible_bytes=least,
             binding="a compiled graph",
         )
 

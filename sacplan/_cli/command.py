@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import inspect
+import itertools
 import os
 import shutil
 import sys

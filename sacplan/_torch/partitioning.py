@@ -98,6 +98,11 @@ def _size(node: Any) -> int:
     return int(_size_of(node)) if "val" in node.meta else 0
 
 
+def results_of(graph: Graph) -> tuple[str, ...]:
+    """Return the names of the nodes that a graph returns."""
+    return tuple(node.name for node in graph.graph.output_node().all_input_nodes)
+
+
 def lowered_peaks(
     module: Graph, graphs: tuple[Graph, Graph], n_outputs: int, static: Collection[int]
 ) -> GraphPeaks:
