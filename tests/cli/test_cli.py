@@ -27,7 +27,7 @@ from sacplan._cli.command import EXAMPLES
 from sacplan._cli.exits import TargetError
 from sacplan._cli.options import dtype_name, size_in_gib
 from sacplan._cli.show import together
-from sacplan._device.devices import DEFAULT_DEVICE
+from sacplan._device.devices import DEFAULT_DEVICE, resolve_device
 from tests.support.slow import slow_after
 
 ROOT = Path(sacplan.__file__).parent.parent
@@ -266,7 +266,9 @@ def test_another_model_or_batch_is_not_verified(saved: Path) -> None:
 
 
 def test_the_library_has_the_defaults_of_the_command_line() -> None:
-    for function in (sacplan.profile, sacplan.fit, sacplan.max_batch, sacplan.throughput, sacplan.layouts):
+    # Outside of sacplan.ranks, None is the default too.
+    assert resolve_device(None) == resolve_device(DEFAULT_DEVICE)
+    for function in (sacplan.fit, sacplan.max_batch, sacplan.throughput, sacplan.layouts):
         assert inspect.signature(function).parameters["device"].default == DEFAULT_DEVICE
 
 
