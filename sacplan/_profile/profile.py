@@ -43,7 +43,7 @@ from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
 from sacplan._shard.sharding import Sharding
-from sacplan._techniques import installed_on, rewritten
+from sacplan._techniques import installed_on, rewritten, why_uncompiled
 from sacplan.errors import GraphBreak, PlanError, SacplanError, TraceError
 
 if TYPE_CHECKING:
@@ -192,10 +192,15 @@ class Profile:
         """Run a compiled step again with a plan, dry. A run is kept, for those who ask again.
 
         Raises:
-            PlanError: as for ``uncompiled``; or ``plan`` is no plan, but decisions, which say too little to apply them.
+            PlanError: as for ``uncompiled``; ``plan`` is no plan, but decisions, which say too little to apply them; or
+                it cannot be compiled.
         """
         if not plan.decisions:
             return self
+        how = self.fingerprint.setup.compiled
+        why = why_uncompiled(plan.decisions) if how is not None and "" in how.modules else ""
+        if why:
+            raise PlanError(f"this step is compiled as a whole. {why}")
         if plan.decisions not in self._dry_runs:
             put_on = functools.partial(installed_on, plan.decisions, plan.recorded)
             self._dry_runs[plan.decisions] = self._model_of.again(prepare=put_on, saved="observe")

@@ -411,8 +411,6 @@ class Recorder(Watching):
         self._events.append((_OP, index))
         if compiled:
             return
-        if not given_bytes:  # the node of a formula's op would keep the tensor that the formula was given
-            self._numbers.keep(func, args, outputs)
         if phase is Phase.BACKWARD:
             self._in_place.saw(self._nodes.running, func, args, out, index, op.reads, op.writes, n_storages)
         elif phase is Phase.FORWARD:
@@ -423,6 +421,7 @@ class Recorder(Watching):
             inside = self._formula(func, args, kwargs, out)
             if inside is not None:
                 self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
+            self._numbers.keep(func, args, outputs)
             if self.storages.is_fake:
                 self._regenerated.saw(func, taken, made, writes=bool(mutates))
 

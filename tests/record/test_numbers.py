@@ -76,26 +76,8 @@ BRANCHES: dict[str, Branch] = {
     "complex": lambda y: torch.view_as_real(torch.complex(y, y) * (1.5 + 0.5j)).exp().exp(),
     "of the last node of an inner pass": _kept_by_the_last_node_of_an_inner_pass,
     "after an inner pass": _after_an_inner_pass,
-    "run again by a function": lambda y: _Again.apply(y).exp(),
     "inside a function": lambda y: _Half.apply(y * 2.0).exp().exp(),
 }
-
-
-class _Again(torch.autograd.Function):
-    """A function that differentiates what it runs again, as checkpointing by hand does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            out = (x * 0.5).exp().exp()
-        return torch.autograd.grad(out, x, grads[0])[0]
 
 
 class _Half(torch.autograd.Function):
