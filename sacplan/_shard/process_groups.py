@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, device_around, resolve_device
+from sacplan._program.arguments import checked
 from sacplan._torch.distributed_modules import meshes_of_cpus
 from sacplan._torch.versions import torch_names
 from sacplan.errors import PlanError
@@ -56,6 +57,10 @@ def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> D
     return init_device_mesh(device, tuple(ranks), mesh_dim_names=tuple(names))
 
 
+_MOST_RANKS = 2**31 - 1  # torch counts them in 32 bits
+
+
+@checked(PlanError, "device")
 @contextmanager
 def ranks(
     world_size: int, rank: int = 0, device: str | DeviceSpec | torch.device = DEFAULT_DEVICE
@@ -89,9 +94,9 @@ def ranks(
             "sacplan.ranks is for a process without ranks, and torch.distributed is initialized here: leave it out. A "
             "model that is sharded in a running job is profiled as it is."
         )
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+    if not 0 <= rank < world_size <= _MOST_RANKS:
         raise PlanError(
-            f"rank {rank!r} of {world_size!r} ranks: ranks are numbered from 0 to world_size - 1."
+            f"rank {rank} of {world_size} ranks: ranks are numbered from 0 to world_size - 1, below {_MOST_RANKS}."
         )
     token = device_around.set(spec)
     try:

@@ -41,6 +41,11 @@ def make():
     return nn.Sequential(*(Then(lambda y: y.sin().exp()) for _ in range(3)))
 
 
+def entered(manager, **arguments):
+    with manager(**arguments):
+        pass
+
+
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     """Public functions, each with right values for the arguments that it needs."""
@@ -149,6 +154,8 @@ def given(tmp_path_factory):
             {"op": torch.nn.Linear(4, 8), "tensors": torch.empty(2, 4), "mesh": {"tp": 2}, "device": "cpu"},
         ),
         "fake_device": (sacplan.fake_device, {"device": "cpu"}),
+        "ranks": (entered, {"manager": sacplan.ranks, "world_size": 2, "rank": 1, "device": "cpu"}),
+        "compile_budget": (entered, {"manager": sacplan.compile_budget, "budget": "1GiB", "calls": 2}),
         "Milp": (sacplan.Milp, {}),
         "Rotor": (sacplan.Rotor, {}),
         "MemTracker": (sacplan.MemTracker, {}),
@@ -164,7 +171,8 @@ FUNCTIONS = [
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
     "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies", "layouts",
-    "write_memory_trace", "write_snapshot", "advise", "fit", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
+    "write_memory_trace", "write_snapshot", "advise", "fit", "fake_device", "ranks", "compile_budget",
+    "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
 THEIR_OWN = {
@@ -174,6 +182,7 @@ THEIR_OWN = {
     "fit.batch": ("huge",),
     "fit.on_verdict": ("class",),  # it is called, and raises
     "make_batch": (),
+    "manager": tuple(WRONG),  # the test's own
     "tensors": ("tensor",),
     "op": ("class",),
 }
