@@ -108,7 +108,10 @@ NEEDED: tuple[str, ...] = (
 """Private names that sacplan uses, other than those of modules that torch imports late."""
 
 LATE: tuple[str, ...] = (
+    "torch._C._distributed_c10d.FakeWork",
     "torch.distributed._composable.replicate.replicate",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPCommContext",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext",
     "torch._dynamo.comptime.comptime",
     "torch._dynamo.backends.debugging.boxed_nop",
     "torch._dynamo.device_interface.CudaInterface.Worker",
