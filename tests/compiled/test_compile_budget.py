@@ -17,7 +17,7 @@ from sacplan.errors import BudgetError, PlanError
 X = torch.randn(512, 32)
 
 
-class Layer(nn.Module):
+class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
@@ -26,10 +26,10 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-class Net(nn.Module):
+class Perceptrons(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Perceptron() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -46,7 +46,7 @@ def profile_under(
 ) -> tuple[sacplan.Profile, sacplan.CompiledGraph]:
     with sacplan.compile_budget(budget, calls=calls) as held:
         how: dict[str, Any] = {"modules": [modules], "backend": "inductor"}
-        found = sacplan.profile(Net(), X, loss_fn, device="cpu", compile=how)
+        found = sacplan.profile(Perceptrons(), X, loss_fn, device="cpu", compile=how)
     assert config.custom_partitioner_fn is None
     return found, held.graphs[0]
 
@@ -89,7 +89,7 @@ def test_what_is_no_budget_is_refused_before_anything_is_set() -> None:
 @pytest.mark.slow
 def test_a_really_compiled_step_holds_the_budget_by_its_allocator() -> None:
     torch.compiler.reset()
-    model = Net()
+    model = Perceptrons()
     step = Step(model, X, loss_fn, None)
     with sacplan.compile_budget("75%") as held, config.patch(force_disable_caches=True):
         model.compile()

@@ -9,10 +9,10 @@ import sacplan
 from tests.support.chunks import allocations
 
 
-class Nested(nn.Module):
+class NestedCalls(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.layer, self.next = nn.Linear(32, 32), Nested(depth - 1) if depth else None
+        self.layer, self.next = nn.Linear(32, 32), NestedCalls(depth - 1) if depth else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layer(x))
@@ -24,7 +24,7 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def test_the_smallest_plan_is_near_what_a_forward_pass_without_gradients_holds() -> None:
-    model, batch = Nested(20), torch.randn(1024, 32)
+    model, batch = NestedCalls(20), torch.randn(1024, 32)
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
     with torch.no_grad():
         _, added = allocations(lambda: mean_square(model, batch))

@@ -34,7 +34,7 @@ class Landmarks(nn.Module):
         return (q @ few_k.mT).softmax(-1) @ inverse @ ((few_q @ k.mT).softmax(-1) @ v)
 
 
-class Recurrence(nn.Module):
+class TimeLoop(nn.Module):
     """A weighted average over time by a loop (RWKV)."""
 
     def __init__(self, dim: int) -> None:
@@ -71,7 +71,7 @@ def cross_entropy(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
-@pytest.mark.parametrize(("mixer", "most"), [(Landmarks, 24), (Recurrence, 18)])
+@pytest.mark.parametrize(("mixer", "most"), [(Landmarks, 24), (TimeLoop, 18)])
 def test_rehearsals_are_bounded(mixer: type[nn.Module], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is rehearsed twice for one step, and few chunks for a step in which others are settled."""
     rehearsed: Counter[Any] = Counter()
