@@ -24,7 +24,7 @@ Graph = Any
 
 @dataclass(frozen=True, slots=True)
 class GraphPeaks:
-    """What the two graphs of a compiled region take.
+    """Memory of the two graphs of a compiled region.
 
     Attributes:
         forward_bytes, backward_bytes: most that is alive while either runs, inputs and outputs included.
