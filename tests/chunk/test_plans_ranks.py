@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan._program.decisions import Chunk
 from tests.chunk.test_ranks import RANKS, Wrap, replicated, sharded, sharded_with_head
-from tests.support.processes import run_ranks
+from tests.support.processes import gloo, run_ranks
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 BOTH = ("recompute", "chunk")
@@ -98,10 +97,7 @@ def gradients(name: str, batch: torch.Tensor, plan: sacplan.Plan | None) -> dict
 
 
 def on_rank(rank: int, directory: str, plans: dict[str, sacplan.Plan]) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    try:
+    with gloo(rank, RANKS, directory):
         torch.manual_seed(10 + rank)
         own = batch()
         for name, plan in plans.items():
@@ -112,8 +108,6 @@ def on_rank(rank: int, directory: str, plans: dict[str, sacplan.Plan]) -> None:
                     assert (got[fqn] - value).norm() <= 2e-6 * value.norm(), f"{name}: {fqn}"
                 else:
                     assert torch.equal(got[fqn], value), f"{name}: {fqn}"
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._program.decisions import Chunk
-from tests.support.processes import run_ranks
+from tests.support.processes import gloo, run_ranks
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 pytestmark = [
@@ -96,10 +95,7 @@ def run(
 
 
 def on_rank(rank: int, directory: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    try:
+    with gloo(rank, RANKS, directory):
         torch.manual_seed(0)
         base = LM(layers=2, dim=16, heads=2, vocab=VOCAB, dropout=0.0)
         torch.manual_seed(10 + rank)
@@ -116,8 +112,6 @@ def on_rank(rank: int, directory: str) -> None:
                         assert (got[name] - value).norm() <= 2e-6 * value.norm(), f"{where}: {name}"
                     else:
                         assert torch.equal(got[name], value), f"{where}: {name}"
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_ranks(tmp_path: Path) -> None:

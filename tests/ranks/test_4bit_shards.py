@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import socket
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 import sacplan
 from sacplan._profile.remarks import types_of_shards
 from tests.ranks.test_fully_shard_options import in_4_bits, scales_bytes
-from tests.support.processes import run_ranks
+from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import RankMemory, fully_sharded, optimizer_of, patient_collectives
 from tests.support.steps import bit_equal, mean_square
 
@@ -22,10 +21,7 @@ STORAGES = (torch.uint8, torch.bfloat16)
 
 
 def on_rank(rank: int, directory: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    try:
+    with gloo(rank, 2, directory):
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
         for storage in STORAGES:
             torch.manual_seed(0)
@@ -44,8 +40,6 @@ def on_rank(rank: int, directory: str) -> None:
             packed = sharded.layers[0].base.weight
             assert packed.dtype == storage
             assert packed._local_tensor.numel() * 2 == whole.layers[0].base.weight.numel()
-    finally:
-        dist.destroy_process_group()
 
 
 def with_accelerate(rank: int, directory: str, port: int) -> None:
@@ -53,12 +47,9 @@ def with_accelerate(rank: int, directory: str, port: int) -> None:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=str(port))
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    try:
+    with gloo(rank, 2, directory):
         accelerator = Accelerator(cpu=True)
         # Accelerate takes no plugin without a GPU.
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
@@ -83,8 +74,6 @@ def with_accelerate(rank: int, directory: str, port: int) -> None:
                 measured = RankMemory(sharded, batch, mean_square).peak_bytes(held)
             if rank == 0:  # the one with the largest shards
                 assert measured == profile.peak_bytes
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 import sacplan
 from tests.support.plans import discarding
-from tests.support.processes import run_ranks
+from tests.support.processes import gloo, run_ranks
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FeedForward
 
@@ -93,10 +92,7 @@ def run(
 
 
 def on_rank(rank: int, directory: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    try:
+    with gloo(rank, RANKS, directory):
         torch.manual_seed(0)
         base = TokenModel((FeedForward(DIM) for _ in range(2)), DIM, VOCAB)
         tokens = torch.randint(0, VOCAB, (4, 24), generator=torch.Generator().manual_seed(rank))
@@ -112,8 +108,6 @@ def on_rank(rank: int, directory: str) -> None:
                     assert compile or flops_found > flops, what
         with pytest.raises(sacplan.PlanError, match=r"\.module"):
             sacplan.apply(replicated(copy.deepcopy(base)), plan)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

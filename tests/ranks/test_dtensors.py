@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sacplan
-from tests.support.processes import run_ranks
+from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.support.steps import bit_equal
 from tests.zoo.parallel import (
@@ -137,15 +136,10 @@ def check(name: str, directory: Path) -> None:
 
 
 def on_rank(rank: int, names: Sequence[str], directory: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    try:
+    with gloo(rank, RANKS, directory):
         for name in names:
             with CASES[name].around():
                 check(name, Path(directory))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

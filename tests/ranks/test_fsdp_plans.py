@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import sacplan
 from benchmarks.harness.mixed_plans import in_one_place
 from sacplan._ranks.shards import resolve_units
 from sacplan._techniques import rewritten
-from tests.support.processes import run_ranks
+from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import (
     RankMemory,
     fully_sharded,
@@ -204,10 +203,7 @@ def bucket_bytes_of(model: nn.Module) -> int:
 
 
 def on_rank(rank: int, ranks: int, directory: str, made: dict[str, Made]) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
-    try:
+    with gloo(rank, ranks, directory):
         for name, found in made.items():
             if name == "replicas":
                 check_replicated("gpt", rank, found)
@@ -216,8 +212,6 @@ def on_rank(rank: int, ranks: int, directory: str, made: dict[str, Made]) -> Non
                 check_fully_sharded(
                     name, rank, found, ("plan first", "plan last") if both else ("plan first",)
                 )
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import nn
 import sacplan
 from sacplan._plan.meshes import way
 from sacplan.errors import PlanMismatch
-from tests.support.processes import run_ranks
+from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.zoo.parallel import SplitLM, llama
 
@@ -111,15 +110,10 @@ def check(case: Case, files: Sequence[Path]) -> None:
 
 
 def on_rank(rank: int, names: Sequence[str], directory: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    try:
+    with gloo(rank, RANKS, directory):
         for name in names:
             check(CASES[name], [Path(directory, f"{name} {i}.json") for i in range(2)])
         differing(CASES[names[0]], [Path(directory, f"{names[0]} {i}.json") for i in range(2)])
-    finally:
-        dist.destroy_process_group()
 
 
 def differing(case: Case, files: Sequence[Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ import sacplan
 from sacplan._device.devices import resolve_device
 from sacplan._device.links import Link
 from sacplan.errors import PlanError, TraceError
-from tests.support.processes import run_ranks
+from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.support.steps import bit_equal
 from tests.zoo.parallel import SplitLM, parallel_lm
@@ -158,15 +157,10 @@ def check(name: str, directory: Path) -> None:
 
 
 def on_rank(rank: int, ranks: int, names: Sequence[str], directory: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
-    try:
+    with gloo(rank, ranks, directory):
         for name in names:
             with CASES[name].around():
                 check(name, Path(directory))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -12,10 +13,13 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
@@ -39,6 +43,18 @@ def run_ranks(function: Callable[..., None], arguments: tuple[Any, ...], n_ranks
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     mp.start_processes(function, arguments, nprocs=n_ranks, start_method=METHOD)
+
+
+@contextlib.contextmanager
+def gloo(rank: int, n_ranks: int, directory: str) -> Iterator[None]:
+    """Be a rank of a gloo group, quietly and on one thread. The ranks find each other by a file in ``directory``."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=n_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_python(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
