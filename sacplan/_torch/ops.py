@@ -246,6 +246,11 @@ def draws_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return at is None or bool(args[at] if at < len(args) else kwargs.get("dropout_p", 0.0))
 
 
+def is_heavy(func: Any) -> bool:
+    """Whether an op is a matrix product, a convolution or attention: a compiler must not run it again for nothing."""
+    return func._overloadpacket in flop_registry or "_attention" in func.__name__
+
+
 _BETWEEN_RANKS = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 _SETS_UP = _BETWEEN_RANKS | {"fsdp"}
 

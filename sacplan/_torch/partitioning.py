@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import flop_registry
 
 from sacplan._torch.inductor import MEASURES, POOLS
+from sacplan._torch.ops import is_heavy
 from sacplan._torch.private import replaced
 from sacplan._torch.versions import torch_names
 
@@ -81,8 +81,7 @@ _BANS = (
 def _keep_costly(graph: Any) -> None:
     # PyTorch takes some attention for cheap. What was said of a node by its user stays.
     for node in graph.nodes:
-        packet = getattr(node.target, "_overloadpacket", None)
-        if packet in flop_registry or "_attention" in str(packet):
+        if isinstance(node.target, torch._ops.OpOverload) and is_heavy(node.target):
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 

@@ -39,10 +39,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import flop_registry
 
 from sacplan._executor.alignment import RecordedUnit
-from sacplan._torch.ops import tensors_in
+from sacplan._torch.ops import is_heavy, tensors_in
 from sacplan._torch.private import storage_key, with_outputs
 from sacplan.errors import GraphBreak, PlanError
 
@@ -175,7 +174,7 @@ class _Policy:
                 self._met.add(site)
                 discarded = True
         if not discarded:
-            return CheckpointPolicy.MUST_SAVE if _is_heavy(func) else CheckpointPolicy.PREFER_SAVE
+            return CheckpointPolicy.MUST_SAVE if is_heavy(func) else CheckpointPolicy.PREFER_SAVE
         self._awaits_output = True
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -242,10 +241,6 @@ def _eager_names(func: Any, args: Any, in_dropout: bool) -> tuple[str, ...]:
     if func in _TRACED_BATCH_NORMS:
         return _BATCH_NORMS
     return (str(func),)
-
-
-def _is_heavy(func: Any) -> bool:
-    return func._overloadpacket in flop_registry or "_attention" in func.__name__
 
 
 def _is_view(func: Any) -> bool:
