@@ -61,7 +61,6 @@ class CompileBudget:
 
     def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
         tried: dict[tuple[str, ...], int] = {}  # by what is saved
-        budget = 0
         for share in _SHARES:
             graph = copied(module)
             graphs = partitioned(graph, inputs, arguments, share)
@@ -72,7 +71,7 @@ class CompileBudget:
             needs = self._needs(lowered_peaks(graph, graphs, arguments["num_fwd_outputs"], static))
             tried[saved] = needs
             default = next(iter(tried.values()))
-            budget = budget or parse_budget(self._budget, default)
+            budget = parse_budget(self._budget, default)
             if needs <= budget:
                 self.graphs.append(CompiledGraph(budget, needs, default, share))
                 return partitioned(module, inputs, arguments, share)
@@ -108,7 +107,7 @@ def compile_budget(budget: float | str, *, calls: int = 1) -> CompileBudget:
         model = torch.compile(model)
 
     It takes the place of ``torch._functorch.config.activation_memory_budget``, which is a share of the saved bytes and
-    says nothing of the peak. A plan, made from ``profile(..., compile=True)``, recomputes less for the same peak.
+    says nothing of the peak. It is no search over single ops, as a plan from ``profile(..., compile=True)`` is.
 
     Args:
         budget: for all that a graph has alive while its forward or backward pass runs: parameters and batch, what it

@@ -192,8 +192,7 @@ class Profile:
         """Run a compiled step again with a plan, dry. A run is kept, for those who ask again.
 
         Raises:
-            PlanError: as for ``uncompiled``; ``plan`` is no plan, but decisions, which say too little to apply them; or
-                it cannot be compiled.
+            PlanError: as for ``uncompiled``; or the plan cannot run compiled.
         """
         if not plan.decisions:
             return self
