@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.outside_allocator import outside_text
+from sacplan._plan.candidate import Candidate
 from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room, Try, beside_others
 from sacplan._plan.plan import Plan
 from sacplan._plan.planner import ROTOR_STAGES, Planner, smallest_bytes
@@ -110,7 +111,7 @@ def differentiated_twice(program: Program) -> tuple[str, ...]:
     )
 
 
-def segments_do_not_fit(profile: Profile, nearest: Try, room: Room) -> InfeasibleBudget:
+def segments_do_not_fit(profile: Profile, nearest: Try[Candidate], room: Room) -> InfeasibleBudget:
     """Return the error for plans whose tensors fit a GPU, and whose reserved segments do not.
 
     Args:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from sacplan._device.device_memory import beyond_peak_bytes, reserved_bytes
 from sacplan._device.devices import DeviceSpec
@@ -171,8 +171,11 @@ ROUNDS = 6
 """How many plans are tried at most. For large models, two are enough."""
 
 
-@dataclass(frozen=True, slots=True)
-class Try:
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Try(Generic[Made]):
     """A plan that was tried for a room.
 
     Attributes:
@@ -183,13 +186,13 @@ class Try:
             the peak.
     """
 
-    made: Any
+    made: Made
     budget_bytes: int
     peak_bytes: int
     needs: int
 
 
-def next_budget(room: Room, tries: Sequence[Try]) -> int | None:
+def next_budget(room: Room, tries: Sequence[Try[Any]]) -> int | None:
     """Return the budget to plan for next; None if the search for a plan that fits a room is over.
 
     Plan, play the allocator, lower the budget by the excess, and plan again:

@@ -89,7 +89,7 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
     if profile.runs_compiled:
         return _compiled_outcome(request, profile)
     room = request.limit.room_of(profile)
-    tries: list[Try] = []
+    tries: list[Try[Candidate]] = []
     while (budget_bytes := next_budget(room, tries)) is not None:
         # A planner for each budget: the result is then what the user gets who asks for that budget.
         asked: Planner = request.planner(profile)

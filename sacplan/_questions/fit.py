@@ -423,10 +423,10 @@ class _Sweep:
             host_room_bytes=self.host_budget_bytes,
         )
 
-    def _found(self, name: str, way: Way) -> Try:
+    def _found(self, name: str, way: Way) -> Try[_Choice]:
         """Return what ``plan`` finds with an optimizer, or the smallest peak where it finds nothing."""
         state, own_peak, _ = self.own[name]
-        tries: list[Try] = []
+        tries: list[Try[_Choice]] = []
         while (budget_bytes := next_budget(self.room, tries)) is not None:
             # No plan helps if the optimizer's own step is over the budget.
             found = self._cheapest(way, budget_bytes - state) if own_peak <= budget_bytes else None

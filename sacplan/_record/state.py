@@ -367,9 +367,8 @@ def _is_followed(cls: type) -> bool:
     """Whether the attributes of such objects are part of a model's state."""
     # Loaders and process groups are no state of the model, and hold threads and handles that must not be touched. Of
     # the standard library only containers, and what the user's script defines, are followed.
-    if issubclass(
-        cls, (*_PLAIN_CLASSES, torch.nn.Module)
-    ):  # those of ``fully_shard`` are torch.distributed's
+    # Modules are, whoever made their class: that of ``fully_shard`` is in ``torch.distributed``.
+    if issubclass(cls, _PLAIN_CLASSES) or issubclass(cls, torch.nn.Module):
         return True
     room = cls.__module__
     if room.startswith(("torch.utils.data", "torch._C", "torch.distributed")):

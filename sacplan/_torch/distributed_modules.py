@@ -4,7 +4,7 @@
 that runs in the same process groups is well defined: it shares groups and meshes, and has everything else of its own.
 It begins before its first forward.
 
-Tried on torch 2.13.
+Private PyTorch API, tried on 2.13: ``LATE`` of ``versions.py`` lists it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._torch.fake_tensors import FakeTensor
 from sacplan._torch.private import is_fully_sharded, replaced
+from sacplan._torch.versions import torch_names
 from sacplan.errors import TraceError
 
 _CPU = torch.device("cpu")
@@ -157,8 +158,9 @@ def _shared() -> Iterator[None]:
 
 def _begin_anew(state: Any) -> None:
     """Let the copied state of ``fully_shard`` be as it is before the first forward, on fake tensors."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
+    with torch_names():
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
 
     state._is_root, state._state_ctx, state._comm_ctx = None, FSDPStateContext(), FSDPCommContext()
     # Fake tensors are of a CPU, whatever device they stand for.
@@ -194,7 +196,8 @@ class _RealIndices(TorchDispatchMode):
         if any(isinstance(t, FakeTensor) for t in given) or not (given or kwargs.get("dtype") is torch.int32):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
-            from torch._C._distributed_c10d import FakeWork
+            with torch_names():
+                from torch._C._distributed_c10d import FakeWork
 
             return args[0], FakeWork().boxed()
         with _disable_current_modes():
