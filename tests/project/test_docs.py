@@ -74,7 +74,6 @@ NOT_RUN = {
     ("compatibility.md", "python -m benchmarks.compatibility", "takes an hour"),
     ("figures.md", "python -m benchmarks.gpu", "needs a CUDA device"),
     (README, "pip install", "installs packages"),
-    (README, "profile = sacplan.profile(", "a dry run of the compiler takes half a minute"),
     (README, "make demo", "installs packages"),
     ("hf_targets.md", "python -m benchmarks.hf_targets", "takes half an hour"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
