@@ -22,7 +22,7 @@ from benchmarks.harness.command import Parser
 from benchmarks.harness.played import RunFigures, allocator_figures
 from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_results, write_results
 from benchmarks.harness.table import Table, markdown_head, markdown_line
-from benchmarks.models.published_step import NeedsMixedPrecision, Point, Step
+from benchmarks.models.published_step import Point, Step
 from benchmarks.models.published_steps import STEPS
 from benchmarks.published_ops import SHORTEST_MS
 from sacplan._device.eager import eager_ms
@@ -54,10 +54,7 @@ def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
     step = STEPS[name]
     about: Row = {"id": name, "kind": step.kind, "unknown": step.unknown, "missing": step.missing}
     about["other_card"] = step.other_card
-    try:
-        profile = step.profile()
-    except NeedsMixedPrecision as error:
-        return [about | {"not_recorded": str(error)}]
+    profile = step.profile()
     plan = None if step.plan is None else step.plan(profile)
     step_ms = eager_ms(profile.program if plan is None else profile.with_plan(plan))
     played: dict[Any, RunFigures] = {}
@@ -149,7 +146,7 @@ def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
         lines += ["", "## Tokens and images per second", "", _RATES, "", *_rates(rates, published)]
     if ops:
         lines += ["", "## Single ops", "", *_ops(ops)]
-    lines += ["", "## Published figures that are not compared", "", *_left_out(rows, published)]
+    lines += ["", "## Published figures that are not compared", "", *_left_out(published)]
     return "\n".join(lines) + "\n"
 
 
@@ -275,13 +272,12 @@ def _ops_summary(rows: Sequence[Row]) -> str:
     )
 
 
-def _left_out(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
-    not_recorded = {row["id"]: row["not_recorded"] for row in rows if "not_recorded" in row}
+def _left_out(published: Mapping[str, Any]) -> list[str]:
     lines = markdown_head(("figure", "measured by", "why, or which part"))
     for name, source in published.items():
-        why = source.get("not_built") or not_recorded.get(name) or source.get("not_compared")
+        why = source.get("not_built") or source.get("not_compared")
         if why:
-            in_part = "not_compared" in source and name not in not_recorded
+            in_part = "not_built" not in source
             shown = f"`{name}`" + (", in part" if in_part else "")
             lines.append(markdown_line((shown, _source(source), why)))
     return lines
@@ -323,8 +319,6 @@ TABLE = Table(
 
 
 def line(row: Row) -> str:
-    if "error" not in row:
-        return f"{row['id']}: {row['not_recorded']}"
     return TABLE.row(
         f"{row['id']} {row['part']}"[:46],
         row["figure"],

@@ -34,6 +34,7 @@ from ._questions.frontier import frontier
 from ._questions.layouts import Layout, Layouts, layouts
 from ._questions.parts import Part
 from ._questions.verdict import FitRow, Verdict
+from ._ranks.ranks import DDP, FSDP2
 from ._report.alive import alive_at_peak
 from ._report.blocked import blocked_ops
 from ._report.chunks import chunk_table
@@ -73,7 +74,9 @@ from .errors import (
 from .integrations.peft import with_lora
 
 __all__ = [
+    "DDP",
     "DEFAULT_HEADROOM",
+    "FSDP2",
     "Advice",
     "AllocatorPeaks",
     "BudgetError",

@@ -7,7 +7,6 @@ not known of the setting or missing in the prediction.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -89,10 +88,6 @@ class Fsdp:
     offload: bool = False
 
 
-class NeedsMixedPrecision(Exception):
-    """This version of sacplan spreads a step in one precision only."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A published step.
@@ -136,11 +131,7 @@ class Step:
         return "compiled" if self.missing else "assumed" if self.assumed else "known"
 
     def profile(self) -> sacplan.Profile:
-        """Record the step.
-
-        Raises:
-            NeedsMixedPrecision: the step needs FSDP2 with mixed precision, which is not there.
-        """
+        """Record the step."""
         spec = resolve_device(self.device)
         if not self.workspaces:
             spec = dataclasses.replace(spec, matmul_workspace_bytes=0)
@@ -157,17 +148,12 @@ class Step:
 
 def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
     """Return the options of ``sacplan.profile`` for FSDP2 with mixed precision."""
-    if "mp_policy" not in inspect.signature(sacplan.profile).parameters:
-        raise NeedsMixedPrecision("sacplan.profile takes no mp_policy yet")
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return {
-        "world_size": fsdp.ranks,
-        "fsdp_units": list(fsdp.units),
-        "mp_policy": policy if fsdp.mixed else None,
-        "offload_policy": CPUOffloadPolicy() if fsdp.offload else None,
-    }
+    offload = CPUOffloadPolicy() if fsdp.offload else None
+    mixed = policy if fsdp.mixed else None
+    return {"ranks": sacplan.FSDP2(fsdp.ranks, fsdp.units, mp_policy=mixed, offload_policy=offload)}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:

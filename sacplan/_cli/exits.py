@@ -104,9 +104,8 @@ _OPTIONS = (
     (r'budget="(\w+)"', r"--budget \1"),
     (r'headroom="(\w+%)"', r"--headroom \1"),
     (r"\bbudget='([^']*)' and headroom='([^']*)'", r"--budget \1 and --headroom \2"),
-    (r"\bfsdp_units: ", "--fsdp-unit: "),
-    (r'fsdp_units=\[\.\.\., ""\]', "--fsdp-unit ''"),
-    (r"leave world_size at 1", "leave --world-size out"),
+    (r"\bunits: ", "--fsdp-unit: "),
+    (r'units=\[\.\.\., ""\]', "--fsdp-unit ''"),
 )
 
 

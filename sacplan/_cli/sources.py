@@ -134,8 +134,7 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
             accumulation_steps=step.grad_accum or 1,
             routing=step.routing or "balanced",
             compile=step.compile,
-            world_size=1 if ranks is None else ranks.world_size,
-            fsdp_units=None if ranks is None else ranks.fsdp_units,
+            ranks=ranks,
         )
     return Source(profile, target, Origin.of(target))
 

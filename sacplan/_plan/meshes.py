@@ -33,7 +33,7 @@ from sacplan._plan.plan import Plan
 from sacplan._plan.request import Request
 from sacplan._profile.profile import NO_SOURCE, Profile
 from sacplan._program.budget import is_share
-from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.ranks import Ranks, layers_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
 from sacplan._techniques import TECHNIQUES
@@ -221,20 +221,12 @@ def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddi
         if profile.source is None:
             raise PlanError(NO_SOURCE)
         styles = tensor_parallel(profile, profile.source.model, mesh.axes[-1], also)
-    units = None if words[0] in ("ddp", _TENSOR) else _units(profile)
+    units = (
+        None
+        if words[0] in ("ddp", _TENSOR)
+        else layers_of(name for name, *_ in profile.fingerprint.parameters)
+    )
     return Spread(name, profile, Ranks.on_mesh(Sharding(mesh, styles), units))
-
-
-def _units(profile: Profile) -> tuple[str, ...]:
-    """Return the modules for ``fully_shard``: the layers of each outermost stack, as a pattern, and the model."""
-    found = []
-    for name, _, _ in profile.fingerprint.parameters:
-        parts = name.split(".")
-        at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-        # ``*`` alone would match all modules.
-        if at is not None:
-            found.append(".".join([*parts[:at], "*"]) if at else parts[0])
-    return (*dict.fromkeys(found), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +246,7 @@ class TriedSpread:
 def asks_for_mesh(
     mesh: Any,
     techniques: Sequence[str] | None,
-    world_size: int | None,
-    fsdp_units: Sequence[str] | None,
+    ranks: Any,
 ) -> bool:
     """Whether the user wants the step spread over a mesh.
 
@@ -271,8 +262,8 @@ def asks_for_mesh(
         raise PlanError(
             f'to shard, give a mesh, such as mesh={{"dp": 2, "tp": 4}}, and "{SHARD}" among the techniques.'
         )
-    if world_size is not None or fsdp_units is not None:
-        raise PlanError("give either a mesh, or world_size and fsdp_units.")
+    if ranks is not None:
+        raise PlanError("give either a mesh, or ranks.")
     for name in asked:
         if name in TECHNIQUES and TECHNIQUES[name].one_device:
             others = (SHARD, *(other for other, each in TECHNIQUES.items() if not each.one_device))

@@ -8,20 +8,20 @@ from typing import Any
 from sacplan._plan.infeasible import handed_out
 from sacplan._plan.limits import OF_DEVICE, Limit
 from sacplan._plan.make import outcome_of, smallest_plan
-from sacplan._plan.meshes import SHARD, asks_for_mesh, on_meshes
+from sacplan._plan.meshes import asks_for_mesh, on_meshes
 from sacplan._plan.plan import Plan
 from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Accumulate
-from sacplan._ranks.ranks import AskedRanks
+from sacplan._ranks.ranks import AnyRanks
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
 from sacplan._technique.technique import StepSolver
 from sacplan.errors import PlanError
 
 
-@checked(PlanError, "budget", "headroom", "host_budget")
+@checked(PlanError, "budget", "headroom", "host_budget", "ranks")
 def plan(
     profile: ProfileOrPath,
     budget: float | str | None = None,
@@ -32,11 +32,7 @@ def plan(
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
     techniques: Sequence[str] | None = None,
-    world_size: int | None = None,
-    fsdp_units: Sequence[str] | None = None,
-    mp_policy: Any = None,
-    reshard_after_forward: bool | int | None = None,
-    offload_policy: Any = None,
+    ranks: AnyRanks | None = None,
     accumulate: Accumulate = "float32",
     mesh: Any = None,
     host_budget: float | str | None = None,
@@ -76,10 +72,8 @@ def plan(
             ``"offload"`` what is kept may wait on the host until the backward pass needs it. ``"chunk"`` is the default
             for a profile with ``mode="inference"``, where only this helps; a search of its own finds the stretches to
             run in slices, whatever the solver.
-        world_size, fsdp_units, mp_policy, reshard_after_forward, offload_policy: Number of ranks, FSDP2 units and
-            further arguments of ``fully_shard``, as for ``sacplan.profile``. By default, those of the profile. Of a
-            mixed-precision policy only ``reduce_dtype`` can be another than that of the profile: the step was recorded
-            with the rest.
+        ranks: What the step is spread over, as for ``sacplan.profile``; the ranks of another plan will do, too. By
+            default, those of the profile.
         accumulate: The type in which chunks add up the gradients of parameters, for modules that compute in half
             precision. ``"float32"`` rounds once, at the end. ``"parameter"`` is the type of the parameters: it takes
             less memory while a loop runs, and rounds once for each slice.
@@ -87,8 +81,7 @@ def plan(
             ``"8xh100"`` tries all meshes of eight devices and returns the fastest plan. The batch of the profile is
             that of all ranks together. The budget limits the peak of each rank; a share is a share of the peak that a
             rank has without a plan, with the sharding in question. ``Plan.ranks.sharding`` has the placements of the
-            parameters. ``"shard"`` among the techniques may be given as well, and means the same. With ``fsdp_units``,
-            this is the mesh of ``fully_shard``, as for ``sacplan.profile``.
+            parameters. ``"shard"`` among the techniques may be given as well, and means the same.
         host_budget: Limit for the memory of the host that the step takes, for each device: what ``"offload"`` has
             there, an optimizer with state on the host, and what an ``offload_policy`` keeps there. GiB, or a string
             with a unit, or a share of what the device's row says. None: all of that, ``DeviceSpec.host_memory_bytes``.
@@ -110,17 +103,14 @@ def plan(
     request = Request(
         Limit(budget, headroom), solver, objective, keep, never, techniques, accumulate, host_budget
     )
-    # The mesh of ``fully_shard`` is another thing than one over which sacplan spreads the step.
-    of_fsdp = mesh if fsdp_units is not None and SHARD not in (techniques or ()) else None
-    if asks_for_mesh(None if of_fsdp is not None else mesh, techniques, world_size, fsdp_units):
+    if asks_for_mesh(mesh, techniques, ranks):
         outcome = on_meshes(request, profile, mesh)
     else:
-        asked = AskedRanks(world_size, fsdp_units, of_fsdp, mp_policy, reshard_after_forward, offload_policy)
-        outcome = outcome_of(request, profile.on_ranks(asked), looks_further=True)
+        outcome = outcome_of(request, profile.on_ranks(ranks), looks_further=True)
     return handed_out(outcome.made(), profile.spec)
 
 
-@checked(PlanError, "host_budget")
+@checked(PlanError, "host_budget", "ranks")
 def plan_smallest(
     profile: ProfileOrPath,
     solver: str | Solver | StepSolver = "best",
@@ -129,13 +119,8 @@ def plan_smallest(
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
     techniques: Sequence[str] | None = None,
-    world_size: int | None = None,
-    fsdp_units: Sequence[str] | None = None,
-    mp_policy: Any = None,
-    reshard_after_forward: bool | int | None = None,
-    offload_policy: Any = None,
+    ranks: AnyRanks | None = None,
     accumulate: Accumulate = "float32",
-    mesh: Any = None,
     host_budget: float | str | None = None,
 ) -> Plan:
     """Return the plan with the smallest peak that the search finds, however much it recomputes.
@@ -144,6 +129,5 @@ def plan_smallest(
     one for a budget. Arguments and errors are those of ``plan``.
     """
     profile = opened(profile, Profile)
-    asked = AskedRanks(world_size, fsdp_units, mesh, mp_policy, reshard_after_forward, offload_policy)
     request = Request(OF_DEVICE, solver, objective, keep, never, techniques, accumulate, host_budget)
-    return handed_out(smallest_plan(request, profile.on_ranks(asked)), profile.spec)
+    return handed_out(smallest_plan(request, profile.on_ranks(ranks)), profile.spec)

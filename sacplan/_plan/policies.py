@@ -65,8 +65,7 @@ def policy(
             is the head in most models.
 
             ``"ddp"`` and ``"fsdp"`` cut the batch over all axes of a mesh; each rank has all parameters, or a shard of
-            them. sacplan runs these itself: they are neither PyTorch's DDP nor its FSDP2, for which there are
-            ``world_size`` and ``fsdp_units``. ``"megatron"`` is tensor parallelism on the last axis, with ``"ddp"`` on
+            them. ``"megatron"`` is tensor parallelism on the last axis, with ``"ddp"`` on
             the other axes; ``"fsdp + megatron"`` has ``"fsdp"`` on them.
         option: For ``"selective"`` only:
 

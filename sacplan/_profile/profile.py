@@ -32,9 +32,10 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_decisions
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
+from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.notebook import Section, as_html
 from sacplan._program.program import Program, StorageKind
-from sacplan._ranks.ranks import ONE_RANK, AskedRanks, Ranks
+from sacplan._ranks.ranks import ONE_RANK, AnyRanks, Ranks, ranks_of
 from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan._record.step import (
     Mode,
@@ -106,6 +107,12 @@ class Source:
                     f"{type(error).__name__}: {error}"
                 ) from error
         return dataclasses.replace(self._known[key], ranks=Ranks(sharding=sharding), source=self)
+
+    def computing_in(self, mixed: MixedUnits | None) -> Profile:
+        """Return the step with modules that ``fully_shard`` has compute in another type. It is recorded once."""
+        if mixed not in self._known:
+            self._known[mixed] = self.again(mixed=mixed)
+        return self._known[mixed]
 
 
 @dataclass(frozen=True)
@@ -218,30 +225,35 @@ class Profile:
             )
         return self.source
 
-    def on_ranks(self, ranks: Ranks | AskedRanks) -> Profile:
-        """Return the profile of one rank, with the step spread over ``ranks``. What is not asked for stays as it is.
+    def on_ranks(self, ranks: AnyRanks | None) -> Profile:
+        """Return the profile of one rank, with the step spread over ``ranks``; None: as it is.
 
         Raises:
             TraceError: unknown units, a model that cannot be spread so, or what ``fully_shard`` does not take.
         """
-        if isinstance(ranks, AskedRanks):
-            ranks = ranks.changing(self.ranks)
+        if ranks is None:
+            return self
+        model = None if self.source is None else self.source.model
+        ranks = ranks_of(ranks, (name for name, *_ in self.fingerprint.parameters), model)
         if ranks == self.ranks:  # the same profile, with all that is cached in it
             return self
         if self.recorded.gathering:
             raise TraceError(
                 "fully_shard had been called on the model when it was profiled: this is the profile of a rank already. "
-                "Leave world_size, fsdp_units and mesh out, or profile the model before it is sharded."
+                "Leave ranks and mesh out, or profile the model before it is sharded."
             )
         if ranks.sharding != self.ranks.sharding:
             return self._on_mesh(ranks.sharding).on_ranks(ranks)
         recorded = self.fingerprint.setup.mixed
         if ranks.mixed != recorded:
-            raise TraceError(
-                f"the step was recorded with {recorded or 'no mixed-precision policy'}, and is to be spread with "
-                f"{ranks.mixed or 'none'}. Policy and units decide what modules run: give sacplan.plan the mp_policy "
-                "and fsdp_units that sacplan.profile got, or record the step again."
-            )
+            if self.source is None:
+                raise TraceError(
+                    f"the step was recorded with {recorded or 'no mixed-precision policy'}, and is to be spread with "
+                    f"{ranks.mixed or 'none'}. Policy and units decide what modules run, and a profile from a file "
+                    "cannot run again: give these ranks to sacplan.profile."
+                )
+            again = self.source.computing_in(ranks.mixed)
+            return dataclasses.replace(again, spec=self.spec).on_ranks(ranks)
         spread = dataclasses.replace(self, ranks=ranks)
         # Computed and cached now: a model that cannot be spread so is an error here, and not where a figure is read.
         _ = spread.program

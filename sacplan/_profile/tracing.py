@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -29,7 +29,7 @@ from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.model_calls import ModelCall
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Routing, Setup, current_autocast, scripted_inside
-from sacplan._ranks.ranks import ONE_RANK, AskedRanks, Ranks
+from sacplan._ranks.ranks import DDP, FSDP2, ONE_RANK, Ranks, ranks_of
 from sacplan._ranks.unit_limits import kept_at_limits
 from sacplan._record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
 from sacplan._record.device_recorder import device_recorder
@@ -93,7 +93,7 @@ _RUNTIMES = {
 }
 
 
-@checked(TraceError, "model", "batch", "optimizer")
+@checked(TraceError, "model", "batch", "optimizer", "ranks")
 def profile(
     model: torch.nn.Module,
     batch: Any,
@@ -106,13 +106,7 @@ def profile(
     mode: Mode = "train",
     accumulation_steps: int | None = None,
     routing: Routing = "balanced",
-    world_size: int = 1,
-    fsdp_units: Sequence[str] | None = None,
-    mesh: Any = None,
-    mp_policy: Any = None,
-    reshard_after_forward: bool | int | None = None,
-    offload_policy: Any = None,
-    ignored_params: Iterable[torch.nn.Parameter] = (),
+    ranks: FSDP2 | DDP | Ranks | None = None,
     compile: CompileModules = None,
 ) -> Profile:
     """Record one step of a model.
@@ -149,17 +143,9 @@ def profile(
             Accelerate has prepared says, else 1.
         routing: of a mixture of experts in a fake trace: ``"balanced"`` gives each expert as many tokens. ``"worst"``
             also tries all tokens on the same experts, and takes the step with the higher peak.
-        world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
-            one, before ``fully_shard`` or DistributedDataParallel; the batch is that of one rank. May be said to
-            ``sacplan.plan`` instead.
-        fsdp_units: patterns for the modules on which ``fully_shard`` is called (``["layers.*", ""]``; ``*`` also
-            matches dots, ``""`` is the model itself). None with several ranks: DistributedDataParallel.
-        mesh, mp_policy, reshard_after_forward, offload_policy: as for ``fully_shard``, with ``fsdp_units``. ``mesh`` is
-            a ``DeviceMesh`` of one or two axes, or its sizes by name, ``{"replicate": 2, "shard": 4}``, and stands in
-            for ``world_size``. ``mp_policy`` is a ``MixedPrecisionPolicy``. The model keeps its own type: parameters in
-            float32 are recorded with units that compute in ``param_dtype``. With a ``CPUOffloadPolicy``,
-            ``Profile.host_bytes`` is what a rank takes of the host's memory.
-        ignored_params: as for ``fully_shard``: parameters of the model that it leaves alone.
+        ranks: what the step is spread over, ``sacplan.FSDP2(8)`` or ``sacplan.DDP(8)``; the profile is that of one
+            rank. The model is the whole one, before ``fully_shard`` or DistributedDataParallel; the batch is that of a
+            rank. May be said to ``sacplan.plan`` instead.
         compile: what ``torch.compile`` is called on: True for the whole model, patterns for modules that are compiled
             each by itself (``["model.layers.*"]``), or a mapping with ``modules`` and the keywords of
             ``torch.compile``: ``backend`` ("inductor" or "aot_eager"), ``mode``, ``dynamic``, ``fullgraph``,
@@ -174,25 +160,18 @@ def profile(
         SumOfOutputsWarning: the step trains the sum of the outputs, for want of a loss.
         SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
     """
-    # A world size of 1 is the default and says nothing. Given as such, it would contradict a mesh.
-    ranks = AskedRanks(
-        None if world_size == 1 else world_size,
-        fsdp_units,
-        mesh,
-        mp_policy,
-        reshard_after_forward,
-        offload_policy,
-        _names_of(ignored_params, model),
-    ).ranks()
     # Anything that is not a module is refused by ``trace_step``, with a better message.
-    if fsdp_units is not None and isinstance(model, torch.nn.Module):
-        _check_gradient_hooks(model)
+    if ranks is not None and isinstance(model, torch.nn.Module):
+        ranks = ranks_of(ranks, (name for name, _ in model.named_parameters()), model)
+        if ranks.fsdp_units is not None:
+            _check_gradient_hooks(model)
+    mixed = ranks.mixed if isinstance(ranks, Ranks) else None
     if accumulation_steps is None:
         accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
     model, compiled = compilation_of(compile, model)
     trace_with = functools.partial(
         trace_step, model, batch, loss_fn, optimizer, device, runtime, trace,
-        mode=mode, mixed=ranks.mixed, accumulation_steps=accumulation_steps, compiled=compiled,
+        mode=mode, mixed=mixed, accumulation_steps=accumulation_steps, compiled=compiled,
     )  # fmt: skip
     found = trace_with(routing=routing)
     # Experts that get no tokens may do nothing at all, not even make gradients: then balanced routing takes more.
@@ -202,26 +181,12 @@ def profile(
     return found.on_ranks(ranks)
 
 
-def _names_of(parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the names of parameters, in the order of the model; that of a tied one is its first."""
-    wanted = {id(p) for p in parameters}
-    if not wanted:
-        return ()
-    found = {id(p): name for name, p in model.named_parameters()}
-    if not wanted <= found.keys():
-        raise TraceError(
-            "ignored_params holds what is no parameter of the model; give a set of them, "
-            "{p for p in model.parameters() if ...}."
-        )
-    return tuple(name for key, name in found.items() if key in wanted)
-
-
 def _check_gradient_hooks(model: torch.nn.Module) -> None:
     # ``fully_shard`` runs such a hook on the gradient of a shard, when that is reduced.
     if has_gradient_hooks(model):
         raise TraceError(
             "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook). With "
-            "fsdp_units that is not modelled. Call fully_shard inside of sacplan.ranks(...), register the hook on the "
+            "FSDP2 that is not modelled. Call fully_shard inside of sacplan.ranks(...), register the hook on the "
             "sharded parameters, and profile the model there."
         )
 
@@ -562,7 +527,7 @@ def _check_units_called(parameters: LoweredParameters, program: Program) -> None
     for unit in parameters.units:
         if unit not in program.calls:
             raise TraceError(
-                f"fsdp_units: module {unit!r} matches, and is not called in the step, so that fully_shard would cast "
+                f"units: module {unit!r} matches, and is not called in the step, so that fully_shard would cast "
                 f"nothing there. Name the modules inside of it, such as {unit + '.*'!r}."
             )
 

@@ -67,11 +67,11 @@ from sacplan._program.program import Phase, Program
 from sacplan._program.progress import begins
 from sacplan._program.setup import Routing
 from sacplan._questions.largest import largest_that_fits, largest_within
-from sacplan._questions.on_ranks import RankRows, read_devices, units_of
+from sacplan._questions.on_ranks import RankRows, read_devices
 from sacplan._questions.scaled import Peaks, Sized, sized
 from sacplan._questions.verdict import FitRow, Verdict, is_same_training, recommended
 from sacplan._questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
-from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.ranks import FSDP2
 from sacplan._record.compiled import CompileModules
 from sacplan._record.fake_values import is_balanced
 from sacplan._record.longest import LongestBatch, is_loader
@@ -728,7 +728,7 @@ class _Sweep:
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
         self._say_worst_routing()
-        if any("fsdp_units" in row.options for row in rows):
+        if any("FSDP2" in row.options for row in rows):
             packed = runs_in_4_bits(self.base.program)
             self.remarks += types_of_shards(self.base.fingerprint.parameters, self.devices, in_4_bits=packed)
         return rows, lambda row: ranks.with_largest(row, self.by_batch)
@@ -745,8 +745,7 @@ class _Sweep:
         whole = [one if step is None else with_optimizer(one, step) for one in (worst, self.base)]
         where = "the step as it is"
         if self.devices > 1:
-            ranks = Ranks.of(self.devices, units_of(self.model))
-            whole, where = [one.on_ranks(ranks) for one in whole], "a rank of FSDP2"
+            whole, where = [one.on_ranks(FSDP2(self.devices)) for one in whole], "a rank of FSDP2"
         peak, balanced = (one.peak_bytes for one in whole)
         more = f"{format_difference(peak, balanced)} more" if peak > balanced else "no more"
         self.remarks.append(

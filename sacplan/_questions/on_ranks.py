@@ -11,6 +11,7 @@ Optimizers of bitsandbytes step whole parameters, so rows of shards have none of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from sacplan._questions.scaled import Peaks, Sized, sized_alike
 from sacplan._questions.sweep import Row
 from sacplan._questions.verdict import FitRow
 from sacplan._questions.ways import AS_IT_IS, PLAN
-from sacplan._ranks.ranks import AskedRanks, Ranks
+from sacplan._ranks.ranks import DDP, FSDP2, AnyRanks, Ranks, layers_of, ranks_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 
 _TENSOR = "megatron"  # in the name of a sharding that cuts tensors
@@ -64,23 +65,9 @@ class Arrangement:
     on_mesh: Ranks | None = None
 
 
-def on(ranks: Ranks) -> Callable[[Profile], Profile]:
+def on(ranks: AnyRanks) -> Callable[[Profile], Profile]:
     """Return what makes the step of one of these ranks."""
     return lambda whole: whole.on_ranks(ranks)
-
-
-def units_of(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return patterns for the modules that ``fully_shard`` is called on: the layers, and the model itself."""
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList)
-        and len(module) > 1
-        and any(True for _ in module.parameters())
-    ]
-    # Lists inside of a layer, such as experts, are gathered with it.
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return (*(f"{name}.*" for name in outer), "")
 
 
 @dataclass
@@ -169,37 +156,33 @@ class RankRows:
         return self._completed[key][1]
 
     def _arrangements(self) -> Iterator[Arrangement]:
-        n, units = self.devices, units_of(self.model)
-
+        n, names = self.devices, [name for name, _ in self.model.named_parameters()]
+        units = layers_of(names)
         size = ("--world-size", str(n))
-        yield Arrangement("DDP", f"world_size={n}", size, on(Ranks.of(n)), has_whole_parameters=True)
-        options = f"world_size={n}, fsdp_units={list(units)!r}"
+        yield Arrangement("DDP", f"ranks=sacplan.DDP({n})", size, on(DDP(n)), has_whole_parameters=True)
+        fsdp = functools.partial(FSDP2, n, units)
+        options = f"ranks=sacplan.FSDP2({n}, {list(units)!r}"
         flags = (*size, *(word for unit in units for word in ("--fsdp-unit", unit)))
-        yield Arrangement("FSDP2", options, flags, on(Ranks.of(n, units)))
+        yield Arrangement("FSDP2", f"{options})", flags, on(fsdp()))
         # Accelerate leaves frozen integers out of the shards, among them 4-bit weights that are stored as bytes
         # (``fsdp2_prepare_model``).
-        packed = [
-            name
-            for name, p in self.model.named_parameters()
-            if not p.requires_grad and not p.is_floating_point()
-        ]
+        packed = [p for p in self.model.parameters() if not p.requires_grad and not p.is_floating_point()]
         if packed:
             text = "ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
-            ignoring = AskedRanks(n, units, ignored_params=packed).ranks()
-            yield Arrangement("FSDP2 of Accelerate", f"{options}, {text}", (), on(ignoring))
+            ignoring = on(ranks_of(fsdp(ignored_params=packed), names, self.model))
+            yield Arrangement("FSDP2 of Accelerate", f"{options}, {text})", (), ignoring)
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         # Only a model in float32 gains from bfloat16. The recording with a policy is that of a rank already, so
         # nothing is left to spread, and the command line has no option for a policy.
         if all(p.dtype == torch.float32 for p in self.model.parameters()):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            asked = {"world_size": n, "fsdp_units": units, "mp_policy": policy}
+            asked = {"ranks": fsdp(mp_policy=policy)}
             text = "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
-
-            yield Arrangement("FSDP2, bfloat16", f"{options}, {text}", (), lambda whole: whole, asked)
-        offloaded = AskedRanks(n, units, offload_policy=CPUOffloadPolicy()).ranks()
+            yield Arrangement("FSDP2, bfloat16", f"{options}, {text})", (), lambda whole: whole, asked)
+        offloaded = on(fsdp(offload_policy=CPUOffloadPolicy()))
         yield Arrangement(
-            "FSDP2, CPU offload", f"{options}, offload_policy=CPUOffloadPolicy()", (), on(offloaded)
+            "FSDP2, CPU offload", f"{options}, offload_policy=CPUOffloadPolicy())", (), offloaded
         )
         yield from self._on_meshes()
 

@@ -320,9 +320,9 @@ class Verdict:
         if best.spread == "DDP":
             return [*lines, "model = torch.nn.parallel.DistributedDataParallel(model)"]
         # Options are Python text, so units and policies are read out of it again.
-        units, _, policies = best.options.partition("], ")
-        given = f", {policies}" if policies else ""
-        for unit in units.partition("fsdp_units=[")[2].rstrip("]").split(", "):
+        units, _, policies = best.options.partition("[")[2].removesuffix(")").partition("]")
+        given = policies
+        for unit in units.split(", "):
             module = unit.strip("'").removesuffix(".*")
             lines += [f"for layer in model.{module}:", f"    fully_shard(layer{given})"] if module else []
         return [*lines, f"fully_shard(model{given})"]

@@ -102,7 +102,7 @@ def sharded(
         TraceError: unknown units, or a model that ``fully_shard`` could not run with them.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
-        raise TraceError(f"world_size is {world_size!r}; to shard it must be an int of at least 2.")
+        raise TraceError(f"{world_size!r} ranks; to shard, give an int of at least 2.")
     options.check(world_size)
     trains = any(op.phase == Phase.BACKWARD for op in program.ops)
     if not trains and options.reshard_after_forward not in (None, True):

@@ -108,11 +108,11 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
                 "Leave one of the two out."
             )
         if world_size % self.replicas:
-            raise TraceError(f"{self.replicas} replicas of the shards do not divide world_size={world_size}.")
+            raise TraceError(f"{self.replicas} replicas of the shards do not divide {world_size} ranks.")
         if self.replicas > 1 and self.replicas == world_size:
             raise TraceError(
-                f"the mesh has {self.replicas} replicas of one shard each: nothing is sharded. Leave fsdp_units out "
-                "for DistributedDataParallel, or give the last axis of the mesh at least 2 ranks."
+                f"the mesh has {self.replicas} replicas of one shard each: nothing is sharded. Give DDP({world_size}), "
+                "or at least 2 ranks to the last axis of the mesh."
             )
         kept, shards = self.reshard_after_forward, world_size // self.replicas
         if kept is not None and not isinstance(kept, bool) and (kept < 1 or shards % kept):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
@@ -23,6 +23,9 @@ from sacplan._ranks.fully_shard import on_host, sharded
 from sacplan._ranks.options import DEFAULTS, FullyShardOptions
 from sacplan._shard.sharding import Sharding
 from sacplan.errors import TraceError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 RunBy: TypeAlias = Literal["FSDP2", "DDP", "DTensor"]
 """What runs a step on several ranks: ``fully_shard``, ``DistributedDataParallel``, or ``parallelize_module`` alone."""
@@ -49,8 +52,8 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.fully_shard is not UNSET and self.fsdp_units is None:
             raise TraceError(
-                f"{self.fully_shard} is given without fsdp_units: it says how fully_shard runs. Name the modules that "
-                'it is called on, fsdp_units=["layers.*", ""].'
+                f"{self.fully_shard} is given without the modules that fully_shard is called on: name them, as in "
+                'FSDP2(8, ["layers.*", ""]).'
             )
         # 1: what the axes for data do is not a part of it.
         if self.sharding is not None and self.world_size not in (1, self.sharding.data.size):
@@ -61,8 +64,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         # No units with several ranks is valid: DDP.
         if self.world_size == 1 and self.fsdp_units is not None:
             raise TraceError(
-                "fsdp_units are given and world_size is 1: with one rank nothing is sharded. Say over how many "
-                "ranks fully_shard shards, world_size=8."
+                "FSDP2 of 1 rank: nothing is sharded. Say over how many ranks fully_shard shards, FSDP2(8)."
             )
         self.options.check(self.world_size)
 
@@ -75,9 +77,11 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
     ) -> Ranks:
         """Return checked ranks; a ``TraceError`` if they do not go together."""
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise TraceError(f"world_size is {world_size!r}; it must be an int of at least 1.")
+            raise TraceError(f"{world_size!r} ranks: give an int of at least 1.")
         if isinstance(fsdp_units, str):
-            raise TraceError(f"fsdp_units is the string {fsdp_units!r}; give a list, [{fsdp_units!r}].")
+            raise TraceError(
+                f"the units of FSDP2 are the string {fsdp_units!r}; give a list, [{fsdp_units!r}]."
+            )
         units = None if fsdp_units is None else tuple(fsdp_units)
         return cls(world_size, units, fully_shard=UNSET if options == DEFAULTS else options)
 
@@ -185,73 +189,122 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         return f"{rest or 'its defaults'} and {policy or 'no mixed-precision policy'}"
 
 
-@dataclass(frozen=True, slots=True)
-class AskedRanks:
-    """Arguments about ranks as a user gives them, torch's own objects among them; None: not given.
+@dataclass(frozen=True)
+class FSDP2:
+    """Ranks over which ``fully_shard`` spreads a step, for ``ranks=`` of ``profile`` and ``plan``.
+
+        sacplan.plan(profile, "22GiB", ranks=sacplan.FSDP2(8))
+        sacplan.FSDP2({"replicate": 2, "shard": 4}, ["layers.*", ""], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+    The model is the whole one, before ``fully_shard``; the batch is that of one rank. What is wrong is an error of the
+    function that it is given to.
 
     Attributes:
-        world_size, fsdp_units: see ``Ranks``.
-        mesh: that of ``fully_shard``: a ``DeviceMesh``, or its sizes by name.
-        mp_policy, reshard_after_forward, offload_policy: arguments of ``fully_shard``.
-        ignored_params: likewise, by name.
+        mesh: how many ranks, or the mesh of ``fully_shard``: a ``DeviceMesh`` of one or two axes, or its sizes by name.
+        units: patterns for the modules on which ``fully_shard`` is called (``*`` also matches dots, ``""`` is the model
+            itself). None: the layers of each outermost stack, and the model.
+        mp_policy, reshard_after_forward, offload_policy: as for ``fully_shard``. The model keeps its own type:
+            parameters in float32 are recorded with units that compute in the policy's ``param_dtype``. With a
+            ``CPUOffloadPolicy``, ``Profile.host_bytes`` is what a rank takes of the host's memory.
+        ignored_params: parameters of the model that each rank holds whole, as for ``fully_shard``.
     """
 
-    world_size: int | None = None
-    fsdp_units: Sequence[str] | None = None
-    mesh: Any = None
+    mesh: Any
+    units: Sequence[str] | None = None
     mp_policy: Any = None
-    reshard_after_forward: Any = None
+    reshard_after_forward: bool | int | None = None
     offload_policy: Any = None
-    ignored_params: Iterable[str] = ()
+    ignored_params: Iterable[nn.Parameter] = ()
 
-    def ranks(self) -> Ranks:
-        """Return them checked.
+    def of(self, parameters: Iterable[str], model: nn.Module | None) -> Ranks:
+        """Return them checked, for a model with parameters of these names.
 
         Raises:
             TraceError: an argument that ``fully_shard`` does not take, or some that do not go together.
         """
-        world_size, replicas = self.world_size, 1
-        if self.mesh is not None:
+        world_size, replicas = self.mesh, 1
+        if not isinstance(self.mesh, int):
             shape = _mesh_shape(self.mesh)
-            if self.fsdp_units is None:
-                raise TraceError(
-                    f"mesh {shape} is given without fsdp_units: here it is the mesh of fully_shard. Name the modules "
-                    'that it is called on, fsdp_units=["layers.*", ""]. A step that sacplan itself spreads over a mesh '
-                    "is planned with sacplan.plan(profile, mesh=...)."
-                )
-            if world_size is not None and world_size != math.prod(shape):
-                raise TraceError(f"world_size is {world_size}, and the mesh has {math.prod(shape)} ranks.")
             world_size, replicas = math.prod(shape), math.prod(shape[:-1])
         options = FullyShardOptions.of(
-            self.mp_policy, self.reshard_after_forward, replicas, self.offload_policy, self.ignored_params
+            self.mp_policy,
+            self.reshard_after_forward,
+            replicas,
+            self.offload_policy,
+            names_of(self.ignored_params, model),
         )
-        return Ranks.of(1 if world_size is None else world_size, self.fsdp_units, options)
+        return Ranks.of(world_size, layers_of(parameters) if self.units is None else self.units, options)
 
-    def changing(self, now: Ranks) -> Ranks:
-        """Return ranks with what is asked for changed; what is not given stays. Errors are those of ``ranks``."""
-        if self == AskedRanks():
-            return now
-        units, world_size, mesh, options = self.fsdp_units, self.world_size, self.mesh, now.options
-        # These arguments mean nothing without units, so they are about those that there are.
-        of_units = (self.mp_policy, self.reshard_after_forward, self.offload_policy)
-        if units is None and any(value is not None for value in of_units):
-            units = now.fsdp_units
-        # The mesh is rebuilt from its sizes: replicas and, within each of them, shards.
-        if mesh is None and world_size is None:
-            world_size = now.world_size
-            if options.replicas > 1:
-                mesh = {"replicate": options.replicas, "shard": world_size // options.replicas}
-        return AskedRanks(
-            world_size,
-            units,
-            mesh,
-            options.mp_policy if self.mp_policy is None else self.mp_policy,
-            options.reshard_after_forward
-            if self.reshard_after_forward is None
-            else self.reshard_after_forward,
-            options.offload_policy if self.offload_policy is None else self.offload_policy,
-            self.ignored_params or options.ignored_params,
-        ).ranks()
+
+@dataclass(frozen=True)
+class DDP:
+    """Ranks that ``DistributedDataParallel`` keeps replicas on, for ``ranks=`` of ``profile`` and ``plan``.
+
+        sacplan.plan(profile, "22GiB", ranks=sacplan.DDP(8))
+
+    Attributes:
+        world_size: how many ranks. The batch is that of one.
+    """
+
+    world_size: int
+
+    def of(self, parameters: Iterable[str], model: nn.Module | None) -> Ranks:
+        """Return them checked; a ``TraceError`` if it is no number of ranks."""
+        return Ranks.of(self.world_size)
+
+
+AnyRanks: TypeAlias = FSDP2 | DDP | Ranks
+
+
+def ranks_of(asked: Any, parameters: Iterable[str], model: nn.Module | None) -> Ranks:
+    """Return what a user has given for ``ranks=``, checked.
+
+    Args:
+        asked: an ``FSDP2`` or a ``DDP``, or the ranks of a plan or a profile.
+        parameters: names of the model's.
+        model: None if it is not there.
+
+    Raises:
+        TraceError: it is none of these, or does not fit the model.
+    """
+    if isinstance(asked, Ranks):
+        return asked
+    if not isinstance(asked, FSDP2 | DDP):
+        raise TraceError(
+            f"ranks is {asked!r:.100}; give sacplan.FSDP2(8), sacplan.DDP(8), or the ranks of a plan."
+        )
+    return asked.of(parameters, model)
+
+
+def names_of(parameters: Iterable[nn.Parameter], model: nn.Module | None) -> tuple[str, ...]:
+    """Return the names of parameters, in the order of the model; that of a tied one is its first."""
+    wanted = {id(p) for p in parameters}
+    if not wanted:
+        return ()
+    if model is None:
+        raise TraceError(
+            "ignored_params are parameters of a model, and a profile from a file has none: give these ranks to "
+            "sacplan.profile."
+        )
+    found = {id(p): name for name, p in model.named_parameters()}
+    if not wanted <= found.keys():
+        raise TraceError(
+            "ignored_params holds what is no parameter of the model; give a set of them, "
+            "{p for p in model.parameters() if ...}."
+        )
+    return tuple(name for key, name in found.items() if key in wanted)
+
+
+def layers_of(parameters: Iterable[str]) -> tuple[str, ...]:
+    """Return patterns for the modules of ``fully_shard``: the layers of each outermost stack, and the model itself."""
+    found = []
+    for name in parameters:
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        # ``*`` alone would match all modules.
+        if at is not None:
+            found.append(".".join([*parts[:at], "*"]) if at else parts[0])
+    return (*dict.fromkeys(found), "")
 
 
 def _mesh_shape(mesh: Any) -> tuple[int, ...]:
@@ -259,8 +312,8 @@ def _mesh_shape(mesh: Any) -> tuple[int, ...]:
     shape = tuple(mesh.values() if isinstance(mesh, Mapping) else getattr(mesh, "shape", ()))
     if len(shape) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
         raise TraceError(
-            f"mesh is {mesh!r:.100}; fully_shard takes a DeviceMesh of one axis, or of two: replicas, and shards. Give "
-            'one, or its sizes, {"replicate": 2, "shard": 4}.'
+            f"FSDP2 of {mesh!r:.100}: give a number of ranks, a DeviceMesh of one axis or of two (replicas, and "
+            'shards), or its sizes, {"replicate": 2, "shard": 4}.'
         )
     return shape
 

@@ -110,7 +110,7 @@ def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tupl
     if len(storages) != len(entries):
         raise TraceError(
             f"the recording has {len(storages)} storages of parameters and the model {len(entries)} parameters. "
-            "Parameters that are views of one storage cannot be sharded; give each its own, or leave world_size at 1."
+            "Parameters that are views of one storage cannot be sharded; give each its own, or plan for one device."
         )
     found = []
     for storage, (name, shape, dtype) in zip(storages, entries, strict=True):
@@ -160,7 +160,7 @@ def resolve_units(patterns: Sequence[str], program: Program) -> tuple[str, ...]:
     """
     if isinstance(patterns, str) or not patterns:
         raise TraceError(
-            f"fsdp_units is {patterns!r}; give a list of patterns for module names, such as "
+            f"the units of FSDP2 are {patterns!r}; give a list of patterns for module names, such as "
             '["layers.*", ""] ("" is the model itself), or None for DistributedDataParallel.'
         )
     called = program.calls
@@ -181,7 +181,7 @@ def _unknown(pattern: str, program: Program) -> str:
     uncalled = [f for f in program.parameter_bytes if fnmatchcase(f, pattern)]
     if uncalled:
         return (
-            f"fsdp_units: {pattern!r} matches {_listed(uncalled[:3])}, but no module of that name is called in the "
+            f"units: {pattern!r} matches {_listed(uncalled[:3])}, but no module of that name is called in the "
             "step. fully_shard gathers where a module is called; name the modules inside of it instead, such as "
             f"{uncalled[0] + '.*'!r}."
         )
@@ -189,7 +189,7 @@ def _unknown(pattern: str, program: Program) -> str:
     near = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4)
     near += [fqn for fqn in names if fqn.endswith("." + pattern) and fqn not in near][:3]
     return (
-        f"fsdp_units: no module matches {pattern!r}; "
+        f"units: no module matches {pattern!r}; "
         + (f"near names are {_listed(near)}" if near else f"modules are {_listed(names[:6])}")
         + '. Patterns are matched whole, "*" also matches dots, and "" is the model itself.'
     )
@@ -276,7 +276,7 @@ def _check_used_inside(
                 raise TraceError(
                     f"parameter {names[s]!r} belongs to the unit {owner_of[s]!r} and is used in {where!r}, where "
                     "fully_shard does not gather it. Is it shared, or read from outside? Give both modules the "
-                    'same unit: leave them to the model itself, fsdp_units=[..., ""].'
+                    'same unit: leave them to the model itself, units=[..., ""].'
                 )
 
 

@@ -44,7 +44,7 @@ def why_no_units(program: Program, units: Iterable[str]) -> str:
         return ""
     return (
         f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
-        "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
+        "need parameters that are freed. A unit of a plan must be inside of one of the units of FSDP2."
     )
 
 

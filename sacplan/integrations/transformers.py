@@ -320,7 +320,7 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
         raise TraceError(
             "this trainer shards its model (fsdp=). Record the whole model, in a process of its own: give "
             "profile_trainer a Trainer without fsdp=, and say to sacplan.plan over how many ranks, and which modules, "
-            "fully_shard spreads it: world_size=8, fsdp_units=['model.layers.*', '']. Save the plan, and train with "
+            "fully_shard spreads it: ranks=sacplan.FSDP2(8, ['model.layers.*', '']). Save the plan, and train with "
             "PlanCallback(sacplan.Plan.load(...))."
         )
     found = {
@@ -371,7 +371,7 @@ def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
         raise PlanError(
             f"the Trainer shards this model with fully_shard, and the plan is not one of a rank: its peak is another "
             "one, and it may recompute where parameters are not gathered. Plan with "
-            f"sacplan.plan(profile, ..., world_size={dist.get_world_size()}, fsdp_units=[...]) for these modules: "
+            f"sacplan.plan(profile, ..., ranks=sacplan.FSDP2({dist.get_world_size()}, [...])) for these modules: "
             f"{', '.join(map(repr, sharded[:6]))}{', ...' if len(sharded) > 6 else ''}."
         )
     # A unit of the plan runs again in the backward pass as a whole. If a module inside of it is sharded by
@@ -383,8 +383,8 @@ def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
         if inner is not None:
             raise PlanError(
                 f"the plan's unit {unit!r} contains {inner!r}, which the Trainer shards by itself, so that its "
-                f"parameters are not gathered where the unit recomputes. Name {inner!r} in the fsdp_units that you "
-                "plan with."
+                f"parameters are not gathered where the unit recomputes. Name {inner!r} among the units of FSDP2 that "
+                "you plan with."
             )
 
 

@@ -125,8 +125,7 @@ def test_streams_of_fsdp_have_pools_of_their_own() -> None:
         batch,
         lambda model, batch: model(batch).sum(),
         device="h100",
-        world_size=2,
-        fsdp_units=["*", ""],
+        ranks=sacplan.FSDP2(2, ["*", ""]),
     )
     run = allocator_figures(profile)
     # Two gathered layers at a time and the gradients of one are in pools that serve nothing else.

@@ -21,10 +21,10 @@ from tests.zoo.language_models import LM, cross_entropy, tokens
 BOTH = ("recompute", "chunk")
 VOCAB = 1001
 LAYERS = ["layers.*"]
-WRAPS: dict[str, tuple[Wrap, dict[str, Any]]] = {
-    "replicated": (replicated, {}),
-    "sharded": (sharded, {"fsdp_units": LAYERS}),
-    "sharded, the head too": (sharded_with_head, {"fsdp_units": [*LAYERS, "head"]}),
+WRAPS: dict[str, tuple[Wrap, sacplan.DDP | sacplan.FSDP2]] = {
+    "replicated": (replicated, sacplan.DDP(RANKS)),
+    "sharded": (sharded, sacplan.FSDP2(RANKS, LAYERS)),
+    "sharded, the head too": (sharded_with_head, sacplan.FSDP2(RANKS, [*LAYERS, "head"])),
 }
 
 
@@ -41,7 +41,7 @@ def model() -> LM:
 def profile_of(name: str) -> sacplan.Profile:
     """The step of one rank."""
     return sacplan.profile(
-        model(), batch(), cross_entropy, torch.optim.AdamW, device="cpu", world_size=RANKS, **WRAPS[name][1]
+        model(), batch(), cross_entropy, torch.optim.AdamW, device="cpu", ranks=WRAPS[name][1]
     )
 
 

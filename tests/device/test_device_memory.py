@@ -128,8 +128,7 @@ def test_buffers_of_fully_shard_have_pools_of_their_own() -> None:
         torch.randn(64, 1024),
         lambda m, x: m(x).sum(),
         device="h100",
-        world_size=2,
-        fsdp_units=["*", ""],
+        ranks=sacplan.FSDP2(2, ["*", ""]),
     )
     program = profile.program
     gathers = [op for op in program.ops if op.name == "fsdp.all_gather_copy_in.default"]

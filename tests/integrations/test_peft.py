@@ -223,11 +223,11 @@ def test_fully_shard_keeps_the_types_of_frozen_parameters_and_says_who_does_not(
     model = sacplan.with_lora(llama("meta"), LORA)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     units = ["base_model.model.model.layers.*", ""]
-    profile = sacplan.profile(model, batch(), device="h100", world_size=4, fsdp_units=units)
+    profile = sacplan.profile(model, batch(), device="h100", ranks=sacplan.FSDP2(4, units))
     said = units_of(profile)
     assert f"{format_bytes(2 * frozen)} more, {format_bytes(2 * frozen // 4)} on each of 4 ranks" in said
     as_float32 = sacplan.with_lora(llama("meta").float(), LORA)
-    upcast = sacplan.profile(as_float32, batch(), device="h100", world_size=4, fsdp_units=units)
+    upcast = sacplan.profile(as_float32, batch(), device="h100", ranks=sacplan.FSDP2(4, units))
     assert upcast.peak_bytes > profile.peak_bytes
     assert "up to 1.12" not in units_of(upcast)
     assert "up to 1.12" not in units_of(sacplan.profile(model, batch(), device="h100"))
@@ -237,7 +237,7 @@ def test_packed_weights_are_no_shards_of_accelerates() -> None:
     model = sacplan.with_lora(llama("meta"), LORA, NF4)
     packed = sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8)
     profile = sacplan.profile(
-        model, batch(), device="h100", world_size=4, fsdp_units=["base_model.model.model.layers.*"]
+        model, batch(), device="h100", ranks=sacplan.FSDP2(4, ["base_model.model.model.layers.*"])
     )
     assert f"each rank then holds all {format_bytes(packed)}" in units_of(profile)
 
@@ -333,7 +333,7 @@ def test_the_storage_of_4bit_weights_on_the_command_line(
     packed = {p for p in target.model.parameters() if not p.is_floating_point()}
     rank = sacplan.profile(
         target.model, target.batch, target.loss_fn, target.optimizer, "l4",
-        world_size=2, fsdp_units=["base_model.model.model.layers.*", ""], ignored_params=packed,
+        ranks=sacplan.FSDP2(2, ["base_model.model.model.layers.*", ""], ignored_params=packed),
     )  # fmt: skip
     row = rows["uint8"]["FSDP2 of Accelerate"]
     assert row["peak_bytes"] == rank.peak_bytes != rows["uint8"]["FSDP2"]["peak_bytes"]

@@ -50,8 +50,8 @@ def test_llama_3_8b_on_meta() -> None:
     tokens = torch.empty(1, 1024, dtype=torch.long, device="meta")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     profile = sacplan.profile(
-        model, (tokens, tokens), loss_fn, torch.optim.AdamW, "h100", world_size=8, fsdp_units=["layers.*", ""],
-        mp_policy=policy,
+        model, (tokens, tokens), loss_fn, torch.optim.AdamW, "h100", 
+        ranks=sacplan.FSDP2(8, ["layers.*", ""], mp_policy=policy),
     )  # fmt: skip
     shards = 3 * 8_030_261_248 * 4 // 8  # parameters and two states of AdamW, in float32
     assert profile.peak_bytes > shards

@@ -76,7 +76,7 @@ def on_rank(rank: int, directory: str, port: int) -> None:
     plan = structs.replace(sacplan.Plan.load(f"{directory}/plan.json"), budget_bytes=None)
     try:
         plain = make_sharded(directory)
-        with pytest.raises(sacplan.TraceError, match=r"without fsdp=.*world_size=8"):
+        with pytest.raises(sacplan.TraceError, match=r"without fsdp=.*FSDP2\(8"):
             profile_trainer(plain, device="cpu")
         expected = train(plain)
         assert isinstance(plain.model.model.layers[0], FSDPModule)
@@ -95,8 +95,8 @@ def on_rank(rank: int, directory: str, port: int) -> None:
         assert bit_equal(train(trainer), expected)
 
         for name, said in (
-            ("one_device", r"not one of a rank.*world_size=2.*'model.layers.0'"),
-            ("one_unit", r"unit '' contains 'model\.embed_tokens'.*fsdp_units that you plan with"),
+            ("one_device", r"not one of a rank.*FSDP2\(2.*'model.layers.0'"),
+            ("one_unit", r"unit '' contains 'model\.embed_tokens'.*units of FSDP2 that you plan with"),
         ):
             trainer = make_sharded(directory)
             trainer.add_callback(PlanCallback(sacplan.Plan.load(f"{directory}/{name}.json")))
@@ -115,11 +115,11 @@ def test_the_plan_of_a_rank_in_a_sharded_trainer(tmp_path: Path) -> None:
     from sacplan.integrations.transformers import profile_trainer
 
     profile = profile_trainer(make(str(tmp_path)), device="cpu")
-    plan = sacplan.plan(profile, "80%", world_size=RANKS, fsdp_units=UNITS, solver="greedy")
+    plan = sacplan.plan(profile, "80%", ranks=sacplan.FSDP2(RANKS, UNITS), solver="greedy")
     assert plan.units
     plan.save(tmp_path / "plan.json")
     sacplan.plan(profile, "70%", solver="greedy").save(tmp_path / "one_device.json")
-    whole = sacplan.plan(profile, "60%", world_size=RANKS, fsdp_units=[""], solver="greedy")
+    whole = sacplan.plan(profile, "60%", ranks=sacplan.FSDP2(RANKS, [""]), solver="greedy")
     assert list(whole.units) == [""]
     whole.save(tmp_path / "one_unit.json")
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -10,7 +10,6 @@ from sacplan._plan.candidate import Candidate
 from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._program.decisions import Chunk, Offload, as_decisions
 from sacplan._program.liveness import footprint_of
-from sacplan._ranks.ranks import AskedRanks
 from sacplan._technique.step import PlanStep
 from sacplan._techniques import rewritten
 from tests.zoo.language_models import LM, cross_entropy, tokens
@@ -55,7 +54,7 @@ def test_units_see_the_ops_that_slices_leave(profile: sacplan.Profile) -> None:
 
 
 def test_a_unit_around_several_sharded_modules_is_refused(profile: sacplan.Profile) -> None:
-    rank = profile.on_ranks(AskedRanks(world_size=2, fsdp_units=["layers.0", "layers.1", ""]))
+    rank = profile.on_ranks(sacplan.FSDP2(2, ["layers.0", "layers.1", ""]))
     (call,) = rank.program.calls[""]
     site = next(site for op, site in rank.program.sites(call).items() if rank.program.ops[op].recomputable)
     with pytest.raises(sacplan.PlanError, match=r"unit '' is around several modules .* one by one"):

@@ -67,7 +67,7 @@ def test_names_that_repeat() -> None:
     [
         ({"techniques": BOTH}, "give a mesh"),
         ({"mesh": {"dp": 4}, "techniques": ("recompute",)}, '"shard" among the techniques'),
-        ({"mesh": {"dp": 4}, "world_size": 4}, "either a mesh, or world_size"),
+        ({"mesh": {"dp": 4}, "ranks": sacplan.DDP(4)}, "either a mesh, or ranks"),
     ],
     ids=["no mesh", "no technique", "both"],
 )

@@ -180,15 +180,16 @@ def test_ranks_may_be_said_to_plan() -> None:
     """The same plan as from a profile that was made for these ranks."""
     model, batch = LM(), torch.randint(0, 128, (4, 32))
     whole = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu")
-    for ranks in ({"world_size": 2}, {"world_size": 4, "fsdp_units": ["layers.*", ""]}):
-        early = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", **ranks)  # type: ignore[arg-type]
+    for ranks in (sacplan.DDP(2), sacplan.FSDP2(4)):
+        early = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", ranks=ranks)
         assert early.recorded == whole.recorded
-        late = sacplan.plan_smallest(whole, "greedy", **ranks)  # type: ignore[arg-type]
+        late = sacplan.plan_smallest(whole, "greedy", ranks=ranks)
         assert late == sacplan.plan_smallest(early, "greedy")
         assert late.ranks == early.ranks
         assert late.baseline_peak_bytes == early.peak_bytes
+        assert sacplan.plan_smallest(whole, "greedy", ranks=early.ranks) == late
     with pytest.raises(sacplan.TraceError, match="no module matches"):
-        sacplan.plan(whole, "50%", world_size=2, fsdp_units=["nowhere"])
+        sacplan.plan(whole, "50%", ranks=sacplan.FSDP2(2, ["nowhere"]))
 
 
 def test_a_plan_can_be_copied_and_pickled() -> None:

@@ -147,9 +147,9 @@ def test_on_ranks_it_is_the_second_pass_of_a_step_of_two(policy: Any, units: Any
         cross_entropy(model, batches[0]).backward()
         return cross_entropy(model, batches[1])
 
-    ranks = {"world_size": 4, "fsdp_units": units, "mp_policy": policy}
-    found = record(MODEL(), BATCH, device="h100", accumulation_steps=2, **ranks)
-    like = sacplan.profile(MODEL(), (BATCH, BATCH), both, ADAMW, device="h100", **ranks)
+    ranks = sacplan.DDP(4) if units is None else sacplan.FSDP2(4, units, mp_policy=policy)
+    found = record(MODEL(), BATCH, device="h100", accumulation_steps=2, ranks=ranks)
+    like = sacplan.profile(MODEL(), (BATCH, BATCH), both, ADAMW, device="h100", ranks=ranks)
     assert found.peak_bytes == like.peak_bytes
 
 

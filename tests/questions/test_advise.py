@@ -203,7 +203,7 @@ def test_advice_on_inference_and_on_ranks_has_no_remedy_that_was_not_tried() -> 
     model = LM(layers=2)
     inference = sacplan.profile(model, tokens(), mode="inference")
     assert sacplan.advise(inference).remedies == ()
-    spread = sacplan.profile(model, tokens(), cross_entropy, torch.optim.AdamW, world_size=2)
+    spread = sacplan.profile(model, tokens(), cross_entropy, torch.optim.AdamW, ranks=sacplan.DDP(2))
     advice = sacplan.advise(spread)
     assert {r.kind for r in advice.remedies} <= {"recompute"}
     assert sum(part.n_bytes for part in advice.alive) == spread.peak_bytes

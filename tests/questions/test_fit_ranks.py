@@ -12,7 +12,7 @@ import sacplan
 from sacplan._plan.meshes import spreads
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
-from sacplan._questions.on_ranks import read_devices, units_of
+from sacplan._questions.on_ranks import read_devices
 from sacplan._shard.mesh import Mesh
 from sacplan.errors import PlanError
 from tests.zoo.language_models import LM, cross_entropy, tokens
@@ -42,17 +42,19 @@ def profiled(batch: int = 4, **ranks: Any) -> sacplan.Profile:
 def ranks_of(spread: str) -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    policies = {
+    policies: dict[str, Any] = {
         "FSDP2, bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
         "FSDP2, CPU offload": {"offload_policy": CPUOffloadPolicy()},
     }
-    units = {} if spread == "DDP" else {"fsdp_units": UNITS}
-    return {"world_size": 2, **units, **policies.get(spread, {})}
+    return {
+        "ranks": sacplan.DDP(2) if spread == "DDP" else sacplan.FSDP2(2, UNITS, **policies.get(spread, {}))
+    }
 
 
 def test_layers_are_the_units() -> None:
-    assert units_of(model()) == UNITS
-    assert units_of(torch.nn.Linear(2, 2)) == ("",)
+    assert profiled(ranks=sacplan.FSDP2(2)).ranks.fsdp_units == UNITS
+    alone = sacplan.profile(torch.nn.Linear(2, 2), torch.ones(2, 2), ranks=sacplan.FSDP2(2))
+    assert alone.ranks.fsdp_units == ("",)
 
 
 @pytest.mark.parametrize("spread", ["DDP", "FSDP2", "FSDP2, bfloat16", "FSDP2, CPU offload"])
@@ -142,7 +144,7 @@ def test_other_optimizers_are_tried_where_the_asked_one_does_not_fit() -> None:
     assert {row.optimizer for row in ddp} >= {"adamw", "adamw-8bit"}
     eight = next(row for row in ddp if row.optimizer == "adamw-8bit")
     make = BY_NAME["adamw-8bit"].make
-    rank = sacplan.profile(model(), tokens(4, 64, 512), cross_entropy, make, DEVICE, world_size=2)
+    rank = sacplan.profile(model(), tokens(4, 64, 512), cross_entropy, make, DEVICE, ranks=sacplan.DDP(2))
     assert eight.peak_bytes == rank.peak_bytes
     assert {row.optimizer for row in small.rows if row.spread != "DDP"} <= {"adamw", "adamw-fused"}
 

@@ -64,8 +64,8 @@ def with_accelerate(rank: int, directory: str, port: int) -> None:
             batch = torch.randn(32, 48)
             ignored = {p for p in model.parameters() if not p.is_floating_point()}
             assert bool(ignored) == (storage == torch.uint8)
-            ranks = {"world_size": 2, "fsdp_units": ["layers.*", ""], "ignored_params": ignored}
-            profile = sacplan.profile(model, batch, mean_square, optimizer_of, "cpu", **ranks)
+            ranks = sacplan.FSDP2(2, ["layers.*", ""], ignored_params=ignored)
+            profile = sacplan.profile(model, batch, mean_square, optimizer_of, "cpu", ranks=ranks)
             held = scales_bytes(model)
             sharded = fsdp2_prepare_model(accelerator, model)
             whole = not hasattr(sharded.layers[0].base.weight, "full_tensor")

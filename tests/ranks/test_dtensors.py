@@ -112,8 +112,8 @@ def check(name: str, directory: Path) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "tp")[-len(case.mesh) :])
     batch = case.batch()
     model = spread(case, mesh)
-    how = {} if case.units is None else {"world_size": case.mesh[0], "fsdp_units": list(case.units)}
-    profile = sacplan.profile(model, batch, case.loss_fn, OPTIMIZER, "cpu", **how)  # type: ignore[arg-type]
+    ranks = None if case.units is None else sacplan.FSDP2(case.mesh[0], case.units)
+    profile = sacplan.profile(model, batch, case.loss_fn, OPTIMIZER, "cpu", ranks=ranks)
     if dist.get_rank() == 0:
         for budget in case.budgets:
             plan = sacplan.plan(profile, budget)

@@ -121,7 +121,8 @@ def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> 
         profile = of_one_rank(whole, ranks, units)
     else:
         mesh = {"replicate": 2, "shard": ranks // 2} if "replicas" in name else {"shard": ranks}
-        profile = sacplan.profile(model, batch, **step, fsdp_units=units, mesh=mesh, **how_of(name))
+        spread = sacplan.FSDP2(mesh, units, **how_of(name))
+        profile = sacplan.profile(model, batch, **step, ranks=spread)
     away = "activations away" in name
     plan = sacplan.plan(profile, BUDGET, techniques=("recompute", "offload") if away else None)
     assert plan.units

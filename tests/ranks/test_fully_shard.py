@@ -453,7 +453,7 @@ def test_patterns(whole: sacplan.Profile) -> None:
         (["layer.*"], r"no module matches 'layer\.\*'; near names are .*'layers\.0'"),
         (["mlp"], r"no module matches 'mlp'; near names are .*'layers\.0\.mlp'"),
         (["layers"], r"'layers' matches 'layers', but no module of that name is called.*'layers\.\*'"),
-        ([], "fsdp_units is .*; give a list of patterns"),
+        ([], "the units of FSDP2 are .*; give a list of patterns"),
         (["layers.0.mlp.3"], "none of the units 'layers.0.mlp.3' has a parameter"),
     ],
 )
@@ -465,11 +465,11 @@ def test_units_that_there_are_not(whole: sacplan.Profile, units: list[str], mess
 @pytest.mark.parametrize(
     ("world_size", "units", "message"),
     [
-        (0, None, "world_size is 0"),
-        (True, None, "world_size is True"),
-        (2.0, None, "world_size is 2.0"),
-        (1, [""], "world_size is 1: with one rank nothing is sharded"),
-        (8, "layers.*", r"fsdp_units is the string 'layers\.\*'; give a list"),
+        (0, None, "0 ranks: give an int"),
+        (True, None, "True ranks"),
+        (2.0, None, "2.0 ranks"),
+        (1, [""], "FSDP2 of 1 rank: nothing is sharded"),
+        (8, "layers.*", r"the units of FSDP2 are the string 'layers\.\*'; give a list"),
     ],
 )
 def test_ranks_that_do_not_make_sense(world_size: Any, units: Any, message: str) -> None:
@@ -555,7 +555,8 @@ def test_the_road_from_profile_to_a_verified_plan(units: list[str] | None, tmp_p
     torch.manual_seed(0)
     model, batch = Unlike(), torch.randn(256, 32)
     whole = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER)
-    profile = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER, world_size=4, fsdp_units=units)
+    ranks = sacplan.DDP(4) if units is None else sacplan.FSDP2(4, units)
+    profile = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER, ranks=ranks)
     assert profile.program == of_one_rank(whole, 4, units).program
     assert profile.assumptions
     for solver in ("best", "rotor"):

@@ -24,7 +24,7 @@ from sacplan._plan.reading import ranks_text
 from sacplan._program.mixed_precision import MixedPrecision
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.options import FullyShardOptions
-from sacplan._ranks.ranks import AskedRanks, Ranks
+from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import resolve_units
 from sacplan._shard.costs import Costs
 from sacplan._shard.mesh import Mesh
@@ -149,21 +149,16 @@ class Case:
     offload: bool = False
     ignored: Callable[[nn.Module], set[nn.Parameter]] = lambda model: set()
 
-    def arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Those of ``sacplan.profile``."""
-        ranks = (
-            {"mesh": {"replicate": self.mesh[0], "shard": self.mesh[1]}}
-            if self.mesh
-            else {"world_size": RANKS}
+    def ranks(self, model: nn.Module, **changes: Any) -> sacplan.FSDP2:
+        found = sacplan.FSDP2(
+            {"replicate": self.mesh[0], "shard": self.mesh[1]} if self.mesh else RANKS,
+            self.units,
+            self.policy and self.policy(),
+            self.reshard,
+            offloading() if self.offload else None,
+            self.ignored(model),
         )
-        return {
-            "fsdp_units": self.units,
-            "mp_policy": self.policy and self.policy(),
-            "reshard_after_forward": self.reshard,
-            "offload_policy": offloading() if self.offload else None,
-            "ignored_params": self.ignored(model),
-            **ranks,
-        }
+        return dataclasses.replace(found, **changes)
 
     def sharded(self, model: nn.Module, units: Any, mesh: Any) -> nn.Module:
         """The model of the first rank."""
@@ -290,7 +285,7 @@ FAST = (
 def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
     case = CASES[name]
     model, batch = case.make(), case.batch()
-    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", **case.arguments(model))
+    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", ranks=case.ranks(model))
     units = resolve_units(case.units, profile.program)
     held = scales_bytes(model)
     measured = RankMemory(case.sharded(model, units, mesh), batch, case.loss).peak_bytes(held)
@@ -307,7 +302,7 @@ def test_a_planned_step_has_the_planned_peak(name: str, mesh: Any, tmp_path: Pat
     """Traced with the plan, and measured with the plan applied before ``fully_shard`` and behind it."""
     case = CASES[name]
     model, batch = case.make(), case.batch()
-    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", **case.arguments(model))
+    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", ranks=case.ranks(model))
     plan = sacplan.plan_smallest(profile, solver="greedy")
     assert plan.peak_bytes < profile.peak_bytes
     assert sacplan.verify(model, batch, plan, case.loss, optimizer_of).peak_bytes == plan.peak_bytes
@@ -337,9 +332,9 @@ def test_half_as_many_bytes_are_gathered_in_half_the_time() -> None:
     link = Link("link", 1e8, 0.0)
     spec = dataclasses.replace(resolve_device("h100"), inner_link=link, outer_link=link, kernel_launch_us=0.0)
     step: Any = (HeavyLayers(dropout=0.0), torch.randn(16, 64), mean_square, None, spec)
-    spread: dict[str, Any] = {"world_size": 8, "fsdp_units": UNITS}
-    whole = sacplan.profile(*step, **spread).program
-    half = sacplan.profile(*step, **spread, mp_policy=policy(param_dtype=torch.bfloat16)).program
+    whole = sacplan.profile(*step, ranks=sacplan.FSDP2(8, UNITS)).program
+    low = sacplan.FSDP2(8, UNITS, policy(param_dtype=torch.bfloat16))
+    half = sacplan.profile(*step, ranks=low).program
     for name in ("fsdp.all_gather_copy_in.default", "c10d._reduce_scatter_base_.default"):
         assert sum(exposed(half, name)) == pytest.approx(sum(exposed(whole, name)) / 2, rel=0.02)
 
@@ -348,7 +343,7 @@ def test_replicas_reduce_what_their_shards_have_reduced() -> None:
     """By hand: the last all-reduce has nothing to hide behind, and sends a quarter of what is reduced before it."""
     spec = resolve_device("h100")
     step: Any = (HeavyLayers(dropout=0.0), torch.randn(16, 64), mean_square, None, spec)
-    program = sacplan.profile(*step, fsdp_units=UNITS, mesh={"replicate": 2, "shard": 4}).program
+    program = sacplan.profile(*step, ranks=sacplan.FSDP2({"replicate": 2, "shard": 4}, UNITS)).program
     reduced, among = "c10d._reduce_scatter_base_.default", "c10d.allreduce_.default"
     names = [op.name for op in program.ops if op.name in (reduced, among)]
     assert names == [reduced, among] * 4  # three layers and the root
@@ -395,7 +390,7 @@ def test_clipping_takes_what_dtensors_take(
     monkeypatch.setattr("tests.support.ranks.optimizer_of", optimizer)
     case = Case(mesh=shape, **{**HEAVY, "policy": None, "batch": lambda: torch.randn(2, 64)})
     model, batch = case.make(), case.batch()
-    program = sacplan.profile(model, batch, case.loss, optimizer, "cpu", **case.arguments(model)).program
+    program = sacplan.profile(model, batch, case.loss, optimizer, "cpu", ranks=case.ranks(model)).program
     predicted = max(
         moment.live_bytes
         for moment in program.liveness.moments
@@ -416,7 +411,7 @@ def test_clipping_takes_what_dtensors_take(
 
 def test_shards_and_the_optimizer_keep_the_type_of_the_parameters() -> None:
     profile = sacplan.profile(
-        lm(), tokens(), models.cross_entropy, optimizer_of, "cpu", **Case().arguments(lm())
+        lm(), tokens(), models.cross_entropy, optimizer_of, "cpu", ranks=Case().ranks(lm())
     )
     program = profile.program
     types = {t.storage: t.dtype for t in program.tensors}
@@ -434,7 +429,7 @@ def test_the_model_is_as_before(trace: str, optimizer: Any) -> None:
     model = lm()
     before = {name: (p, p.detach().clone(), p.data_ptr()) for name, p in model.named_parameters()}
     sacplan.profile(
-        model, tokens(), models.cross_entropy, optimizer, "cpu", trace=trace, **Case().arguments(lm())
+        model, tokens(), models.cross_entropy, optimizer, "cpu", trace=trace, ranks=Case().ranks(lm())
     )
     for name, p in model.named_parameters():
         same, value, address = before[name]
@@ -454,7 +449,7 @@ def test_a_real_trace_is_the_fake_one() -> None:
             optimizer_of,
             "cpu",
             trace=trace,
-            **Case().arguments(lm()),
+            ranks=Case().ranks(lm()),
         ).peak_bytes
         for trace in ("fake", "real")
     }
@@ -468,34 +463,40 @@ def test_a_plan_may_ask_for_other_ranks_than_the_profile() -> None:
         models.cross_entropy,
         optimizer_of,
         "cpu",
-        world_size=8,
-        fsdp_units=UNITS,
-        mp_policy=usual(),
+        ranks=sacplan.FSDP2(8, UNITS, usual()),
     )
 
-    def peak(**arguments: Any) -> int:
-        return sacplan.plan(profile, "100%", **arguments).baseline_peak_bytes
+    def peak(mesh: Any, **arguments: Any) -> int:
+        ranks = sacplan.FSDP2(mesh, UNITS, usual(), **arguments)
+        return sacplan.plan(profile, "100%", ranks=ranks).baseline_peak_bytes
 
-    assert peak() == peak(world_size=8, fsdp_units=UNITS) == profile.peak_bytes
-    assert peak(world_size=2, fsdp_units=UNITS) > peak()
-    assert peak(reshard_after_forward=False) > peak()
-    assert peak(mesh={"replicate": 4, "shard": 2}, fsdp_units=UNITS) > peak()
-    less = sacplan.plan(profile, "100%", mp_policy=policy(param_dtype=torch.bfloat16))
-    assert less.ranks.options.mp_policy == MixedPrecision("bfloat16")
-    for arguments in (
-        {"world_size": 8, "fsdp_units": ["layers.*"]},
-        {"mp_policy": policy(param_dtype=torch.float16)},
+    assert sacplan.plan(profile, "100%").baseline_peak_bytes == peak(8) == profile.peak_bytes
+    assert peak(2) > peak(8)
+    assert peak(8, reshard_after_forward=False) > peak(8)
+    assert peak({"replicate": 4, "shard": 2}) > peak(8)
+
+
+def test_a_step_in_another_type_is_recorded_again(tmp_path: Path) -> None:
+    step: Any = (lm(), tokens(), models.cross_entropy, optimizer_of, "cpu")
+    mixed, plain = sacplan.FSDP2(8, UNITS, usual()), sacplan.FSDP2(8, UNITS)
+    whole, rank = sacplan.profile(*step), sacplan.profile(*step, ranks=mixed)
+    assert sacplan.plan(whole, "80%", ranks=mixed) == sacplan.plan(rank, "80%")
+    assert sacplan.plan(rank, "80%", ranks=plain) == sacplan.plan(whole, "80%", ranks=plain)
+    path = tmp_path / "profile.json"
+    for profile, ranks, said in (
+        (whole, mixed, "no mixed-precision policy"),
+        (rank, plain, "MixedPrecision"),
     ):
-        with pytest.raises(TraceError, match="recorded with MixedPrecisionPolicy"):
-            sacplan.plan(profile, "100%", **arguments)
-    plain = sacplan.profile(lm(), tokens(), models.cross_entropy, device="cpu")
-    with pytest.raises(TraceError, match="recorded with no mixed-precision policy"):
-        sacplan.plan(plain, "100%", world_size=8, fsdp_units=UNITS, mp_policy=usual())
+        profile.save(path)
+        with pytest.raises(
+            TraceError, match=f"recorded with {said}.* a profile from a file cannot run again"
+        ):
+            sacplan.plan(path, "80%", ranks=ranks)
 
 
 def test_what_is_said_about_the_step() -> None:
     profile = sacplan.profile(
-        lm(), tokens(), models.cross_entropy, device="cpu", **Case(mesh=(2, 4), reshard=2).arguments(lm())
+        lm(), tokens(), models.cross_entropy, device="cpu", ranks=Case(mesh=(2, 4), reshard=2).ranks(lm())
     )
     said = "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)"
     assert any(said in sentence for sentence in profile.assumptions)
@@ -531,30 +532,17 @@ def test_files_of_before_have_no_new_fields() -> None:
             "mp_policy is 'bfloat16'; give torch.distributed.fsdp.MixedPrecisionPolicy",
         ),
         ({"mp_policy": MixedPrecision}, "mp_policy is <class"),
-        (
-            {"world_size": 4, "mesh": {"replicate": 2, "shard": 4}},
-            "world_size is 4, and the mesh has 8 ranks",
-        ),
-        ({"mesh": {"a": 2, "b": 2, "c": 2}}, "fully_shard takes a DeviceMesh of one axis, or of two"),
+        ({"mesh": {"a": 2, "b": 2, "c": 2}}, "a DeviceMesh of one axis or of two"),
         ({"mesh": {"replicate": 8, "shard": 1}}, "8 replicas of one shard each"),
-        ({"mesh": 8}, "mesh is 8"),
+        ({"mesh": 8.0}, "FSDP2 of 8.0"),
+        ({"ignored_params": {nn.Parameter(torch.ones(1))}}, "no parameter of the model"),
     ],
 )
 def test_what_fully_shard_does_not_take(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        AskedRanks(
-            **{**({} if "mesh" in arguments else {"world_size": 8}), "fsdp_units": UNITS, **arguments}
-        ).ranks()
-
-
-@pytest.mark.parametrize("more", [{"mp_policy": usual()}, {"ignored_params": ("head.weight",)}])
-def test_arguments_that_are_not_given_stay(more: dict[str, Any]) -> None:
-    given = {"fsdp_units": UNITS, "mesh": {"replicate": 2, "shard": 4}, **more}
-    now = AskedRanks(**given).ranks()
-    assert AskedRanks().changing(now) is now
-    kept = AskedRanks(reshard_after_forward=False).changing(now)
-    assert kept == AskedRanks(**given, reshard_after_forward=False).ranks()
-    assert AskedRanks(reshard_after_forward=2).changing(kept).options.replicas == 2
+        sacplan.profile(
+            lm(), tokens(), device="cpu", ranks=sacplan.FSDP2(**{"mesh": 8, "units": UNITS, **arguments})
+        )
 
 
 def test_integers_are_no_type_to_compute_in() -> None:
@@ -562,32 +550,30 @@ def test_integers_are_no_type_to_compute_in() -> None:
         MixedPrecision.of(policy(param_dtype=torch.int8))
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"mp_policy": policy}, {"reshard_after_forward": True}, {"mesh": {"shard": 8}}]
-)
-def test_options_without_units(arguments: dict[str, Any]) -> None:
-    if "mp_policy" in arguments:
-        arguments = {"mp_policy": usual()}
-    with pytest.raises(TraceError, match="without fsdp_units"):
-        AskedRanks(**{**({} if "mesh" in arguments else {"world_size": 8}), **arguments}).ranks()
+@pytest.mark.parametrize("asked", [8, "FSDP2", sacplan.FSDP2, {"mesh": 8}])
+def test_what_is_no_ranks(asked: Any) -> None:
+    with pytest.raises(
+        TraceError, match=r"give sacplan.FSDP2\(8\), sacplan.DDP\(8\), or the ranks of a plan"
+    ):
+        sacplan.profile(lm(), tokens(), device="cpu", ranks=asked)
 
 
 def test_hooks_of_parameters_are_not_modelled() -> None:
     model = HeavyLayers()
     model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(TraceError, match=r"a parameter has a hook.*sacplan\.ranks"):
-        sacplan.profile(model, torch.randn(4, 64), mean_square, device="cpu", world_size=8, fsdp_units=UNITS)
+        sacplan.profile(model, torch.randn(4, 64), mean_square, device="cpu", ranks=sacplan.FSDP2(8))
 
 
 @pytest.mark.parametrize("reshard", [False, 2])
 def test_inference_keeps_no_parameters(reshard: bool | int) -> None:
     step: Any = (HeavyLayers(), torch.randn(4, 64))
     case = Case(**{**HEAVY, "reshard": None})
-    mixed = sacplan.profile(*step, device="cpu", mode="inference", **case.arguments(step[0]))
+    mixed = sacplan.profile(*step, device="cpu", mode="inference", ranks=case.ranks(step[0]))
     assert (
         mixed.peak_bytes
         < sacplan.profile(
-            *step, device="cpu", mode="inference", **{**case.arguments(step[0]), "mp_policy": None}
+            *step, device="cpu", mode="inference", ranks=case.ranks(step[0], mp_policy=None)
         ).peak_bytes
     )
     with pytest.raises(TraceError, match="the step has no backward pass"):
@@ -595,7 +581,7 @@ def test_inference_keeps_no_parameters(reshard: bool | int) -> None:
             *step,
             device="cpu",
             mode="inference",
-            **{**case.arguments(step[0]), "reshard_after_forward": reshard},
+            ranks=case.ranks(step[0], reshard_after_forward=reshard),
         )
 
 
@@ -611,7 +597,5 @@ def test_a_unit_that_is_not_called() -> None:
             torch.randn(2, 8),
             mean_square,
             device="cpu",
-            world_size=2,
-            fsdp_units=["layers*"],
-            mp_policy=usual(),
+            ranks=sacplan.FSDP2(2, ["layers*"], usual()),
         )

@@ -21,7 +21,6 @@ from sacplan._device.devices import resolve_device
 from sacplan._program.program import Patch, Phase, StorageKind
 from sacplan._ranks.fully_shard import _FullyShardRewriter
 from sacplan._ranks.options import CPUOffload, FullyShardOptions
-from sacplan._ranks.ranks import AskedRanks
 from sacplan._ranks.shards import owners, parameters_of, resolve_units
 from sacplan.errors import TraceError
 from tests.support.ranks import RANKS, RankMemory, fully_sharded
@@ -68,14 +67,12 @@ def test_both_memories_together(
     policy: Any, reshard: int | None, shape: tuple[int, int] | None, mesh: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("tests.support.ranks.optimizer_of", sgd)
-    batch, ranks = torch.randn(16, 64), {"world_size": RANKS}
+    batch, over = torch.randn(16, 64), RANKS
     if shape is not None:
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        ranks = {"mesh": mesh}
-    profile = sacplan.profile(
-        model(), batch, mean_square, sgd, "cpu", fsdp_units=UNITS, mp_policy=policy,
-        reshard_after_forward=reshard, offload_policy=CPUOffloadPolicy(), **ranks,
-    )  # fmt: skip
+        over = mesh
+    ranks = sacplan.FSDP2(over, UNITS, policy, reshard, CPUOffloadPolicy())
+    profile = sacplan.profile(model(), batch, mean_square, sgd, "cpu", ranks=ranks)
     whole, options = profile.recorded, profile.ranks.options
     units = resolve_units(UNITS, whole)
     owned = owners(
@@ -92,10 +89,8 @@ def test_both_memories_together(
 
 
 def spread(offload: Any = None, optimizer: Any = torch.optim.AdamW, **options: Any) -> sacplan.Profile:
-    return sacplan.profile(
-        model(), torch.randn(16, 64), mean_square, optimizer, "h100", world_size=RANKS, fsdp_units=UNITS,
-        offload_policy=offload, **options,
-    )  # fmt: skip
+    ranks = sacplan.FSDP2(RANKS, UNITS, offload_policy=offload, **options)
+    return sacplan.profile(model(), torch.randn(16, 64), mean_square, optimizer, "h100", ranks=ranks)
 
 
 def test_the_gpu_keeps_no_shards() -> None:
@@ -134,17 +129,12 @@ def test_copies_of_pinned_memory_run_behind_computation() -> None:
 
 def test_a_plan_may_ask_for_it() -> None:
     profile = spread()
-    plan = sacplan.plan(profile, "100%", offload_policy=CPUOffloadPolicy())
+    plan = sacplan.plan(profile, "100%", ranks=sacplan.FSDP2(RANKS, UNITS, offload_policy=CPUOffloadPolicy()))
     assert plan.ranks == spread(CPUOffloadPolicy()).ranks
     assert "offload_policy=CPUOffloadPolicy()" in str(plan)
-    back = sacplan.plan(spread(CPUOffloadPolicy()), "100%", offload_policy=OffloadPolicy())
+    moves_nothing = sacplan.FSDP2(RANKS, UNITS, offload_policy=OffloadPolicy())
+    back = sacplan.plan(spread(CPUOffloadPolicy()), "100%", ranks=moves_nothing)
     assert back.peak_bytes == profile.peak_bytes
-
-
-def test_what_a_plan_does_not_ask_for_is_as_in_the_profile() -> None:
-    kept = spread(None, reshard_after_forward=False)
-    plan = sacplan.plan(kept, "100%", offload_policy=CPUOffloadPolicy())
-    assert plan.ranks.options.reshard_after_forward is False
 
 
 def test_policies() -> None:
@@ -153,6 +143,4 @@ def test_policies() -> None:
     with pytest.raises(
         TraceError, match=r"offload_policy is True; give torch.distributed.fsdp.CPUOffloadPolicy"
     ):
-        AskedRanks(RANKS, UNITS, offload_policy=True).ranks()
-    with pytest.raises(TraceError, match="without fsdp_units"):
-        AskedRanks(RANKS, offload_policy=CPUOffloadPolicy()).ranks()
+        spread(True)

@@ -210,7 +210,7 @@ def test_a_recorded_rank_is_planned_as_one_that_is_worked_out(name: str) -> None
 
     units = ["layers.*", ""]
     whole = sacplan.profile(language_model(), tokens(), loss_fn, OPTIMIZER, "cpu")
-    expected = sacplan.plan(whole, "85%", world_size=8, fsdp_units=units, **OPTIONS[name])
+    expected = sacplan.plan(whole, "85%", ranks=sacplan.FSDP2(8, units, **OPTIONS[name]))
     with sacplan.ranks(8, device="cpu"):
         mesh = dist.device_mesh.init_device_mesh("cuda", (8,))
         model = language_model().to("meta")
@@ -225,7 +225,7 @@ def test_a_recorded_rank_is_planned_as_one_that_is_worked_out(name: str) -> None
         assert plan.recompute_ms < 1.2 * expected.recompute_ms
     assert "rank 0 of 8, recorded as PyTorch runs it" in "; ".join(profile.assumptions)
     with pytest.raises(TraceError, match="profile of a rank already"):
-        sacplan.plan(profile, "85%", world_size=4, fsdp_units=units)
+        sacplan.plan(profile, "85%", ranks=sacplan.FSDP2(4, units))
 
 
 def exposed_ms(gb_per_s: float) -> tuple[float, float]:

@@ -78,7 +78,6 @@ def test_the_peak_of_a_rank(make: Any, options: dict[str, Any], model: str, mesh
     tutorial(hooked, make)
     profile = sacplan.profile(hooked, batch, loss_fn, device="cpu")
     assert profile.peak_bytes == _Hooked(sharded(), batch, loss_fn, make).peak_bytes()
-    after = sacplan.profile(
-        made(), batch, loss_fn, make, "cpu", world_size=RANKS, fsdp_units=units, **options
-    )
+    ranks = sacplan.FSDP2(RANKS, units, **options)
+    after = sacplan.profile(made(), batch, loss_fn, make, "cpu", ranks=ranks)
     assert profile.peak_bytes <= after.peak_bytes

@@ -186,10 +186,10 @@ def test_what_is_refused() -> None:
     tutorial(model, adamw)
     step: Any = (model, torch.randn(BATCH), mean_square)
     with pytest.raises(TraceError, match=r"register_post_accumulate_grad_hook.*sacplan\.ranks"):
-        sacplan.profile(*step, device="cpu", world_size=2, fsdp_units=["layers.*", ""])
+        sacplan.profile(*step, device="cpu", ranks=sacplan.FSDP2(2, ["layers.*", ""]))
     profile = sacplan.profile(*step, device="cpu")
     with pytest.raises(TraceError, match="steps in hooks during the backward pass"):
-        sacplan.plan(profile, "100%", world_size=2)
+        sacplan.plan(profile, "100%", ranks=sacplan.DDP(2))
 
 
 def test_other_hooks_run_on_the_copy() -> None:

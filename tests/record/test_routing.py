@@ -127,11 +127,11 @@ def test_fit_says_what_the_worst_costs_beside_the_balanced_one() -> None:
 
 
 def test_fit_says_what_the_worst_costs_on_a_rank() -> None:
-    model, ranks = Padded(), {"world_size": 2, "fsdp_units": [""]}
+    model = Padded()
     options: Any = {"loss_fn": mean_square, "optimizer": None, "batch": 64, "sizes": False}
     found = sacplan.fit(model, lambda n: torch.randn(n, 16), "cpu", devices=2, **options)
     (said,) = found.remarks
-    worst = profile_of(model, torch.randn(64, 16), routing="worst", **ranks)
+    worst = profile_of(model, torch.randn(64, 16), routing="worst", ranks=sacplan.FSDP2(2))
     assert f"a rank of FSDP2 needs {format_bytes(worst.peak_bytes)}, " in said
 
 

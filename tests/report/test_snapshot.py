@@ -272,8 +272,7 @@ def test_one_rank_of_several() -> None:
         tokens(2),
         loss_fn=cross_entropy,
         device="h100",
-        world_size=2,
-        fsdp_units=["layers.*", ""],
+        ranks=sacplan.FSDP2(2, ["layers.*", ""]),
     )
     snapshot = snapshot_of(profile, profile.program)
     assert played_back(snapshot).peak == profile.peak_bytes

@@ -210,7 +210,7 @@ def test_in_inference() -> None:
 
 def test_one_rank_of_several(profile: sacplan.Profile) -> None:
     spread = sacplan.profile(
-        model(), tokens(), device=DEVICE, world_size=2, fsdp_units=["layers.*", ""], **STEP
+        model(), tokens(), device=DEVICE, ranks=sacplan.FSDP2(2, ["layers.*", ""]), **STEP
     )
     plan = sacplan.plan_smallest(spread)
     assert plan.peak_bytes != profile.peak_bytes

@@ -200,7 +200,7 @@ class HeldArg:
             raise RecipeError(
                 f"{node} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
                 "has been freed: a parameter that fully_shard gathers only for its own module. Plan with "
-                "sacplan.profile(..., world_size=, fsdp_units=), so that no unit contains several such modules."
+                "sacplan.profile(..., ranks=sacplan.FSDP2(...)), so that no unit contains several such modules."
             )
         if self.digested is not None and digest(tensor) != self.digested:
             raise RecipeError(
