@@ -269,7 +269,7 @@ class _Alternatives:
         """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
         profile = self.profile
         # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
-        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.devices > 1:
+        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.is_of_a_rank:
             return ""
         # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so
         # the model does not run again.

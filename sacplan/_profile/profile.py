@@ -322,6 +322,11 @@ class Profile:
         return types_of_shards(self.fingerprint.parameters, shards, in_4_bits=runs_in_4_bits(self.program))
 
     @property
+    def is_of_a_rank(self) -> bool:
+        """Whether this is the step of one of several ranks, which may have shards alone."""
+        return self.ranks.devices > 1 or self.fingerprint.local_shapes is not None
+
+    @property
     def has_no_optimizer(self) -> bool:
         """Whether this is a training step in which no optimizer ran: the peak lacks its state."""
         return self.mode == "train" and self.fingerprint.setup.optimizer is None

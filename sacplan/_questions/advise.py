@@ -220,7 +220,7 @@ class _Tried:
         """
         # An inference profile has no loss; the plan has chunks already; or the step is spread over ranks, and slices
         # are planned for one device (``Chunking.one_device``).
-        if not self._trains or (self.plan is not None and self.plan.chunks) or self._is_spread:
+        if not self._trains or (self.plan is not None and self.plan.chunks) or self.profile.is_of_a_rank:
             return
         if self.profile.runs_compiled:  # torch.compile cannot run slices
             return
@@ -273,10 +273,6 @@ class _Tried:
 
     # --- optimizers
 
-    @property
-    def _is_spread(self) -> bool:
-        return self.profile.ranks.devices > 1
-
     @cached_property
     def _has_optimizer(self) -> bool:
         return any(op.phase == Phase.OPTIMIZER for op in self.profile.recorded.ops)
@@ -289,7 +285,7 @@ class _Tried:
     @cached_property
     def _same(self) -> OptimizerCandidate | None:
         """The candidate that the profile was recorded with, recognised by its ops; None if it is none of them."""
-        if not self._has_optimizer or self._is_spread:
+        if not self._has_optimizer or self.profile.is_of_a_rank:
             return None
         return recognised(self.profile, self._steps)
 
@@ -302,7 +298,7 @@ class _Tried:
         """Try other optimizers in the place of the recorded one. Of those with the same peak, the first is taken."""
         # There is no optimizer to replace. Or there are several ranks: the candidates are recorded on whole parameters,
         # and a rank may have only shards.
-        if not self._has_optimizer or self._is_spread:
+        if not self._has_optimizer or self.profile.is_of_a_rank:
             return
         decisions = () if self.plan is None else self.plan.decisions
         step = self.profile

@@ -5,6 +5,7 @@ The latter is the private ``"fake"`` backend of ``torch.testing._internal.distri
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -75,8 +76,9 @@ def ranks(
             profile = sacplan.profile(model, batch, loss_fn, optimizer)
 
     Inside, code that spreads a model over ranks runs as it is, and ``profile`` records the step of this rank: the model
-    is already sharded, and the batch is the one of this rank. Nothing is sent, so that values are not those of a real
-    step: make the model on the meta device. Meshes are of CPUs here, whatever kind of device they are asked for.
+    is already sharded, and the batch is the one of this rank. The environment has the variables of ``torchrun``.
+    Nothing is sent, so that values are not those of a real step: make the model on the meta device. Meshes are of CPUs
+    here, whatever kind of device they are asked for.
 
     Args:
         world_size: the number of all ranks.
@@ -99,10 +101,17 @@ def ranks(
             f"rank {rank} of {world_size} ranks: ranks are numbered from 0 to world_size - 1, below {_MOST_RANKS}."
         )
     token = device_around.set(spec)
+    node = min(world_size, spec.ranks_per_node)
+    launched = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % node, "LOCAL_WORLD_SIZE": node}
+    before = dict(os.environ)
+    os.environ.update({name: str(number) for name, number in launched.items()})
     try:
         with pretended_ranks(world_size, rank), meshes_of_cpus():
             yield
     finally:
+        for name in launched:
+            os.environ.pop(name)
+        os.environ.update({name: before[name] for name in launched if name in before})
         device_around.reset(token)
 
 

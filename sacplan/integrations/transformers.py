@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
+from sacplan._device.devices import DeviceSpec
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Runtime, Trace, profile
@@ -124,7 +125,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
 def profile_trainer(
     trainer: transformers.Trainer,
     *,
-    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
+    device: str | DeviceSpec | torch.device | None = None,
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
 ) -> Profile:
@@ -152,8 +153,12 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
     under the mixed precision that Accelerate will switch on; the optimizer is the one that ``trainer.create_optimizer``
     makes. The trainer is not changed, but an iterable dataset that cannot be restarted loses a batch.
 
+    With ``fsdp=`` the model is one on the meta device that Accelerate's own code has sharded: the step is that of this
+    rank, of the job that runs or of ``sacplan.ranks`` around the call.
+
     With gradient accumulation the last micro-step is recorded, which finds the gradients of the others, with the
-    optimizer's step. All batches of the step are held, as in the Trainer. Times and FLOPs are those of this micro-step.
+    optimizer's step. All batches of the step are held, as in the Trainer. Times and FLOPs are those of this micro-step;
+    with ``fsdp=`` of it and the one before, whose gradients are not reduced.
     Not counted are the scalars of gradient clipping and of the gradient scaler, and the buffers of DDP.
 
     Returns:
@@ -170,23 +175,78 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
         cls, options = trainer.optimizer_cls_and_kwargs
         shadow.optimizer_cls_and_kwargs = (cls, dict(options))
     with preserved_rng():
-        optimizer = shadow.create_optimizer()
+        optimizer = inner_optimizer(shadow.create_optimizer())
+    model: Any = trainer.model
+    is_sharded = bool(trainer.is_fsdp_enabled or trainer.args.fsdp)
+    if is_sharded:
+        model = _sharded(trainer)
+        optimizer = _stepping(optimizer, cast(torch.nn.Module, trainer.model), model)
     return {
-        "model": trainer.model,
+        "model": model,
         "batch": {"micro_batches": batches, "num_items_in_batch": items},
-        "loss_fn": _TrainerLoss(shadow),
-        "optimizer": inner_optimizer(optimizer),
-        "accumulation_steps": trainer.args.gradient_accumulation_steps,
+        "loss_fn": _TrainerLoss(shadow, is_sharded),
+        "optimizer": optimizer,
+        "accumulation_steps": 1 if is_sharded else trainer.args.gradient_accumulation_steps,
     }
+
+
+def _sharded(trainer: transformers.Trainer) -> torch.nn.Module:
+    """Return the model on the meta device, sharded by Accelerate as ``Accelerator.prepare`` does it.
+
+    Raises:
+        TraceError: the older FSDP1, or one that checkpoints by itself.
+    """
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    accelerator = copy.copy(trainer.accelerator)
+    accelerator.state = copy.copy(accelerator.state)
+    # A copy of its dictionary: all instances of ``AcceleratorState`` share one.
+    accelerator.state.__dict__ = dict(accelerator.state.__dict__)
+    plugin = copy.deepcopy(getattr(accelerator.state, "fsdp_plugin", None))
+    if plugin is None:  # Accelerate ignores ``fsdp=`` on a machine without accelerators
+        plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
+    if plugin.fsdp_version != 2:
+        raise TraceError(
+            "this trainer shards with the older FullyShardedDataParallel, which a plan does not go with. Shard with "
+            'fully_shard: fsdp_config={"version": 2}.'
+        )
+    if plugin.activation_checkpointing:
+        raise TraceError(
+            "checkpointing is switched on in fsdp_config (activation_checkpointing). Leave it out: sacplan chooses "
+            "what to recompute."
+        )
+    plugin.cpu_ram_efficient_loading = False  # there are no weights to load
+    accelerator.state.fsdp_plugin = plugin
+    model: Any = trainer.model
+    there = {id(p): torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Accelerate says again what it says in training
+        sharded: torch.nn.Module = fsdp2_prepare_model(accelerator, copy.deepcopy(model, there))
+    return sharded
+
+
+def _stepping(optimizer: Any, model: torch.nn.Module, sharded: torch.nn.Module) -> Any:
+    """Return an optimizer over the same parameters of the sharded model, as Accelerate hands them over."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    parts = dict(sharded.named_parameters())
+    found = copy.copy(optimizer)
+    found.param_groups = [
+        group | {"params": [parts[names[id(p)]] for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _TrainerLoss:
-    """The forward pass of the last micro-batch of an optimizer step."""
+    """The forward pass of the last micro-batch of an optimizer step; of a sharded model, the one before as well."""
 
     trainer: transformers.Trainer
+    is_sharded: bool
 
-    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
         trainer = _without_metrics(self.trainer)
         # The model to record is a copy on fake tensors. ``compute_loss`` reads these attributes besides its
         # argument.
@@ -195,7 +255,12 @@ class _TrainerLoss:
         trainer.current_gradient_accumulation_steps = len(micro_batches)
         # As ``Trainer.training_step`` does.
         model.train()
-        with _prepared(trainer, model):
+        with _prepared(trainer, model, self.is_sharded):
+            if self.is_sharded and len(micro_batches) > 1:
+                # As ``Accelerator.no_sync`` does. The earlier ones find and leave the same gradients.
+                model.set_requires_gradient_sync(False)
+                self._loss(trainer, model, micro_batches[-2], items).backward()
+                model.set_requires_gradient_sync(True)
             return self._loss(trainer, model, micro_batches[-1], items)
 
     @staticmethod
@@ -231,16 +296,16 @@ def _is_normalized(trainer: transformers.Trainer, items: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _prepared(trainer: transformers.Trainer, model: torch.nn.Module) -> Iterator[None]:
+def _prepared(trainer: transformers.Trainer, model: torch.nn.Module, is_sharded: bool) -> Iterator[None]:
     """Prepare the model as ``Accelerator.prepare_model`` and ``Trainer.train`` do, and undo that afterwards.
 
-    A model that was trained already has been prepared for mixed precision.
+    A model that was trained already has been prepared for mixed precision, and one that is sharded has a policy.
     """
     accelerator = trainer.accelerator
     own = model.__dict__.get("forward")
     # ``Accelerator.prepare_model`` leaves ``_original_forward`` on a model that it has wrapped. Wrapped
     # again, autocast would be entered twice.
-    mixed = accelerator.native_amp and not hasattr(model, "_original_forward")
+    mixed = accelerator.native_amp and not is_sharded and not hasattr(model, "_original_forward")
     if mixed:
         autocast = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
         model.__dict__["forward"] = convert_outputs_to_fp32(autocast(model.forward))
@@ -314,15 +379,6 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
     if problem is not None:
         raise TraceError(problem)
     check_model(trainer.model)
-    # The sharded step is derived from that of the unsharded model. So this one gets instructions and not only
-    # a refusal.
-    if trainer.is_fsdp_enabled or args.fsdp:
-        raise TraceError(
-            "this trainer shards its model (fsdp=). Record the whole model, in a process of its own: give "
-            "profile_trainer a Trainer without fsdp=, and say to sacplan.plan over how many ranks, and which modules, "
-            "fully_shard spreads it: ranks=sacplan.FSDP2(8, ['model.layers.*', '']). Save the plan, and train with "
-            "PlanCallback(sacplan.Plan.load(...))."
-        )
     found = {
         "nn.DataParallel over several GPUs": args.n_gpu > 1,
         "DeepSpeed": trainer.is_deepspeed_enabled,
@@ -367,12 +423,13 @@ def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
     # A process group without sharding is DDP, with which any plan for one device runs.
     if not sharded:
         return
+    if plan.fingerprint.local_shapes is not None:  # of this very rank
+        return
     if plan.ranks.fsdp_units is None:
         raise PlanError(
-            f"the Trainer shards this model with fully_shard, and the plan is not one of a rank: its peak is another "
-            "one, and it may recompute where parameters are not gathered. Plan with "
-            f"sacplan.plan(profile, ..., ranks=sacplan.FSDP2({dist.get_world_size()}, [...])) for these modules: "
-            f"{', '.join(map(repr, sharded[:6]))}{', ...' if len(sharded) > 6 else ''}."
+            "the Trainer shards this model with fully_shard, and the plan is not one of a rank: its peak is another "
+            "one, and it may recompute where parameters are not gathered. Give profile_trainer the trainer with fsdp=, "
+            f"in this job or in sacplan.ranks({dist.get_world_size()})."
         )
     # A unit of the plan runs again in the backward pass as a whole. If a module inside of it is sharded by
     # itself, its parameters are gathered only while FSDP2 runs that module's own hooks. A unit that is itself

@@ -1,4 +1,4 @@
-"""Trainer with ``fsdp=`` on two gloo ranks: the plan of a rank, whose peak is predicted, and the same run.
+"""Trainer with ``fsdp=`` on two gloo ranks: the plan of a rank, whose peak is predicted, and the same bits.
 
 Accelerate shards on accelerators only: on a CPU it leaves ``fsdp=`` out without a word. So the test puts the plugin
 that the Trainer has made where Accelerate looks for it; all else is its own code, with its choice of modules to shard.
@@ -6,6 +6,7 @@ that the Trainer has made where Accelerate looks for it; all else is its own cod
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import warnings
@@ -35,7 +36,8 @@ pytestmark = [
 ]
 
 RANKS = 2
-UNITS = ["model.layers.*", "model.embed_tokens", ""]
+NOT_COUNTED = 2048
+"""Bytes of what the Trainer holds beside a step: the batch that its loader has ready, and losses."""
 
 
 def make(directory: str, **options: Any) -> Any:
@@ -43,13 +45,18 @@ def make(directory: str, **options: Any) -> Any:
     return trainer_in(directory, layers=3, **options)
 
 
-def make_sharded(directory: str, **config: Any) -> Any:
+def make_sharded(directory: str, **options: Any) -> Any:
+    from accelerate import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    trainer = make(directory, fsdp=True, fsdp_config=config)
+    trainer = make(directory, fsdp=True, **options)
     state = trainer.accelerator.state
-    state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    # Each new state takes it from that one.
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    if trainer.accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(trainer.accelerator.mixed_precision)
+    state.fsdp_plugin = plugin
     trainer.is_fsdp_enabled = True
     return trainer
 
@@ -63,6 +70,14 @@ def train(trainer: Any) -> list[torch.Tensor]:
     return [torch.tensor(losses), *(p.full_tensor().detach() for p in trainer.model.parameters())]
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "bfloat16": {"bf16": True},
+    "two micro-batches": {"gradient_accumulation_steps": 2},
+    "gathered from forward to backward": {"fsdp_config": {"reshard_after_forward": False}},
+}
+
+
 def on_rank(rank: int, directory: str, port: int) -> None:
     from torch.distributed.fsdp import FSDPModule
 
@@ -73,55 +88,58 @@ def on_rank(rank: int, directory: str, port: int) -> None:
     warnings.simplefilter("error", sacplan.SacplanWarning)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_PORT=str(port))
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    plan = structs.replace(sacplan.Plan.load(f"{directory}/plan.json"), budget_bytes=None)
     try:
-        plain = make_sharded(directory)
-        with pytest.raises(sacplan.TraceError, match=r"without fsdp=.*FSDP2\(8"):
-            profile_trainer(plain, device="cpu")
-        expected = train(plain)
-        assert isinstance(plain.model.model.layers[0], FSDPModule)
+        for name, options in SETTINGS.items():
+            plain = make_sharded(directory, **options)
+            profile = profile_trainer(plain, device="cpu")
+            assert profile.peak_bytes == json.loads(Path(directory, "alone.json").read_text())[name]
+            plan = sacplan.plan(profile, "80%", solver="greedy")
+            expected = train(plain)
+            assert isinstance(plain.model.model.layers[0], FSDPModule)
+            trainer = make_sharded(directory, **options)
+            # Its budget holds but for what is not counted.
+            callback = PlanCallback(structs.replace(plan, budget_bytes=None), watch_steps=3)
+            trainer.add_callback(callback)
+            with patient_collectives():
+                assert bit_equal(train(trainer), expected), name
+            # The first step has no state. In one of the others a thread of gloo may let go of a buffer too late.
+            more = min(callback.peaks_bytes[1:]) - plan.peak_bytes
+            assert 0 <= more <= NOT_COUNTED, (name, more)
 
         trainer = make_sharded(directory)
-        callback = PlanCallback(plan)
-        trainer.add_callback(callback)
-        with patient_collectives():
-            assert bit_equal(train(trainer), expected)
-        # The norm and the head, which Accelerate shards together, are gathered later than the rest of the model. That
-        # is less.
-        assert callback.peaks_bytes[1] == pytest.approx(plan.peak_bytes, rel=0.02)
-
-        trainer = make_sharded(directory)
-        sacplan.apply(trainer.model, plan)
-        assert bit_equal(train(trainer), expected)
-
-        for name, said in (
-            ("one_device", r"not one of a rank.*FSDP2\(2.*'model.layers.0'"),
-            ("one_unit", r"unit '' contains 'model\.embed_tokens'.*units of FSDP2 that you plan with"),
+        trainer.add_callback(PlanCallback(sacplan.Plan.load(f"{directory}/one_device.json")))
+        with pytest.raises(sacplan.PlanError, match=r"not one of a rank.*sacplan\.ranks\(2\)"):
+            train(trainer)
+        for setting, value, said in (
+            ("activation_checkpointing", True, "sacplan chooses what to recompute"),
+            ("fsdp_version", 1, r'fsdp_config=\{"version": 2\}'),
         ):
             trainer = make_sharded(directory)
-            trainer.add_callback(PlanCallback(sacplan.Plan.load(f"{directory}/{name}.json")))
-            with pytest.raises(sacplan.PlanError, match=said):
-                train(trainer)
-        trainer = make_sharded(directory, activation_checkpointing=True)
-        trainer.add_callback(PlanCallback(plan))
-        with pytest.raises(sacplan.SacplanError, match="CheckpointWrapper"):
-            train(trainer)
+            setattr(trainer.accelerator.state.fsdp_plugin, setting, value)
+            with pytest.raises(sacplan.TraceError, match=said):
+                profile_trainer(trainer, device="cpu")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
+def alone(_: int, directory: str) -> None:
+    """What one process says of a rank, whose others are not there."""
+    from sacplan.integrations.transformers import profile_trainer
+
+    peaks = {}
+    with sacplan.ranks(RANKS, device="cpu"):
+        for name, options in SETTINGS.items():
+            peaks[name] = profile_trainer(make(directory, fsdp=True, **options)).peak_bytes
+    Path(directory, "alone.json").write_text(json.dumps(peaks))
+
+
 def test_the_plan_of_a_rank_in_a_sharded_trainer(tmp_path: Path) -> None:
     from sacplan.integrations.transformers import profile_trainer
 
-    profile = profile_trainer(make(str(tmp_path)), device="cpu")
-    plan = sacplan.plan(profile, "80%", ranks=sacplan.FSDP2(RANKS, UNITS), solver="greedy")
-    assert plan.units
-    plan.save(tmp_path / "plan.json")
-    sacplan.plan(profile, "70%", solver="greedy").save(tmp_path / "one_device.json")
-    whole = sacplan.plan(profile, "60%", ranks=sacplan.FSDP2(RANKS, [""]), solver="greedy")
-    assert list(whole.units) == [""]
-    whole.save(tmp_path / "one_unit.json")
+    one_device = sacplan.plan(profile_trainer(make(str(tmp_path)), device="cpu"), "70%", solver="greedy")
+    one_device.save(tmp_path / "one_device.json")
+    run_ranks(alone, (str(tmp_path),), 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     run_ranks(on_rank, (str(tmp_path), port), RANKS)
