@@ -80,7 +80,7 @@ def rows_of(name: str) -> Iterator[Row]:
     profile = sacplan.profile(case.model, case.batch, device="cpu", mode="inference")
     base = profile.program.liveness.initial_bytes
     plain = output_of(case)
-    smallest, search_s = timed(lambda: sacplan.plan_smallest(profile))
+    smallest, search_s = timed(lambda: sacplan.plan(profile, "smallest"))
     for budget in (*budgets, None):
         asked = smallest.peak_bytes if budget is None else base + int(budget * MIB)
         row: dict[str, Any] = {

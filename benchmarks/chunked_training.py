@@ -88,8 +88,8 @@ def rows_of(name: str) -> Iterator[Row]:
     """Yield the row of a model."""
     case = CASES[name]()
     profile = case.profile("cpu")
-    alone = sacplan.plan_smallest(profile)
-    smallest = sacplan.plan_smallest(profile, techniques=BOTH)
+    alone = sacplan.plan(profile, "smallest")
+    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
     budget = (alone.peak_bytes + smallest.peak_bytes) // 2
     plan = sacplan.plan(profile, as_budget(budget), techniques=BOTH)
     yield {

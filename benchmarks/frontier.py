@@ -211,7 +211,7 @@ class Ours:
 
     def sweep(self) -> list[Point]:
         """Measure plans at budgets from the smallest feasible one to the unplanned peak."""
-        smallest = sacplan.plan_smallest(self.profile, objective=self.objective).peak_bytes
+        smallest = sacplan.plan(self.profile, "smallest", objective=self.objective).peak_bytes
         largest = self.profile.peak_bytes
         budgets = [smallest + (largest - smallest) * i // _BUDGETS for i in range(_BUDGETS + 1)]
         return [self.at_budget(budget)[1] for budget in budgets]

@@ -133,7 +133,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     del again
     row |= _measured(model, batch, loss_fn, device, own)
     row["plans"] = []
-    smallest = sacplan.plan_smallest(seen).peak_bytes
+    smallest = sacplan.plan(seen, "smallest").peak_bytes
     for share in SHARES:
         budget = budget_at(share, smallest, seen.peak_bytes)
         plan = sacplan.plan(seen, as_budget(budget))

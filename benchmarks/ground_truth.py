@@ -94,7 +94,7 @@ def rows_of(name: str) -> list[Row]:
     plain = case.step()
     unplanned = {"budget": 0, "predicted": profile.peak_bytes, "measured": plain.peak_bytes}
     rows = [{"model": name} | unplanned | {"holds": True, "bit_equal": True, "recompute_share": 0.0}]
-    smallest = sacplan.plan_smallest(profile).peak_bytes
+    smallest = sacplan.plan(profile, "smallest").peak_bytes
     for share in (0.05, 0.3, 0.7):
         budget = budget_at(share, smallest, profile.peak_bytes)
         plan = sacplan.plan(profile, as_budget(budget))

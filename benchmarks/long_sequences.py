@@ -46,7 +46,7 @@ def fresh(profile: sacplan.Profile) -> sacplan.Profile:
 
 def planned(case: Case, profile: sacplan.Profile, budget_bytes: int, techniques: tuple[str, ...]) -> Row:
     """Return the smallest peak, and the plan for the budget or for that peak, whichever is larger."""
-    smallest = sacplan.plan_smallest(profile, techniques=techniques)
+    smallest = sacplan.plan(profile, "smallest", techniques=techniques)
     row: Row = {"smallest_peak_bytes": smallest.peak_bytes}
     plan = smallest
     if smallest.peak_bytes <= budget_bytes:
@@ -154,7 +154,7 @@ def measured(name: str, device: str, headroom: float) -> Row:
 
         def smallest_peak(tokens: int, techniques: tuple[str, ...] = techniques) -> int:
             found = make(tokens).profile(device)
-            return sacplan.plan_smallest(found, techniques=techniques).peak_bytes
+            return sacplan.plan(found, "smallest", techniques=techniques).peak_bytes
 
         row[kind]["longest"] = longest(
             smallest_peak, budget_bytes, (tokens, row[kind]["smallest_peak_bytes"])

@@ -100,7 +100,7 @@ def rows_of(name: str, device: str) -> Iterator[Row]:
     case = MODELS[name]()
     profile = case.profile(device)
     smallest = {
-        choice: sacplan.plan_smallest(profile, techniques=techniques).peak_bytes
+        choice: sacplan.plan(profile, "smallest", techniques=techniques).peak_bytes
         for choice, techniques in CHOICES.items()
     }
     budgets = {}

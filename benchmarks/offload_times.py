@@ -29,7 +29,7 @@ _DRAWS = 20
 
 
 def _plans(profile: sacplan.Profile) -> Iterator[tuple[str, sacplan.Plan]]:
-    smallest = sacplan.plan_smallest(profile, "greedy").peak_bytes
+    smallest = sacplan.plan(profile, "smallest", "greedy").peak_bytes
     budget = as_budget(budget_at(0.6, smallest, profile.peak_bytes))
     for what, techniques in (("offload", ("offload",)), ("both", BOTH)):
         try:

@@ -135,7 +135,7 @@ def measured(name: str, step: str) -> Row:
     options = {"techniques": TECHNIQUES, "host_budget": as_budget(asked.host_budget_bytes)}
 
     def smallest(profile: sacplan.Profile) -> sacplan.Plan:
-        return sacplan.plan_smallest(profile, **options)
+        return sacplan.plan(profile, "smallest", **options)
 
     def within(profile: sacplan.Profile) -> sacplan.Plan:
         return sacplan.plan(profile, as_budget(budget_bytes), **options)

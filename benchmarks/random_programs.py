@@ -155,7 +155,7 @@ def decisions(
     rng = random.Random(program.seed)
     at, share, whole = rng.choice([0.0, 0.2, 0.5, 0.8]), rng.choice([0.3, 0.6, 0.9]), rng.random() < 0.3
     if "planned" in kinds:
-        smallest = sacplan.plan_smallest(profile, "greedy")
+        smallest = sacplan.plan(profile, "smallest", "greedy")
         budget = as_budget(budget_at(at, smallest.peak_bytes, profile.peak_bytes))
         yield "planned", sacplan.plan(profile, budget, "greedy") if at else smallest
     if "full" in kinds:

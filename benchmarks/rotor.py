@@ -219,7 +219,7 @@ def plan_rows(name: str) -> Iterator[Row]:
 
 def _plan(profile: sacplan.Profile, budget: str, solver: str) -> sacplan.Plan:
     if budget == "smallest":
-        return sacplan.plan_smallest(profile, solver)
+        return sacplan.plan(profile, "smallest", solver)
     return sacplan.plan(profile, budget, solver)
 
 

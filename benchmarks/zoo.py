@@ -151,7 +151,7 @@ def inference_of(name: str, family: str, model: torch.nn.Module, batch: Any) -> 
 
 
 def _half_way(profile: sacplan.Profile) -> sacplan.Plan:
-    smallest = sacplan.plan_smallest(profile).peak_bytes
+    smallest = sacplan.plan(profile, "smallest").peak_bytes
     return sacplan.plan(profile, as_budget((smallest + profile.peak_bytes) // 2))
 
 

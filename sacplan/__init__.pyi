@@ -21,7 +21,7 @@ from ._device.kernel_rates import KernelRates
 from ._device.kernels import fake_device
 from ._plan.limits import DEFAULT_HEADROOM
 from ._plan.plan import Plan
-from ._plan.planning import plan, plan_smallest
+from ._plan.planning import plan
 from ._plan.policies import policy
 from ._plan.value import UnitPlan
 from ._profile.profile import Profile
@@ -153,7 +153,6 @@ __all__ = [
     "module_table",
     "parse_module_info",
     "plan",
-    "plan_smallest",
     "policy",
     "profile",
     "ranks",

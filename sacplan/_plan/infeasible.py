@@ -8,7 +8,8 @@
 
 Alternatives (Rotor, other techniques, other optimizers, no pins) are searched for when ``plan`` raises the error. So
 its text is there, and taking it cannot fail. These searches are bounded: they ask a few times what else techniques can
-do about the smallest peak, but no planner with fewer techniques, so ``plan_smallest`` may go a little lower.
+do about the smallest peak, but no planner with fewer techniques, so ``plan(profile, "smallest")`` may go a little
+lower.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``plan`` and ``plan_smallest``: they read what is asked for, ask it of a step or a mesh, and hand out the plan."""
+"""``plan``: it reads what is asked for, asks it of a step or a mesh, and hands out the plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sacplan._plan.infeasible import handed_out
-from sacplan._plan.limits import OF_DEVICE, Limit
+from sacplan._plan.limits import Limit
 from sacplan._plan.make import outcome_of, smallest_plan
 from sacplan._plan.meshes import asks_for_mesh, on_meshes
 from sacplan._plan.plan import Plan
@@ -19,6 +19,9 @@ from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
 from sacplan._technique.technique import StepSolver
 from sacplan.errors import PlanError
+
+SMALLEST = "smallest"
+"""The budget that stands for the smallest peak."""
 
 
 @checked(PlanError, "budget", "headroom", "host_budget", "ranks")
@@ -43,6 +46,7 @@ def plan(
 
         plan = sacplan.plan(profile)  # for the profile's device
         plan = sacplan.plan(profile, budget="22GiB")
+        plan = sacplan.plan(profile, "smallest")
         plan = sacplan.plan(profile, "60%", keep=["*.router", "aten.topk"], never=["vision_tower.*"])
 
     Args:
@@ -51,6 +55,8 @@ def plan(
             or is a share of the peak without a plan (``"60%"``). None: the plan has to fit the profile's device. On a
             GPU, what torch reserves with it (``Plan.device_memory``) and what lies outside of torch's allocator may
             take all memory; on a CPU, the peak may take 85% of the machine's. With several ranks, that holds for each.
+            ``"smallest"``: the smallest peak that the search finds, however much it recomputes, which is what
+            ``InfeasibleBudget`` reports as ``smallest_feasible_bytes``. That search takes longer.
         headroom: Instead of a budget, memory of the device that the peak has to leave free: a share of it (``0.05``,
             ``"5%"``) or bytes (``"2GiB"``). What torch reserves does not count then.
         solver: ``"milp"``, ``"greedy"``, ``"uniform"``, or an object such as ``sacplan.Milp(gap=1e-4)``. ``"best"``
@@ -100,34 +106,17 @@ def plan(
             was reached.
     """
     profile = opened(profile, Profile)
-    request = Request(
-        Limit(budget, headroom), solver, objective, keep, never, techniques, accumulate, host_budget
-    )
-    if asks_for_mesh(mesh, techniques, ranks):
+    is_smallest, spreads = budget == SMALLEST, asks_for_mesh(mesh, techniques, ranks)
+    if is_smallest and (spreads or headroom is not None):
+        raise PlanError(
+            f'budget="{SMALLEST}" is for one device or ranks=, without headroom; and not for a mesh.'
+        )
+    limit = Limit(None if is_smallest else budget, headroom)
+    request = Request(limit, solver, objective, keep, never, techniques, accumulate, host_budget)
+    if is_smallest:
+        return handed_out(smallest_plan(request, profile.on_ranks(ranks)), profile.spec)
+    if spreads:
         outcome = on_meshes(request, profile, mesh)
     else:
         outcome = outcome_of(request, profile.on_ranks(ranks), looks_further=True)
     return handed_out(outcome.made(), profile.spec)
-
-
-@checked(PlanError, "host_budget", "ranks")
-def plan_smallest(
-    profile: ProfileOrPath,
-    solver: str | Solver | StepSolver = "best",
-    objective: Objective = "time",
-    *,
-    keep: Sequence[str] = (),
-    never: Sequence[str] = (),
-    techniques: Sequence[str] | None = None,
-    ranks: AnyRanks | None = None,
-    accumulate: Accumulate = "float32",
-    host_budget: float | str | None = None,
-) -> Plan:
-    """Return the plan with the smallest peak that the search finds, however much it recomputes.
-
-    Its ``peak_bytes`` is what ``InfeasibleBudget`` reports as ``smallest_feasible_bytes``. The search takes longer than
-    one for a budget. Arguments and errors are those of ``plan``.
-    """
-    profile = opened(profile, Profile)
-    request = Request(OF_DEVICE, solver, objective, keep, never, techniques, accumulate, host_budget)
-    return handed_out(smallest_plan(request, profile.on_ranks(ranks)), profile.spec)

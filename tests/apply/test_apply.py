@@ -42,7 +42,7 @@ def test_a_handle_names_its_units(model: LM, batch: torch.Tensor, plan: sacplan.
         assert repr(handle) == "Handle(2 units: layers.0-1)"
     layer = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
     whole = sacplan.profile(layer, torch.randn(64, 8), lambda m, x: m(x).square().mean(), device="cpu")
-    with sacplan.apply(layer, sacplan.plan_smallest(whole)) as handle:
+    with sacplan.apply(layer, sacplan.plan(whole, "smallest")) as handle:
         assert handle.units == ("",)
         assert repr(handle) == "Handle(1 unit: the model)"
 

@@ -42,7 +42,7 @@ def test_a_shorter_batch_takes_no_more_and_nothing_is_said(
     model = LM(layers=layers, dim=dim, heads=2, vocab=VOCAB)
     profile = sacplan.profile(model, tokens(*longest, VOCAB), cross_entropy, torch.optim.AdamW, device)
     techniques = ("recompute", "chunk") if chunks else ("recompute",)
-    smallest = sacplan.plan_smallest(profile, solver="greedy", techniques=techniques).peak_bytes
+    smallest = sacplan.plan(profile, "smallest", solver="greedy", techniques=techniques).peak_bytes
     budget = smallest + round(share * max(0, profile.peak_bytes - smallest))
     plan = sacplan.plan(profile, f"{budget}B", "greedy", techniques=techniques)
     rows, length = (max(1, round(part * most)) for part, most in zip(shorter, longest, strict=True))

@@ -36,7 +36,7 @@ def plan_of(device: str = "cpu", technique: str = "recompute") -> sacplan.Plan:
     )
     if technique == "chunk":
         return sacplan.policy("chunked-loss", profile=profile, slices=4)
-    return sacplan.plan_smallest(profile, "greedy")
+    return sacplan.plan(profile, "smallest", "greedy")
 
 
 def step(rows: int, length: int, net: nn.Module | None = None) -> None:
@@ -162,7 +162,7 @@ def test_a_plan_of_an_eager_step_warns_before_its_first_compiled_one(how: str) -
     batch = torch.randn(64, 16)
     profile = sacplan.profile(net, batch, lambda m, x: m(x).sum(), device="cpu")
     with (
-        sacplan.apply(net, sacplan.plan_smallest(profile, "greedy")),
+        sacplan.apply(net, sacplan.plan(profile, "smallest", "greedy")),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")

@@ -156,8 +156,8 @@ def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
 ) -> None:
     model, batch = case
     profile = profile_on()
-    alone = sacplan.plan_smallest(profile)
-    smallest = sacplan.plan_smallest(profile, techniques=BOTH)
+    alone = sacplan.plan(profile, "smallest")
+    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
     assert {chunk.span for chunk in smallest.chunks} >= {"module"}
     assert smallest.peak_bytes < 0.8 * alone.peak_bytes
     plan = sacplan.plan(profile, f"{smallest.peak_bytes}B", techniques=BOTH)
@@ -172,7 +172,7 @@ def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
 def test_gradients_of_a_plan_with_both(case: tuple[nn.Module, torch.Tensor]) -> None:
     """Recipes around a chunk, and inside of the same layer."""
     model, batch = case
-    plan = sacplan.plan_smallest(profile_on(), techniques=BOTH)
+    plan = sacplan.plan(profile_on(), "smallest", techniques=BOTH)
     assert plan.discarded
     assert plan.gradients == "close"
 
@@ -278,7 +278,7 @@ def test_chunks_that_do_not_go_together_are_no_plan(monkeypatch: pytest.MonkeyPa
         return "they do not" if proposed[-1] >= {"1", "2"} else ""
 
     monkeypatch.setattr(search, "why_not", refused)
-    found = sacplan.plan_smallest(profile, "greedy", techniques=("chunk",))
+    found = sacplan.plan(profile, "smallest", "greedy", techniques=("chunk",))
     assert {"1", "2"} in [units & {"1", "2"} for units in proposed]
     assert not {chunk.unit for chunk in found.chunks} >= {"1", "2"}
 
@@ -290,13 +290,13 @@ def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     peaks = {}
     for accumulate in ("float32", "parameter"):
-        plan = sacplan.plan_smallest(profile, techniques=BOTH, accumulate=accumulate)  # type: ignore[arg-type]
+        plan = sacplan.plan(profile, "smallest", techniques=BOTH, accumulate=accumulate)  # type: ignore[arg-type]
         assert {chunk.accumulate for chunk in plan.chunks} == {accumulate}
         assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
         peaks[accumulate] = plan.peak_bytes
     assert peaks["parameter"] < peaks["float32"]
     with pytest.raises(sacplan.PlanError, match="known are 'parameter' and 'float32'"):
-        sacplan.plan_smallest(profile, accumulate="double")  # type: ignore[arg-type]
+        sacplan.plan(profile, "smallest", accumulate="double")  # type: ignore[arg-type]
 
 
 def residual_net() -> nn.Module:

@@ -117,8 +117,8 @@ def profiled(name: str) -> tuple[Case, sacplan.Profile]:
 def planned(name: str) -> tuple[Case, sacplan.Plan, sacplan.Plan, sacplan.Plan]:
     """The case; the smallest plans without chunks and with them; and one between the two."""
     case, profile = profiled(name)
-    alone = sacplan.plan_smallest(profile)
-    smallest = sacplan.plan_smallest(profile, techniques=BOTH)
+    alone = sacplan.plan(profile, "smallest")
+    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
     assert smallest.peak_bytes < 0.6 * alone.peak_bytes
     budget = (alone.peak_bytes + smallest.peak_bytes) // 2
     with pytest.raises(sacplan.InfeasibleBudget, match=r"recompute.*chunk.*the budget holds"):
@@ -164,9 +164,9 @@ def test_the_smallest_peak_holds(name: str) -> None:
 def test_kernels_of_a_gpu(name: str) -> None:
     case = TRAINING[name]()
     profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="h100")
-    smallest = sacplan.plan_smallest(profile, techniques=BOTH)
+    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
     assert smallest.chunks
-    assert smallest.peak_bytes < sacplan.plan_smallest(profile).peak_bytes
+    assert smallest.peak_bytes < sacplan.plan(profile, "smallest").peak_bytes
     check_predicted(case, smallest, real=False)
 
 
@@ -178,7 +178,7 @@ def test_a_large_vocabulary() -> None:
     plan = sacplan.plan(profile, f"{135 * MIB}B", techniques=BOTH)
     check_predicted(case, plan)
     check_gradients(case, plan)
-    smallest = sacplan.plan_smallest(profile, techniques=BOTH)
+    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
     assert smallest.peak_bytes < 130 * MIB
     check_predicted(case, smallest)
 
@@ -205,7 +205,7 @@ def test_files_and_words(tmp_path: Path) -> None:
 
 
 def test_what_chunks_would_reach_is_said() -> None:
-    """By the planner's own search: it goes about as far as ``plan_smallest``, which asks narrower planners as well."""
+    """By the planner's own search: about as far as the smallest plan, for which narrower planners are asked as well."""
     _, alone, smallest, _ = planned("gpt2")
     _, profile = profiled("gpt2")
     with pytest.raises(sacplan.InfeasibleBudget) as error:
@@ -411,9 +411,9 @@ STEPS: dict[str, Callable[[], Case]] = {
 
 def least(case: Case, device: str = "cpu") -> sacplan.Plan:
     profile = sacplan.profile(case.model, case.batch, case.loss_fn, device=device, optimizer=case.optimizer)
-    plan = sacplan.plan_smallest(profile, "greedy", techniques=BOTH)
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=BOTH)
     assert plan.chunks
-    assert plan.peak_bytes < sacplan.plan_smallest(profile, "greedy").peak_bytes
+    assert plan.peak_bytes < sacplan.plan(profile, "smallest", "greedy").peak_bytes
     return plan
 
 
@@ -476,7 +476,7 @@ def reasons(case: Case) -> str:
         raise AssertionError(f"chunks at {found.unit!r}")
     assert found
     assert all(isinstance(one, Refusal) for one in found)
-    plan = sacplan.plan_smallest(profile, "greedy", techniques=BOTH)
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=BOTH)
     assert not plan.chunks
     assert plan.gradients == "bit-equal"
     return "\n".join(f"{one.unit}: {one.why}" for one in found)

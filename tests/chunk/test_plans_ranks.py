@@ -49,9 +49,9 @@ def profile_of(name: str) -> sacplan.Profile:
 def smallest(name: str) -> sacplan.Plan:
     """The smallest plan of one rank; without chunks it would be larger."""
     profile = profile_of(name)
-    plan = sacplan.plan_smallest(profile, techniques=BOTH)
+    plan = sacplan.plan(profile, "smallest", techniques=BOTH)
     assert plan.chunks
-    assert plan.peak_bytes < sacplan.plan_smallest(profile).peak_bytes
+    assert plan.peak_bytes < sacplan.plan(profile, "smallest").peak_bytes
     return plan
 
 

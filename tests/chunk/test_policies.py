@@ -189,7 +189,7 @@ def test_larger_batches_fit_with_chunks(model: LM) -> None:
 @pytest.fixture(scope="module")
 def both(profile: sacplan.Profile) -> sacplan.Plan:
     """A plan that recomputes and runs the loss in slices."""
-    found = sacplan.plan_smallest(profile, "greedy", techniques=BOTH)
+    found = sacplan.plan(profile, "smallest", "greedy", techniques=BOTH)
     assert found.discarded
     assert found.chunks
     return found
@@ -302,16 +302,16 @@ def test_rotor_plans_without_the_chunks_that_it_may_use() -> None:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
     model = nn.Sequential(nn.Embedding(VOCAB, 64), *layers, nn.Linear(64, VOCAB))
     profile = sacplan.profile(model, batch(), loss_fn, device="cpu")
-    alone = sacplan.plan_smallest(profile, "rotor")
-    assert sacplan.plan_smallest(profile, "rotor", techniques=BOTH).decisions == alone.decisions
-    best = sacplan.plan_smallest(profile, techniques=BOTH)
+    alone = sacplan.plan(profile, "smallest", "rotor")
+    assert sacplan.plan(profile, "smallest", "rotor", techniques=BOTH).decisions == alone.decisions
+    best = sacplan.plan(profile, "smallest", techniques=BOTH)
     assert best.chunks
     assert best.peak_bytes < alone.peak_bytes
 
 
 def test_reports_in_inference(model: LM) -> None:
     profile = sacplan.profile(model, batch(), device="cpu", mode="inference")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     rows = sacplan.chunk_table(profile, plan)
     assert rows["count"].sum() == len(plan.chunks) > 0
     assert rows["what"].str.startswith("a stretch of").all()
@@ -325,7 +325,7 @@ def test_reports_in_inference(model: LM) -> None:
 
 def test_plans_leave_what_is_pinned_out_of_slices(profile: sacplan.Profile) -> None:
     for pins in ({"never": ["head"]}, {"keep": ["aten._log_softmax"]}):
-        found = sacplan.plan_smallest(profile, "greedy", techniques=BOTH, **pins)  # type: ignore[arg-type]
+        found = sacplan.plan(profile, "smallest", "greedy", techniques=BOTH, **pins)  # type: ignore[arg-type]
         assert "head" not in [chunk.unit for chunk in found.chunks]
         assert found.peak_bytes > profile.peak_bytes // 2
-    assert sacplan.plan_smallest(profile, "greedy", techniques=BOTH, never=["layers.0"]).chunks
+    assert sacplan.plan(profile, "smallest", "greedy", techniques=BOTH, never=["layers.0"]).chunks

@@ -86,7 +86,7 @@ def test_a_plan_is_what_happens(make: Make) -> None:
     model.eval()
     profile = profile_of(model, batch)
     expected = outputs(model, batch)
-    smallest = sacplan.plan_smallest(profile)
+    smallest = sacplan.plan(profile, "smallest")
     assert smallest.peak_bytes - base_of(profile) < 0.8 * (profile.peak_bytes - base_of(profile))
     for budget in (share(profile, 0.8), f"{smallest.peak_bytes}B"):
         plan = sacplan.plan(profile, budget)
@@ -113,7 +113,7 @@ def fused() -> tuple[nn.Module, Any]:
 def test_on_a_gpu_a_plan_is_the_fake_step(make: Make) -> None:
     model, batch = make()
     profile = profile_of(model.eval(), batch, "h100")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     assert plan.peak_bytes < profile.peak_bytes
     seen = sacplan.verify(model, batch, plan)
     assert seen.differences == ()
@@ -152,13 +152,13 @@ def test_pins() -> None:
     units = {search.decision(one, int(one.ends[0]), 2).unit for one in search.candidates}
     assert units
     assert not any(unit in ("", "1") or unit.startswith("1.") for unit in units)
-    kept = sacplan.plan_smallest(profile, keep=["aten._softmax"])
+    kept = sacplan.plan(profile, "smallest", keep=["aten._softmax"])
     assert not any(site.op.startswith("aten._softmax") for d in kept.decisions for site in d.sites)
     assert sacplan.verify(model, batch, kept).peak_bytes == kept.peak_bytes > plan_bytes(profile)
 
 
 def plan_bytes(profile: sacplan.Profile) -> int:
-    return sacplan.plan_smallest(profile).peak_bytes
+    return sacplan.plan(profile, "smallest").peak_bytes
 
 
 # --- other steps than the recorded one ------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Peeking(nn.Module):
 def test_a_step_that_differs_is_right_and_is_told(mode: str) -> None:
     model, x = Peeking(), torch.randn(1, 64, 32)
     profile = profile_of(model, x)
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     assert plan.peak_bytes - base_of(profile) < 0.6 * (profile.peak_bytes - base_of(profile))
     model.mode = mode
     expected, seen = outputs(model, x), model.seen
@@ -285,7 +285,7 @@ def test_a_step_that_differs_is_right_and_is_told(mode: str) -> None:
 
 def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
     model, x = Peeking(), torch.randn(1, 64, 32)
-    plan = sacplan.plan_smallest(profile_of(model, x))
+    plan = sacplan.plan(profile_of(model, x), "smallest")
     expected = outputs(model, x)
     with sacplan.apply(model, plan) as handle:
         model.mode = "raise"
@@ -298,7 +298,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
 
 def test_a_unit_is_a_graph_break() -> None:
     model, x = transformer()
-    plan = sacplan.plan_smallest(profile_of(model.eval(), x))
+    plan = sacplan.plan(profile_of(model.eval(), x), "smallest")
     expected = outputs(model, x)
     torch._dynamo.reset()
     with sacplan.apply(model, plan) as handle:
@@ -349,7 +349,7 @@ def branching() -> nn.Module:
 def test_random_ops_are_in_no_loop() -> None:
     model, x = branching(), torch.randn(200, 16)
     profile = profile_of(model, x)
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     assert not any("dropout" in site.op or "bernoulli" in site.op for d in plan.decisions for site in d.sites)
     torch.manual_seed(3)
     expected = outputs(model, x)
@@ -402,7 +402,7 @@ def test_an_instance_norm_without_statistics(affine: bool) -> None:
     model = nn.Sequential(block(), block()).eval()
     batch = torch.randn(2, 8, 32, 32)
     expected, profile = outputs(model, batch), profile_of(model, batch)
-    for plan in (sacplan.plan_smallest(profile), sacplan.plan(profile, "90%")):
+    for plan in (sacplan.plan(profile, "smallest"), sacplan.plan(profile, "90%")):
         assert plan.chunks
         for run in ("fake", "real"):
             seen = sacplan.verify(model, batch, plan, run=run)  # type: ignore[arg-type]

@@ -73,5 +73,5 @@ def test_a_model_that_recomputes_is_exported(strict: bool) -> None:
     model, x = layers().eval(), torch.randn(24, 16)
     expected = model(x)
     profile = sacplan.profile(model, x, lambda model, x: model(x).square().mean(), device="cpu")
-    with sacplan.apply(model, sacplan.plan_smallest(profile, "greedy")):
+    with sacplan.apply(model, sacplan.plan(profile, "smallest", "greedy")):
         assert torch.equal(torch.export.export(model, (x,), strict=strict).module()(x), expected)

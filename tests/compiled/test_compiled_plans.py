@@ -59,7 +59,7 @@ def test_reports_and_frontiers_are_those_of_the_compiled_step(tmp_path: Path) ->
     sacplan.write_report(tmp_path / "report.html", profile, full)
     assert "compiled layers.*" in (tmp_path / "report.html").read_text()
     frontier = sacplan.frontier(profile, 2, policies=False)
-    assert list(frontier.peak_bytes) == [sacplan.plan_smallest(profile).peak_bytes, profile.peak_bytes]
+    assert list(frontier.peak_bytes) == [sacplan.plan(profile, "smallest").peak_bytes, profile.peak_bytes]
 
 
 @pytest.mark.slow
@@ -89,8 +89,8 @@ def test_no_unit_of_a_plan_is_around_a_graph_break() -> None:
 
     found, x = FromFunction(forward, up=block(), down=block()), torch.randn(512, 16)
     profile = sacplan.profile(found, x, device="cpu", compile=WHOLE)
-    assert "" in sacplan.plan_smallest(profile.uncompiled).units
-    plan = sacplan.plan_smallest(profile)
+    assert "" in sacplan.plan(profile.uncompiled, "smallest").units
+    plan = sacplan.plan(profile, "smallest")
     assert plan.units
     assert "" not in plan.units
     assert sacplan.verify(found, x, plan, run="real").peak_bytes == plan.peak_bytes

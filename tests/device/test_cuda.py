@@ -55,7 +55,7 @@ def test_the_peak_of_a_small_gpt_is_predicted_to_two_percent(optimizer: Any) -> 
 def test_a_plan_keeps_its_budget_and_the_gradients_their_bits(share: float) -> None:
     model, batch, loss_fn = gpt()
     profile = sacplan.profile(model, batch, loss_fn, device=DEVICE)
-    smallest = sacplan.plan_smallest(profile).peak_bytes
+    smallest = sacplan.plan(profile, "smallest").peak_bytes
     plan = sacplan.plan(profile, f"{int(smallest + share * (profile.peak_bytes - smallest))}B")
     result = sacplan.verify(model, batch, plan, loss_fn, run="real")
     assert result.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)

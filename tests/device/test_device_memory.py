@@ -63,7 +63,7 @@ def test_blocks_of_expandable_segments_add_up_to_the_tensors(seed: int) -> None:
         )
     except RuntimeError as error:  # autograd's own rules: the program is not one that trains
         pytest.skip(str(error)[:60])
-    plan = sacplan.plan_smallest(profile, "greedy", techniques=("recompute", "chunk"))
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=("recompute", "chunk"))
     for step in (profile.program, profile.with_plan(plan)):
         assert device_memory(step).expandable_steps.max_memory_allocated == peak_of_later_steps(step)
 
@@ -109,7 +109,7 @@ def test_steps_go_on_until_one_reserves_nothing() -> None:
 def test_a_plan_has_the_figures_and_a_cpu_has_none(tmp_path: Any) -> None:
     model = nn.Sequential(*(mlp() for _ in range(4)))
     profile = sacplan.profile(model, torch.randn(4096, 512), lambda m, x: m(x).sum(), device="a100-80gb")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     assert plan.device_memory == profile.device_memory(plan)
     assert plan.device_memory.steps.max_memory_reserved < profile.device_memory().steps.max_memory_reserved
     assert "reserved" in str(plan)
@@ -117,7 +117,7 @@ def test_a_plan_has_the_figures_and_a_cpu_has_none(tmp_path: Any) -> None:
     assert sacplan.Plan.load(tmp_path / "plan.json") == plan
     here = profiled(64, device="cpu")
     assert here.device_memory() is None
-    assert sacplan.plan_smallest(here).device_memory is None
+    assert sacplan.plan(here, "smallest").device_memory is None
 
 
 def test_buffers_of_fully_shard_have_pools_of_their_own() -> None:

@@ -291,7 +291,7 @@ def test_steps_with_reduced_losses(loss: str) -> None:
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     plain = real_step(model, batch, loss_fn)
     assert profile.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     planned = real_step(model, batch, loss_fn, plan=plan)
     assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
     assert planned.same_bits(plain)
@@ -315,7 +315,7 @@ def test_results_on_large_storages_are_computed_again() -> None:
     profile = sacplan.profile(model, batch, device="cpu")
     plain = real_step(model, batch)
     assert profile.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
-    smallest = sacplan.plan_smallest(profile)
+    smallest = sacplan.plan(profile, "smallest")
     assert any("mse_loss" in str(site) for sites in smallest.discarded.values() for site in sites)
     middle = (smallest.peak_bytes + profile.peak_bytes) // 2
     for plan in (smallest, sacplan.plan(profile, f"{middle}B")):
@@ -340,7 +340,7 @@ def test_batch_norm_of_a_transposed_input() -> None:
     plain = real_step(model, batch)
     assert fake.peak_bytes == real.peak_bytes
     assert fake.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
-    plan = sacplan.plan_smallest(fake)
+    plan = sacplan.plan(fake, "smallest")
     planned = real_step(model, batch, plan=plan)
     assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
     assert planned.same_bits(plain)
@@ -375,7 +375,7 @@ def test_steps_with_columns() -> None:
     profile = sacplan.profile(model, batch, device="cpu")
     plain = real_step(model, batch)
     assert profile.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     planned = real_step(model, batch, plan=plan)
     assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
     assert planned.same_bits(plain)
@@ -416,7 +416,7 @@ def test_steps_on_a_batch_of_one(rows: int) -> None:
     plain = real_step(model, batch)
     assert profile.peak_bytes == plain.peak_bytes
     assert profile.peak_bytes == sacplan.profile(model, batch, device="cpu", trace="real").peak_bytes
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     planned = real_step(model, batch, plan=plan)
     assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
     assert planned.same_bits(plain)
@@ -429,7 +429,7 @@ def test_inference_on_a_batch_of_one(rows: int) -> None:
     model, batch = autoencoder().eval(), torch.randn(rows, 32, 16, 16)
     profile = sacplan.profile(model, batch, device="cpu", mode="inference")
     before = sum(profile.program.storage_bytes[s] for s in profile.program.initial)
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     with torch.no_grad():
         expected = model(batch)
         assert profile.peak_bytes - before == allocations(lambda: model(batch))[1]

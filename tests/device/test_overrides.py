@@ -198,7 +198,7 @@ def test_a_plan_over_routed_kernels_keeps_its_promise(name: str, loss_fn: Any) -
     make, shape = PLANNED[name]
     model, batch = make(), torch.randn(shape)
     profile = sacplan.profile(model, batch, loss_fn, torch.optim.AdamW, device="h100")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     assert plan.peak_bytes < profile.peak_bytes
     result = sacplan.verify(model, batch, plan, loss_fn, torch.optim.AdamW)
     assert result.peak_bytes == plan.peak_bytes

@@ -51,7 +51,7 @@ def given(tmp_path_factory):
     """Public functions, each with right values for the arguments that it needs."""
     model, batch = make(), torch.ones(4, 8)
     profile = sacplan.profile(model, batch, device="cpu")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     estimators = [sacplan.MemTracker(), sacplan.RuntimeEstimator(), sacplan.SACEstimator()]
     for estimator in estimators:
         with estimator:
@@ -68,7 +68,6 @@ def given(tmp_path_factory):
     return {
         "profile": (sacplan.profile, {"model": model, "batch": batch, "device": "cpu"}),
         "plan": (sacplan.plan, {"profile": profile, "budget": budget}),
-        "plan_smallest": (sacplan.plan_smallest, {"profile": profile}),
         "policy": (sacplan.policy, {"mode": "full", "profile": profile}),
         "frontier": (
             sacplan.frontier,
@@ -167,7 +166,7 @@ def given(tmp_path_factory):
 
 
 FUNCTIONS = [
-    "profile", "plan", "plan_smallest", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
+    "profile", "plan", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
     "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies", "layouts",
@@ -436,7 +435,7 @@ def test_damaged_plans(tmp_path):
     from sacplan._plan.plan import _digest
 
     model, batch = make(), torch.ones(4, 8)
-    plan = sacplan.plan_smallest(sacplan.profile(model, batch, device="cpu"))
+    plan = sacplan.plan(sacplan.profile(model, batch, device="cpu"), "smallest")
     plan.save(tmp_path / "plan.json")
     right = json.loads((tmp_path / "plan.json").read_text())
     rng, loaded = random.Random(0), 0
@@ -499,7 +498,7 @@ def test_paths_are_accepted(files, kind, tmp_path):
             "profile must be a Profile.*not a Sequential.*sacplan.profile",
         ),
         (lambda m, b, r, p: sacplan.plan(p, 1.0), "not a Plan.*sacplan.profile"),
-        (lambda m, b, r, p: sacplan.plan_smallest(None), "not None"),
+        (lambda m, b, r, p: sacplan.plan(None, "smallest"), "not None"),
         (lambda m, b, r, p: sacplan.apply(m, r), "plan must be a Plan.*not a Profile.*sacplan.plan"),
         (lambda m, b, r, p: sacplan.verify(m, b, None), "plan must be a Plan.*not None"),
         (lambda m, b, r, p: sacplan.write_report("a.html", m), "profile must be a Profile"),

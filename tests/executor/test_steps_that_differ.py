@@ -222,7 +222,7 @@ def test_calls_of_a_unit_that_run_a_module_once_and_twice_are_both_as_recorded()
 def test_a_smaller_last_batch_needs_no_more_memory(name: str) -> None:
     model, batch, loss_fn = hf_models.build(name, "small", device="cpu")
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
-    smallest = sacplan.plan_smallest(profile)
+    smallest = sacplan.plan(profile, "smallest")
     middle = (smallest.peak_bytes + profile.peak_bytes) // 2
     for plan in (smallest, sacplan.plan(profile, f"{middle}B")):
         with warnings.catch_warnings(), sacplan.apply(model, plan):
@@ -278,7 +278,7 @@ def test_a_step_that_differs_is_said_once_and_by_name() -> None:
 
     model = nn.Sequential(branch(), branch())
     x = torch.randn(64, DIM)
-    plan = sacplan.plan_smallest(sacplan.profile(model, x, loss_of, device="cpu"))
+    plan = sacplan.plan(sacplan.profile(model, x, loss_of, device="cpu"), "smallest")
     model[1].cold = True
     seen = sacplan.verify(model, x, plan, loss_of)
     (difference,) = seen.differences

@@ -109,7 +109,7 @@ def test_a_real_step_takes_what_is_predicted_without_weights(
         sacplan.with_lora(llama("meta"), LORA, quantization), batch(), None, optimizer, "cpu"
     )
     model = sacplan.with_lora(llama("cpu"), LORA, quantization)
-    for plan in (sacplan.plan(profile, "100%"), sacplan.plan_smallest(profile)):
+    for plan in (sacplan.plan(profile, "100%"), sacplan.plan(profile, "smallest")):
         seen = sacplan.verify(model, batch(), plan, None, optimizer, run="real")
         assert seen.peak_bytes == seen.predicted_peak_bytes == plan.peak_bytes
         assert not seen.differences
@@ -121,7 +121,7 @@ def test_a_real_step_takes_what_is_predicted_without_weights(
 @pytest.mark.parametrize("quantization", [None, NF4], ids=["lora", "qlora"])
 def test_gradients_are_bit_equal(quantization: Any) -> None:
     model = sacplan.with_lora(llama("cpu"), LORA, quantization)
-    plan = sacplan.plan_smallest(sacplan.profile(model, batch(), device="cpu"))
+    plan = sacplan.plan(sacplan.profile(model, batch(), device="cpu"), "smallest")
 
     def gradients() -> list[torch.Tensor]:
         torch.manual_seed(1)

@@ -55,7 +55,7 @@ def test_llama_3_8b_on_meta() -> None:
     )  # fmt: skip
     shards = 3 * 8_030_261_248 * 4 // 8  # parameters and two states of AdamW, in float32
     assert profile.peak_bytes > shards
-    assert sacplan.plan_smallest(profile, solver="greedy").peak_bytes < profile.peak_bytes
+    assert sacplan.plan(profile, "smallest", solver="greedy").peak_bytes < profile.peak_bytes
 
 
 def test_a_plan_in_the_place_of_its_checkpointing(tmp_path: Path) -> None:

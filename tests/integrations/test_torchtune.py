@@ -60,7 +60,7 @@ def test_models_on_meta(name: str) -> None:
     profile = sacplan.profile(model, (tokens, tokens), loss_fn, torch.optim.AdamW, "h100")
     state = 4 * sum(p.nbytes for p in model.parameters())  # parameters, gradients, and two states of AdamW
     assert state < profile.peak_bytes < 2 * state
-    plan = sacplan.plan_smallest(profile, solver="greedy")
+    plan = sacplan.plan(profile, "smallest", solver="greedy")
     assert plan.peak_bytes <= profile.peak_bytes
     assert list(model.state_dict()) == keys
 

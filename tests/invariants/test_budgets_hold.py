@@ -25,7 +25,7 @@ def profile() -> sacplan.Profile:
 
 @pytest.mark.parametrize("solver", ["best", "milp", "greedy", "uniform"])
 def test_plans_hold_and_are_monotone(profile: sacplan.Profile, solver: str) -> None:
-    smallest = sacplan.plan_smallest(profile, solver).peak_bytes
+    smallest = sacplan.plan(profile, "smallest", solver).peak_bytes
     last_ms = float("inf")
     for i in range(9):
         budget = smallest + (profile.peak_bytes - smallest) * i // 8
@@ -74,7 +74,7 @@ def test_peaks_and_costs_are_monotone_in_the_budget(name: str) -> None:
     torch.manual_seed(0)
     model, x, loss_fn = SWEPT[name]()
     profile = sacplan.profile(model, x, loss_fn=loss_fn, device="h100")  # type: ignore[arg-type]
-    smallest = sacplan.plan_smallest(profile).peak_bytes
+    smallest = sacplan.plan(profile, "smallest").peak_bytes
     assert smallest < 0.9 * profile.peak_bytes
     plans = []
     for i in range(20):

@@ -65,7 +65,7 @@ def test_more_techniques_cost_no_more(name: str, techniques: tuple[str, ...]) ->
         case = MODELS[name]()
     profile = sacplan.profile(case.model, case.batch, case.loss_fn, device=DEVICE)
     choices = [choice for n in range(1, len(techniques) + 1) for choice in combinations(techniques, n)]
-    smallest = {choice: sacplan.plan_smallest(profile, techniques=choice).peak_bytes for choice in choices}
+    smallest = {choice: sacplan.plan(profile, "smallest", techniques=choice).peak_bytes for choice in choices}
     middle = budget_at(0.4, smallest[("recompute",)], profile.peak_bytes)
     costs = {
         budget: {choice: _cost_ms(profile, budget, choice) for choice in choices}

@@ -33,7 +33,7 @@ def test_bits_and_peaks(name: str, techniques: tuple[str, ...]) -> None:
     model, batch, loss_of = hf_models.build(name, "small", "cpu", dropout=0.0)
     loss_fn = loss_of or (lambda model, batch: model(**batch).loss)
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
-    least = sacplan.plan_smallest(profile, "greedy", techniques=techniques).peak_bytes
+    least = sacplan.plan(profile, "smallest", "greedy", techniques=techniques).peak_bytes
     budget = f"{(least + profile.peak_bytes) // 2}B"
     plan = sacplan.plan(profile, budget, "greedy", techniques=techniques)
     # Of Mamba, recomputing alone is cheaper at this budget, and then it is the plan.

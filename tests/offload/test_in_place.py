@@ -49,7 +49,7 @@ def test_copies_may_end_behind_a_write_of_another_layer(name: str) -> None:
     model, batch = blocks(CASES[name]), torch.randn(32, 16)
     plain = grads_of(model, batch, mean_square)
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
-    plan = sacplan.plan_smallest(profile, "greedy", techniques=("recompute", "offload"))
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=("recompute", "offload"))
     assert plan.offloaded
     assert sacplan.verify(model, batch, plan, mean_square).peak_bytes == plan.peak_bytes
     with sacplan.apply(model, plan):
@@ -74,6 +74,6 @@ class WrittenView(nn.Module):
 def test_a_handle_from_before_a_write_keeps_the_memory() -> None:
     model, batch = nn.Sequential(*(WrittenView() for _ in range(3))), torch.randn(12, 8)
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
-    plan = sacplan.plan_smallest(profile, "greedy", techniques=("offload",))
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=("offload",))
     assert plan.offloaded
     assert sacplan.verify(model, batch, plan, mean_square).peak_bytes == plan.peak_bytes

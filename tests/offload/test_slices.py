@@ -39,7 +39,7 @@ WITH = (*WITHOUT, "offload")
 @functools.cache
 def smallest(device: str, techniques: tuple[str, ...]) -> tuple[sacplan.Profile, sacplan.Plan]:
     profile = sacplan.profile(*make_case(LAYERS), loss_fn, device=device)
-    return profile, sacplan.plan_smallest(profile, techniques=techniques)
+    return profile, sacplan.plan(profile, "smallest", techniques=techniques)
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def test_slices_and_copies_in_one_unit_that_recomputes_nothing() -> None:
     ]
     model, batch = TokenModel(layers, 32, 64), torch.randint(0, 64, (2, 96))
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
-    copies = sacplan.plan_smallest(profile, techniques=("offload",)).offloaded
+    copies = sacplan.plan(profile, "smallest", techniques=("offload",)).offloaded
     outside = [
         one for one in copies if "mlp" not in one.place.split(".")[0] and "mlp." not in one.let_go.place
     ]

@@ -178,7 +178,7 @@ def test_hooks_around_the_model_that_the_profile_does_not_know(
 def test_what_hooks_in_the_model_hold_is_not_offloaded() -> None:
     torch.manual_seed(0)
     case = language_model(save_on_cpu)
-    plan = sacplan.plan_smallest(case.profile("cpu"), "greedy", techniques=("offload",))
+    plan = sacplan.plan(case.profile("cpu"), "smallest", "greedy", techniques=("offload",))
     assert {one.unit for one in plan.offloaded} == {"layers.0", "layers.2"}
 
 
@@ -205,6 +205,6 @@ def test_a_backward_formula_that_runs_otherwise_under_a_mode() -> None:
 
     model, batch = nn.Sequential(*(Products() for _ in range(3))), torch.randn(64, 16)
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
-    plan = sacplan.plan_smallest(profile, "greedy", techniques=("offload",))
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=("offload",))
     assert plan.offloaded
     assert sacplan.verify(model, batch, plan, mean_square).peak_bytes == plan.peak_bytes

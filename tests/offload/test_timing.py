@@ -101,7 +101,7 @@ def assert_as_simulated(case: Case, profile: sacplan.Profile, plan: sacplan.Plan
 )
 def test_planned(name: str, techniques: tuple[str, ...], link: str) -> None:
     case, profile = profile_of(name, link)
-    least = sacplan.plan_smallest(profile, "greedy", techniques=("offload",)).peak_bytes
+    least = sacplan.plan(profile, "smallest", "greedy", techniques=("offload",)).peak_bytes
     budget = as_budget(budget_at(0.3, least, profile.peak_bytes))
     plan = sacplan.plan(profile, budget, "greedy", techniques=techniques)
     assert plan.offloaded or "recompute" in techniques  # which is cheaper where the link is slow
@@ -122,7 +122,7 @@ def test_at_random_places(name: str, link: str) -> None:
 
 def test_a_busy_link_is_waited_for() -> None:
     case, profile = profile_of("transformer", "busy")
-    plan = sacplan.plan_smallest(profile, "greedy", techniques=("offload",))
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=("offload",))
     assert plan.added_ms > profile.step_ms
     with noted_streams() as noted:
         seen = fake_step(case, plan, profile.spec)

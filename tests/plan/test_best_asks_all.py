@@ -19,9 +19,9 @@ def test_no_solver_goes_below_the_default_on_a_convnext() -> None:
     """Depthwise convolutions between residual sums: a chain, for which Rotor is strong."""
     model, batch, loss_fn = hf_models.build("convnext", "small", "meta")
     profile = sacplan.profile(model, batch, loss_fn, torch.optim.AdamW, device="cpu")
-    smallest = sacplan.plan_smallest(profile).peak_bytes
+    smallest = sacplan.plan(profile, "smallest").peak_bytes
     for solver in ("milp", "greedy", "uniform", "rotor"):
-        assert sacplan.plan_smallest(profile, solver).peak_bytes >= smallest
+        assert sacplan.plan(profile, "smallest", solver).peak_bytes >= smallest
     assert sacplan.plan(profile, f"{smallest}B").peak_bytes == smallest
     with pytest.raises(sacplan.InfeasibleBudget) as info:
         sacplan.plan(profile, f"{smallest - 1}B")

@@ -46,7 +46,7 @@ def test_the_default_is_what_keeps_the_bits() -> None:
 
 
 def test_a_line_says_what_other_techniques_would_save(profile: sacplan.Profile) -> None:
-    smallest = sacplan.plan_smallest(profile).peak_bytes
+    smallest = sacplan.plan(profile, "smallest").peak_bytes
     budget = f"{(smallest + profile.peak_bytes) // 2}B"
     plan, both = (
         sacplan.plan(profile, budget),

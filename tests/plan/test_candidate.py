@@ -29,7 +29,7 @@ def test_a_plan_has_the_figures_of_the_rewritten_program(
     profile: sacplan.Profile, techniques: tuple[str, ...]
 ) -> None:
     """Worked out here without a candidate: folds, and sums over the ops that run."""
-    plan = sacplan.plan_smallest(profile, "greedy", techniques=techniques)
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=techniques)
     assert plan.decisions
     program = rewritten(profile.program, plan.decisions, profile.spec)
     found = footprint_of(program)
@@ -42,7 +42,7 @@ def test_a_plan_has_the_figures_of_the_rewritten_program(
 
 
 def test_units_see_the_ops_that_slices_leave(profile: sacplan.Profile) -> None:
-    decisions = sacplan.plan_smallest(profile, "greedy", techniques=ALL).decisions
+    decisions = sacplan.plan(profile, "smallest", "greedy", techniques=ALL).decisions
     chunks = [one for one in decisions if isinstance(one, Chunk)]
     away = [one for one in decisions if isinstance(one, Offload)]
     assert chunks

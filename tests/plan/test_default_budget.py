@@ -140,7 +140,7 @@ def test_verify_compares_a_plan_without_a_budget_with_the_device() -> None:
     "make",
     [
         lambda profile: sacplan.plan(profile, "80%"),
-        sacplan.plan_smallest,
+        lambda profile: sacplan.plan(profile, "smallest"),
         lambda profile: sacplan.policy("full", profile=profile),
         lambda profile: sacplan.policy("ddp", profile=profile, mesh={"dp": 2}),
         lambda profile: sacplan.plan(profile, "80%", mesh={"dp": 2}),

@@ -86,7 +86,7 @@ def test_one_decision_per_line_before_the_fingerprint(plan: sacplan.Plan, conten
 
 
 def test_who_made_it_with_what(profile: sacplan.Profile) -> None:
-    smallest = sacplan.plan_smallest(profile, "rotor")
+    smallest = sacplan.plan(profile, "smallest", "rotor")
     made = {
         "plan": sacplan.plan(profile, "99%", sacplan.Milp(gap=0.01), objective="flops", keep=["head"]),
         "unplanned": sacplan.plan(profile, 50),

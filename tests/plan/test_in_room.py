@@ -139,7 +139,7 @@ def test_an_assertion_is_about_segments(whole: sacplan.Profile) -> None:
 
 @pytest.mark.slow
 def test_tensors_that_fit_and_segments_that_do_not() -> None:
-    smallest = sacplan.plan_smallest(profile_with_room(2**40))
+    smallest = sacplan.plan(profile_with_room(2**40), "smallest")
     assert smallest.device_memory is not None
     expandable = smallest.device_memory.reserved_bytes(expandable=True)
     reserved = smallest.device_memory.reserved_bytes()
@@ -180,7 +180,7 @@ def test_the_first_variable_that_is_set_decides(environment: dict[str, str], fou
 
 
 def test_with_expandable_segments_their_figures_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    smallest = sacplan.plan_smallest(profile_with_room(2**40))
+    smallest = sacplan.plan(profile_with_room(2**40), "smallest")
     assert smallest.device_memory is not None
     room = smallest.device_memory.reserved_bytes(expandable=True)
     with pytest.raises(sacplan.InfeasibleBudget):

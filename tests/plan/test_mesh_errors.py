@@ -68,12 +68,13 @@ def test_names_that_repeat() -> None:
         ({"techniques": BOTH}, "give a mesh"),
         ({"mesh": {"dp": 4}, "techniques": ("recompute",)}, '"shard" among the techniques'),
         ({"mesh": {"dp": 4}, "ranks": sacplan.DDP(4)}, "either a mesh, or ranks"),
+        ({"mesh": {"dp": 4}, "budget": "smallest"}, "not for a mesh"),
     ],
-    ids=["no mesh", "no technique", "both"],
+    ids=["no mesh", "no technique", "both", "smallest"],
 )
 def test_arguments_that_do_not_go_together(arguments: Any, says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        sacplan.plan(profile(), "90%", **arguments)
+        sacplan.plan(profile(), **{"budget": "90%", **arguments})
 
 
 def test_the_profile_of_one_rank() -> None:

@@ -29,4 +29,4 @@ def test_the_smallest_plan_is_near_what_a_forward_pass_without_gradients_holds()
     with torch.no_grad():
         _, added = allocations(lambda: mean_square(model, batch))
     held = added + sum(each.nbytes for each in (batch, *model.parameters()))
-    assert held <= sacplan.plan_smallest(profile).peak_bytes <= 1.05 * held
+    assert held <= sacplan.plan(profile, "smallest").peak_bytes <= 1.05 * held

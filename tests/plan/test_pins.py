@@ -153,7 +153,7 @@ def assert_pinned(profile: sacplan.Profile, plan: sacplan.Plan, case: str) -> No
 @cache
 def smallest_of(case: str, solver: str = "best", objective: Any = "time") -> sacplan.Plan:
     name, pins, _, _ = PINS[case]
-    return sacplan.plan_smallest(profile_of(name), solver, objective, **pins)
+    return sacplan.plan(profile_of(name), "smallest", solver, objective, **pins)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +180,9 @@ def test_rotor_keeps_what_is_pinned_and_refuses_never(case: str) -> None:
     name, pins, _, _ = PINS[case]
     if "never" in pins:
         with pytest.raises(sacplan.PlanError, match=r"'rotor'.*never="):
-            sacplan.plan_smallest(profile_of(name), "rotor", **pins)
+            sacplan.plan(profile_of(name), "smallest", "rotor", **pins)
     else:
-        assert_pinned(profile_of(name), sacplan.plan_smallest(profile_of(name), "rotor", **pins), case)
+        assert_pinned(profile_of(name), sacplan.plan(profile_of(name), "smallest", "rotor", **pins), case)
 
 
 @pytest.mark.parametrize("case", PINS)
@@ -190,7 +190,7 @@ def test_pins_bind_where_plans_would_have_touched_them(case: str) -> None:
     """Or the test above would hold of any planner."""
     name, _, module, op = PINS[case]
     program = profile_of(name).program
-    plan = sacplan.plan_smallest(profile_of(name))
+    plan = sacplan.plan(profile_of(name), "smallest")
     touched = any(
         runs_in(program, i, module) or op(program.ops[i].name) for i in discarded_ops(program, plan.discarded)
     )
@@ -228,7 +228,7 @@ def test_a_policy_falls_back_on_inner_units() -> None:
 
 def test_a_plan_falls_back_on_inner_units() -> None:
     profile = profile_of("both")
-    plan = sacplan.plan_smallest(profile, never=["text.layers.*.norm", "vision_tower", "shared"])
+    plan = sacplan.plan(profile, "smallest", never=["text.layers.*.norm", "vision_tower", "shared"])
     assert plan.peak_bytes < profile.peak_bytes
     assert {unit.split(".inner")[0] + ".inner" for unit in plan.units} <= {
         f"text.layers.{i}.inner" for i in range(3)
@@ -282,7 +282,7 @@ def test_random_pins(data: st.DataObject, name: str, share: float, solver: str) 
     keep = data.draw(st.lists(patterns(name), max_size=3), label="keep")
     no_ops = patterns(name).filter(lambda p: not p.startswith("aten."))
     never = data.draw(st.lists(no_ops, max_size=2), label="never")
-    smallest = sacplan.plan_smallest(profile, solver, keep=keep, never=never).peak_bytes
+    smallest = sacplan.plan(profile, "smallest", solver, keep=keep, never=never).peak_bytes
     budget = int(smallest + (profile.peak_bytes - smallest) * share)
     plan = sacplan.plan(profile, f"{budget}B", solver, keep=keep, never=never)
     assert plan.peak_bytes <= budget
@@ -331,7 +331,7 @@ def test_pinned_ops_run_once() -> None:
     counts = []
     for keep in ([], ["aten.gelu", "aten.native_layer_norm"]):
         planned = copy.deepcopy(model)
-        sacplan.apply(planned, sacplan.plan_smallest(profile_of("both"), keep=keep))
+        sacplan.apply(planned, sacplan.plan(profile_of("both"), "smallest", keep=keep))
         with Counts() as seen:
             planned(batch).backward()
         counts.append(seen.ops)
@@ -347,7 +347,7 @@ def test_no_mode_is_on_in_modules_that_are_left_alone() -> None:
     seen: dict[str, int] = {}
     for pins in ({}, {"never": ["vision_tower", "text.layers.1.inner.router"]}):
         planned = copy.deepcopy(model)
-        plan = sacplan.plan_smallest(profile_of("both"), **pins)
+        plan = sacplan.plan(profile_of("both"), "smallest", **pins)
         assert plan.units
         sacplan.apply(planned, plan)
         for fqn, module in planned.named_modules():
@@ -407,7 +407,7 @@ def test_all_pinned_is_infeasible_at_the_unplanned_peak(pins: dict[str, list[str
     with pytest.raises(sacplan.InfeasibleBudget) as info:
         sacplan.plan(profile, "99%", **pins)
     assert info.value.smallest_feasible_bytes == profile.peak_bytes
-    free = sacplan.plan_smallest(profile).peak_bytes
+    free = sacplan.plan(profile, "smallest").peak_bytes
     argument, given = next(iter(pins.items()))
     assert f"That is with {argument}={given!r}; without the pins the smallest is" in str(info.value)
     assert f"({free} bytes)" in str(info.value)
@@ -466,7 +466,7 @@ def test_a_frontier_with_pins() -> None:
     frame = sacplan.frontier(profile, points=3, solvers=("greedy",), never=["layers.1"])
     greedy = frame[frame["solver"] == "greedy"]
     assert (greedy["peak_bytes"] <= greedy["budget_bytes"]).all()
-    assert greedy["budget_bytes"].min() == sacplan.plan_smallest(profile, never=["layers.1"]).peak_bytes
+    assert greedy["budget_bytes"].min() == sacplan.plan(profile, "smallest", never=["layers.1"]).peak_bytes
     full = sacplan.policy("full", profile=profile, never=["layers.1"])
     assert frame[frame["solver"] == "full"]["peak_bytes"].tolist() == [full.peak_bytes]
 
@@ -488,12 +488,12 @@ def test_a_frontier_with_pins() -> None:
         ({"never": [""]}, r"never has '' in it.*'\*' is every module"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("call", ["plan", "plan_smallest", "policy", "frontier"])
+@pytest.mark.parametrize("call", ["plan", "smallest", "policy", "frontier"])
 def test_patterns_that_match_nothing_are_quoted(call: str, pins: Any, message: str) -> None:
     profile = profile_of("both")
     calls: dict[str, Callable[[], Any]] = {
         "plan": lambda: sacplan.plan(profile, "1B", **pins),
-        "plan_smallest": lambda: sacplan.plan_smallest(profile, **pins),
+        "smallest": lambda: sacplan.plan(profile, "smallest", **pins),
         "policy": lambda: sacplan.policy("none", profile=profile, **pins),
         "frontier": lambda: sacplan.frontier(profile, **pins),
     }

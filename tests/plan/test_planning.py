@@ -159,8 +159,8 @@ def test_the_default_asks_rotor_before_it_gives_up() -> None:
         return model(x).square().mean()
 
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
-    twice = sacplan.plan_smallest(profile, "milp").peak_bytes
-    smallest = sacplan.plan_smallest(profile)
+    twice = sacplan.plan(profile, "smallest", "milp").peak_bytes
+    smallest = sacplan.plan(profile, "smallest")
     assert smallest.solver == "rotor"
     assert smallest.peak_bytes < 0.8 * twice
     for budget in (smallest.peak_bytes, (smallest.peak_bytes + twice) // 2):
@@ -183,18 +183,18 @@ def test_ranks_may_be_said_to_plan() -> None:
     for ranks in (sacplan.DDP(2), sacplan.FSDP2(4)):
         early = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", ranks=ranks)
         assert early.recorded == whole.recorded
-        late = sacplan.plan_smallest(whole, "greedy", ranks=ranks)
-        assert late == sacplan.plan_smallest(early, "greedy")
+        late = sacplan.plan(whole, "smallest", "greedy", ranks=ranks)
+        assert late == sacplan.plan(early, "smallest", "greedy")
         assert late.ranks == early.ranks
         assert late.baseline_peak_bytes == early.peak_bytes
-        assert sacplan.plan_smallest(whole, "greedy", ranks=early.ranks) == late
+        assert sacplan.plan(whole, "smallest", "greedy", ranks=early.ranks) == late
     with pytest.raises(sacplan.TraceError, match="no module matches"):
         sacplan.plan(whole, "50%", ranks=sacplan.FSDP2(2, ["nowhere"]))
 
 
 def test_a_plan_can_be_copied_and_pickled() -> None:
     profile = sacplan.profile(LM(), torch.randint(0, 128, (4, 32)), device="cpu")
-    plan = sacplan.plan_smallest(profile, "greedy")
+    plan = sacplan.plan(profile, "smallest", "greedy")
     assert plan.decisions
     for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert again == plan
@@ -249,7 +249,7 @@ def test_a_loss_that_calls_parts_of_the_model() -> None:
     assert profile.program.outermost_modules == ("embed", "body", "head")
     assert len(sacplan.frontier(profile))
     assert sacplan.advise(profile)
-    for plan in (sacplan.plan_smallest(profile), sacplan.plan(profile, "90%")):
+    for plan in (sacplan.plan(profile, "smallest"), sacplan.plan(profile, "90%")):
         assert_carried_out(model, batch, loss_of_parts, plan)
 
 
@@ -281,7 +281,7 @@ def test_a_loss_that_calls_the_model_and_a_part_of_it(inside: bool) -> None:
     )
     batch = torch.randn(512, 16)
     profile = sacplan.profile(model, batch, distance, device="cpu")
-    smallest = sacplan.plan_smallest(profile)
+    smallest = sacplan.plan(profile, "smallest")
     assert smallest.peak_bytes <= 0.75 * profile.peak_bytes
     assert set(smallest.units) == ({"net", "part"} if inside else {"", "part"})
     assert_carried_out(model, batch, distance, smallest)

@@ -86,6 +86,6 @@ def test_rehearsals_are_bounded(mixer: type[nn.Module], most: int, monkeypatch: 
     monkeypatch.setattr(rest, "_rehearsed", counted)
     torch.manual_seed(0)
     profile = sacplan.profile(Model(mixer), torch.randint(0, 32, (4, 16)), cross_entropy, device="cpu")
-    sacplan.plan_smallest(profile, techniques=("recompute", "chunk"))
+    sacplan.plan(profile, "smallest", techniques=("recompute", "chunk"))
     assert max(rehearsed.values()) == 1
     assert sum(rehearsed.values()) <= most

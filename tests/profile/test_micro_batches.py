@@ -92,7 +92,7 @@ def test_a_plan_without_accumulation_would_be_over_its_budget() -> None:
 def test_predicted_is_fake_is_measured(share: float, device: str) -> None:
     model = MODEL()
     profile = accumulated(device)
-    smallest = sacplan.plan_smallest(profile, "greedy").peak_bytes
+    smallest = sacplan.plan(profile, "smallest", "greedy").peak_bytes
     budget = smallest + int(share * (profile.peak_bytes - smallest))
     plan = sacplan.plan(profile, f"{budget}B", "greedy")
     assert plan.discarded

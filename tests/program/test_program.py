@@ -261,7 +261,7 @@ def test_what_is_derived_is_not_pickled_or_compared() -> None:
     model, batch = made("lm")
     profile = sacplan.profile(model, batch, device="cpu")
     before = len(pickle.dumps(profile))
-    sacplan.plan_smallest(profile, solver="greedy")
+    sacplan.plan(profile, "smallest", solver="greedy")
     assert len(pickle.dumps(profile)) == before
     again = pickle.loads(pickle.dumps(profile))
     assert again.recorded == profile.recorded
@@ -311,7 +311,7 @@ def test_plans_for_inference() -> None:
     with pytest.raises(sacplan.InfeasibleBudget, match="inference") as info:
         sacplan.plan(profile, "90%", techniques=("recompute",))
     assert info.value.smallest_feasible_bytes == profile.peak_bytes
-    assert sacplan.plan_smallest(profile).chunks
+    assert sacplan.plan(profile, "smallest").chunks
 
 
 def test_inference_takes_no_optimizer() -> None:

@@ -29,7 +29,7 @@ def test_the_solver_of_ten_lines_plans() -> None:
     exec("from __future__ import annotations\n" + next(b for b in BLOCKS if "CheapestFirst" in b), names)
     torch.manual_seed(0)
     profile = sacplan.profile(models.LM(), torch.randint(0, 128, (4, 32)), device="cpu")
-    smallest = sacplan.plan_smallest(profile, solver="greedy").peak_bytes
+    smallest = sacplan.plan(profile, "smallest", solver="greedy").peak_bytes
     plan = sacplan.plan(profile, f"{(smallest + profile.peak_bytes) // 2}B", solver=names["CheapestFirst"]())
     assert plan.peak_bytes <= (smallest + profile.peak_bytes) // 2
     assert plan.solver == "cheapest-first"

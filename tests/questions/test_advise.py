@@ -104,7 +104,7 @@ def test_nothing_is_offered_that_saves_nothing() -> None:
 def test_a_saving_is_of_the_maximum() -> None:
     """With a plan that has brought the peak to the optimizer's step, more recomputation saves nothing."""
     profile = language(torch.optim.AdamW, "h100")
-    plan = sacplan.plan_smallest(profile, techniques=("recompute", "chunk"))
+    plan = sacplan.plan(profile, "smallest", techniques=("recompute", "chunk"))
     advice = sacplan.advise(profile, plan)
     assert advice.peak_bytes == plan.peak_bytes
     assert not {"recompute", "chunked-loss"} & {r.name for r in advice.remedies}
@@ -116,7 +116,7 @@ def test_a_saving_is_of_the_maximum() -> None:
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
 def test_the_parts_are_the_peak(optimizer: Any) -> None:
     for profile in (language(optimizer), wide(optimizer)):
-        for plan in (None, sacplan.plan_smallest(profile)):
+        for plan in (None, sacplan.plan(profile, "smallest")):
             advice = sacplan.advise(profile, plan)
             assert sum(part.n_bytes for part in advice.alive) == advice.peak_bytes
             assert advice.sentences[0] == advice.cause
@@ -226,5 +226,5 @@ def test_a_chunked_loss_beside_a_plan_is_in_its_place() -> None:
 
 def test_slices_that_save_nothing_are_no_remedy() -> None:
     profile = sacplan.profile(LM(), tokens(), cross_entropy)
-    advice = sacplan.advise(profile, sacplan.plan_smallest(profile))
+    advice = sacplan.advise(profile, sacplan.plan(profile, "smallest"))
     assert all(remedy.saves_bytes > 0 for remedy in advice.remedies)

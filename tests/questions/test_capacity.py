@@ -123,7 +123,7 @@ def test_points_are_what_planning_gives() -> None:
         if plan is None:
             assert p.step_ms is p.recompute_ms is p.samples_per_s is None
             assert p.peak_bytes is None or p.peak_bytes > case.budget
-            assert p.floor_bytes <= sacplan.plan_smallest(case.profile(p.batch_size)).peak_bytes
+            assert p.floor_bytes <= sacplan.plan(case.profile(p.batch_size), "smallest").peak_bytes
         else:
             assert p.floor_bytes <= p.peak_bytes == plan.peak_bytes <= case.budget
             assert p.step_ms == plan.step_ms + plan.recompute_ms
@@ -227,7 +227,7 @@ def test_at_most() -> None:
 
 def test_one_sample_that_needs_a_plan() -> None:
     case = CASES["perceptron"]
-    smallest = sacplan.plan_smallest(case.profile(1)).peak_bytes
+    smallest = sacplan.plan(case.profile(1), "smallest").peak_bytes
     assert smallest < case.profile(1).peak_bytes
     found = max_batch(case.model, case.make_batch, f"{smallest}B")
     assert found.unplanned_batch_size == 0

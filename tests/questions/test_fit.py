@@ -67,7 +67,7 @@ def test_a_step_at_another_length_is_the_one_that_a_trace_records() -> None:
     assert found is not None
     assert found.at(640).recorded.storage_bytes == at[640].recorded.storage_bytes
     assert found.at(640).peak_bytes == at[640].peak_bytes
-    plan = sacplan.plan_smallest(at[640])
+    plan = sacplan.plan(at[640], "smallest")
     assert found.at(640).footprint(plan).peak_bytes == plan.peak_bytes
 
 
@@ -130,7 +130,7 @@ def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
             assert row.added_ms == pytest.approx(plan.added_ms)
             assert row.step_ms == pytest.approx(plan.step_ms + plan.recompute_ms + plan.added_ms)
         elif row.way == "plan":
-            assert row.peak_bytes == sacplan.plan_smallest(profile, "greedy").peak_bytes
+            assert row.peak_bytes == sacplan.plan(profile, "smallest", "greedy").peak_bytes
         assert row.fits == (row.peak_bytes <= parse_budget(budget, 0))
 
 

@@ -247,7 +247,7 @@ def test_a_planned_step_of_a_rank_has_the_planned_peak(name: str, mesh: Any) -> 
     make, batch_of, loss_fn, units, _ = CASES[name]
     model, batch = make(), batch_of()
     whole = whole_of(make, batch_of, loss_fn)
-    plan = sacplan.plan_smallest(of_one_rank(whole, RANKS, units), solver="greedy")
+    plan = sacplan.plan(of_one_rank(whole, RANKS, units), "smallest", solver="greedy")
     assert plan.peak_bytes < plan.baseline_peak_bytes
     traced = trace_step(
         model, batch, loss_fn, optimizer_of, "cpu", "cost-model", "fake",
@@ -560,7 +560,7 @@ def test_the_road_from_profile_to_a_verified_plan(units: list[str] | None, tmp_p
     assert profile.program == of_one_rank(whole, 4, units).program
     assert profile.assumptions
     for solver in ("best", "rotor"):
-        plan = sacplan.plan_smallest(profile, solver=solver)
+        plan = sacplan.plan(profile, "smallest", solver=solver)
         assert plan.peak_bytes < profile.peak_bytes
         if units is not None:
             assert set(plan.units) <= {"a", "b"}  # no unit around both

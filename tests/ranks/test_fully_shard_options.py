@@ -303,7 +303,7 @@ def test_a_planned_step_has_the_planned_peak(name: str, mesh: Any, tmp_path: Pat
     case = CASES[name]
     model, batch = case.make(), case.batch()
     profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", ranks=case.ranks(model))
-    plan = sacplan.plan_smallest(profile, solver="greedy")
+    plan = sacplan.plan(profile, "smallest", solver="greedy")
     assert plan.peak_bytes < profile.peak_bytes
     assert sacplan.verify(model, batch, plan, case.loss, optimizer_of).peak_bytes == plan.peak_bytes
     units = resolve_units(case.units, profile.program)

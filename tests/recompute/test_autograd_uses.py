@@ -94,7 +94,7 @@ def plan_for(model: nn.Module, units: tuple[str, ...]) -> sacplan.Plan:
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
     if units == BLOCKS:
         return sacplan.policy("full", profile=profile, layers="blocks.*")
-    return sacplan.plan_smallest(profile, "greedy")
+    return sacplan.plan(profile, "smallest", "greedy")
 
 
 _of_the_plain_net = cache(lambda units: plan_for(net(), units))

@@ -89,7 +89,7 @@ def test_convnets_can_discard_batch_norms_and_what_is_written_in_place(
 ) -> None:
     model, batch = convnet(inplace, activation)
     profile = sacplan.profile(model, batch, device="cpu")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     again = {profile.program.ops[i].name for i in recomputed(profile.program, plan.discarded).footprint.again}
     assert "aten.native_batch_norm.default" in again
     assert plan.peak_bytes < 0.8 * profile.peak_bytes
@@ -109,7 +109,7 @@ def test_frozen_batch_norm_runs_again_with_its_statistics() -> None:
     model, batch = convnet()
     model.eval()
     profile = sacplan.profile(model, batch, device="cpu")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     assert any(decision.op == "aten.native_batch_norm.default" for decision in plan.decisions)
     expected = grads_of(model, batch, loss)
     with sacplan.apply(model, plan):
@@ -192,7 +192,7 @@ def test_statistics_are_left_out_only_where_they_are_not_read() -> None:
 
 def test_the_same_plan_compiled() -> None:
     model, batch = convnet()
-    plan = sacplan.plan_smallest(sacplan.profile(model, batch, device="cpu"), "milp")  # nothing twice
+    plan = sacplan.plan(sacplan.profile(model, batch, device="cpu"), "smallest", "milp")  # nothing twice
     names = {decision.op for decision in plan.decisions}
     assert names >= {"aten.native_batch_norm.default", "aten.relu_.default"}
     one, other = copy.deepcopy(model), copy.deepcopy(model)
@@ -241,7 +241,7 @@ def test_what_is_written_through_views_is_made_again(scan: Callable[..., torch.T
     )  # fmt: skip
     model, batch = nn.Sequential(layer(), layer(), layer()), torch.randn(64, 8)
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     again = {site.op for sites in plan.discarded.values() for site in sites}
     assert {"aten.clone.default", "aten.add_.Tensor", "aten.tanh_.default"} <= again
     assert sacplan.verify(model, batch, plan, mean_square).peak_bytes == plan.peak_bytes

@@ -36,7 +36,7 @@ def planned(steps: int) -> tuple[sacplan.Plan, int]:
     profile = profile_of(steps)
     calls = cProfile.Profile(builtins=False)
     calls.enable()
-    plan = sacplan.plan_smallest(profile, "greedy")
+    plan = sacplan.plan(profile, "smallest", "greedy")
     calls.disable()
     return plan, sum(entry.callcount for entry in calls.getstats())
 

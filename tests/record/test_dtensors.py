@@ -217,7 +217,7 @@ def test_a_real_step_is_recorded_with_the_same_peak(mesh: Any, optimizer: Any) -
 def test_a_plan_is_held_by_a_fake_step(mesh: Any, device: str, tmp_path: Path) -> None:
     model, batch = _sequences(mesh), _batch()
     profile = sacplan.profile(model, batch, mean_square, torch.optim.AdamW, device)
-    plan = sacplan.plan_smallest(profile, solver="greedy")
+    plan = sacplan.plan(profile, "smallest", solver="greedy")
     assert plan.peak_bytes < plan.baseline_peak_bytes
     sent = {site.op for sites in plan.discarded.values() for site in sites if "c10d" in site.op}
     assert sent <= {"_c10d_functional.all_gather_into_tensor.default"}

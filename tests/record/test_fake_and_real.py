@@ -191,7 +191,7 @@ def test_tensors_of_the_loss_function_count_once(where: str) -> None:
     loss_fn = in_closure if where == "closure" else in_globals
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     chunks = sacplan.policy("chunked-loss", slices=8, profile=profile)
-    for plan in (sacplan.policy("none", profile=profile), chunks, sacplan.plan_smallest(profile)):
+    for plan in (sacplan.policy("none", profile=profile), chunks, sacplan.plan(profile, "smallest")):
         for run in ("fake", "real"):
             seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
             assert seen.peak_bytes == plan.peak_bytes, run

@@ -56,7 +56,7 @@ def test_states_count_as_long_as_they_live(function: Any) -> None:
 
 def test_a_plan_holds_its_budget_beside_them() -> None:
     net = _net(_checkpointed)
-    plan = sacplan.plan_smallest(sacplan.profile(net, X, mean_square, device="cpu"))
+    plan = sacplan.plan(sacplan.profile(net, X, mean_square, device="cpu"), "smallest")
     measured = sacplan.verify(net, X, plan, mean_square, run="real")
     assert measured.peak_bytes == plan.peak_bytes == sacplan.verify(net, X, plan, mean_square).peak_bytes
 

@@ -115,7 +115,7 @@ def test_a_recomputed_number_counts_once() -> None:
         return model(x).square().mean()
 
     profile = sacplan.profile(model, x, loss, device="cpu")
-    for plan in (sacplan.plan_smallest(profile), sacplan.plan(profile, "80%")):
+    for plan in (sacplan.plan(profile, "smallest"), sacplan.plan(profile, "80%")):
         assert sacplan.verify(model, x, plan, loss, run="real").peak_bytes == plan.peak_bytes
 
 
@@ -202,7 +202,7 @@ def test_a_plan_passes_numbers_on_without_making_tensors_of_them() -> None:
         return model(x).sum()
 
     profile = sacplan.profile(model, x, loss, device="cpu")
-    smallest = sacplan.plan_smallest(profile)
+    smallest = sacplan.plan(profile, "smallest")
     program = profile.with_plan(smallest)
     assert program.ops[program.footprint.peak_op].phase is Phase.FORWARD
     for peak in (smallest.peak_bytes, (smallest.peak_bytes + profile.peak_bytes) // 2):

@@ -138,7 +138,7 @@ def test_a_plan_changes_no_bit_of_what_is_trained(loop: str) -> None:
     profiled = heavy()
     LOOPS[loop](profiled, momentum)
     profile = sacplan.profile(profiled, batch, mean_square, device="cpu")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     assert plan.recompute_flops > 0 or plan.recompute_ms > 0
     assert plan.peak_bytes < profile.peak_bytes
     assert sacplan.verify(profiled, batch, plan, mean_square).peak_bytes == plan.peak_bytes
@@ -162,7 +162,7 @@ def test_a_parameter_that_is_read_after_its_update() -> None:
     model, batch = heavy(), torch.randn(512, 64)
     tutorial(model, momentum)
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
-    program = profile.with_plan(sacplan.plan_smallest(profile))
+    program = profile.with_plan(sacplan.plan(profile, "smallest"))
     assert recomputed_from_updated(program) is None
     reads = {s for op in program.ops if op.recomputes >= 0 for s in op.reads}
     first = next(

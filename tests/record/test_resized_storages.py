@@ -123,7 +123,7 @@ def test_what_autograd_keeps_may_be_freed_and_brought_back() -> None:
     plan = sacplan.plan(profile, "100%")
     assert sacplan.verify(model, x, plan, mean_square, run="real").peak_bytes == plan.peak_bytes
     # What makes or reads contents that were gone for a while is not run again.
-    smallest = sacplan.plan_smallest(profile)
+    smallest = sacplan.plan(profile, "smallest")
     found = sacplan.verify(model, x, smallest, mean_square, run="real")
     assert found.peak_bytes == smallest.peak_bytes
 
@@ -135,7 +135,7 @@ def test_every_technique_leaves_resized_storages_alone(how: str) -> None:
     profile = sacplan.profile(model, x, mean_square, device="cpu")
     whole = grads_of(model, x, mean_square)
     for techniques in (("offload",), ("recompute", "chunk", "offload")):
-        plan = sacplan.plan_smallest(profile, techniques=techniques)
+        plan = sacplan.plan(profile, "smallest", techniques=techniques)
         assert sacplan.verify(model, x, plan, mean_square).peak_bytes == plan.peak_bytes
         with sacplan.apply(model, plan):
             torch.testing.assert_close(grads_of(model, x, mean_square), whole)

@@ -106,7 +106,7 @@ def test_mixtral_in_its_worst_case() -> None:
 def test_a_plan_for_the_worst_holds_there_and_verify_takes_it_up() -> None:
     model = undecided(nn.Sequential(Padded(), Padded(), Padded()))
     worst = profile_of(model, routing="worst")
-    plan = sacplan.plan_smallest(worst, "greedy")
+    plan = sacplan.plan(worst, "smallest", "greedy")
     assert plan.peak_bytes < worst.peak_bytes
     assert sacplan.verify(model, X, plan, mean_square).peak_bytes == plan.peak_bytes
     with warnings.catch_warnings():

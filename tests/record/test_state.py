@@ -399,7 +399,7 @@ def test_a_reversible_net_is_no_checkpointing():
     loss_fn(model, batch).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     assert plan.peak_bytes < 0.6 * profile.peak_bytes
     assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
     assert sacplan.verify(model, batch, plan, loss_fn, run="real").peak_bytes == plan.peak_bytes

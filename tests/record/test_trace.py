@@ -771,7 +771,7 @@ def test_jagged_tensors() -> None:
     plain = real_step(model, batch)
     profile = sacplan.profile(model, batch, device="cpu", trace="real")
     assert profile.peak_bytes == plain.peak_bytes
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     planned = real_step(model, batch, plan=plan)
     assert planned.peak_bytes == plan.peak_bytes
     assert planned.same_bits(plain)
@@ -793,7 +793,7 @@ def test_scripted_modules(made_by: str) -> None:
     for _ in range(3):  # what TorchScript makes of the code after that has other last bits
         plain = real_step(model, batch)
         assert profile.peak_bytes == plain.peak_bytes
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     assert set(plan.discarded) == {"1"}
     planned = real_step(model, batch, plan=plan)
     assert planned.peak_bytes == plan.peak_bytes < plain.peak_bytes

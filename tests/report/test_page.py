@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(_BROWSER is None, reason="no Chromium or Chrome 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = sacplan.profile(LM(), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.AdamW)
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     path = tmp_path_factory.mktemp("page") / "report.html"
     return write_report(path, profile, plan, sacplan.frontier(profile, points=3))
 

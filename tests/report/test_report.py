@@ -61,7 +61,7 @@ def _case(device: str) -> SimpleNamespace:
     profile = sacplan.profile(
         LM(layers=LAYERS), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.AdamW, device=device
     )
-    smallest = sacplan.plan_smallest(profile)
+    smallest = sacplan.plan(profile, "smallest")
     budget = (profile.peak_bytes + 2 * smallest.peak_bytes) // 3
     return SimpleNamespace(profile=profile, plan=sacplan.plan(profile, f"{budget}B"), smallest=smallest)
 
@@ -273,7 +273,7 @@ def test_reasons() -> None:
         "out": nn.Linear(256, 8),
     }
     profile = sacplan.profile(nn.Sequential(OrderedDict(parts)), torch.randn(4096, 64))
-    why = module_table(profile, sacplan.plan_smallest(profile))["why"]
+    why = module_table(profile, sacplan.plan(profile, "smallest"))["why"]
     assert why["drop"] == "keeps nothing for the backward pass"
     assert why["sum"] == "kept: cumsum must not run a second time"
     assert re.match(r"(kept|discarded): running gelu again (would take|takes) ", why["act"])
@@ -381,7 +381,7 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
 
 
 def test_several_plans_stand_side_by_side(gpu: SimpleNamespace) -> None:
-    tighter = sacplan.plan_smallest(gpu.profile)
+    tighter = sacplan.plan(gpu.profile, "smallest")
     axes = memory_figure(gpu.profile, [gpu.plan, tighter]).axes
     titles = [axis.get_title(loc="left").split(":")[0] for axis in axes]
     assert titles == ["Without a plan", "Recompute", "Recompute"]
@@ -636,5 +636,5 @@ def test_assumptions_are_shown(gpu: SimpleNamespace) -> None:
 @pytest.mark.slow
 def test_a_deep_model_stays_a_small_file() -> None:
     profile = sacplan.profile(LM(layers=24), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.SGD)
-    html = report_html(profile, sacplan.plan_smallest(profile))
+    html = report_html(profile, sacplan.plan(profile, "smallest"))
     assert len(html.encode()) < 1_500_000

@@ -47,7 +47,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     profile = sacplan.profile(
         LM(layers=2), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.AdamW, device=request.param
     )
-    plan = sacplan.plan_smallest(profile)
+    plan = sacplan.plan(profile, "smallest")
     folder = tmp_path_factory.mktemp("snapshots")
     paths = [
         sacplan.write_snapshot(folder / f"{i}.pickle", profile, one) for i, one in enumerate((None, plan))
@@ -248,7 +248,7 @@ def test_a_step_that_writes_in_place() -> None:
     """What takes over the bytes of what it overwrites is no allocation."""
     profile = sacplan.profile(in_place(), torch.randn(128, 64), device="h100")
     assert any(op.replaces >= 0 for op in profile.program.ops)
-    for plan in (None, sacplan.plan_smallest(profile)):
+    for plan in (None, sacplan.plan(profile, "smallest")):
         program = profile.program if plan is None else profile.with_plan(plan)
         played = played_back(snapshot_of(profile, program))
         assert (played.peak, played.live) == (program.footprint.peak_bytes, program.footprint.end_bytes)
@@ -260,7 +260,7 @@ def test_with_slices() -> None:
     profile = sacplan.profile(
         model, tokens(2), loss_fn=cross_entropy, device="h100", optimizer=torch.optim.SGD
     )
-    plan = sacplan.plan_smallest(profile, techniques=("recompute", "chunk"))
+    plan = sacplan.plan(profile, "smallest", techniques=("recompute", "chunk"))
     assert plan.chunks
     assert played_back(snapshot_of(profile, profile.with_plan(plan))).peak == plan.peak_bytes
 

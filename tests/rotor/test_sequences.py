@@ -45,7 +45,7 @@ def resnet18() -> tuple[nn.Module, torch.Tensor, sacplan.Profile]:
 def test_a_gpt_for_real(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile], budget: str) -> None:
     model, batch, profile = gpt
     plan = (
-        sacplan.plan_smallest(profile, solver="rotor")
+        sacplan.plan(profile, "smallest", solver="rotor")
         if budget == "smallest"
         else sacplan.plan(profile, budget, solver="rotor")
     )
@@ -64,7 +64,7 @@ def test_a_gpt_for_real(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile], bu
 def test_resnet18_for_real(resnet18: tuple[nn.Module, torch.Tensor, sacplan.Profile], budget: str) -> None:
     model, batch, profile = resnet18
     plan = (
-        sacplan.plan_smallest(profile, solver="rotor")
+        sacplan.plan(profile, "smallest", solver="rotor")
         if budget == "smallest"
         else sacplan.plan(profile, budget, solver="rotor")
     )
@@ -104,8 +104,8 @@ def test_large_convnets_on_a_fake_device(make, budget_bytes: int) -> None:  # ty
 def test_stages_run_more_than_once_again() -> None:
     model, batch = deep_mlp(), torch.randn(256, 64)
     profile = sacplan.profile(model, batch, device="cpu")
-    plan = sacplan.plan_smallest(profile, solver="rotor")
-    assert plan.peak_bytes < sacplan.plan_smallest(profile, solver="milp").peak_bytes
+    plan = sacplan.plan(profile, "smallest", solver="rotor")
+    assert plan.peak_bytes < sacplan.plan(profile, "smallest", solver="milp").peak_bytes
     again = Counter(recomputed(profile.program, plan.discarded).footprint.again)
     assert max(again.values()) > 2
     with FlopCounterMode(display=False) as plain:
@@ -117,7 +117,7 @@ def test_stages_run_more_than_once_again() -> None:
 
 def test_what_is_dropped_again_is_in_the_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
     profile = sacplan.profile(deep_mlp(), torch.randn(256, 64), device="cpu")
-    plan = sacplan.plan_smallest(profile, solver="rotor")
+    plan = sacplan.plan(profile, "smallest", solver="rotor")
     assert max(decision.times for decision in plan.decisions) > 1
     plan.save(tmp_path / "plan.json")
     loaded = sacplan.Plan.load(tmp_path / "plan.json")
@@ -127,7 +127,7 @@ def test_what_is_dropped_again_is_in_the_file(tmp_path) -> None:  # type: ignore
 
 def test_peaks_hold_and_budgets_are_used(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile]) -> None:
     _, _, profile = gpt
-    smallest = sacplan.plan_smallest(profile, solver="rotor").peak_bytes
+    smallest = sacplan.plan(profile, "smallest", solver="rotor").peak_bytes
     for share in range(1, 10):
         budget = smallest + (profile.peak_bytes - smallest) * share // 10
         plan = sacplan.plan(profile, f"{budget}B", solver="rotor")
@@ -149,7 +149,7 @@ def test_infeasible_budgets_name_one_that_works(
 
 def test_other_solvers_say_what_rotor_would_do() -> None:
     profile = sacplan.profile(deep_mlp(), torch.randn(256, 64), device="cpu")
-    budget = sacplan.plan_smallest(profile, solver="rotor").peak_bytes
+    budget = sacplan.plan(profile, "smallest", solver="rotor").peak_bytes
     with pytest.raises(sacplan.InfeasibleBudget, match='solver="rotor" holds the budget'):
         sacplan.plan(profile, f"{budget}B", solver="milp")
 
@@ -176,7 +176,7 @@ def test_pins() -> None:
 
 def test_compiling_is_refused() -> None:
     model, batch = deep_mlp(), torch.randn(256, 64)
-    plan = sacplan.plan_smallest(sacplan.profile(model, batch, device="cpu"), solver="rotor")
+    plan = sacplan.plan(sacplan.profile(model, batch, device="cpu"), "smallest", solver="rotor")
     sacplan.apply(model, plan)
     with pytest.raises(Exception, match="more than once"):
         torch.compile(model, backend="aot_eager")(batch)
@@ -186,7 +186,7 @@ def test_a_plan_without_a_budget_has_the_smallest_peak(
     gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile],
 ) -> None:
     _, _, profile = gpt
-    plan = sacplan.plan_smallest(profile, solver=sacplan.Rotor(slots=200))
+    plan = sacplan.plan(profile, "smallest", solver=sacplan.Rotor(slots=200))
     assert plan.budget_bytes is None
     assert plan.solver == "rotor"
     assert structs.replace(plan, budget_bytes=1).fingerprint == profile.fingerprint

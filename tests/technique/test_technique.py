@@ -237,7 +237,7 @@ def test_its_effects_add_up_with_those_of_recomputation(profile: sacplan.Profile
 
 
 def test_the_solver_weighs_it_against_recomputation(profile: sacplan.Profile) -> None:
-    smallest = sacplan.plan_smallest(profile).peak_bytes
+    smallest = sacplan.plan(profile, "smallest").peak_bytes
     budget = f"{(profile.peak_bytes + smallest) // 2}B"
     alone = sacplan.plan(profile, budget)
     both = sacplan.plan(profile, budget, techniques=("recompute", "half"))
@@ -265,7 +265,7 @@ def test_it_runs_beside_recomputation_and_chunks(monkeypatch: pytest.MonkeyPatch
     model, batch = models.LM(layers=4, vocab=1024), torch.randint(0, 1024, (8, 64))
     profile = sacplan.profile(model, batch, models.cross_entropy, device="cpu")
     names = ("recompute", "chunk", "half")
-    smallest = sacplan.plan_smallest(profile, techniques=names)
+    smallest = sacplan.plan(profile, "smallest", techniques=names)
     budget = smallest.peak_bytes + (profile.peak_bytes - smallest.peak_bytes) // 10
     plan = sacplan.plan(profile, f"{budget}B", techniques=names)
     assert {type(decision).__name__ for decision in plan.decisions} == {"Recompute", "Chunk", "Half"}

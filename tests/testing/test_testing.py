@@ -37,7 +37,7 @@ def profile() -> sacplan.Profile:
 
 @pytest.fixture(scope="module")
 def plan(profile: sacplan.Profile) -> sacplan.Plan:
-    return sacplan.plan_smallest(profile)
+    return sacplan.plan(profile, "smallest")
 
 
 def failure(*args: Any, **kwargs: Any) -> str:
@@ -108,7 +108,7 @@ def test_with_a_plan(plan: sacplan.Plan, tmp_path: Path) -> None:
 
 def test_a_plan_that_the_model_has_left_behind(profile: sacplan.Profile) -> None:
     """The same parameters, other ops: the plan does less, which is a matter of memory, not of a wrong argument."""
-    plan = sacplan.plan_smallest(profile, "milp")
+    plan = sacplan.plan(profile, "smallest", "milp")
     changed = model()
     for layer in changed.layers:
         layer.mlp[1] = nn.Sequential(nn.GELU(), nn.Tanh())
@@ -212,7 +212,7 @@ def test_one_rank_of_several(profile: sacplan.Profile) -> None:
     spread = sacplan.profile(
         model(), tokens(), device=DEVICE, ranks=sacplan.FSDP2(2, ["layers.*", ""]), **STEP
     )
-    plan = sacplan.plan_smallest(spread)
+    plan = sacplan.plan(spread, "smallest")
     assert plan.peak_bytes != profile.peak_bytes
     assert_step_fits(model(), tokens(), budget=f"{plan.peak_bytes}B", plan=plan, **STEP)
     message = failure(model(), tokens(), budget=f"{plan.peak_bytes - 1}B", plan=plan)
