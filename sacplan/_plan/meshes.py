@@ -144,7 +144,7 @@ def spreads(
         PlanError: The step cannot be spread over this mesh in any of the ways. It says why for each.
     """
     every: tuple[Also, ...] = ("embeddings", "others")
-    asked = [(name, every) for name in (_names(mesh) if names is None else names)]
+    asked = [(name, every) for name in (names_on(mesh) if names is None else names)]
     asked += [
         (_SEARCH, less) for less in ((), *((one,) for one in every)) if search and mesh.names[-1] == "tp"
     ]
@@ -170,7 +170,7 @@ def spreads(
         raise PlanError(f"the step cannot be spread over mesh {mesh}. {reasons}".rstrip())
 
 
-def _names(mesh: Mesh) -> tuple[str, ...]:
+def names_on(mesh: Mesh) -> tuple[str, ...]:
     """Return the ways that use each axis for what its name says: ranks of one for data get parts of a batch."""
     if mesh.names[-1] != "tp":
         return _DATA

@@ -22,7 +22,7 @@ import torch
 from sacplan._device.device_memory import reserved_bytes
 from sacplan._plan.limits import Limit
 from sacplan._plan.make import Outcome, outcome_of
-from sacplan._plan.meshes import resolve_mesh, spreads
+from sacplan._plan.meshes import names_on, resolve_mesh, way
 from sacplan._plan.request import Request
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import OptimizerStep, with_optimizer
@@ -36,7 +36,6 @@ from sacplan._questions.ways import AS_IT_IS, PLAN
 from sacplan._ranks.ranks import DDP, FSDP2, AnyRanks, Ranks, layers_of, ranks_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 
-_TENSOR = "megatron"  # in the name of a sharding that cuts tensors
 _LARGEST = 2**16  # the largest batch of a device to try
 _MOST_DEVICES = 2**16  # more is a slip of the pen
 
@@ -192,16 +191,16 @@ class RankRows:
         for mesh in resolve_mesh(self.devices, whole.spec):
             if "tp" not in mesh.names:
                 continue
-            try:
-                ways = [way for way in spreads(whole, mesh) if _TENSOR in way.name]
-            except PlanError as error:
-                self.notes.append(str(error))
-                continue
             axes = dict(mesh.axes)
             flags = ("--mesh", ",".join(f"{name}={size}" for name, size in axes.items()))
-            for way in ways:
-                name = f"{' x '.join(f'{axis} {size}' for axis, size in axes.items())}, {way.name}"
-                yield Arrangement(name, f"mesh={axes!r}", flags, on(way.ranks), on_mesh=way.ranks)
+            for how in names_on(mesh):
+                try:
+                    ranks = way(whole, mesh, how).ranks
+                except PlanError as error:
+                    self.notes.append(str(error))
+                    continue
+                name = f"{' x '.join(f'{axis} {size}' for axis, size in axes.items())}, {how}"
+                yield Arrangement(name, f"mesh={axes!r}", flags, on(ranks), on_mesh=ranks)
 
     def _row(self, one: Arrangement, name: str, rank: Profile, outcome: Outcome | None) -> FitRow:
         """Return the row of a step as it is, or with what planning it has come to."""

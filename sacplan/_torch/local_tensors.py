@@ -168,6 +168,33 @@ def _unseen(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not any(isinstance(mode, Watching) for mode in _get_current_dispatch_mode_stack()):
             return find(schema)
         with _disable_current_modes():
-            return find(schema)
+            return _found_by_kind(find, schema)
 
     return unseen
+
+
+def _found_by_kind(find: Callable[[Any], Any], schema: Any) -> Any:
+    """Find the sharding of an op, of one on lists from the first tensors of each kind.
+
+    Each place in the lists is sharded by itself. DTensor takes seconds for a list of all parameters, each time on fake
+    tensors, and goes through the whole list for each place.
+    """
+    lists = [value for value in schema.args_schema if isinstance(value, (list, tuple)) and value]
+    on_lists = str(schema.op).startswith(("aten._foreach_", "aten._fused_"))
+    if not on_lists or len({len(values) for values in lists}) != 1:
+        return find(schema)
+    firsts: dict[Any, int] = {}
+    kinds = [tuple(v for v in place if not isinstance(v, (int, float))) for place in zip(*lists, strict=True)]
+    places = [firsts.setdefault(kind, i) for i, kind in enumerate(kinds)]
+    few = (
+        [value[i] for i in firsts.values()] if isinstance(value, (list, tuple)) and value else value
+        for value in schema.args_schema
+    )
+    found = find(type(schema)(schema.op, tuple(few), schema.kwargs_schema, schema.schema_info))
+    # What is known of the tensors themselves, or parts that have to move first.
+    if not hasattr(found, "needs_redistribute") or found.needs_redistribute:
+        return find(schema)
+    if found.output_spec is None:
+        return found
+    made = dict(zip(firsts.values(), found.output_spec, strict=True))
+    return type(found)(tuple(made[i] for i in places))
