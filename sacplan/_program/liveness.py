@@ -110,7 +110,8 @@ class Fold:
 
     def size(self, storage: int) -> int:
         """Return the bytes of a storage as it is now, held or not."""
-        return self._sizes[storage]
+        n_bytes: int = self._sizes[storage]
+        return n_bytes
 
     def step(self, code: int, arg: int) -> None:
         """Go on by one event. Module calls hold nothing."""
