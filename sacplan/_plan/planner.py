@@ -138,8 +138,8 @@ class Planner:
         """Return the planner of the family that has some of the techniques."""
         return self.family.get(names) or replace(self, basis=replace(self.basis, techniques=names))
 
-    def _searched(self, basis: Basis, sizes: Sequence[int] = ()) -> PlanSearch:
-        return PlanSearch(basis, sizes, limits_reached=self.limits_reached)
+    def _searched(self, basis: Basis) -> PlanSearch:
+        return PlanSearch(basis, limits_reached=self.limits_reached)
 
     def search(self, pins: Pins) -> PlanSearch:
         """Return a new search of the recorded step with these pins, without offers."""
@@ -281,7 +281,7 @@ class Planner:
         for _ in range(_FURTHER):
             if basis is None or not self._costs_more_than(_DEAR, budget_bytes):
                 break
-            search, lowest = self._searched(basis, tuple(search.helped)), smallest_bytes(self.nearest)
+            search, lowest = self._searched(basis), smallest_bytes(self.nearest)
             if not self._may_gain_in(search, budget_bytes):
                 break
             search.minimise(self._solvers(search), budget_bytes)

@@ -48,24 +48,19 @@ class PlanSearch:
     Attributes:
         basis: The step, with what is settled and offered. Candidates are measured on the recorded step, where pins do
             not matter any more.
-        sizes: How many neighbouring regions to join, in the order in which these are tried.
         tried: All candidates measured so far, by their decisions.
-        helped: The sizes that have lowered the smallest peak or the cost of a plan.
         limits_reached: Names of solvers that stopped at their limit of work. Searches for one plan may share it.
         asked: The solvers that were asked for a plan so far, each with its budget. Nobody is asked the same twice.
         minimised: The solvers that were asked for the smallest peak so far.
     """
 
     basis: Basis
-    sizes: Sequence[int] = ()
     tried: dict[frozenset[Decision], Candidate] = field(default_factory=dict)
-    helped: dict[int, None] = field(default_factory=dict)
     limits_reached: dict[str, None] = field(default_factory=dict)
     asked: list[tuple[Solver | StepSolver, int]] = field(default_factory=list)
     minimised: list[Solver | StepSolver] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sizes = self.sizes or self.context.sizes
         self._measure((), "unplanned", None, "none")
 
     @property
@@ -92,16 +87,13 @@ class PlanSearch:
         # cheaper. Costs never rise from one size to the next, since the best of all candidates counts.
         cheapest: float | None = None
         in_vain = 0
-        for size in self.sizes:
+        for size in self.context.sizes:
             self._close_loop(solver, self.context.effects(size), budget_bytes)
             found = self.best(budget_bytes)
             if found is None:  # larger regions may still hold the budget
                 continue
-            if cheapest is None or found.cost < cheapest:
-                cheapest, in_vain = found.cost, 0
-                self.helped[size] = None
-            else:
-                in_vain += 1
+            in_vain = in_vain + 1 if cheapest is not None and found.cost >= cheapest else 0
+            cheapest = found.cost
             of_cost, of_step = self.above_bound(budget_bytes)
             if of_cost <= _NEAR or of_step <= _SMALL or in_vain == _IN_VAIN:
                 break
@@ -122,15 +114,11 @@ class PlanSearch:
             if self.smallest.footprint.peak_bytes <= self.context.floor_bytes:  # no option can go lower
                 continue
             worse = 0
-            for size in self.sizes:
+            for size in self.context.sizes:
                 effects, before = self.context.effects(size), self.smallest.footprint.peak_bytes
                 self._add(effects, self._noted(solver.smallest(effects.problem), solver), solver.name)
                 now = self.smallest.footprint.peak_bytes
-                if now < before:
-                    worse = 0
-                    self.helped[size] = None
-                else:
-                    worse += 1
+                worse = worse + 1 if now >= before else 0
                 # Low enough, or larger regions no longer help. Either way, the remaining solvers are not asked.
                 if now <= enough or worse == _IN_VAIN:
                     return
