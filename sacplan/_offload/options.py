@@ -315,6 +315,7 @@ class Offloads:
         positions = {int(self._op_events[op]) for op in ops} | {behind(program, op) for op in ops}
         positions |= {move.fetch for move in moves if move.fetch >= 0}
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
+        asked = tuple(needed[move.storage] for move in moves)
         return Option(
             cost=again + self.step.added_cost(waits + _TIE * total),
             kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
@@ -322,14 +323,7 @@ class Offloads:
             technique="offload",
             also=(Recomputation.name,),
             units=tuple(dict.fromkeys((unit, *(found for _, found in unit_of)))),
-            remembered=Away(
-                tuple(moves),
-                tuple(anchors),
-                tuple(needed[m.storage] for m in moves),
-                unit_of,
-                self.spec,
-                patch,
-            ),
+            remembered=Away(tuple(moves), tuple(anchors), asked, unit_of, self.spec, patch),
             # Ops are numbered from the unit's first one, so that equal layers have equal signatures.
             signature=tuple(
                 (

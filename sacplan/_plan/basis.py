@@ -163,13 +163,11 @@ class Basis:
                 if not self.step.pins.named_ops.isdisjoint(offer.ops) or not all(map(offer.goes_with, known)):
                     continue
                 # Its kind takes all of its options, which nobody has asked for so far.
-                if self.settled:
-                    kind = offer.region.kind
-                    if kind not in goes:
-                        goes[kind] = self._goes_with_settled(name, offer)
-                    if not goes[kind]:
-                        continue
-                known = (*known, offer)
+                kind = offer.region.kind if self.settled else None
+                if kind not in goes:
+                    goes[kind] = self._goes_with_settled(name, offer)
+                if goes[kind]:
+                    known = (*known, offer)
         return replace(self, offers=known)
 
     def _goes_with_settled(self, name: str, offer: Offer) -> bool:

@@ -166,9 +166,8 @@ class Planner:
         answer, no narrower ones are asked than the search itself begins with.
         """
         names = tuple(dict.fromkeys(self.techniques))
-        fewest = len(names) if quick else 1
-        choices = [choice for n in range(len(names), fewest - 1, -1) for choice in combinations(names, n)]
-        planners = [self, *(self._narrowed(choice) for choice in choices[1:])]
+        sizes = range(len(names), len(names) - 1 if quick else 0, -1)
+        planners = [self._narrowed(choice) for n in sizes for choice in combinations(names, n)]
         in_order = (each for one in planners for each in (one.fewer, one) if each is not None)
         return list({one.techniques: one for one in in_order}.values())
 
@@ -191,7 +190,8 @@ class Planner:
         context, found = search.context, _cheapest(self.searches, budget_bytes)
         if found is None:
             return context.floor_bytes < smallest_bytes(self.nearest)
-        left = found.cost - search.settled_cost
+        # What is settled costs as much in every plan of the search.
+        left = found.cost - search.tried[frozenset(search.basis.settled)].cost
         if left <= 0 or context.floor_bytes > budget_bytes:
             return False
         # A bound on what has to run again says nothing where memory can be had otherwise.
@@ -247,12 +247,8 @@ class Planner:
             quick: Ask only the searches that there are, and not what else techniques could do about the peak.
         """
         for one in self._asked(quick=quick):
-            if not self._may_gain(one, budget_bytes):
-                continue
-            if quick:
-                one._minimise(budget_bytes)
-            else:
-                one.go_further(budget_bytes)
+            if self._may_gain(one, budget_bytes):
+                (one._minimise if quick else one.go_further)(budget_bytes)
         if not quick:
             self._ask_at_smallest(budget_bytes)
         return self.nearest.smallest
@@ -265,16 +261,17 @@ class Planner:
 
     def go_further(self, budget_bytes: int) -> None:
         """Ask what else techniques can do about the smallest peak, until a plan holds a budget and is not dear."""
-        begun = [] if self.fewer is None else [one for one in self.fewer.own if one.basis.is_further]
-        search = min(self.own if self.fewer is None else self.fewer.own, key=smallest_bytes)
-        if search in begun:
+        fewer = [] if self.fewer is None else self.fewer.own
+        search = min(fewer or self.own, key=smallest_bytes)
+        if fewer and search.basis.is_further:
             basis = replace(search.basis, techniques=self.techniques).offered()
         else:
             self._minimise(budget_bytes)
             search = min(self.own, key=smallest_bytes)
             # What was in vain with fewer techniques is not asked again. And a further search only looks at moments near
             # its peak, so it does not get from far above to what others have reached.
-            if begun or smallest_bytes(self.nearest) < NEAR_PEAK * smallest_bytes(search):
+            in_vain = any(one.basis.is_further for one in fewer)
+            if in_vain or smallest_bytes(self.nearest) < NEAR_PEAK * smallest_bytes(search):
                 return
             # Without offers, several planners have the same search.
             basis = replace(search.basis, techniques=self.techniques).further(search.smallest)
@@ -320,11 +317,8 @@ class Planner:
         run = search.smallest.footprint
         # A plan of the same techniques holds the budget already; or the peak is in the optimizer's step, which no
         # recomputation changes; or other techniques have found what Rotor cannot reach.
-        if (
-            run.peak_bytes <= budget_bytes
-            or run.peak_phase == Phase.OPTIMIZER
-            or not self._may_gain_in(search, budget_bytes)
-        ):
+        done = run.peak_bytes <= budget_bytes or run.peak_phase == Phase.OPTIMIZER
+        if done or not self._may_gain_in(search, budget_bytes):
             return
         try:
             search.solve(rotor, 0)
@@ -340,6 +334,5 @@ def smallest_bytes(search: PlanSearch) -> int:
 
 
 def _cheapest(searches: Sequence[PlanSearch], budget_bytes: int) -> Candidate | None:
-    found = (search.best(budget_bytes) for search in searches)
-    holding = [best for best in found if best is not None]
+    holding = filter(None, (search.best(budget_bytes) for search in searches))
     return min(holding, key=lambda best: (best.cost, best.footprint.peak_bytes), default=None)

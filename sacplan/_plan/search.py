@@ -68,11 +68,6 @@ class PlanSearch:
         """Regions, effects and bounds of the step to plan, in which the settled decisions are carried out."""
         return self.basis.context
 
-    @property
-    def settled_cost(self) -> float:
-        """The cost of what is settled, which all candidates share."""
-        return self.tried[frozenset(self.basis.settled)].cost
-
     def solve(self, solver: Solver | StepSolver, budget_bytes: int) -> None:
         """Look for the cheapest plan: with single regions, then with joined ones for as long as that helps."""
         if (solver, budget_bytes) in self.asked:  # its proposals are known

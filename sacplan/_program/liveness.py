@@ -110,8 +110,7 @@ class Fold:
 
     def size(self, storage: int) -> int:
         """Return the bytes of a storage as it is now, held or not."""
-        n_bytes: int = self._sizes[storage]
-        return n_bytes
+        return int(self._sizes[storage])
 
     def step(self, code: int, arg: int) -> None:
         """Go on by one event. Module calls hold nothing."""
