@@ -264,7 +264,7 @@ class Planner:
         fewer = [] if self.fewer is None else self.fewer.own
         search = min(fewer or self.own, key=smallest_bytes)
         if fewer and search.basis.is_further:
-            basis = replace(search.basis, techniques=self.techniques).offered()
+            basis: Basis | None = replace(search.basis, techniques=self.techniques).offered()
         else:
             self._minimise(budget_bytes)
             search = min(self.own, key=smallest_bytes)
