@@ -288,8 +288,6 @@ def backward_chunks(
         found = _first_axis(program, unit, "backward", device, accumulate)
     except CannotChunk:
         return ()  # no axis of its input can be sliced
-    size = entry_size(program, found)
-    found = msgspec.structs.replace(found, slices=min(_FEWEST_SLICES, size))
     chunks = []
     for other, calls in program.calls.items():
         if not _alike(other, unit) or not pins.named_ops.isdisjoint(program.ops_in(calls[0])):
@@ -331,7 +329,8 @@ def _first_axis(
         # An axis of one element has no slices.
         if size < 2:
             continue
-        chunk = Chunk(unit, span, min(_PROBE, size), dim, accumulate=_sums(program, unit, accumulate))
+        slices = min(_FEWEST_SLICES if span == "backward" else _PROBE, size)
+        chunk = Chunk(unit, span, slices, dim, accumulate=_sums(program, unit, accumulate))
         try:
             training_chunk(program, chunk, device)
         except CannotChunk as error:

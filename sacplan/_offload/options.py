@@ -27,7 +27,7 @@ import numpy as np
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._offload.rewrite import Move, behind, last_writes
-from sacplan._offload.sites import place_of, seen_at, sites_of, weights_asked_for
+from sacplan._offload.sites import first_seen, place_of, sites_of, weights_asked_for
 from sacplan._offload.timing import copy_ms
 from sacplan._program.derived import derived
 from sacplan._program.program import ROOT_SCOPE, Event, Patch, Phase, Program, StorageKind
@@ -63,6 +63,7 @@ class Away:
         needed: by move, the event at which it is needed again.
         unit_of: the unit in which each op of the moves is seen.
         spec: the device.
+        base: the patch that discards the option's ops.
     """
 
     moves: tuple[Move, ...]
@@ -70,6 +71,7 @@ class Away:
     needed: tuple[int, ...]
     unit_of: tuple[tuple[int, str], ...]
     spec: DeviceSpec
+    base: Patch
 
 
 class Offloads:
@@ -232,7 +234,7 @@ class Offloads:
                 and program.readers.get(s, frozenset()) <= inside
                 and pinned.isdisjoint(program.readers.get(s, ()))
                 and all(since < liveness.packed[h] < end for h in self._handles.get(s, ()))
-                and seen_at(program, unit, s) is not None
+                and s in first_seen(program, unit)
             )
 
         storages = sorted(s for s in found if may_go(s))
@@ -250,7 +252,7 @@ class Offloads:
 
     def _leaves(self, unit: str, storage: int) -> bool:
         """Whether there is an op, behind the last use of a storage, at which it may be let go of."""
-        at = seen_at(self.program, unit, storage)
+        at = first_seen(self.program, unit).get(storage)
         return at is not None and bool(
             self._stops
             and self._stops[-1] > at
@@ -287,7 +289,7 @@ class Offloads:
     ) -> Option:
         program = self.program
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
-        sent = {s: op for s in chosen if (op := seen_at(program, unit, s)) is not None}
+        sent = {s: first_seen(program, unit)[s] for s in chosen}
         needed = self._needed(chosen, gone, patch)
         let_go, late_out = self._let_go(needed, copies, sent, latest)
         fetch, late_back = (self._fetch if early else self._fetch_last)(needed, copies, sent)
@@ -313,6 +315,7 @@ class Offloads:
         positions = {int(self._op_events[op]) for op in ops} | {behind(program, op) for op in ops}
         positions |= {move.fetch for move in moves if move.fetch >= 0}
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
+        asked = tuple(needed[move.storage] for move in moves)
         return Option(
             cost=again + self.step.added_cost(waits + _TIE * total),
             kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
@@ -320,9 +323,7 @@ class Offloads:
             technique="offload",
             also=(Recomputation.name,),
             units=tuple(dict.fromkeys((unit, *(found for _, found in unit_of)))),
-            remembered=Away(
-                tuple(moves), tuple(anchors), tuple(needed[m.storage] for m in moves), unit_of, self.spec
-            ),
+            remembered=Away(tuple(moves), tuple(anchors), asked, unit_of, self.spec, patch),
             # Ops are numbered from the unit's first one, so that equal layers have equal signatures.
             signature=tuple(
                 (

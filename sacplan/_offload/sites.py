@@ -44,15 +44,18 @@ def place_of(program: Program, op: int, storage: int) -> int | None:
     return found.index(storage) if storage in found else None
 
 
-def seen_at(program: Program, unit: str, storage: int) -> int | None:
-    """Return the first op of a unit that has a storage among its tensors when nothing writes to it any more."""
-    if storage in split_apart(program):
-        return None  # its parts count their writes apart, so who holds one cannot tell whether the copy is as new
-    written = last_writes(program).get(storage, -1)
+@derived
+def first_seen(program: Program, unit: str) -> Mapping[int, int]:
+    """Return by storage the first op of a unit that has it among its tensors when nothing writes to it any more."""
+    found: dict[int, int] = {}
+    # Parts that are split apart count their writes apart, so who holds one cannot tell whether the copy is as new.
+    written, split = last_writes(program), split_apart(program)
     for op in sites_of(program, unit):
-        if op > written and program.ops[op].replaces < 0 and storage in tensors_of(program, op):
-            return op
-    return None
+        if program.ops[op].replaces < 0:
+            for s in tensors_of(program, op):
+                if s not in split and op > written.get(s, -1):
+                    found.setdefault(s, op)
+    return found
 
 
 @derived

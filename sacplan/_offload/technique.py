@@ -16,7 +16,6 @@ from sacplan._offload.timing import clocked
 from sacplan._program.decisions import Decision, Offload
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._program.rewriting import PatchBuilder
-from sacplan._recompute.rewrite import recompute_ops
 from sacplan._technique.regions import Option, Region, outermost, units_of
 from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Installed, Technique, ToInstall
@@ -44,9 +43,7 @@ class Offloading(Technique):
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """Return the patch that discards the option's ops, and moves tensors."""
         away: Away = option.remembered
-        discarded = dict.fromkeys(sorted(region.ops(option)), 1)
-        base = recompute_ops(program, discarded, frozenset(program.calls.get(option.units[0], ())))
-        return moved(program, away.moves, away.spec.host_bytes, base)
+        return moved(program, away.moves, away.spec.host_bytes, away.base)
 
     def decisions(
         self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None

@@ -27,10 +27,10 @@ def beyond(asked: Planner, plan: Candidate, budget_bytes: int) -> tuple[str, ...
     # What the plan adds to the step is all that another technique could save, and a line is worth it only for a share
     # of the whole step.
     again_ms = plan.footprint.recompute_ms + plan.added_ms
-    step_ms = asked.recorded.program.step_ms + again_ms
+    step_ms = asked.basis.recorded.program.step_ms + again_ms
     worth_ms = _WORTH * step_ms
     # Too little to save, or FLOPs were minimised, and not time.
-    if again_ms < worth_ms or asked.recorded.objective != "time":
+    if again_ms < worth_ms or asked.basis.recorded.objective != "time":
         return ()
     said = []
     for name, technique in TECHNIQUES.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from functools import cached_property
 
 from sacplan._plan.bound import Bound, bound_of
@@ -110,15 +110,8 @@ class PlanningContext:
         sizes = (1, 2, run, *_SIZES)
         return tuple(dict.fromkeys(size for size in sizes if size <= run))
 
-    def problems(self) -> Iterator[RegionProblem]:
-        """Yield the problems that regions and offers pose: for each region on its own, then for wider and wider ones.
-
-        Each is worked out when it is asked for, and kept.
-        """
-        return map(self.effects, self.sizes)
-
     def effects(self, size: int) -> RegionProblem:
-        """Return the effects of the regions, joined up to this size, and of the offers."""
+        """Return the problem that the regions, joined up to this size, and the offers pose. It is kept."""
         if size not in self._effects:
             ops = zip(self.step.costs, self.program.ops, strict=True)
             forward = sum(cost for cost, op in ops if op.phase == Phase.FORWARD)

@@ -209,7 +209,7 @@ class _Alternatives:
 
     def _without_pins(self) -> str:
         """Return a sentence on the smallest peak without pins, if it is smaller."""
-        pins = self.asked.recorded.pins
+        pins = self.asked.basis.recorded.pins
         if not pins:
             return ""
         free = self.asked.search(NO_PINS)
@@ -226,7 +226,7 @@ class _Alternatives:
     def _with_rotor(self) -> str:
         """Return a sentence on what Rotor, which may recompute a value several times, would reach."""
         # A new search: what Rotor finds for the advice must not count as found by the search that the error is about.
-        free, rotor = PlanSearch(self.search.context, self.search.context.step), Rotor(stages=ROTOR_STAGES)
+        free, rotor = PlanSearch(self.search.basis), Rotor(stages=ROTOR_STAGES)
         if self.asked.last is not None:
             return ""  # Rotor was asked already
         free.solve(rotor, self.budget_bytes)

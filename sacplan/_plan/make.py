@@ -189,7 +189,7 @@ def _made_by(request: Request, asked: Planner, found: Candidate, beyond: tuple[s
         request.objective,
         request.limit,
         request.host_budget,
-        asked.recorded.pins,
+        asked.basis.recorded.pins,
         asked.techniques,
         tuple(asked.limits_reached),
         beyond,

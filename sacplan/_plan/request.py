@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from sacplan._plan.basis import Basis
 from sacplan._plan.limits import OF_DEVICE, Limit
 from sacplan._plan.planner import ROTOR_STAGES, Planner
 from sacplan._profile.profile import Profile
@@ -84,7 +85,8 @@ class Request:
             self.accumulate,
             max(0, host_bytes - taken),  # what is left for a plan
         )
-        return Planner(step, profile.fingerprint, solvers, names, last if usable else None, crowded)
+        basis = Basis(step, profile.fingerprint, names)
+        return Planner(basis, solvers, last if usable else None, crowded)
 
 
 def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:

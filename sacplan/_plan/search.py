@@ -23,15 +23,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from sacplan._plan.basis import Basis
 from sacplan._plan.candidate import Candidate
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.effects import RegionProblem
 from sacplan._program.decisions import Decision
-from sacplan._program.liveness import Footprint
 from sacplan._solve.local import give_back
 from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
-from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import StepSolver
 from sacplan._techniques import decisions_of, why_not
 
@@ -47,20 +46,15 @@ class PlanSearch:
     """Asks solvers for proposals. Each set of decisions is measured once and remembered.
 
     Attributes:
-        context: Regions, effects and bounds of the step to plan, in which the settled decisions are carried out.
-        recorded: The step without any plan. Candidates are measured on it, where pins do not matter any more.
-        settled: Decisions that all candidates share.
-        peaks: Footprints whose peaks further offers of the context lower.
+        basis: The step, with what is settled and offered. Candidates are measured on the recorded step, where pins do
+            not matter any more.
         tried: All candidates measured so far, by their decisions.
         limits_reached: Names of solvers that stopped at their limit of work. Searches for one plan may share it.
         asked: The solvers that were asked for a plan so far, each with its budget. Nobody is asked the same twice.
         minimised: The solvers that were asked for the smallest peak so far.
     """
 
-    context: PlanningContext
-    recorded: PlanStep
-    settled: tuple[Decision, ...] = ()
-    peaks: tuple[Footprint, ...] = ()
+    basis: Basis
     tried: dict[frozenset[Decision], Candidate] = field(default_factory=dict)
     limits_reached: dict[str, None] = field(default_factory=dict)
     asked: list[tuple[Solver | StepSolver, int]] = field(default_factory=list)
@@ -68,6 +62,11 @@ class PlanSearch:
 
     def __post_init__(self) -> None:
         self._measure((), "unplanned", None, "none")
+
+    @property
+    def context(self) -> PlanningContext:
+        """Regions, effects and bounds of the step to plan, in which the settled decisions are carried out."""
+        return self.basis.context
 
     def solve(self, solver: Solver | StepSolver, budget_bytes: int) -> None:
         """Look for the cheapest plan: with single regions, then with joined ones for as long as that helps."""
@@ -83,8 +82,8 @@ class PlanSearch:
         # cheaper. Costs never rise from one size to the next, since the best of all candidates counts.
         cheapest: float | None = None
         in_vain = 0
-        for effects in self.context.problems():
-            self._close_loop(solver, effects, budget_bytes)
+        for size in self.context.sizes:
+            self._close_loop(solver, self.context.effects(size), budget_bytes)
             found = self.best(budget_bytes)
             if found is None:  # larger regions may still hold the budget
                 continue
@@ -110,8 +109,8 @@ class PlanSearch:
             if self.smallest.footprint.peak_bytes <= self.context.floor_bytes:  # no option can go lower
                 continue
             worse = 0
-            for effects in self.context.problems():
-                before = self.smallest.footprint.peak_bytes
+            for size in self.context.sizes:
+                effects, before = self.context.effects(size), self.smallest.footprint.peak_bytes
                 self._add(effects, self._noted(solver.smallest(effects.problem), solver), solver.name)
                 now = self.smallest.footprint.peak_bytes
                 worse = worse + 1 if now >= before else 0
@@ -198,7 +197,7 @@ class PlanSearch:
         step, taken = self.context.step, effects.taken(solution.picks)
         decisions = decisions_of(step.program, taken, step.device)
         # Offers go together in the step that has what is settled in it, and may not do so in the recorded one.
-        recorded, together = self.recorded, (*self.settled, *decisions)
+        recorded, together = self.basis.recorded, (*self.basis.settled, *decisions)
         if self.context.offers and why_not(recorded.program, together, recorded.device):
             return None
         return self._measure(decisions, solution.status, gap, solver)
@@ -207,11 +206,11 @@ class PlanSearch:
         self, decisions: tuple[Decision, ...], status: str, gap: float | None, solver: str
     ) -> Candidate:
         # Figures are those of the recorded step with all decisions, not of the one that has the settled ones in it.
-        decisions = (*self.settled, *decisions)
+        decisions = (*self.basis.settled, *decisions)
         # Candidates are told apart by what they decide, in whatever order.
         key = frozenset(decisions)
         if key not in self.tried:
-            self.tried[key] = Candidate(self.recorded, decisions, status, gap, solver)
+            self.tried[key] = Candidate(self.basis.recorded, decisions, status, gap, solver)
         return self.tried[key]
 
     def _add_proposals(self, solver: StepSolver, budget_bytes: int) -> None:

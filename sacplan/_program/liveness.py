@@ -16,15 +16,17 @@ peak of a program is that of the step, byte for byte. Storages on the host follo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sacplan._program.elements import ROOT_SCOPE, Event, Patch, Phase, StorageKind, pattern_of
 from sacplan._program.recording import Recording
+from sacplan._program.rewriting import Table
 
 Bytes = npt.NDArray[np.int64]
 
@@ -68,18 +70,17 @@ class Fold:
         self._program = program
         self._patch = patch
         self._n_ops = len(program.ops)
-        # Those of the program, followed by those of the patch. A fold asks for one at almost every event.
-        self._sizes: Sequence[int] = list(program.first_bytes) if program.resizes else program.storage_bytes
-        self._handles: Sequence[int] = program.handle_storages
-        self._instances: Sequence[int] = program.instance_storages
-        # Only a patch needs lists of its own. Without one the program's tuples serve as they are.
+        # A fold asks for one at almost every event, and without a patch the program's tuples serve as they are.
+        self._sizes: Any = list(program.first_bytes) if program.resizes else program.storage_bytes
+        self._handles: Any = program.handle_storages
+        self._instances: Any = program.instance_storages
         if patch is not _NO_PATCH:
-            self._sizes = sizes = [*program.first_bytes, *patch.storage_bytes]
-            for storage, n_bytes in patch.resized.items():
-                sizes[storage] = n_bytes
-            self._handles = handles = (*program.handle_storages, *patch.handle_storages)
-            # An added instance may be on a handle of the program or on an added one, so both are looked up.
-            self._instances = (*program.instance_storages, *map(handles.__getitem__, patch.instance_handles))
+            # Those of the program, followed by those of the patch, without a copy: there is a fold for each option.
+            self._sizes = Table(program.first_bytes, patch.storage_bytes, patch.resized.items())
+            self._handles = Table(program.handle_storages, patch.handle_storages)
+            # An added instance may be on a handle of the program or on an added one.
+            added = map(self._handles.__getitem__, patch.instance_handles)
+            self._instances = Table(program.instance_storages, added)
         self.holders: dict[int, int] = defaultdict(int)
         self.live = self.noted = self.host = 0
         self._between = 0  # the most that was alive while a storage was resized since the last op
@@ -109,7 +110,7 @@ class Fold:
 
     def size(self, storage: int) -> int:
         """Return the bytes of a storage as it is now, held or not."""
-        return self._sizes[storage]
+        return int(self._sizes[storage])
 
     def step(self, code: int, arg: int) -> None:
         """Go on by one event. Module calls hold nothing."""
@@ -149,7 +150,7 @@ class Fold:
         n, self.holders[storage] = self.holders[storage], 1
         if n:
             self.release(storage)
-        self._sizes[storage] = after  # type: ignore[index]
+        self._sizes[storage] = after
         if n:
             self.hold(storage)
             if storage not in self._on_host:

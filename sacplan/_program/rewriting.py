@@ -37,10 +37,10 @@ class Table(Generic[T]):
 
     __slots__ = ("_known", "changed", "new")
 
-    def __init__(self, known: Sequence[T]) -> None:
-        self._known = known
-        self.new: list[T] = []
-        self.changed: dict[int, T] = {}
+    def __init__(
+        self, known: Sequence[T], new: Iterable[T] = (), changed: Iterable[tuple[int, T]] = ()
+    ) -> None:
+        self._known, self.new, self.changed = known, list(new), dict(changed)
 
     def __len__(self) -> int:
         return len(self._known) + len(self.new)

@@ -476,7 +476,7 @@ class _Sweep:
             planner = Request(techniques=way.techniques, host_budget=way.host_budget).planner(self.base)
             # A planner contains those of fewer techniques. That of "plan" has been asked the same already.
             known = self._planners.get((PLAN, left))
-            if known is not None and known.recorded.key == planner.recorded.key:
+            if known is not None and known.basis.recorded.key == planner.basis.recorded.key:
                 planner = replace(planner, family={known.techniques: known})
             self._planners[way, left] = planner
             self._planned[way, left] = planner.cheapest(left, quick=not way.long)

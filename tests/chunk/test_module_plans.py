@@ -138,8 +138,8 @@ def test_effects_add_up_with_those_of_recomputation() -> None:
     assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(3)]
     loss = loss_chunks(profile.program, profile.spec)
     assert isinstance(loss, ChunkOptions)
-    offers = tuple(each.offer(asked.step) for each in (loss, *chunks))
-    effects = asked._with_offers(offers).context.effects(1)
+    offers = tuple(each.offer(asked.basis.recorded) for each in (loss, *chunks))
+    effects = replace(asked.basis, offers=offers).context.effects(1)
     tried = 0
     for i, region in enumerate(effects.regions):
         for o, option in enumerate(region.options):
@@ -250,7 +250,7 @@ def test_residual_layers_beside_each_other_under_autocast() -> None:
 def test_offers_go_together_only_if_all_their_options_do() -> None:
     _, _, profile = of_residual_layers()
     program, (first, second) = profile.program, ("1", "2")
-    step = Request(techniques=("chunk",)).planner(profile).step
+    step = Request(techniques=("chunk",)).planner(profile).basis.recorded
     ((one,), (other,)) = (
         [
             each.offer(step)

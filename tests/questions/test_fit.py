@@ -23,7 +23,6 @@ from sacplan._plan.search import PlanSearch
 from sacplan._profile import tracing
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
-from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Program
 from sacplan._program.progress import stages_go_to
 from sacplan._questions.fit import _Sweep
@@ -160,12 +159,11 @@ def test_nothing_is_recorded_or_searched_for_twice(monkeypatch: pytest.MonkeyPat
 def test_a_loss_in_slices_alone_needs_no_larger_regions() -> None:
     """Nothing is recomputed there, so joining layers changes nothing."""
     profile = profiled("adamw")
-    assert Request(techniques=("chunk",)).planner(profile).context(NO_PINS).sizes == (1,)
-    assert len(Request().planner(profile).context(NO_PINS).sizes) > 1
+    assert Request(techniques=("chunk",)).planner(profile).basis.context.sizes == (1,)
+    assert len(Request().planner(profile).basis.context.sizes) > 1
     both = Request(techniques=("recompute", "chunk")).planner(profile)
-    assert both.context(NO_PINS) is Request().planner(profile).context(
-        NO_PINS
-    )  # without offers, chunks add no choice
+    # without offers, chunks add no choice
+    assert both.basis.context is Request().planner(profile).basis.context
 
 
 def test_rows_on_a_gpu_without_a_budget_are_what_plan_says() -> None:
