@@ -268,8 +268,11 @@ class _Alternatives:
     def _with_optimizers(self) -> str:
         """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
         profile = self.profile
-        # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
-        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.devices > 1:
+        setup = profile.fingerprint.setup
+        # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards,
+        # or none on its device.
+        shards = profile.ranks.devices > 1 or setup.shards_host_bytes
+        if shards or not (setup.optimizer or "").startswith("Adam"):
             return ""
         # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so
         # the model does not run again.

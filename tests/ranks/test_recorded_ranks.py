@@ -78,6 +78,21 @@ def gradients_in_buckets(model: nn.Module, mesh: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
+def with_unused(model: nn.Module, mesh: Any) -> nn.Module:
+    """A layer that no step uses."""
+    model.never = nn.Linear(40, 50)
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def compressed(model: nn.Module, mesh: Any) -> nn.Module:
+    """Buckets are small, and reduced in float16."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
 def over_both_axes(model: nn.Module, mesh: Any) -> nn.Module:
     """Tensors over the last axis, shards over the others: the first has replicas if there are three."""
     parallel_lm(model, mesh["tp"])
@@ -93,6 +108,7 @@ class Case:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     same_batch: bool = False  # on all ranks
     buckets: bool = False  # there are buckets of gradients between steps, which no tensor of Python refers to
+    marks: int = 0  # bytes a parameter that say which are used, in C++ too
 
     def made(self) -> tuple[nn.Module, Any]:
         names = tuple(self.mesh)
@@ -109,6 +125,8 @@ CASES = {
     "DDP": Case(replicas, buckets=True),
     "replicate": Case(replicas_in_place, buckets=True),
     "gradients in buckets": Case(gradients_in_buckets, buckets=True),
+    "unused": Case(with_unused, buckets=True, marks=8),
+    "compressed": Case(compressed, buckets=True),
     "tensors": Case(lambda m, mesh: parallel_lm(m, mesh, head=False), {"tp": 2}, same_batch=True),
     "tensors and loss": Case(parallel_lm, **TENSORS),  # type: ignore[arg-type]
     "replicas of shards": Case(fully_sharded, {"replicate": 2, "shard": 2}),
@@ -139,7 +157,7 @@ def check(name: str, directory: Path) -> None:
     expected: list[torch.Tensor] = []
     for predicted in (plan.baseline_peak_bytes, plan.peak_bytes):
         model, called = case.made()
-        held = sum(p.nbytes for p in model.parameters()) if case.buckets else 0
+        held = sum(p.nbytes + case.marks for p in model.parameters()) if case.buckets else 0
         if predicted == plan.peak_bytes:
             handle = sacplan.apply(model, plan)
         found = values_of(model, called, batch)
@@ -167,7 +185,7 @@ def on_rank(rank: int, ranks: int, names: Sequence[str], directory: str) -> None
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ("fully_shard", "bfloat16", "DDP", "tensors and loss")),
+        (2, ("fully_shard", "bfloat16", "DDP", "tensors and loss", "unused", "compressed")),
         pytest.param(2, ("replicate", "gradients in buckets", "tensors"), marks=pytest.mark.exhaustive),
         (4, ("replicas of shards", "shards of tensors")),
         pytest.param(8, ("replicas of shards of tensors",), marks=pytest.mark.exhaustive),
@@ -265,8 +283,3 @@ def test_what_cannot_be_a_rank_is_an_error() -> None:
     ):
         pass
     assert not dist.is_initialized()
-    with sacplan.ranks(2, device="cpu"):
-        model = nn.parallel.DistributedDataParallel(language_model())
-        model.register_comm_hook(None, lambda state, bucket: None)
-        with pytest.raises(TraceError, match="communication hook"):
-            profiled(model)
