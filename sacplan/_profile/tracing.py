@@ -71,7 +71,7 @@ from sacplan._record.user_code import (
 from sacplan._shard.process_groups import device_mesh_of, pretended_ranks, this_rank
 from sacplan._shard.recorded import collective_named, with_collectives
 from sacplan._shard.sharding import Sharding
-from sacplan._torch.distributed_modules import copying_shards, fake_replicas, first_steps
+from sacplan._torch.distributed_modules import copying_shards, fake_replicas, first_steps, make_gathered
 from sacplan._torch.fake_kernels import keep_to_this_thread
 from sacplan._torch.fake_tensors import FakeTensorMode, fake_parameters
 from sacplan._torch.inductor import compiled_so_far, is_compiling_dry
@@ -420,6 +420,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 mode=asked.mode,
                 accumulation_steps=asked.accumulation_steps,
             )
+            make_gathered(fake)
             with lowered(fake, asked.mixed) as parameters:
                 if asked.compiled is not None:
                     compile_step(step, device_recorder(spec, asked.cost, "observe", rules))

@@ -109,9 +109,20 @@ def _replicate_state(module: torch.nn.Module) -> Any:
 
 
 def first_steps(model: torch.nn.Module) -> int:
-    """Return how many steps are unlike later ones: the first gathers, and makes buckets that the second replaces."""
+    """Return how many steps are unlike later ones: the first makes what holds parameters, or buckets that change."""
     modules = tuple(model.modules())
-    return 2 if any(_reducer_of(m) is not None for m in modules) else int(any(map(gathers, modules)))
+    if any(_reducer_of(m) is not None for m in modules):
+        return 2
+    parameters = (p for m in modules for group in _groups_of(m) for p in group.fsdp_params)
+    return int(any(not hasattr(p, "_unsharded_param") for p in parameters))
+
+
+def make_gathered(model: torch.nn.Module) -> None:
+    """Let units make the tensors that hold gathered parameters, as their first forward would, and free them."""
+    for module in filter(gathers, model.modules()):
+        unit: Any = module
+        unit.unshard()
+        unit.reshard()
 
 
 @contextmanager

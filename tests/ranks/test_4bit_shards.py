@@ -101,7 +101,9 @@ def test_shards_give_the_same_bits(tmp_path: object) -> None:
     peaks = {}
     for storage in STORAGES:
         with sacplan.ranks(2, device="cpu"):
-            sharded = fully_sharded(in_4_bits(storage)(), dist.device_mesh.init_device_mesh("cpu", (2,)), UNITS)
+            sharded = fully_sharded(
+                in_4_bits(storage)(), dist.device_mesh.init_device_mesh("cpu", (2,)), UNITS
+            )
             profile = sacplan.profile(sharded, torch.randn(32, 48), mean_square, optimizer_of)
         peaks[storage] = profile.peak_bytes
     run_ranks(on_rank, (peaks, str(tmp_path)), 2)
