@@ -171,7 +171,7 @@ class Storages:
             ref
             for index, ref in self._alive.items()
             if self.kinds[index] is StorageKind.GRADIENT
-            or (self.kinds[index] is None and index not in self._makers_output)
+            or (self.kinds[index] is None and index not in self._makers_output and self.nbytes[index])
         ]
 
     # --- while it runs -----------------------------------------------------------------------

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from sacplan._torch.private import replaced
+
 FAKE_TENSORS_CANNOT = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.DataDependentOutputException,
@@ -58,18 +60,14 @@ def fake_empty_strided(
 def fake_parameters() -> Iterator[None]:
     """Inside, making a fake tensor one of a subclass of Parameter, such as bitsandbytes', leaves a fake Parameter."""
 
-    def made(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def made(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(data) is not FakeTensor or not issubclass(kind, torch.nn.Parameter):
             return _MAKE_SUBCLASS(kind, data, *args, **kwargs)
         # As Parameter does with a tensor of another class, which would not know the subclass either.
-        parameter: torch.Tensor = torch.nn.Parameter(data, *args, **kwargs)
-        return parameter
+        return torch.nn.Parameter(data, *args, **kwargs)
 
-    torch.Tensor._make_subclass = staticmethod(made)
-    try:
+    with replaced(torch.Tensor, _make_subclass=staticmethod(made)):
         yield
-    finally:
-        torch.Tensor._make_subclass = _MAKE_SUBCLASS
 
 
 _MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
@@ -107,7 +105,9 @@ def _wrapped(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
         # Not the mode itself, which would then hold itself until the garbage collector runs.
         vars(mode)[_ATTRIBUTES] = {name: value for name, value in vars(first).items() if value is not mode}
         return first
-    made = _MAKE_SUBCLASS(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
+    made: FakeTensor = _MAKE_SUBCLASS(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU
+    )
     if mode._allow_unsafe_data_ptr_access:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
     else:

@@ -298,7 +298,7 @@ class Transposed(nn.Module):
         return x.transpose(1, 2)
 
 
-class Attention(nn.Module):
+class CausalHeads(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
@@ -307,7 +307,7 @@ def test_the_ring_of_context_parallelism_is_recorded() -> None:
     """A CPU has no kernel for it: on a GPU each rank meets the keys of all ranks, in forward and in backward."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    model = nn.Sequential(nn.Linear(64, 64), nn.Unflatten(2, (4, 16)), Transposed(), Attention())
+    model = nn.Sequential(nn.Linear(64, 64), nn.Unflatten(2, (4, 16)), Transposed(), CausalHeads())
     tokens = torch.randn(2, 512, 64)
     with sacplan.ranks(4, device="h100"):
         mesh = dist.device_mesh.init_device_mesh("cuda", (4,))
