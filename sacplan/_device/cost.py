@@ -43,9 +43,10 @@ from torch.utils import flop_counter
 
 from sacplan._device import index_kernels, row_kernels  # noqa: F401  (each registers its rules)
 from sacplan._device.devices import DeviceSpec
-from sacplan._device.host_step import update_and_copy_ms
+from sacplan._device.host_step import copy_ms, update_and_copy_ms
 from sacplan._device.kernel_rates import KINDS
 from sacplan._device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
+from sacplan._torch.host_memory import TO_DEVICE, TO_HOST
 from sacplan._torch.ops import RuleTable, arguments_by_name, aten_names, op_traits, tensors_in
 
 # ---------------------------------------------------------------------------------------------------------
@@ -301,6 +302,8 @@ class CostModel:
             return 0, update_and_copy_ms(
                 zip(map(tensor_bytes, parameters), read_bytes, strict=True), self.spec
             )
+        if func in (TO_DEVICE, TO_HOST):
+            return 0, copy_ms(tensor_bytes(out), args[1], self.spec)
         if self.spec.kind == "cuda":
             return count, sum(
                 self.kernel_ms(kernel, peak) for kernel in kernels_of(Call(func, args, kwargs, out, count))

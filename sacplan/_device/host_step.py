@@ -1,7 +1,8 @@
-"""How long an optimizer takes that steps on the host, and writes the parameters back to the device.
+"""How long an optimizer takes that steps on the host, and copies between host and device.
 
-Both figures are assumptions: a socket's memory moves ``SOCKET_BYTES_PER_S``, which the ranks of a machine share, and
-copies of pinned memory take the link that the device's row names (``DeviceSpec.host_link``).
+All figures are assumptions: a socket's memory moves ``SOCKET_BYTES_PER_S``, which the ranks of a machine share, copies
+of pinned memory take the link that the device's row names (``DeviceSpec.host_link``), and others half of it, since the
+driver copies them into pinned memory first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,16 @@ from collections.abc import Iterable
 from sacplan._device.devices import DeviceSpec
 
 SOCKET_BYTES_PER_S = 100e9
+
+
+def rank_step_ms(n_bytes: int) -> float:
+    """Return the milliseconds in which a rank of four on a socket moves bytes of its memory."""
+    return 1e3 * n_bytes / (SOCKET_BYTES_PER_S / 4)
+
+
+def copy_ms(n_bytes: int, waits: bool, spec: DeviceSpec) -> float:
+    """Return the milliseconds of a copy between host and device; the host waits for memory that is not pinned."""
+    return 1e3 * n_bytes / spec.host_link.bandwidth_bytes_per_s * (2 if waits else 1)
 
 
 def update_and_copy_ms(parameters: Iterable[tuple[int, int]], spec: DeviceSpec) -> float:

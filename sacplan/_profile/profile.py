@@ -354,7 +354,8 @@ class Profile:
         These are the shards of parameters and gradients, in pinned memory rounded up to powers of two, and the
         optimizer's state. They are not in ``peak_bytes``, unless the device is a CPU, whose memory is the host's.
         """
-        return self.ranks.host_bytes(self.recorded, self.fingerprint.local_parameters)
+        found = self.ranks.host_bytes(self.recorded, self.fingerprint.local_parameters)
+        return found + int(self.fingerprint.setup.shards_host_bytes)
 
     @property
     def unplanned_host_bytes(self) -> int:

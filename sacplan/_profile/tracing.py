@@ -37,7 +37,7 @@ from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import DataRules, data_rules
 from sacplan._record.fake_values import is_worst
 from sacplan._record.gradient_hooks import has_gradient_hooks, optimizers_in_backward
-from sacplan._record.host_state import host_bytes
+from sacplan._record.host_state import host_bytes, shards_host_bytes
 from sacplan._record.largest_step import before_largest_step
 from sacplan._record.limits import explained_limits
 from sacplan._record.mixed_precision import LoweredParameters, lowered
@@ -71,9 +71,9 @@ from sacplan._record.user_code import (
 from sacplan._shard.process_groups import device_mesh_of, pretended_ranks, this_rank
 from sacplan._shard.recorded import collective_named, with_collectives
 from sacplan._shard.sharding import Sharding
-from sacplan._torch.distributed_modules import fake_replicas, first_steps
+from sacplan._torch.distributed_modules import copying_shards, fake_replicas, first_steps, make_gathered
 from sacplan._torch.fake_kernels import keep_to_this_thread
-from sacplan._torch.fake_tensors import FakeTensorMode
+from sacplan._torch.fake_tensors import FakeTensorMode, fake_parameters
 from sacplan._torch.inductor import compiled_so_far, is_compiling_dry
 from sacplan._torch.ops import is_computation
 from sacplan.errors import DeviceError, PlanError, SacplanWarning, SumOfOutputsWarning, TraceError
@@ -362,6 +362,8 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         _reserves(spec),
         data_rules(asked.routing) as rules,
         fake_replicas(),
+        fake_parameters(),
+        copying_shards(model, on_gpu=spec.kind == "cuda"),
         contextlib.ExitStack() as running,
     ):
         # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
@@ -383,6 +385,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 mode=asked.mode,
                 accumulation_steps=asked.accumulation_steps,
             )
+            make_gathered(fake)
             with lowered(fake, asked.mixed) as parameters:
                 if asked.compiled is not None:
                     compile_step(step, device_recorder(spec, asked.cost, "observe", rules))
@@ -433,7 +436,9 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
 def _with_host_bytes(setup: Setup, step: Step, spec: DeviceSpec) -> Setup:
     # On a CPU the two memories are one, and all of it is in the program.
     taken = host_bytes(step.optimizer) if spec.kind == "cuda" else 0
-    return structs.replace(setup, optimizer_host_bytes=taken)
+    optimizers = (*step.optimizers_in_backward, *filter(None, [step.optimizer]))
+    shards = shards_host_bytes(step.model, optimizers)
+    return structs.replace(setup, optimizer_host_bytes=taken, shards_host_bytes=shards)
 
 
 def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
@@ -471,6 +476,7 @@ def _record_settled_step(
     # Each round records one step. What it leaves behind (a cache that was filled) is alive from the start of the next.
     # The first exit is the usual one: nothing was left, so the next step would be the same.
     left: list[Any] = []
+    buckets: list[Any] = []
     program: Program | None = None
     # A usual step begins with what later ones begin with: gradients, and the buffers of what runs on ranks.
     unusual = max(int(step.accumulates), first_steps(step.model))
@@ -483,7 +489,7 @@ def _record_settled_step(
         compiled = compiled_so_far() if is_compiling_dry() else None
         strides = [p.stride() for p in step.model.parameters()]
         recording = recorder()
-        recording.storages.track_alive(left)
+        recording.storages.track_alive([*left, *buckets])
         # Steps write running statistics. Those of one number whose value is not known any more get one that the model
         # can ask for.
         if rules is not None:
@@ -511,7 +517,7 @@ def _record_settled_step(
         is_usual = i >= unusual
         if not step.accumulates:
             step.model.zero_grad(set_to_none=True)
-            left += recording.storages.gradients_left()  # buckets
+            buckets += recording.storages.gradients_left()
     assert program is not None
     warnings.warn(
         f"each of {_MOST_STEPS} steps ran other ops than the one before; the profile is of the last. A plan is "

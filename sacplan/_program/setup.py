@@ -79,6 +79,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             alive before the recorded step begins.
         routing: how a fake trace spread tokens over experts, where a router decides by values that it does not have.
         optimizer_host_bytes: of the host's memory that the optimizer takes; they are in no peak of the device.
+        shards_host_bytes: of the host's memory that shards of a recorded rank take with a ``CPUOffloadPolicy``.
     """
 
     use_cache: bool | None = None
@@ -95,6 +96,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     accumulation_steps: Positive = 1
     routing: Routing = "balanced"
     optimizer_host_bytes: Count = 0
+    shards_host_bytes: Count = 0
 
     @classmethod
     def of(

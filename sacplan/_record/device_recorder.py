@@ -7,6 +7,7 @@ from typing import Any
 
 from sacplan._device.cost import fused_ms
 from sacplan._device.devices import DeviceSpec
+from sacplan._device.host_step import rank_step_ms
 from sacplan._device.workspace import formula_bytes, workspace_bytes
 from sacplan._record.fake_data import DataRules
 from sacplan._record.recorder import NUMBER_BYTES, Recorder
@@ -23,6 +24,7 @@ def device_recorder(
         workspace=functools.partial(workspace_bytes, spec),
         formula=functools.partial(formula_bytes, spec),
         kernel_ms=functools.partial(fused_ms, spec),
+        host_ms=rank_step_ms,
         round_bytes=spec.allocation_round_bytes,
         saved=saved,
         state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from sacplan._torch.distributed_modules import offloaded_parameters, parts_on_host
+from sacplan._torch.local_tensors import local_part
 from sacplan.errors import TraceError
 
 PAGED_FROM = 100_000
@@ -58,7 +60,7 @@ def counters_on_host(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]
     """Yield the counters of steps that are on the host."""
     groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
     on_device = {id(p) for group in groups for p in group["params"]}
-    for p, state in _states(optimizer):
+    for p, state in states(optimizer):
         step = state.get("step")
         if isinstance(step, torch.Tensor) and not step.dim() and id(p) not in on_device:
             yield step
@@ -68,7 +70,7 @@ def paged_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the state of a paged optimizer of bitsandbytes that is in managed memory."""
     if not getattr(optimizer, "is_paged", False):
         return
-    for p, state in _states(optimizer):
+    for p, state in states(optimizer):
         if p.numel() >= PAGED_FROM:
             yield from (state[name] for name in ("state1", "state2") if name in state)
 
@@ -80,7 +82,23 @@ def host_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     return sum(t.nbytes for t in paged_state(optimizer)) + int(getattr(optimizer, "host_bytes", 0))
 
 
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+def shards_host_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the bytes of the host's memory that shards take with a ``CPUOffloadPolicy``, between two steps.
+
+    Shards and gradients are in pinned memory, which comes in powers of two, if the policy says so; state is not.
+    """
+    found, offloaded = 0, set()
+    for p in offloaded_parameters(model):
+        offloaded.add(p.sharded_param)
+        for t in parts_on_host(p):
+            n_bytes = local_part(t).nbytes
+            found += 1 << (n_bytes - 1).bit_length() if p.pin_memory and n_bytes else n_bytes
+    of_shards = (state for each in optimizers for p, state in states(each) if p in offloaded)
+    parts = (part for state in of_shards for value in state.values() for part in plain_parts(value))
+    return found + sum(part.nbytes for part in parts)
+
+
+def states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     for p, state in optimizer.state.items():
         if isinstance(state, dict):
             yield p, state
@@ -201,7 +219,7 @@ def _bytes_on_host(
     # A step of the real class on a copy: what it keeps then is what the host keeps.
     one = make([copy], **kwargs)
     one.step()
-    state = [t for _, found in _states(one) for v in found.values() for t in plain_parts(v)]
+    state = [t for _, found in states(one) for v in found.values() for t in plain_parts(v)]
     return sum(t.nbytes for t in (copy, copy.grad, *state))
 
 

@@ -65,6 +65,11 @@ _LIMITS: tuple[tuple[str, str], ...] = (
         r"no fake impl registered for <CustomOpDef\((?P<op>[\w:]+)\)",
         '{op} has no kernel for fake tensors. Use trace="real", or give the op one with its register_fake',
     ),
+    (
+        r"Ran out of input",
+        "an object is received from another rank, as a stage of a pipeline asks its neighbours for shapes, and in "
+        "sacplan.ranks nobody sends one: profile the module of the stage by itself, on a micro-batch",
+    ),
     (r"not yet supported with fake tensors|[Ff]ake tensors? (is|are) not supported", 'use trace="real"'),
 )
 
@@ -85,7 +90,7 @@ def explained_limits() -> Iterator[None]:
         ) from error
     except torch.OutOfMemoryError:
         raise  # a RuntimeError, too, but its own message is the best one
-    except (RuntimeError, AttributeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AttributeError, AssertionError, NotImplementedError, EOFError) as error:
         # Before the messages are looked at: run on zeros, an op may fail with any of them.
         op = op_run_on_zeros(error)
         if op is not None:

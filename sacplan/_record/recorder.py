@@ -47,6 +47,7 @@ from sacplan._torch import inductor
 from sacplan._torch.autograd import in_backward
 from sacplan._torch.distributed_modules import unwrapped
 from sacplan._torch.fake_tensors import FakeTensorMode, active_fake_mode, fake_device_of
+from sacplan._torch.host_memory import TO_DEVICE, TO_HOST
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred
 from sacplan._torch.ops import OpTraits, can_run_again, draws_numbers, op_traits
 from sacplan._torch.private import (
@@ -88,6 +89,7 @@ class Recorder(Watching):
             gradients in the plain step, for an incoming gradient that is contiguous and for one that is expanded; or
             None if the ops that are recorded are those of the plain step.
         kernel_ms: ``(name, bytes that it moves) -> ms`` of a kernel that the compiler made.
+        host_ms: ``bytes of what it reads and writes -> ms`` of an op that runs on the host.
         round_bytes: the allocator's granularity.
         host_bytes: rounds up as the allocator of the host's memory does.
         saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
@@ -110,6 +112,7 @@ class Recorder(Watching):
         workspace: Callable[..., int],
         formula: Callable[..., tuple[int, int] | None] = _as_recorded,
         kernel_ms: Callable[[str, int], float] = lambda name, nbytes: 0.0,
+        host_ms: Callable[[int], float] = lambda nbytes: 0.0,
         round_bytes: int,
         saved: SavedMode,
         state_bytes: int = 0,
@@ -123,6 +126,7 @@ class Recorder(Watching):
         self._workspace = workspace
         self._formula = formula
         self._kernel_ms = kernel_ms
+        self._host_ms = host_ms
         self._rules = rules
         self._events: list[tuple[int, int]] = []
         self._ops: list[Op] = []
@@ -362,7 +366,8 @@ class Recorder(Watching):
             self.storages.know_copies(func, taken, taken_on, out)
         outputs = tensor_list(out)
         made = outputs if again is not None else plain_tensors(outputs)
-        made_on, writes = self.storages.made(made, lent)
+        host_bytes = self.storages.host_bytes_of(taken, taken_on) if func is not TO_DEVICE else 0
+        made_on, writes = self.storages.made(made, lent, func is TO_HOST or host_bytes > 0)
         phase = self._phase()
         reads_number = _reads_a_number(func, taken) and phase is Phase.FORWARD
         if not outputs and not mutates and not reads_number:
@@ -384,7 +389,7 @@ class Recorder(Watching):
             replayable = self.storages.is_as_made(args[0], mutates)
         else:
             replayable = bool(writes) and len(made) == len(outputs) and all(s in writes for s in made_on)
-        time_ms = seen.time_ms
+        time_ms = self._host_ms(host_bytes) if host_bytes else seen.time_ms
         if self._streams is not None:
             time_ms = self._streams.ran(index, func, args, kwargs, time_ms, (*taken_on, *mutates), writes)
         op = Op(
@@ -393,7 +398,7 @@ class Recorder(Watching):
             scope=scope,
             time_ms=time_ms,
             flops=seen.flops,
-            workspace_bytes=seen.workspace_bytes - given_bytes,
+            workspace_bytes=0 if host_bytes else seen.workspace_bytes - given_bytes,
             reads=_read(traits, args, taken, taken_on),
             writes=tuple(writes),
             mutates=mutates,

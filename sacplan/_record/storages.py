@@ -42,6 +42,7 @@ class Storages:
         initial: storages that were alive when the record began, in the order in which they were found.
         is_recording: whether changes are events of the step.
         is_fake: whether the step runs under FakeTensorMode.
+        on_host: storages of shards in the host's memory, and of what is computed with them there. They count 0 bytes.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Storages:
         self.kinds: list[StorageKind | None] = []
         self.born: list[Phase] = []
         self.initial: dict[int, None] = {}
+        self.on_host: set[int] = set()
         self.resizes: list[tuple[int, int, int]] = []
         self.is_recording = False
         self.is_fake = False
@@ -112,9 +114,23 @@ class Storages:
         elif self.kinds[known] is None:
             self.kinds[known] = kind
 
-    def leave_on_host(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that is not in the device's memory as 0 bytes."""
-        self.nbytes[self.known(tensor)] = 0
+    def leave_on_host(self, tensor: torch.Tensor, *, shard: bool = False) -> None:
+        """Count a tensor that is not in the device's memory as 0 bytes; ops on shards that are not run on the host."""
+        index = self.known(local_part(tensor))
+        self.nbytes[index] = 0
+        if shard:
+            self.on_host.add(index)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a shard on the host, or was computed there."""
+        return self.ids.get(storage_key(local_part(tensor).untyped_storage())) in self.on_host
+
+    def host_bytes_of(self, tensors: Sequence[torch.Tensor], storages: Sequence[int]) -> int:
+        """Return what an op moves that runs on the host, where its largest tensor is; 0 for one of the device."""
+        if self.on_host.isdisjoint(storages):
+            return 0
+        _, largest = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
+        return sum(self._raw[s] for s in self.on_host.intersection(storages)) if largest else 0
 
     def is_another_of(self, tensor: torch.Tensor, same_as: torch.Tensor) -> None:
         """Take the storage of a tensor for that of another one, as long as it lives. Its end is no event."""
@@ -150,8 +166,13 @@ class Storages:
         ]
 
     def gradients_left(self) -> list[weakref.ref[Any]]:
-        """Storages of gradients that are still alive."""
-        return [ref for index, ref in self._alive.items() if self.kinds[index] is StorageKind.GRADIENT]
+        """Storages of gradients that are still alive, and those that no op made: buckets are there before the step."""
+        return [
+            ref
+            for index, ref in self._alive.items()
+            if self.kinds[index] is StorageKind.GRADIENT
+            or (self.kinds[index] is None and index not in self._makers_output and self.nbytes[index])
+        ]
 
     # --- while it runs -----------------------------------------------------------------------
 
@@ -199,11 +220,13 @@ class Storages:
                     lent = True
         return storages, lent
 
-    def made(self, outputs: Sequence[torch.Tensor], lent: bool) -> tuple[list[int], dict[int, None]]:
+    def made(
+        self, outputs: Sequence[torch.Tensor], lent: bool, on_host: bool
+    ) -> tuple[list[int], dict[int, None]]:
         """Return the storages of an op's outputs, and those of them that are new.
 
         New ones have no ``ALLOC``: the event ``OP`` allocates what the op writes. ``lent``: they lie on memory that is
-        not PyTorch's.
+        not PyTorch's; ``on_host``: on the host's.
         """
         storages: list[int] = []
         writes: dict[int, None] = {}
@@ -214,8 +237,10 @@ class Storages:
                 at = self.add(storage, None)
                 self._makers_output[at] = weakref.ref(t)
                 writes[at] = None
-                if lent:
+                if lent or on_host:
                     self.nbytes[at] = 0
+                if on_host:
+                    self.on_host.add(at)
             storages.append(at)
         return storages, writes
 

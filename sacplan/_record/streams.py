@@ -7,7 +7,7 @@ take none. So the time of a step is the sum over its ops.
 
 The host is taken to run ahead. A collective runs on a stream of its group's own, after what was there before on the
 stream that it is called on. Any other stream than the default one waits for it. On the default stream the first op that
-uses its tensors waits.
+uses its tensors waits. The host waits for a copy of memory that is not pinned: nothing is issued before its end.
 
 PyTorch says where it changes streams and waits through ``torch.cpu``'s streams, which do nothing by themselves.
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from sacplan._torch.host_memory import TO_DEVICE, TO_HOST
 from sacplan._torch.ops import is_between_ranks
 from sacplan._torch.private import group_of, replaced
 
@@ -33,17 +34,18 @@ class Streams(ExitStack):
         extend: adds a time in ms to that of an op.
 
     Attributes:
+        default: the stream of computation.
         side: storages that were made beside the default stream, and the number of the stream.
     """
 
     def __init__(self, extend: Callable[[int, float], None]) -> None:
         super().__init__()
         self._extend = extend
-        self._default: Any = torch.cpu.current_stream()
+        self.default: Any = torch.cpu.current_stream()
         self._now: dict[Any, float] = defaultdict(float)  # by stream, or by the ranks of a group
         self._last: dict[Any, int] = {}  # by stream, the last collective
         self.side: dict[int, int] = {}
-        self._numbers: dict[Any, int] = {self._default: 0}
+        self._numbers: dict[Any, int] = {self.default: 0}
         self._pending: dict[int, tuple[float, int]] = {}  # by storage, when it is there, and the collective
 
     def __enter__(self) -> Streams:
@@ -68,7 +70,7 @@ class Streams(ExitStack):
         if exposed <= 0:
             return
         self._now[stream] = until
-        if stream is self._default and op >= 0:
+        if stream is self.default and op >= 0:
             self._extend(op, exposed)
 
     def ran(
@@ -99,11 +101,15 @@ class Streams(ExitStack):
         end = max(before, self._now[group] if group is not None else 0.0) + ms
         if group is not None:
             self._now[group] = end
-            if stream is self._default:
+            if stream is self.default:
                 self._pending.update(dict.fromkeys((*used, *made), (end, index)))
                 return 0.0
         self._now[stream] = end
-        return ms if stream is self._default else 0.0
+        if func in (TO_DEVICE, TO_HOST) and args[1]:
+            exposed = max(0.0, end - self._now[self.default])
+            self._now[self.default] += exposed
+            return exposed
+        return ms if stream is self.default else 0.0
 
 
 class _Event(torch.cpu.Event):
@@ -118,3 +124,6 @@ class _Event(torch.cpu.Event):
 
     def wait(self, stream: Any = None) -> None:
         self._streams.wait(stream or torch.cpu.current_stream(), *self._at)
+
+    def synchronize(self) -> None:
+        self._streams.wait(self._streams.default, *self._at)

@@ -9,11 +9,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sacplan._program.program import StorageKind
-from sacplan._record.host_state import counters_on_host, paged_state, plain_parts
+from sacplan._record.host_state import counters_on_host, paged_state, plain_parts, states
 from sacplan._record.state import kept_by
 from sacplan._record.storages import Storages
 from sacplan._record.tensor_table import TensorTable
-from sacplan._torch.distributed_modules import gathered_parameters
+from sacplan._torch.distributed_modules import gathered_parameters, offloaded_parameters, parts_on_host
+from sacplan._torch.local_tensors import local_part
 from sacplan._torch.private import is_plain, without_torch_functions
 
 
@@ -83,6 +84,8 @@ class TrainingState:
             self._parameters[id(p)] = p
             if p.grad is not None:
                 self._storages.track(p.grad, StorageKind.GRADIENT)
+        for part in (t for p in offloaded_parameters(model) if self._on_gpu for t in parts_on_host(p)):
+            self._storages.leave_on_host(part, shard=True)
         for b in model.buffers():
             self._storages.track(b, StorageKind.BUFFER)
         for t in gathered_parameters(model):
@@ -100,6 +103,10 @@ class TrainingState:
         if self._on_gpu:
             for part in (*counters_on_host(optimizer), *paged_state(optimizer)):
                 self._storages.leave_on_host(part)
+            for p, state in states(optimizer):
+                if self._storages.is_on_host(p):
+                    for part in (part for value in state.values() for part in plain_parts(value)):
+                        self._storages.leave_on_host(part, shard=True)
 
     def mark_late_kinds(self) -> None:
         """Say of storages that ops made which of them are gradients or the optimizer's state.
@@ -115,10 +122,11 @@ class TrainingState:
         for p in self._parameters.values():
             if p.grad is not None:
                 self._storages.track(p.grad, StorageKind.GRADIENT)
-                # The table has no tensor for a sparse gradient, nor for a DTensor as a whole.
-                if is_plain(p) and is_plain(p.grad):
-                    gradient = self._tensors.index(p.grad, self._storages.known(p.grad))
-                    self.gradients[self._storages.known(p)] = gradient
+                # The table has no tensor for a sparse gradient.
+                own, grad = local_part(p), local_part(p.grad)
+                if is_plain(own) and is_plain(grad):
+                    gradient = self._tensors.index(grad, self._storages.known(grad))
+                    self.gradients[self._storages.known(own)] = gradient
 
     def restart(self) -> None:
         """Begin a new record."""

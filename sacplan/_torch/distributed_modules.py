@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from sacplan._torch.fake_tensors import FakeTensor
+from sacplan._torch.host_memory import TO_DEVICE, TO_HOST, Copying
 from sacplan._torch.private import is_fully_sharded, replaced
 from sacplan._torch.versions import torch_names
-from sacplan.errors import TraceError
 
 _CPU = torch.device("cpu")
 
@@ -47,6 +47,49 @@ def gathered_parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
                 yield from getattr(parameter, "_unsharded_inner_tensors", ())
 
 
+def offloaded_parameters(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the parameters of ``fully_shard``, as it keeps them, whose shards are on the host."""
+    for module in model.modules():
+        for group in _groups_of(module):
+            yield from (p for p in group.fsdp_params if p.offload_to_cpu)
+
+
+def parts_on_host(parameter: Any) -> list[torch.Tensor]:
+    """Return the shard of such a parameter, and its gradient if there is one."""
+    shard: torch.Tensor = parameter.sharded_param
+    return [shard] if shard.grad is None else [shard, shard.grad]
+
+
+@contextmanager
+def copying_shards(model: torch.nn.Module, *, on_gpu: bool) -> Iterator[None]:
+    """Inside, what ``fully_shard`` moves between host and device is an op, as far as the device has its own memory."""
+    first = next(offloaded_parameters(model), None)
+    if first is None:
+        yield
+        return
+    kind, groups = type(first), sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
+    with torch_names():
+        gathered, reset, reduce = kind.all_gather_inputs.fget, kind.reset_sharded_param, groups.foreach_reduce
+
+    def within(plain: Any, copy: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Of one parameter, or of all that a unit reduces, which have the same policy.
+            of = args[0] if isinstance(args[0], kind) else args[0][0]
+            if not of.offload_to_cpu:
+                return plain(*args, **kwargs)
+            with Copying(copy if on_gpu else None, pinned=of.pin_memory):
+                return plain(*args, **kwargs)
+
+        return run
+
+    inputs = property(within(gathered, TO_DEVICE))
+    with (
+        replaced(kind, all_gather_inputs=inputs, reset_sharded_param=within(reset, None)),
+        replaced(groups, foreach_reduce=within(reduce, TO_HOST)),
+    ):
+        yield
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside of DistributedDataParallel, whose names are those of a plan."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
@@ -66,14 +109,25 @@ def _replicate_state(module: torch.nn.Module) -> Any:
 
 
 def first_steps(model: torch.nn.Module) -> int:
-    """Return how many steps are unlike later ones: the first gathers, and makes buckets that the second replaces."""
+    """Return how many steps are unlike later ones: the first makes what holds parameters, or buckets that change."""
     modules = tuple(model.modules())
-    return 2 if any(_reducer_of(m) is not None for m in modules) else int(any(map(gathers, modules)))
+    if any(_reducer_of(m) is not None for m in modules):
+        return 2
+    parameters = (p for m in modules for group in _groups_of(m) for p in group.fsdp_params)
+    return int(any(not hasattr(p, "_unsharded_param") for p in parameters))
+
+
+def make_gathered(model: torch.nn.Module) -> None:
+    """Let units make the tensors that hold gathered parameters, as their first forward would, and free them."""
+    for module in filter(gathers, model.modules()):
+        unit: Any = module
+        unit.unshard()
+        unit.reshard()
 
 
 @contextmanager
 def meshes_of_cpus() -> Iterator[None]:
-    """Inside, each ``DeviceMesh`` that is made is one of CPUs, as fake tensors are."""
+    """Inside, each ``DeviceMesh`` that is made is one of CPUs, as fake tensors are, and no memory is pinned."""
     from torch.distributed.device_mesh import DeviceMesh
 
     plain: Any = DeviceMesh.__init__
@@ -81,7 +135,7 @@ def meshes_of_cpus() -> Iterator[None]:
     def of_cpus(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         plain(mesh, "cpu", *args, **kwargs)
 
-    with replaced(DeviceMesh, __init__=of_cpus):
+    with replaced(DeviceMesh, __init__=of_cpus), replaced(torch.Tensor, pin_memory=lambda tensor, *_: tensor):
         yield
 
 
@@ -102,9 +156,6 @@ def copyable(
     """Inside, ``copy.deepcopy(model, memo)`` copies what runs on several ranks. At the end PyTorch knows the copies.
 
     ``twin_of`` copies a tensor.
-
-    Raises:
-        TraceError: a communication hook, which waits for a result that nobody sends.
     """
     states = sys.modules.get("torch.distributed._composable_state")
     if states is None:
@@ -112,13 +163,6 @@ def copyable(
         return
     spread = {m: state for m in model.modules() if (state := states._get_module_state(m)) is not None}
     reducers = [reducer for m in model.modules() if (reducer := _reducer_of(m)) is not None]
-    if any(
-        getattr(reducer, "_comm_hooks", ()) or getattr(reducer, "_comm_hook_args", ()) for reducer in reducers
-    ):
-        raise TraceError(
-            "a communication hook is registered on DistributedDataParallel; a fake step does not run it. Profile the "
-            "model before register_comm_hook: what the hook allocates is not in the peak."
-        )
     for parameter in (p for m in spread for group in _groups_of(m) for p in group.fsdp_params):
         twin_of(parameter.sharded_param)
         if hasattr(parameter, "_unsharded_param"):
@@ -135,8 +179,10 @@ def copyable(
     for reducer in reducers:
         twin = memo[id(reducer)]
         if isinstance(twin, torch.nn.parallel.DistributedDataParallel):
-            twin.register_comm_hook(None, _reduced)
-        else:
+            hooks, twin._comm_hooks = twin._comm_hooks or [(_reduced, None)], []
+            for hook, state in hooks:
+                twin.register_comm_hook(state, hook)
+        elif not twin._comm_hook_args:
             twin._comm_hook_args.append(((None, _reduced), {}))
 
 
@@ -178,13 +224,24 @@ def _begin_anew(state: Any) -> None:
 
 
 def _reduced(_, bucket):  # type: ignore[no-untyped-def]  # what PyTorch reads, and wants as classes
-    """Reduce a bucket of gradients, as DistributedDataParallel does without a hook, and say that it is there."""
-    # The future of a collective on fake tensors has no result.
-    buffer = bucket.buffer()
-    torch.distributed.all_reduce(buffer, async_op=True)
-    found: Any = torch.futures.Future()
-    found.set_result(buffer)
-    return found
+    """Reduce a bucket of gradients, as DistributedDataParallel does without a hook."""
+    work: Any = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda found: found.value()[0])
+
+
+class _Answered:
+    """The work of a collective on a fake tensor. Its future has the tensor, where torch's has nothing."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def get_future(self) -> Any:
+        found: Any = torch.futures.Future()
+        found.set_result([self._tensor])
+        return found
 
 
 class _RealIndices(TorchDispatchMode):
@@ -206,7 +263,10 @@ class _RealIndices(TorchDispatchMode):
 
 @contextmanager
 def fake_replicas() -> Iterator[None]:
-    """Inside, DistributedDataParallel is made and rebuilds its buckets as on real tensors, without asking others."""
+    """Inside, DistributedDataParallel is made and rebuilds its buckets as on real tensors, without asking others.
+
+    Communication hooks get what they reduce.
+    """
     if "torch.distributed" not in sys.modules or not torch.distributed.is_available():
         yield
         return
@@ -217,11 +277,18 @@ def fake_replicas() -> Iterator[None]:
         with _RealIndices():
             return plain(it)
 
+    reduce: Any = torch.distributed.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = reduce(tensor, *args, **kwargs)
+        return None if work is None else _Answered(work, tensor)
+
     agreed = dict.fromkeys(
         ("_verify_param_shape_across_processes", "_sync_module_states"), lambda *args, **kwargs: None
     )
     with (
         replaced(reducer, _rebuild_buckets=rebuild),
+        replaced(torch.distributed, all_reduce=all_reduce),
         replaced(torch.nn.parallel.distributed, **agreed),
     ):
         yield

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from sacplan._torch.private import replaced
+
 FAKE_TENSORS_CANNOT = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.DataDependentOutputException,
@@ -54,6 +56,22 @@ def fake_empty_strided(
         return _wrapped(mode, meta)
 
 
+@contextmanager
+def fake_parameters() -> Iterator[None]:
+    """Inside, making a fake tensor one of a subclass of Parameter, such as bitsandbytes', leaves a fake Parameter."""
+
+    def made(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(data) is not FakeTensor or not issubclass(kind, torch.nn.Parameter):
+            return _MAKE_SUBCLASS(kind, data, *args, **kwargs)
+        # As Parameter does with a tensor of another class, which would not know the subclass either.
+        return torch.nn.Parameter(data, *args, **kwargs)
+
+    with replaced(torch.Tensor, _make_subclass=staticmethod(made)):
+        yield
+
+
+_MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
+
 FIRST_ARGUMENT = object()
 """Marks, among an op's outputs, the op's first argument."""
 
@@ -87,7 +105,7 @@ def _wrapped(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
         # Not the mode itself, which would then hold itself until the garbage collector runs.
         vars(mode)[_ATTRIBUTES] = {name: value for name, value in vars(first).items() if value is not mode}
         return first
-    made = torch.Tensor._make_subclass(
+    made: FakeTensor = _MAKE_SUBCLASS(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU
     )
     if mode._allow_unsafe_data_ptr_access:

@@ -1,14 +1,26 @@
 """Copies of tensors on the host: their memory, and how a recorder tells it from that of the device.
 
 A step that is recorded on a CPU, or with fake tensors, has all its tensors in one place. So who takes memory on the
-host says so, and the recorder asks.
+host says so, and the recorder asks. With ``CPUOffloadPolicy`` this is ``fully_shard``: inside of ``Copying`` its copies
+between host and device are the ops ``sacplan::to_device`` and ``sacplan::to_host``.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+_LIBRARY = torch.library.Library("sacplan", "FRAGMENT")
+_LIBRARY.define("to_device(Tensor shard, bool waits) -> Tensor")
+_LIBRARY.define("to_host(Tensor shard, bool waits) -> Tensor")
+for _name in ("to_device", "to_host"):
+    _LIBRARY.impl(_name, lambda shard, waits: torch.empty_like(shard), "Meta")
+
+TO_DEVICE, TO_HOST = torch.ops.sacplan.to_device.default, torch.ops.sacplan.to_host.default
+"""Copies of shards between host and device; ``waits``: the host waits for the copy."""
 
 
 # By thread, so that what another thread allocates in the meantime does not count as the host's.
@@ -31,3 +43,24 @@ def empty_on_host(like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
     finally:
         _making.for_host = False
+
+
+class Copying(TorchFunctionMode):
+    """Inside of one of ``fully_shard``'s functions: moving a shard is a copy, and what is on the host is pinned.
+
+    Args:
+        copy: ``TO_DEVICE`` or ``TO_HOST``; None: the device is the host, and nothing moves.
+        pinned: whether copies run while the host goes on, if they may.
+    """
+
+    def __init__(self, copy: Any, *, pinned: bool) -> None:
+        super().__init__()
+        self._copy, self._pinned = copy, pinned
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.is_pinned:
+            return True
+        if func is torch.Tensor.to and "non_blocking" in kwargs and self._copy is not None:
+            return self._copy(args[0], not (self._pinned and kwargs["non_blocking"]))
+        return func(*args, **kwargs)

@@ -78,6 +78,40 @@ def gradients_in_buckets(model: nn.Module, mesh: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
+def with_unused(model: nn.Module, mesh: Any) -> nn.Module:
+    """A layer that no step uses."""
+    model.never = nn.Linear(40, 50)
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def compressed(model: nn.Module, mesh: Any) -> nn.Module:
+    """Buckets are small, and reduced in float16."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+class Exchanged(nn.Module):
+    """A layer that runs on what all ranks send each other, as experts do that are spread over ranks."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed._functional_collectives import all_to_all_single_autograd as exchange
+
+        group: Any = dist.group.WORLD
+        return exchange(self.layer(exchange(x, None, None, group)), None, None, group)
+
+
+def exchanged(model: nn.Module, mesh: Any) -> nn.Module:
+    model.layers[0] = Exchanged(model.layers[0])  # type: ignore[index,operator]
+    return model
+
+
 def over_both_axes(model: nn.Module, mesh: Any) -> nn.Module:
     """Tensors over the last axis, shards over the others: the first has replicas if there are three."""
     parallel_lm(model, mesh["tp"])
@@ -93,6 +127,7 @@ class Case:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     same_batch: bool = False  # on all ranks
     buckets: bool = False  # there are buckets of gradients between steps, which no tensor of Python refers to
+    marks: int = 0  # bytes a parameter that say which are used, in C++ too
 
     def made(self) -> tuple[nn.Module, Any]:
         names = tuple(self.mesh)
@@ -109,6 +144,9 @@ CASES = {
     "DDP": Case(replicas, buckets=True),
     "replicate": Case(replicas_in_place, buckets=True),
     "gradients in buckets": Case(gradients_in_buckets, buckets=True),
+    "unused": Case(with_unused, buckets=True, marks=8),
+    "compressed": Case(compressed, buckets=True),
+    "experts": Case(exchanged),
     "tensors": Case(lambda m, mesh: parallel_lm(m, mesh, head=False), {"tp": 2}, same_batch=True),
     "tensors and loss": Case(parallel_lm, **TENSORS),  # type: ignore[arg-type]
     "replicas of shards": Case(fully_sharded, {"replicate": 2, "shard": 2}),
@@ -139,7 +177,7 @@ def check(name: str, directory: Path) -> None:
     expected: list[torch.Tensor] = []
     for predicted in (plan.baseline_peak_bytes, plan.peak_bytes):
         model, called = case.made()
-        held = sum(p.nbytes for p in model.parameters()) if case.buckets else 0
+        held = sum(p.nbytes + case.marks for p in model.parameters()) if case.buckets else 0
         if predicted == plan.peak_bytes:
             handle = sacplan.apply(model, plan)
         found = values_of(model, called, batch)
@@ -167,7 +205,7 @@ def on_rank(rank: int, ranks: int, names: Sequence[str], directory: str) -> None
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ("fully_shard", "bfloat16", "DDP", "tensors and loss")),
+        (2, ("fully_shard", "bfloat16", "DDP", "tensors and loss", "unused", "compressed", "experts")),
         pytest.param(2, ("replicate", "gradients in buckets", "tensors"), marks=pytest.mark.exhaustive),
         (4, ("replicas of shards", "shards of tensors")),
         pytest.param(8, ("replicas of shards of tensors",), marks=pytest.mark.exhaustive),
@@ -255,6 +293,38 @@ def test_collectives_are_hidden_behind_computation_as_streams_allow() -> None:
     assert step - computed == pytest.approx(2 * one, rel=0.1)
 
 
+class Transposed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2)
+
+
+class CausalHeads(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def test_the_ring_of_context_parallelism_is_recorded() -> None:
+    """A CPU has no kernel for it: on a GPU each rank meets the keys of all ranks, in forward and in backward."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Unflatten(2, (4, 16)), Transposed(), CausalHeads())
+    tokens = torch.randn(2, 512, 64)
+    with sacplan.ranks(4, device="h100"):
+        mesh = dist.device_mesh.init_device_mesh("cuda", (4,))
+        with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+            profile = sacplan.profile(model, tokens, lambda m, x: m(x).square().mean())
+    for name in ("attention.default", "attention_backward.default"):
+        assert sum(op.name.endswith(name) for op in profile.program.ops) == 4
+    assert any("all_to_all" in op.name for op in profile.program.ops)
+
+
+def in_stages(model: nn.Module, batch: torch.Tensor) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    stage = PipelineStage(model, 0, 2, torch.device("cpu"))
+    ScheduleGPipe(stage, 2, loss_fn=F.cross_entropy).step(batch)
+
+
 def test_what_cannot_be_a_rank_is_an_error() -> None:
     with pytest.raises(PlanError, match="rank 8 of 8"), sacplan.ranks(8, rank=8):
         pass
@@ -265,8 +335,5 @@ def test_what_cannot_be_a_rank_is_an_error() -> None:
     ):
         pass
     assert not dist.is_initialized()
-    with sacplan.ranks(2, device="cpu"):
-        model = nn.parallel.DistributedDataParallel(language_model())
-        model.register_comm_hook(None, lambda state, bucket: None)
-        with pytest.raises(TraceError, match="communication hook"):
-            profiled(model)
+    with sacplan.ranks(2, device="cpu"), pytest.raises(TraceError, match="a stage of a pipeline"):
+        sacplan.profile(language_model(), tokens(), in_stages)
