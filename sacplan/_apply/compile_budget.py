@@ -8,6 +8,7 @@ that fits is taken.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,14 +74,14 @@ class CompileBudget:
             return partitioning.lowered_peaks(graph, graphs, arguments["num_fwd_outputs"], static)
 
         values: list[ForwardValue] = []
-        first = peaks(lambda graph, info, own: values.extend(_values(graph, info)) or own())
+        first = peaks(functools.partial(_note, values))
         default = self._needs(first)
         budget = parse_budget(self._budget, default)
         if default <= budget:
             self.graphs.append(CompiledGraph(budget, default, default, None))
             return partitioned(module, inputs, arguments, lambda graph, info, own: own())
         tried = self._search(values, first, budget, peaks)
-        fitting = [saved for saved, needed in tried.items() if needed <= budget]
+        fitting = (saved for saved in tried if tried[saved] <= budget)
         if best := min(fitting, key=lambda saved: saved.rerun_ms, default=None):
             self.graphs.append(CompiledGraph(budget, tried[best], default, best.rerun_ms))
             return partitioned(module, inputs, arguments, _choice(best))
@@ -137,12 +138,13 @@ class CompileBudget:
         self.remove()
 
 
-def _values(graph: Any, info: Any) -> list[ForwardValue]:
-    results = (node.meta.get("val") for node in graph.nodes)
-    device = next(value.device for value in results if isinstance(value, torch.Tensor))
+def _note(values: list[ForwardValue], graph: Any, info: Any, own: Callable[[], list[Any]]) -> list[Any]:
+    """Choose what PyTorch chooses, and note what else there is to choose from."""
+    device = next(v.device for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
     model = CostModel(active_device() or resolve_device(device))
     ms_per_byte = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
-    return partitioning.forward_values(graph, info, lambda *call: model.cost(*call)[1], ms_per_byte)
+    values += partitioning.forward_values(graph, info, lambda *call: model.cost(*call)[1], ms_per_byte)
+    return own()
 
 
 def _choice(saved: SavedValues) -> Choose:

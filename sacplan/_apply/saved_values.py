@@ -24,9 +24,6 @@ from dataclasses import dataclass
 from sacplan._solve.mip import LinearProgram
 from sacplan._torch.partitioning import ForwardValue
 
-_GAP = 1e-2
-_MB = 1e-6
-
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
@@ -64,12 +61,12 @@ def cheapest_saved(values: Sequence[ForwardValue], limit: float) -> SavedValues 
         program.row([(a, 1.0), (r, -1.0)], lower=0.0, upper=None if value.is_savable else 0.0)
         for i in value.inputs:
             program.row([(there[i], 1.0), (r, -1.0)], lower=0.0)
-        weight = _MB * _weight(values, number)
-        row += [(a, weight), (r, -weight)]
+        megabytes = _weight(values, number) / 1e6
+        row += [(a, megabytes), (r, -megabytes)]
         there.append(a)
         again.append(r)
-    program.row(row, upper=limit * _MB)
-    found = program.solve(gap=_GAP)
+    program.row(row, upper=limit / 1e6)
+    found = program.solve(gap=1e-2)
     if not found.values:
         return None
     on = [value > 0.5 for value in found.values]

@@ -65,16 +65,14 @@ def partitioned(
     """
     with torch_names():
         from torch._functorch import partitioners
-
-        own = partitioners.choose_saved_values_set
+        from torch._functorch.partitioners import choose_saved_values_set as own
+        from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 
     def chosen(graph: Any, info: Any, memory_budget: float = 1.0) -> list[Any]:
         return choose(graph, info, functools.partial(own, graph, info, 1.0))
 
     with replaced(partitioners, choose_saved_values_set=chosen):
-        found: tuple[Graph, Graph] = partitioners.min_cut_rematerialization_partition(
-            module, inputs, **arguments
-        )
+        found: tuple[Graph, Graph] = partition(module, inputs, **arguments)
     return found
 
 
@@ -101,37 +99,34 @@ class ForwardValue:
     rerun_ms: float
 
 
-def forward_values(
-    graph: Any, info: Any, ms_of: Callable[..., float], ms_per_byte: float
-) -> list[ForwardValue]:
+def forward_values(graph: Any, info: Any, ms_of: Callable[..., float], byte_ms: float) -> list[ForwardValue]:
     """Return the values among which a partition chooses, in the order of the graph.
 
     Args:
         graph, info: as ``Choose`` gets them.
         ms_of: the time of an op by itself: ``(op, args, kwargs, result)``.
-        ms_per_byte: the time to write a byte. It is what a light op costs: it is fused with those that read it.
+        byte_ms: the time to write a byte. It is what a light op costs: it is fused with those that read it.
     """
     nodes = [n for n in graph.nodes if n.op != "output" and n not in info.tangents_closure]
     number = {node: i for i, node in enumerate(nodes)}
-    found = []
+    made = []
     for node in nodes:
         nbytes = 0 if node in info.static_lifetime_input_nodes else _size(node)
         is_read = node in info.required_bw_nodes or not info.tangents_closure.isdisjoint(node.users)
         is_value = isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt))
         is_savable = node.op == "placeholder" or (is_value and not _must(node, "RECOMPUTE"))
         # What the forward pass does not need runs once in any case.
-        rerun_ms = _rerun_ms(node, ms_of, ms_per_byte) if info.is_required_fw(node) else 0.0
+        rerun_ms = _rerun_ms(node, ms_of, byte_ms) if info.is_required_fw(node) else 0.0
         inputs = tuple(number[i] for i in node.all_input_nodes)
-        save_ms = nbytes * ms_per_byte
-        found.append(ForwardValue(node.name, inputs, nbytes, is_read, is_savable, save_ms, rerun_ms))
-    return found
+        made.append(ForwardValue(node.name, inputs, nbytes, is_read, is_savable, nbytes * byte_ms, rerun_ms))
+    return made
 
 
 def _must(node: Any, what: str) -> bool:
     return bool(node.meta.get("recompute") == CheckpointPolicy[f"MUST_{what}"])
 
 
-def _rerun_ms(node: Any, ms_of: Callable[..., float], ms_per_byte: float) -> float:
+def _rerun_ms(node: Any, ms_of: Callable[..., float], byte_ms: float) -> float:
     func = node.target
     if node.op == "placeholder" or _must(node, "SAVE"):
         return math.inf
@@ -148,7 +143,7 @@ def _rerun_ms(node: Any, ms_of: Callable[..., float], ms_per_byte: float) -> flo
         return math.inf
     if is_heavy(func):
         return ms_of(func, *torch.fx.map_arg((node.args, node.kwargs), _known), _known(node))
-    return 0.0 if is_view else ms_per_byte * _size(node)
+    return 0.0 if is_view else byte_ms * _size(node)
 
 
 def _known(node: Any) -> Any:

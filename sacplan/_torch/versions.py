@@ -71,6 +71,7 @@ NEEDED: tuple[str, ...] = (
     "torch._C._set_throw_on_mutable_data_ptr",
     "torch._C._set_warn_deprecated_on_mutable_data_ptr",
     "torch._C._will_engine_execute_node",
+    "torch._ops.HigherOrderOperator",
     "torch._ops.OpOverload",
     "torch._prims_common.suggest_memory_format",
     "torch._subclasses.fake_impls",

@@ -19,7 +19,7 @@ def some_values(seed: int) -> list[ForwardValue]:
         inputs = tuple(sorted(draw.sample(range(i), min(i, 2))))
         cost = draw.choice((math.inf, 0.0, 1.0, 2.0, 5.0, 9.0))
         values.append(
-            ForwardValue(str(i), inputs, draw.randrange(1, 8) * 2**20, draw.random() < 0.5, True, cost)
+            ForwardValue(str(i), inputs, draw.randrange(1, 8) * 2**20, draw.random() < 0.5, True, 0.0, cost)
         )
     return values
 
