@@ -1,32 +1,38 @@
 """``compile_budget``: a budget in bytes for ``torch.compile``, in the place of ``activation_memory_budget``.
 
-For each graph that is compiled for training, a few partitions into forward and backward are tried, from the one with
-least recomputation on. PyTorch's own partitioner makes each on a copy of the graph. Inductor lowers the two graphs,
-fuses and orders them, and says how much is alive at most; no kernel is compiled. The first that fits is taken.
+Of each graph that is compiled for training, PyTorch's own partition into forward and backward is tried first, and then
+what ``saved_values`` chooses for a limit of saved bytes. Inductor lowers the two graphs, fuses and orders them, and
+says how much is alive at most; no kernel is compiled. The limit moves by what is over the budget, or left. The cheapest
+that fits is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from sacplan._apply.saved_values import SavedValues, cheapest_saved
+from sacplan._device.cost import CostModel
+from sacplan._device.devices import resolve_device
+from sacplan._device.kernels import active_device
 from sacplan._program.arguments import checked
 from sacplan._program.budget import exact_bytes, format_bytes, parse_budget
-from sacplan._torch.partitioning import (
-    GraphPeaks,
-    as_partitioner,
-    copied,
-    lowered_peaks,
-    partitioned,
-    results_of,
-    swap_partitioner,
-)
+from sacplan._torch import partitioning
+from sacplan._torch.partitioning import Choose, ForwardValue, GraphPeaks, copied, partitioned
 from sacplan.errors import InfeasibleBudget, PlanError
 
-_SHARES: tuple[float | None, ...] = (1.0, None, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
-"""Partitions, the one with least recomputation first: PyTorch's, that with all that is cheap run again, and those of a
-share of the saved bytes. The peak does not always fall with the share, so it is not bisected."""
+_ROUNDS = 6
+_CLOSE = 0.01
+"""Share of the budget that may stay unused without a cheaper partition being sought."""
+
+_SHARES = (0.4, 0.3, 0.2, 0.15, 0.1, 0.05)
+"""Limits, as shares of the bytes that PyTorch saves. The smallest peak is sought among them if nothing fits; it lies
+between, since what runs again is alive at once where little is saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +43,13 @@ class CompiledGraph:
         budget_bytes: its budget.
         needs_bytes: most that is alive while it runs, with what its other calls have saved.
         default_bytes: the same with PyTorch's own partition.
-        share: the ``activation_memory_budget`` that was taken; None: all that is cheap runs again, and nothing else.
+        recompute_ms: predicted time of what runs again; None: PyTorch's own partition was taken.
     """
 
     budget_bytes: int
     needs_bytes: int
     default_bytes: int
-    share: float | None
+    recompute_ms: float | None
 
 
 class CompileBudget:
@@ -57,28 +63,32 @@ class CompileBudget:
         self.graphs: list[CompiledGraph] = []
         self._budget = budget
         self._calls = calls
-        self._before = swap_partitioner(as_partitioner(self._partition, ("sacplan", str(budget), calls)))
+        self._before = partitioning.swap_partitioner(
+            partitioning.as_partitioner(self._partition, ("sacplan", str(budget), calls))
+        )
 
     def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
-        tried: dict[tuple[str, ...], int] = {}  # by what is saved
-        for share in _SHARES:
-            graph = copied(module)
-            graphs = partitioned(graph, inputs, arguments, share)
-            saved = results_of(graphs[0])
-            if saved in tried:
-                continue
-            static = arguments["static_lifetime_input_indices"] or ()
-            needs = self._needs(lowered_peaks(graph, graphs, arguments["num_fwd_outputs"], static))
-            tried[saved] = needs
-            default = next(iter(tried.values()))
-            budget = parse_budget(self._budget, default)
-            if needs <= budget:
-                self.graphs.append(CompiledGraph(budget, needs, default, share))
-                return partitioned(module, inputs, arguments, share)
-        least = min(tried.values())
+        def peaks(choose: Choose) -> GraphPeaks:
+            graph, static = copied(module), arguments["static_lifetime_input_indices"] or ()
+            graphs = partitioned(graph, inputs, arguments, choose)
+            return partitioning.lowered_peaks(graph, graphs, arguments["num_fwd_outputs"], static)
+
+        values: list[ForwardValue] = []
+        first = peaks(functools.partial(_note, values))
+        default = self._needs(first)
+        budget = parse_budget(self._budget, default)
+        if default <= budget:
+            self.graphs.append(CompiledGraph(budget, default, default, None))
+            return partitioned(module, inputs, arguments, lambda graph, info, own: own())
+        tried = self._search(values, first, budget, peaks)
+        fitting = (saved for saved in tried if tried[saved] <= budget)
+        if best := min(fitting, key=lambda saved: saved.rerun_ms, default=None):
+            self.graphs.append(CompiledGraph(budget, tried[best], default, best.rerun_ms))
+            return partitioned(module, inputs, arguments, _choice(best))
+        least = min([default, *tried.values()])
         raise InfeasibleBudget(
             f"a compiled graph does not fit {format_bytes(budget)}: PyTorch's own partition takes "
-            f"{format_bytes(default)}, and the smallest of {len(tried)} that were tried {format_bytes(least)}. "
+            f"{format_bytes(default)}, and the smallest of {len(tried)} others {format_bytes(least)}. "
             f"Give at least {exact_bytes(least)}, or make the batch smaller.",
             budget_bytes=budget,
             smallest_feasible_bytes=least,
@@ -88,15 +98,57 @@ class CompileBudget:
     def _needs(self, found: GraphPeaks) -> int:
         return found.peak_bytes + (self._calls - 1) * found.saved_bytes
 
+    def _search(
+        self,
+        values: list[ForwardValue],
+        first: GraphPeaks,
+        budget: int,
+        peaks: Callable[[Choose], GraphPeaks],
+    ) -> dict[SavedValues, int]:
+        """Return what was tried, and what it needs; ``first`` is PyTorch's own partition."""
+        tried: dict[SavedValues, int] = {}
+        low, high = 0.0, math.inf  # limits between which to search
+        limit = first.saved_bytes - (self._needs(first) - budget) / self._calls
+        for _ in range(_ROUNDS):
+            saved = cheapest_saved(values, limit)
+            if saved is None or saved in tried:
+                break
+            tried[saved] = self._needs(peaks(_choice(saved)))
+            left = budget - tried[saved]
+            if 0 <= left <= _CLOSE * budget:
+                break
+            low, high = (saved.weight, high) if left > 0 else (low, saved.weight)
+            limit = saved.weight + left / self._calls
+            if not low < limit < high:
+                limit = (low + high) / 2
+        if all(needed > budget for needed in tried.values()):
+            # The same for every budget, so that what an error names is found again.
+            found = dict.fromkeys(cheapest_saved(values, share * first.saved_bytes) for share in _SHARES)
+            tried = {saved: self._needs(peaks(_choice(saved))) for saved in found if saved is not None}
+        return tried
+
     def remove(self) -> None:
         """Have ``torch.compile`` partition graphs as it did before. What is compiled stays as it is."""
-        swap_partitioner(self._before)
+        partitioning.swap_partitioner(self._before)
 
     def __enter__(self) -> CompileBudget:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         self.remove()
+
+
+def _note(values: list[ForwardValue], graph: Any, info: Any, own: Callable[[], list[Any]]) -> list[Any]:
+    """Choose what PyTorch chooses, and note what else there is to choose from."""
+    device = next(v.device for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
+    model = CostModel(active_device() or resolve_device(device))
+    ms_per_byte = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
+    values += partitioning.forward_values(graph, info, lambda *call: model.cost(*call)[1], ms_per_byte)
+    return own()
+
+
+def _choice(saved: SavedValues) -> Choose:
+    return lambda graph, *_: [node for node in graph.nodes if node.name in saved.names]
 
 
 @checked(PlanError)
@@ -107,7 +159,7 @@ def compile_budget(budget: float | str, *, calls: int = 1) -> CompileBudget:
         model = torch.compile(model)
 
     It takes the place of ``torch._functorch.config.activation_memory_budget``, which is a share of the saved bytes and
-    says nothing of the peak. It is no search over single ops, as a plan from ``profile(..., compile=True)`` is.
+    says nothing of the peak. What runs again is chosen op by op, heavy and light ones together.
 
     Args:
         budget: for all that a graph has alive while its forward or backward pass runs: parameters and batch, what it

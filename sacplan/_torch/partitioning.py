@@ -6,15 +6,18 @@ Private PyTorch API, tried on 2.13: ``LATE`` of ``versions.py`` lists it.
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from sacplan._torch.inductor import MEASURES, POOLS
-from sacplan._torch.ops import is_heavy
+from sacplan._torch.ops import draws_numbers, is_heavy, op_traits
 from sacplan._torch.private import replaced
 from sacplan._torch.versions import torch_names
 
@@ -47,42 +50,107 @@ class _Lowered(BaseException):
         self.peak_bytes = peak_bytes
 
 
+Choose = Callable[[Any, Any, Callable[[], list[Any]]], list[Any]]
+"""From a joint graph, what PyTorch's partitioner knows of its nodes, and PyTorch's own choice, to the nodes to save."""
+
+
 def partitioned(
-    module: Graph, inputs: Sequence[Any], arguments: dict[str, Any], share: float | None
+    module: Graph, inputs: Sequence[Any], arguments: dict[str, Any], choose: Choose
 ) -> tuple[Graph, Graph]:
     """Return the forward and the backward graph that PyTorch makes of a joint graph, which is changed.
 
     Args:
         module, inputs, arguments: as a partitioner gets them.
-        share: the ``activation_memory_budget``. None: run again all that is cheap, and nothing else.
+        choose: what is saved. What else the backward pass reads runs again.
     """
     with torch_names():
-        from torch._functorch import config
+        from torch._functorch import partitioners
+        from torch._functorch.partitioners import choose_saved_values_set as own
         from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 
-    patches: dict[str, Any] = {"activation_memory_budget": 1.0 if share is None else share}
-    if share is None:
-        _keep_costly(module.graph)
-        patches |= dict.fromkeys(_BANS, False)
-    with config.patch(patches):
+    def chosen(graph: Any, info: Any, memory_budget: float = 1.0) -> list[Any]:
+        return choose(graph, info, functools.partial(own, graph, info, 1.0))
+
+    with replaced(partitioners, choose_saved_values_set=chosen):
         found: tuple[Graph, Graph] = partition(module, inputs, **arguments)
     return found
 
 
-_BANS = (
-    "ban_recompute_used_far_apart",
-    "ban_recompute_long_fusible_chains",
-    "ban_recompute_materialized_backward",
-    "ban_recompute_not_in_allowlist",
-)
-"""Reasons for PyTorch to keep what is cheap."""
+@dataclass(frozen=True, slots=True)
+class ForwardValue:
+    """What a node of the forward part of a joint graph makes.
+
+    Attributes:
+        name: of the node.
+        inputs: numbers of the values that it is made of.
+        nbytes: its size; 0 for what is there anyway: parameters.
+        is_read: the backward pass reads it.
+        is_savable: it may be saved.
+        save_ms: what it costs to save it.
+        rerun_ms: what it costs to make it again in the backward pass; infinity: it must not be.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    nbytes: int
+    is_read: bool
+    is_savable: bool
+    save_ms: float
+    rerun_ms: float
 
 
-def _keep_costly(graph: Any) -> None:
-    # PyTorch takes some attention for cheap. What was said of a node by its user stays.
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and is_heavy(node.target):
-            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+def forward_values(graph: Any, info: Any, ms_of: Callable[..., float], byte_ms: float) -> list[ForwardValue]:
+    """Return the values among which a partition chooses, in the order of the graph.
+
+    Args:
+        graph, info: as ``Choose`` gets them.
+        ms_of: the time of an op by itself: ``(op, args, kwargs, result)``.
+        byte_ms: the time to write a byte. It is what a light op costs: it is fused with those that read it.
+    """
+    nodes = [n for n in graph.nodes if n.op != "output" and n not in info.tangents_closure]
+    number = {node: i for i, node in enumerate(nodes)}
+    made = []
+    for node in nodes:
+        nbytes = 0 if node in info.static_lifetime_input_nodes else _size(node)
+        is_read = node in info.required_bw_nodes or not info.tangents_closure.isdisjoint(node.users)
+        is_value = isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt))
+        is_savable = node.op == "placeholder" or (is_value and not _must(node, "RECOMPUTE"))
+        # What the forward pass does not need runs once in any case.
+        rerun_ms = _rerun_ms(node, ms_of, byte_ms) if info.is_required_fw(node) else 0.0
+        inputs = tuple(number[i] for i in node.all_input_nodes)
+        made.append(ForwardValue(node.name, inputs, nbytes, is_read, is_savable, nbytes * byte_ms, rerun_ms))
+    return made
+
+
+def _must(node: Any, what: str) -> bool:
+    return bool(node.meta.get("recompute") == CheckpointPolicy[f"MUST_{what}"])
+
+
+def _rerun_ms(node: Any, ms_of: Callable[..., float], byte_ms: float) -> float:
+    func = node.target
+    if node.op == "placeholder" or _must(node, "SAVE"):
+        return math.inf
+    if not isinstance(
+        func, torch._ops.OpOverload
+    ):  # parts of tuples, arithmetic with sizes; else a graph of its own
+        return math.inf if isinstance(func, torch._ops.HigherOrderOperator) else 0.0
+    is_view = any(result.alias_info is not None for result in func._schema.returns)
+    if not _must(node, "RECOMPUTE") and (
+        func._schema.is_mutable
+        or draws_numbers(func, node.args, node.kwargs)  # PyTorch's own budget draws others: pytorch#190758
+        or not (op_traits(func).rerunnable or is_view or not node.all_input_nodes)
+    ):
+        return math.inf
+    if is_heavy(func):
+        return ms_of(func, *torch.fx.map_arg((node.args, node.kwargs), _known), _known(node))
+    return 0.0 if is_view else byte_ms * _size(node)
+
+
+def _known(node: Any) -> Any:
+    """Return what a node makes, with numbers for sizes that are symbols."""
+    with torch_names():
+        from torch._functorch.partitioners import _remove_symbols_without_guarding as without_symbols
+    return tree_map_only(torch.Tensor, functools.partial(without_symbols, fallback=4096), node.meta["val"])
 
 
 def copied(module: Graph) -> Graph:
@@ -95,11 +163,6 @@ def _size(node: Any) -> int:
     with torch_names():
         from torch._functorch.partitioners import _size_of
     return int(_size_of(node)) if "val" in node.meta else 0
-
-
-def results_of(graph: Graph) -> tuple[str, ...]:
-    """Return the names of the nodes that a graph returns."""
-    return tuple(node.name for node in graph.graph.output_node().all_input_nodes)
 
 
 def lowered_peaks(

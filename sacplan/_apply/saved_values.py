@@ -1,0 +1,75 @@
+"""What a compiled step saves for its backward pass: a mixed-integer program on the joint graph.
+
+Every value of the forward pass is there for the backward pass or not (a), and is made again for it or not (r). What is
+there and is not made again is saved (s = a - r):
+
+    minimise    sum of rerun_ms r + save_ms s
+    subject to  a >= r;  a = 1 for what the backward pass reads;  a of an input >= r of what is made of it
+                sum of weight * bytes s <= limit
+
+Without the last row it is a minimum cut. Its weight is 3/2 less the share of the forward pass before the value: 1/2 for
+the peak, where all that is saved is alive, and 1/2 on average for how long it is. So early layers run again first,
+which they do when the later ones have freed what they hold.
+
+There are no rows for moments inside the backward pass: what fusion leaves of them is known only once inductor has
+lowered it. The caller does that, and moves the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from sacplan._solve.mip import LinearProgram
+from sacplan._torch.partitioning import ForwardValue
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValues:
+    """What is saved.
+
+    Attributes:
+        names: of the nodes.
+        weight: their weighted bytes.
+        rerun_ms: time of what runs again.
+    """
+
+    names: frozenset[str]
+    weight: float
+    rerun_ms: float
+
+
+def weight_of(values: Sequence[ForwardValue], names: Collection[str]) -> float:
+    """Return the weighted bytes of some values."""
+    return math.fsum(_weight(values, i) for i, value in enumerate(values) if value.name in names)
+
+
+def _weight(values: Sequence[ForwardValue], number: int) -> float:
+    return (1.5 - number / len(values)) * values[number].nbytes
+
+
+def cheapest_saved(values: Sequence[ForwardValue], limit: float) -> SavedValues | None:
+    """Return what to save so that it costs least, within a limit of weighted bytes; None if nothing keeps it."""
+    program = LinearProgram()
+    there, again, row = list[int](), list[int](), list[tuple[int, float]]()
+    for number, value in enumerate(values):
+        may = value.rerun_ms < math.inf
+        a = program.variable(lower=float(value.is_read), upper=1.0, cost=value.save_ms)
+        cost = value.rerun_ms - value.save_ms if may else 0.0
+        r = program.variable(upper=float(may), integer=may, cost=cost)
+        program.row([(a, 1.0), (r, -1.0)], lower=0.0, upper=None if value.is_savable else 0.0)
+        for i in value.inputs:
+            program.row([(there[i], 1.0), (r, -1.0)], lower=0.0)
+        megabytes = _weight(values, number) / 1e6
+        row += [(a, megabytes), (r, -megabytes)]
+        there.append(a)
+        again.append(r)
+    program.row(row, upper=limit / 1e6)
+    found = program.solve(gap=1e-2)
+    if not found.values:
+        return None
+    on = [value > 0.5 for value in found.values]
+    names = frozenset(v.name for v, a, r in zip(values, there, again, strict=True) if on[a] and not on[r])
+    rerun_ms = math.fsum(v.rerun_ms for v, r in zip(values, again, strict=True) if on[r])
+    return SavedValues(names, weight_of(values, names), rerun_ms)

@@ -1,0 +1,56 @@
+"""What a compiled step saves costs least: compared with all choices of small graphs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from sacplan._apply.saved_values import cheapest_saved, weight_of
+from sacplan._torch.partitioning import ForwardValue
+
+
+def some_values(seed: int) -> list[ForwardValue]:
+    draw = random.Random(seed)
+    values = [ForwardValue("input", (), draw.randrange(8), False, True, 0.0, math.inf)]
+    for i in range(1, 9):
+        inputs = tuple(sorted(draw.sample(range(i), min(i, 2))))
+        cost = draw.choice((math.inf, 0.0, 1.0, 2.0, 5.0, 9.0))
+        values.append(
+            ForwardValue(str(i), inputs, draw.randrange(1, 8) * 2**20, draw.random() < 0.5, True, 0.0, cost)
+        )
+    return values
+
+
+def all_costs(values: list[ForwardValue], limit: float) -> list[float]:
+    """The costs of all ways to save some values and run others again, within a limit."""
+    found = []
+    for states in itertools.product(("left", "saved", "again"), repeat=len(values)):
+        may = all(
+            (
+                state != "again"
+                or (value.rerun_ms < math.inf and all(states[i] != "left" for i in value.inputs))
+            )
+            and (state != "left" or not value.is_read)
+            for state, value in zip(states, values, strict=True)
+        )
+        names = {value.name for state, value in zip(states, values, strict=True) if state == "saved"}
+        if may and weight_of(values, names) <= limit:
+            again = (v.rerun_ms for state, v in zip(states, values, strict=True) if state == "again")
+            found.append(math.fsum(again))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_within_the_limit_costs_less(seed: int) -> None:
+    values = some_values(seed)
+    most = weight_of(values, {value.name for value in values if value.is_read})
+    for share in (1.0, 0.6, 0.3, 0.0):
+        costs = all_costs(values, share * most)
+        found = cheapest_saved(values, share * most)
+        assert (found is None) == (not costs)
+        if found is not None:
+            assert found.weight <= share * most * (1 + 1e-6)
+            assert found.rerun_ms <= min(costs) * 1.01  # the solver's gap
