@@ -233,7 +233,9 @@ class Planner:
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         # A step that fits as it is needs no solver. Its search begins with the empty plan.
         unplanned = search.context.program.footprint.peak_bytes
-        if unplanned > budget_bytes and self._may_gain_in(search, budget_bytes):
+        # Bounds are about options, and say nothing of a technique's own solver.
+        may_gain = bool(self.own_solvers()) or self._may_gain_in(search, budget_bytes)
+        if unplanned > budget_bytes and may_gain:
             for one in self._solvers(search):
                 search.solve(one, budget_bytes)
                 if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
