@@ -39,6 +39,9 @@ from sacplan._rotor.sequences import Rotor, is_longer
 from sacplan._techniques import TECHNIQUES
 from sacplan.errors import InfeasibleBudget, SacplanError, SacplanWarning
 
+OPTIMIZER_STEP = "optimizer step"
+"""What binds where the smallest peak is in the optimizer's step, and not in a module."""
+
 
 def infeasible(
     profile: Profile, asked: Planner, budget_bytes: int, *, looks_further: bool
@@ -56,9 +59,9 @@ def infeasible(
     run = search.smallest.footprint
     inference = profile.mode == "inference"
     binding = _binding(run, inference=inference)
-    where = f"{run.peak_phase.name.lower()} of {binding}" if binding != "optimizer step" else binding
+    where = f"{run.peak_phase.name.lower()} of {binding}" if binding != OPTIMIZER_STEP else binding
     advice = "make the batch smaller"
-    if binding == "optimizer step":
+    if binding == OPTIMIZER_STEP:
         advice = (
             "use an optimizer with less state or fewer temporaries (fused=True), or train fewer parameters: a smaller "
             "batch does not help"
@@ -172,9 +175,9 @@ def infeasible_on_mesh(
 
 
 def _binding(run: Footprint, *, inference: bool) -> str:
-    """Return the module that runs at the peak, or ``"optimizer step"``."""
+    """Return the module that runs at the peak, or ``OPTIMIZER_STEP``."""
     if run.peak_phase == Phase.OPTIMIZER:
-        return "optimizer step"
+        return OPTIMIZER_STEP
     # The op at the peak is in no module call, or in that of the model itself, whose name is empty.
     outside = (
         "the loss, outside of any module" if run.peak_scope < 0 and not inference else "the model itself"

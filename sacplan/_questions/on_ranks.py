@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from sacplan._device.device_memory import reserved_bytes
+from sacplan._plan.infeasible import OPTIMIZER_STEP
 from sacplan._plan.limits import Limit
 from sacplan._plan.make import Outcome, outcome_of
 from sacplan._plan.meshes import names_on, resolve_mesh, way
@@ -106,9 +107,14 @@ class RankRows:
         """
         found = []
         for one in self._arrangements():
-            for name in self.steps:
+            only_state_helps = False
+            for name, step in self.steps.items():
+                if only_state_helps and self._state_bytes(step) >= self._state_bytes(
+                    next(iter(self.steps.values()))
+                ):
+                    continue
                 try:
-                    rows = self._rows_with(one, name)
+                    rows, only_state_helps = self._rows_with(one, name)
                 except (TraceError, PlanError, BudgetError) as error:
                     self.notes.append(f"{one.name}: {error}")
                     break
@@ -118,18 +124,24 @@ class RankRows:
                     break
         return found
 
-    def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
+    @staticmethod
+    def _state_bytes(step: OptimizerStep | None) -> int:
+        return 0 if step is None else step.state_bytes
+
+    def _rows_with(self, one: Arrangement, name: str) -> tuple[list[FitRow], bool]:
+        """Return the rows, and whether the smallest peak is outside of the optimizer's step."""
         if self.shards_whole(one, name):
-            return []
+            return [], False
         rank = self._rank(one, name, self.batch)
         # Kept for the largest batch, which needs the arrangement and the rank of a row.
         self._known[one.name, name] = one, rank
         bare = self._row(one, name, rank, None)
         # No plan makes shards or an optimizer on the host smaller.
         if bare.fits or bare.over_host_bytes:
-            return [bare]
-        asked = Request(self.limit, host_budget=f"{self.host_budget_bytes}B")
-        return [bare, self._row(one, name, rank, outcome_of(asked, rank))]
+            return [bare], False
+        outcome = outcome_of(Request(self.limit, host_budget=f"{self.host_budget_bytes}B"), rank)
+        elsewhere = outcome.error is not None and outcome.error.binding != OPTIMIZER_STEP
+        return [bare, self._row(one, name, rank, outcome)], elsewhere
 
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
         """Return the step of a rank with so many samples for each device."""
