@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -264,6 +265,16 @@ def test_a_recorded_rank_is_planned_as_one_that_is_worked_out(name: str) -> None
     assert "rank 0 of 8, recorded as PyTorch runs it" in "; ".join(profile.assumptions)
     with pytest.raises(TraceError, match="profile of a rank already"):
         sacplan.plan(profile, "85%", ranks=sacplan.FSDP2(4, units))
+
+
+def test_the_environment_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    launched = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    with sacplan.ranks(16, rank=9, device="h100"):
+        assert {name: os.environ[name] for name in launched} == launched
+    assert os.environ["RANK"] == "7"
+    assert "WORLD_SIZE" not in os.environ
 
 
 def exposed_ms(gb_per_s: float) -> tuple[float, float]:
