@@ -74,7 +74,7 @@ class CompileBudget:
             return partitioning.lowered_peaks(graph, graphs, arguments["num_fwd_outputs"], static)
 
         values: list[ForwardValue] = []
-        first = peaks(functools.partial(_note, values))
+        first = peaks(functools.partial(_note, values, arguments["num_fwd_outputs"]))
         default = self._needs(first)
         budget = parse_budget(self._budget, default)
         if default <= budget:
@@ -138,12 +138,16 @@ class CompileBudget:
         self.remove()
 
 
-def _note(values: list[ForwardValue], graph: Any, info: Any, own: Callable[[], list[Any]]) -> list[Any]:
+def _note(
+    values: list[ForwardValue], n_outputs: int, graph: Any, info: Any, own: Callable[[], list[Any]]
+) -> list[Any]:
     """Choose what PyTorch chooses, and note what else there is to choose from."""
     device = next(v.device for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
     model = CostModel(active_device() or resolve_device(device))
     ms_per_byte = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
-    values += partitioning.forward_values(graph, info, lambda *call: model.cost(*call)[1], ms_per_byte)
+    values += partitioning.forward_values(
+        graph, info, n_outputs, lambda *call: model.cost(*call)[1], ms_per_byte
+    )
     return own()
 
 

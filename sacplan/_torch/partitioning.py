@@ -83,7 +83,7 @@ class ForwardValue:
     Attributes:
         name: of the node.
         inputs: numbers of the values that it is made of.
-        nbytes: its size; 0 for what is there anyway: parameters.
+        nbytes: its size; 0 for what is there anyway: parameters, and outputs, which the caller may hold.
         is_read: the backward pass reads it.
         is_savable: it may be saved.
         save_ms: what it costs to save it.
@@ -99,19 +99,23 @@ class ForwardValue:
     rerun_ms: float
 
 
-def forward_values(graph: Any, info: Any, ms_of: Callable[..., float], byte_ms: float) -> list[ForwardValue]:
+def forward_values(
+    graph: Any, info: Any, n_outputs: int, ms_of: Callable[..., float], byte_ms: float
+) -> list[ForwardValue]:
     """Return the values among which a partition chooses, in the order of the graph.
 
     Args:
         graph, info: as ``Choose`` gets them.
+        n_outputs: of the forward pass; the others of the graph are gradients.
         ms_of: the time of an op by itself: ``(op, args, kwargs, result)``.
         byte_ms: the time to write a byte. It is what a light op costs: it is fused with those that read it.
     """
     nodes = [n for n in graph.nodes if n.op != "output" and n not in info.tangents_closure]
     number = {node: i for i, node in enumerate(nodes)}
+    there = {*info.static_lifetime_input_nodes, *graph.output_node().args[0][:n_outputs]}
     made = []
     for node in nodes:
-        nbytes = 0 if node in info.static_lifetime_input_nodes else _size(node)
+        nbytes = 0 if node in there else _size(node)
         is_read = node in info.required_bw_nodes or not info.tangents_closure.isdisjoint(node.users)
         is_value = isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt))
         is_savable = node.op == "placeholder" or (is_value and not _must(node, "RECOMPUTE"))

@@ -77,7 +77,11 @@ NOT_RUN = {
     (README, "make demo", "installs packages"),
     ("hf_targets.md", "python -m benchmarks.hf_targets", "takes half an hour"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
-    ("huggingface.md", "arguments = transformers", "tests/integrations/test_trainer_fsdp.py does this on two ranks"),
+    (
+        "huggingface.md",
+        "arguments = transformers",
+        "tests/integrations/test_trainer_fsdp.py does this on two ranks",
+    ),
     ("huggingface.md", "with sacplan.ranks", "Accelerate has one kind of process for all of its life"),
     ("lora.md", "pip install", "installs packages"),
     ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
