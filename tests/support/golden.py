@@ -1,4 +1,4 @@
-"""A dozen models planned in every way, as values that a file holds.
+"""Four models planned in every way, as values that a file holds.
 
 ``python -m tests.support.golden`` writes the files again:
 
@@ -29,11 +29,8 @@ import sacplan
 from sacplan._plan.plan import Plan
 from sacplan._program.program import Event, Program
 from sacplan._techniques import rewritten
-from tests.zoo.convnets import BasicBlock, ConvGRU, InPlaceConvNet, ResNet
 from tests.zoo.language_models import LM, Block, cross_entropy, tokens
-from tests.zoo.layers import Uneven
-from tests.zoo.parallel import Sequences
-from tests.zoo.wide import Evoformer, Transformer, UNet
+from tests.zoo.wide import Transformer
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
 SHARES = (75, 50, 25, 0)
@@ -68,32 +65,12 @@ CASES: dict[str, Case] = {
         torch.optim.AdamW,
         ({"tp": 4}, {"dp": 2, "tp": 2}),
     ),
-    "uneven": Case(Uneven, lambda: torch.randn(8, 32, 32)),
-    "chain": Case(
-        lambda: nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU()))),
-        lambda: torch.randn(64, 64),
-        meshes=({"dp": 4},),
-    ),
-    "resnet": Case(
-        lambda: ResNet(BasicBlock, [1, 1, 1, 1], inplace=True, classes=10), lambda: torch.randn(2, 3, 64, 64)
-    ),
-    "in_place": Case(InPlaceConvNet, lambda: torch.randn(2, 3, 16, 16), optimizer=torch.optim.SGD),
-    "recurrence": Case(ConvGRU, lambda: torch.randn(4, 8, 16)),
-    "sequences": Case(Sequences, lambda: torch.randn(4, 32, 64)),
     "transformer": Case(lambda: Transformer(32, 2, 3), lambda: torch.randn(2, 64, 32)),
-    "evoformer": Case(
-        lambda: Evoformer(32, 16), lambda: (torch.randn(1, 8, 24, 32), torch.randn(1, 24, 24, 16))
-    ),
-    "unet": Case(
-        lambda: UNet((32, 64), layers=1),
-        lambda: (torch.randn(1, 3, 32, 32), torch.tensor([1.0])),
-        optimizer=None,
-    ),
     "block": Case(lambda: Block(64, 4, 0.1), lambda: torch.randn(8, 64, 64)),
 }
 """Training steps; those in ``INFERENCE`` are planned without gradients as well."""
 
-INFERENCE = ("transformer", "evoformer", "unet", "resnet")
+INFERENCE = ("transformer",)
 
 SOLVERS: dict[str, Any] = {
     "best": "best",

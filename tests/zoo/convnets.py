@@ -273,19 +273,3 @@ class ConvGRU(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = F.relu(self.norm(self.first(x)), inplace=True)
         return self.last(self.rnn(h.transpose(1, 2))[0])
-
-
-class InPlaceConvNet(nn.Module):
-    """Residual convolutions that write in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 16, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for conv, norm in zip(self.blocks, self.norms, strict=True):
-            x = F.relu_(norm(conv(x)).add_(x))
-        return x.mean((2, 3))
