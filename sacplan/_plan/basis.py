@@ -27,8 +27,7 @@ from sacplan._techniques import TECHNIQUES, rewritten, why_not
 
 _MOMENTS = 8  # kinds of modules that are asked about at a time, those with the highest moments
 _WORTH_OFFERING = 0.01  # share of the smallest peak that an offer about a lower moment has to free somewhere
-NEAR_PEAK = 0.8
-"""Share of the smallest peak from which on a moment is near it."""
+_NEAR_PEAK = 0.8  # share of the smallest peak from which on a moment is near it
 
 
 # Without slots, since what follows from it is kept in ``__dict__``.
@@ -96,7 +95,7 @@ class Basis:
         """
         if not any(TECHNIQUES[name].is_about_peaks for name in self.techniques):
             return None
-        return self._further_about(smallest, 1.0) or self._further_about(smallest, NEAR_PEAK)
+        return self._further_about(smallest, 1.0) or self._further_about(smallest, _NEAR_PEAK)
 
     def _further_about(self, smallest: Candidate, share: float) -> Basis | None:
         """Do so about all moments with this share of the peak, the highest first.

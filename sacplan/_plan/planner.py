@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 
-from sacplan._plan.basis import NEAR_PEAK, Basis
+from sacplan._plan.basis import Basis
 from sacplan._plan.candidate import Candidate
 from sacplan._plan.search import PlanSearch
 from sacplan._program.pins import Pins
@@ -270,17 +270,15 @@ class Planner:
         else:
             self._minimise(budget_bytes)
             search = min(self.own, key=smallest_bytes)
-            # What was in vain with fewer techniques is not asked again. And a further search only looks at moments near
-            # its peak, so it does not get from far above to what others have reached.
-            in_vain = any(one.basis.is_further for one in fewer)
-            if in_vain or smallest_bytes(self.nearest) < NEAR_PEAK * smallest_bytes(search):
+            # What was in vain with fewer techniques is not asked again.
+            if any(one.basis.is_further for one in fewer):
                 return
             # Without offers, several planners have the same search.
             basis = replace(search.basis, techniques=self.techniques).further(search.smallest)
         for _ in range(_FURTHER):
             if basis is None or not self._costs_more_than(_DEAR, budget_bytes):
                 break
-            search, lowest = self._searched(basis), smallest_bytes(self.nearest)
+            search, lowest = self._searched(basis), smallest_bytes(search)
             if not self._may_gain_in(search, budget_bytes):
                 break
             search.minimise(self._solvers(search), budget_bytes)

@@ -57,7 +57,7 @@ def of_all_three() -> tuple[sacplan.Profile, sacplan.Plan]:
 def test_what_sliced_norms_read_waits_on_the_host() -> None:
     profile, plan = smallest("cpu", WITH)
     sliced = {chunk.unit for chunk in plan.chunks if chunk.span == "backward"}
-    assert {f"layers.{i}.norm1" for i in range(LAYERS)} <= sliced
+    assert {f"layers.{i}.norm{k}" for i in range(LAYERS) for k in (1, 2)} <= sliced
     # The first op of a layer that has its input is the norm's cast.
     read = [one for one in plan.offloaded if one.place == "norm1" and one.op == "aten._to_copy.default"]
     assert read

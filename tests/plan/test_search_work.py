@@ -73,7 +73,7 @@ def cross_entropy(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
-@pytest.mark.parametrize(("mixer", "most"), [(Landmarks, 16), (TimeLoop, 18)])
+@pytest.mark.parametrize(("mixer", "most"), [(Landmarks, 19), (TimeLoop, 18)])
 def test_rehearsals_are_bounded(mixer: type[nn.Module], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is rehearsed twice for one step, and few chunks for a step in which others are settled."""
     rehearsed: Counter[Any] = Counter()
@@ -115,7 +115,7 @@ def test_searches_with_all_techniques_are_bounded() -> None:
     torch.manual_seed(0)
     profile = sacplan.profile(Model(Landmarks), torch.randint(0, 32, (4, 16)), cross_entropy, device="cpu")
     smallest: dict[tuple[str, ...], int] = {}
-    for techniques, most in ((("recompute", "chunk"), 7), (("recompute", "chunk", "offload"), 17)):
+    for techniques, most in ((("recompute", "chunk"), 8), (("recompute", "chunk", "offload"), 18)):
         solver = Counting()
         smallest[techniques] = sacplan.plan(profile, "smallest", solver, techniques=techniques).peak_bytes
         assert solver.asked <= most
