@@ -1,4 +1,4 @@
-"""What a compiled step saves for its backward pass: a mixed-integer program on the joint graph.
+"""Which values a compiled step saves for its backward pass: a mixed-integer program on the joint graph.
 
 Every value of the forward pass is there for the backward pass or not (a), and is made again for it or not (r). What is
 there and is not made again is saved (s = a - r):
@@ -27,7 +27,7 @@ from sacplan._torch.partitioning import ForwardValue
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
-    """What is saved.
+    """A choice of values to save.
 
     Attributes:
         names: of the nodes.

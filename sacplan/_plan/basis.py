@@ -1,4 +1,4 @@
-"""What a search begins with: the step, what is settled in it, and offers; and what else techniques can do about a peak.
+"""A search begins with a basis: the step, what is settled in it, and offers about its peaks.
 
 A technique does two things about the peak of a plan. What it *settles* is the same for all modules that are alike: the
 step is then planned for as if it had been recorded with it. What it *offers* is a choice beside the regions.
@@ -33,7 +33,7 @@ _NEAR_PEAK = 0.8  # share of the smallest peak from which on a moment is near it
 # Without slots, since what follows from it is kept in ``__dict__``.
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """What a search begins with.
+    """The step that a search plans, with what is settled in it and what is offered.
 
     Attributes:
         recorded: The step as it was recorded, with the requirements on a plan.
@@ -69,7 +69,7 @@ class Basis:
 
     @cached_property
     def context(self) -> PlanningContext:
-        """What is derived from it. Pins keep the other techniques away from the ops and modules of the offers."""
+        """The values that are derived from the step. Pins keep the other techniques away from the ops and modules of the offers."""
         pins = self.step.pins
         # The other techniques see these modules as if the user had named them in ``never``, and the ops in ``keep``.
         alone = [unit for offer in self.offers for unit in offer.alone]

@@ -78,7 +78,7 @@ def partitioned(
 
 @dataclass(frozen=True, slots=True)
 class ForwardValue:
-    """What a node of the forward part of a joint graph makes.
+    """The value that a node of the forward part of a joint graph makes.
 
     Attributes:
         name: of the node.
