@@ -69,7 +69,7 @@ from sacplan._program.setup import Routing
 from sacplan._questions.largest import largest_that_fits, largest_within
 from sacplan._questions.on_ranks import RankRows, read_devices
 from sacplan._questions.scaled import Peaks, Sized, sized
-from sacplan._questions.verdict import FitRow, Verdict, is_same_training, recommended
+from sacplan._questions.verdict import FitRow, Verdict, cheapest_of, is_same_training, recommended
 from sacplan._questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
 from sacplan._ranks.ranks import FSDP2
 from sacplan._record.compiled import CompileModules
@@ -83,9 +83,6 @@ _NOT_TIMED = (
     "Times are not predicted for optimizers on the host, whose state crosses the link, or which step there."
 )
 _LARGEST = 2**24  # the largest size to try
-_DEAR = (
-    0.2  # share of the step that a plan adds, from which on one that takes the host's memory is tried as well
-)
 _TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 
 
@@ -649,9 +646,8 @@ class _Sweep:
         """Return rows that take memory of the host, if none fits with the asked optimizer or those that do are dear."""
         if self.spec.kind == "cpu":  # its memory is the host's
             return []
-        fitting = [row for row in rows if row.fits and is_same_training(row.optimizer, rows[0].optimizer)]
-        cheapest = min(fitting, key=lambda row: row.step_ms or 0.0, default=None)
-        if cheapest is not None and cheapest.added_share < _DEAR:
+        cheapest = cheapest_of(rows)
+        if cheapest is not None and not cheapest.is_dear:
             return []
         # Another optimizer changes the training, so it is tried only if no row fits.
         asked = rows[0].optimizer
@@ -662,7 +658,7 @@ class _Sweep:
         for way in host_ways(self.ways) if self._could_fit and not self.base.runs_compiled else ():
             found += self._on_the_host_with(way, names, rows, cheapest)
         # State on the host is a last resort: its way over the link costs time that is not predicted.
-        return found if fitting else found + self._with_state_on_host()
+        return found if cheapest is not None else found + self._with_state_on_host()
 
     def _on_the_host_with(
         self, way: Way, names: list[str], rows: list[FitRow], cheapest: FitRow | None

@@ -1,9 +1,9 @@
 """Rows of ``fit`` on several devices: what runs the step there, as it is and with a plan.
 
-Each *arrangement* is a way to run one step on all devices: DDP, FSDP2 (with mixed precision for a model in float32,
-with ``CPUOffloadPolicy``, and as Accelerate shards packed weights), or a mesh with tensor parallelism. They process the
-same samples: ``batch`` for each device. The step of one rank is a rewrite of the recorded step, so an arrangement needs
-no recording of its own, except for mixed precision, in which modules run other ops, and for tensor parallelism.
+Each *arrangement* is a way to run one step on all devices: DDP, FSDP2 (also as Accelerate shards packed weights, with
+mixed precision for a model in float32, and with ``CPUOffloadPolicy``), or a mesh with tensor parallelism. They process
+the same samples: ``batch`` for each device. The step of one rank is a rewrite of the recorded step, so an arrangement
+needs no recording of its own, except for mixed precision, in which modules run other ops, and for tensor parallelism.
 
 Optimizers of bitsandbytes step whole parameters, so rows of shards have none of them.
 """
@@ -11,9 +11,8 @@ Optimizers of bitsandbytes step whole parameters, so rows of shards have none of
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ from sacplan._program.program import Phase
 from sacplan._questions.largest import largest_that_fits, largest_within
 from sacplan._questions.scaled import Peaks, Sized, sized_alike
 from sacplan._questions.sweep import Row
-from sacplan._questions.verdict import FitRow
+from sacplan._questions.verdict import FitRow, cheapest_of, is_same_training
 from sacplan._questions.ways import AS_IT_IS, PLAN
 from sacplan._ranks.ranks import DDP, FSDP2, AnyRanks, Ranks, layers_of, ranks_of
 from sacplan.errors import BudgetError, PlanError, TraceError
@@ -96,6 +95,11 @@ class RankRows:
     recorded: Callable[[int, Mapping[str, Any]], Profile]
     notes: list[str]
     _known: dict[tuple[str, str], tuple[Arrangement, Profile]] = field(default_factory=dict)
+    _rows: list[FitRow] = field(default_factory=list)
+    _refused: set[str] = field(default_factory=set)  # arrangements
+    _bound_elsewhere: set[str] = field(
+        default_factory=set
+    )  # arrangements whose smallest peak no optimizer has
     # By id of the bare step, which is kept beside the completed one: its id is then no other step's.
     _completed: dict[tuple[int, str], tuple[Profile, Profile]] = field(default_factory=dict)
     _whole: dict[tuple[int, str], Profile] = field(default_factory=dict)  # by batch of a device and optimizer
@@ -103,45 +107,62 @@ class RankRows:
     def rows(self) -> list[FitRow]:
         """Return the rows: for each arrangement as it is, and with a plan where it does not fit so.
 
-        Other optimizers are tried where the asked one does not fit with a plan either.
+        What changes more, or takes long to record, comes last and only where it could help: another training where
+        nothing fits; the host's memory, another precision and then meshes where nothing else fits, or plans are dear.
         """
-        found = []
-        for one in self._arrangements():
-            only_state_helps = False
-            for name, step in self.steps.items():
-                if only_state_helps and self._state_bytes(step) >= self._state_bytes(
-                    next(iter(self.steps.values()))
-                ):
+        asked = next(iter(self.steps))
+        same = [name for name in self.steps if is_same_training(name, asked)]
+        tried = list[Arrangement]()
+        for tier in (self._on_data(), self._changing_more(), self._on_meshes()):
+            here = list(tier)
+            tried += here
+            self._try(here, same)
+            cheapest = cheapest_of(self._rows)
+            if cheapest is not None and not cheapest.is_dear:
+                break
+        if not any(row.fits for row in self._rows):
+            self._try(tried, [name for name in self.steps if name not in same])
+        order = [one.name for one in tried]
+        return sorted(self._rows, key=lambda row: order.index(row.spread))
+
+    def _try(self, arrangements: Sequence[Arrangement], optimizers: Iterable[str]) -> None:
+        """Add the rows of arrangements up to the first optimizer with which anything fits."""
+        for name in optimizers:
+            for one in arrangements:
+                if one.name in self._refused or not self._may_help(one, name):
                     continue
                 try:
-                    rows, only_state_helps = self._rows_with(one, name)
+                    self._rows += self._rows_with(one, name)
                 except (TraceError, PlanError, BudgetError) as error:
                     self.notes.append(f"{one.name}: {error}")
-                    break
-                found += rows
-                # There are no rows for an optimizer that this arrangement cannot have.
-                if rows and rows[-1].fits:
-                    break
-        return found
+                    self._refused.add(one.name)
+            if any(row.fits for row in self._rows):
+                return
+
+    def _may_help(self, one: Arrangement, name: str) -> bool:
+        """Whether an optimizer can lower a peak that is not in the optimizer's step: less state does, or none does."""
+        if one.name not in self._bound_elsewhere:
+            return True
+        return self._state_bytes(self.steps[name]) < self._state_bytes(next(iter(self.steps.values())))
 
     @staticmethod
     def _state_bytes(step: OptimizerStep | None) -> int:
         return 0 if step is None else step.state_bytes
 
-    def _rows_with(self, one: Arrangement, name: str) -> tuple[list[FitRow], bool]:
-        """Return the rows, and whether the smallest peak is outside of the optimizer's step."""
+    def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
         if self.shards_whole(one, name):
-            return [], False
+            return []
         rank = self._rank(one, name, self.batch)
         # Kept for the largest batch, which needs the arrangement and the rank of a row.
         self._known[one.name, name] = one, rank
         bare = self._row(one, name, rank, None)
         # No plan makes shards or an optimizer on the host smaller.
         if bare.fits or bare.over_host_bytes:
-            return [bare], False
+            return [bare]
         outcome = outcome_of(Request(self.limit, host_budget=f"{self.host_budget_bytes}B"), rank)
-        elsewhere = outcome.error is not None and outcome.error.binding != OPTIMIZER_STEP
-        return [bare, self._row(one, name, rank, outcome)], elsewhere
+        if outcome.error is not None and outcome.error.binding != OPTIMIZER_STEP:
+            self._bound_elsewhere.add(one.name)
+        return [bare, self._row(one, name, rank, outcome)]
 
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
         """Return the step of a rank with so many samples for each device."""
@@ -166,36 +187,47 @@ class RankRows:
             self._completed[key] = bare, bare if step is None else with_optimizer(bare, step)
         return self._completed[key][1]
 
-    def _arrangements(self) -> Iterator[Arrangement]:
-        n, names = self.devices, [name for name, _ in self.model.named_parameters()]
-        units = layers_of(names)
-        size = ("--world-size", str(n))
+    @property
+    def _units(self) -> tuple[str, ...]:
+        return layers_of(name for name, _ in self.model.named_parameters())
+
+    def _fsdp(self, name: str, written: str, flags: tuple[str, ...] = (), **more: Any) -> Arrangement:
+        """Return an arrangement of FSDP2 with further arguments, and how these are written."""
+        ranks = FSDP2(self.devices, self._units, **more)
+        options = f"ranks=sacplan.FSDP2({self.devices}, {list(self._units)!r}{written})"
+        # A recording with a policy is that of a rank already: nothing is left to spread.
+        if ranks.mp_policy is not None:
+            return Arrangement(name, options, flags, lambda whole: whole, {"ranks": ranks})
+        names = (parameter for parameter, _ in self.model.named_parameters())
+        return Arrangement(name, options, flags, on(ranks_of(ranks, names, self.model)))
+
+    def _on_data(self) -> Iterator[Arrangement]:
+        """Yield what spreads the batch alone, on the devices alone."""
+        n, size = self.devices, ("--world-size", str(self.devices))
         yield Arrangement("DDP", f"ranks=sacplan.DDP({n})", size, on(DDP(n)), has_whole_parameters=True)
-        fsdp = functools.partial(FSDP2, n, units)
-        options = f"ranks=sacplan.FSDP2({n}, {list(units)!r}"
-        flags = (*size, *(word for unit in units for word in ("--fsdp-unit", unit)))
-        yield Arrangement("FSDP2", f"{options})", flags, on(fsdp()))
+        yield self._fsdp(
+            "FSDP2", "", (*size, *(word for unit in self._units for word in ("--fsdp-unit", unit)))
+        )
         # Accelerate leaves frozen integers out of the shards, among them 4-bit weights that are stored as bytes
         # (``fsdp2_prepare_model``).
         packed = [p for p in self.model.parameters() if not p.requires_grad and not p.is_floating_point()]
         if packed:
-            text = "ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
-            ignoring = on(ranks_of(fsdp(ignored_params=packed), names, self.model))
-            yield Arrangement("FSDP2 of Accelerate", f"{options}, {text})", (), ignoring)
+            ignored = ", ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
+            yield self._fsdp("FSDP2 of Accelerate", ignored, ignored_params=packed)
+
+    def _changing_more(self) -> Iterator[Arrangement]:
+        """Yield what computes in another type, or takes the host's memory; the command line has no options for it."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-        # Only a model in float32 gains from bfloat16. The recording with a policy is that of a rank already, so
-        # nothing is left to spread, and the command line has no option for a policy.
+        # Only a model in float32 gains from bfloat16.
         if all(p.dtype == torch.float32 for p in self.model.parameters()):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            asked = {"ranks": fsdp(mp_policy=policy)}
-            text = "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
-            yield Arrangement("FSDP2, bfloat16", f"{options}, {text})", (), lambda whole: whole, asked)
-        offloaded = on(fsdp(offload_policy=CPUOffloadPolicy()))
-        yield Arrangement(
-            "FSDP2, CPU offload", f"{options}, offload_policy=CPUOffloadPolicy())", (), offloaded
+            written = ", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
+            yield self._fsdp("FSDP2, bfloat16", written, mp_policy=policy)
+        offloaded = CPUOffloadPolicy()
+        yield self._fsdp(
+            "FSDP2, CPU offload", ", offload_policy=CPUOffloadPolicy()", offload_policy=offloaded
         )
-        yield from self._on_meshes()
 
     def _on_meshes(self) -> Iterator[Arrangement]:
         """Yield the meshes with an axis for tensor parallelism; without one, DDP and FSDP2 do the same."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _SHOWN_DEVICES = 3  # larger devices that are named; the others are counted
+_DEAR = 0.2  # share of the step that a plan adds, from which on what takes longer, or host memory, is tried as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,11 @@ class FitRow(Row):
     def added_share(self) -> float:
         """Share of the step's time that the plan adds; 0 where the time is not known."""
         return ((self.recompute_ms or 0.0) + (self.added_ms or 0.0)) / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether its plan adds so much time that what takes longer to find, or host memory, is tried as well."""
+        return self.added_share >= _DEAR
 
     def is_quicker(self, other: FitRow) -> bool:
         """Whether it fits and takes less time than another row that fits."""
@@ -354,6 +360,12 @@ def recommended(rows: Sequence[FitRow]) -> FitRow | None:
         return plain[0]
     same = [row for row in holding if is_same_training(row.optimizer, rows[0].optimizer)]
     return min(same or holding, key=lambda row: math.inf if row.step_ms is None else row.step_ms)
+
+
+def cheapest_of(rows: Sequence[FitRow]) -> FitRow | None:
+    """Return the fastest row that fits with the asked optimizer, that of the first row, or its fused version."""
+    fitting = [row for row in rows if row.fits and is_same_training(row.optimizer, rows[0].optimizer)]
+    return min(fitting, key=lambda row: row.step_ms or 0.0, default=None)
 
 
 def is_same_training(name: str, optimizer: str) -> bool:

@@ -19,6 +19,15 @@ from tests.zoo.language_models import LM, cross_entropy, tokens
 
 UNITS = ("layers.*", "")
 BUDGET = "7.6MiB"
+# DDP and FSDP2 do not fit in this one, so that another precision, and the host, are tried.
+SMALLER = "3.9MiB"
+NOTHING = "1.5MiB"
+SPREADS = [
+    ("DDP", BUDGET),
+    ("FSDP2", BUDGET),
+    ("FSDP2, bfloat16", SMALLER),
+    ("FSDP2, CPU offload", SMALLER),
+]
 DEVICE = "h100 without workspaces"  # the rest of the step is smaller than these
 
 
@@ -28,15 +37,39 @@ def model() -> LM:
 
 
 @cache
-def found() -> sacplan.Verdict:
+def found(budget: str = BUDGET) -> sacplan.Verdict:
     return sacplan.fit(
-        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", BUDGET, batch=4
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", budget, batch=4
     )
 
 
 def profiled(batch: int = 4, **ranks: Any) -> sacplan.Profile:
     make = BY_NAME["adamw"].make
     return sacplan.profile(model(), tokens(batch, 64, 512), cross_entropy, make, DEVICE, **ranks)
+
+
+WIDE = "8.5MiB"
+"""Holds half of each parameter of ``wide``, with gradient and state, and not a whole layer beside the shards."""
+
+
+def wide() -> LM:
+    with torch.device("meta"):
+        return LM(layers=1, dim=256, vocab=64, dropout=0.0)
+
+
+@cache
+def row_on_mesh() -> sacplan.FitRow:
+    """A mesh is tried where FSDP2 does not fit, neither on the device nor with the host."""
+    verdict = sacplan.fit(
+        wide(), lambda n: tokens(n, 16, 64), f"2x{DEVICE}", cross_entropy, "adamw", WIDE, batch=2, host_budget="1MiB"
+    )  # fmt: skip
+    assert {row.spread for row in verdict.rows} >= {"DDP", "FSDP2", "FSDP2, CPU offload"}
+    (row,) = [row for row in verdict.rows if row.spread == "tp 2, megatron" and row.way == "as it is"]
+    return row
+
+
+def wide_profile(batch: int) -> sacplan.Profile:
+    return sacplan.profile(wide(), tokens(batch, 16, 64), cross_entropy, BY_NAME["adamw"].make, DEVICE)
 
 
 def ranks_of(spread: str) -> dict[str, Any]:
@@ -57,17 +90,17 @@ def test_layers_are_the_units() -> None:
     assert alone.ranks.fsdp_units == ("",)
 
 
-@pytest.mark.parametrize("spread", ["DDP", "FSDP2", "FSDP2, bfloat16", "FSDP2, CPU offload"])
-def test_rows_are_what_profile_and_plan_say(spread: str) -> None:
-    rows = [row for row in found().rows if row.spread == spread]
+@pytest.mark.parametrize(("spread", "budget"), SPREADS)
+def test_rows_are_what_profile_and_plan_say(spread: str, budget: str) -> None:
+    rows = [row for row in found(budget).rows if row.spread == spread]
     profile = profiled(**ranks_of(spread))
     assert rows[0].way == "as it is"
     assert rows[0].peak_bytes == profile.peak_bytes
     assert rows[0].step_ms == pytest.approx(profile.step_ms)
-    assert rows[0].fits == (profile.peak_bytes <= parse_budget(BUDGET, 0))
+    assert rows[0].fits == (profile.peak_bytes <= parse_budget(budget, 0))
     assert [row.way for row in rows[1:]] == ([] if rows[0].fits else ["plan"])
     for row in rows[1:]:
-        plan = sacplan.plan(profile, BUDGET)
+        plan = sacplan.plan(profile, budget)
         assert row.fits
         assert row.plan is not None
         assert (row.peak_bytes, row.plan.decisions) == (plan.peak_bytes, plan.decisions)
@@ -77,7 +110,7 @@ def test_rows_are_what_profile_and_plan_say(spread: str) -> None:
 def test_an_optimizer_that_steps_whole_parameters_has_rows_where_they_are_whole() -> None:
     pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
     verdict = sacplan.fit(
-        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw-8bit", BUDGET, batch=4, sizes=False
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw-8bit", NOTHING, batch=4, sizes=False
     )  # fmt: skip
     assert "adamw-8bit" in {row.optimizer for row in verdict.rows if row.spread == "DDP"}
     assert "adamw-8bit" not in {row.optimizer for row in verdict.rows if row.spread.startswith("FSDP2")}
@@ -85,8 +118,8 @@ def test_an_optimizer_that_steps_whole_parameters_has_rows_where_they_are_whole(
 
 
 def test_a_mesh_gets_the_batch_of_all_devices() -> None:
-    (row,) = [row for row in found().rows if row.spread == "tp 2, megatron" and row.way == "as it is"]
-    rank = sacplan.plan(profiled(batch=8), "100%", mesh={"tp": 2})
+    row = row_on_mesh()
+    rank = sacplan.plan(wide_profile(4), "100%", mesh={"tp": 2})
     assert row.unplanned_peak_bytes == row.peak_bytes
     assert row.options == "mesh={'tp': 2}"
     assert (
@@ -94,10 +127,10 @@ def test_a_mesh_gets_the_batch_of_all_devices() -> None:
     )  # a search may have found another sharding with a lower one
 
 
-@pytest.mark.parametrize("spread", ["DDP", "FSDP2", "FSDP2, bfloat16", "FSDP2, CPU offload"])
-def test_the_largest_batch_is_that_of_a_rank(spread: str) -> None:
-    row = next(row for row in found().rows if row.spread == spread and row.way == "as it is")
-    limit = parse_budget(BUDGET, 0)
+@pytest.mark.parametrize(("spread", "budget"), SPREADS)
+def test_the_largest_batch_is_that_of_a_rank(spread: str, budget: str) -> None:
+    row = next(row for row in found(budget).rows if row.spread == spread and row.way == "as it is")
+    limit = parse_budget(budget, 0)
     n = row.largest_batch
     assert n
     assert (
@@ -106,12 +139,11 @@ def test_the_largest_batch_is_that_of_a_rank(spread: str) -> None:
 
 
 def test_the_largest_batch_of_a_mesh_is_that_of_a_device() -> None:
-    row = next(row for row in found().rows if row.options == "mesh={'tp': 2}" and row.way == "as it is")
-    n, limit = row.largest_batch, parse_budget(BUDGET, 0)
+    n, limit = row_on_mesh().largest_batch, parse_budget(WIDE, 0)
     assert n
 
     def peak(batch: int) -> int:
-        ways = spreads(profiled(2 * batch), Mesh((("tp", 2),)), ("megatron",))
+        ways = spreads(wide_profile(2 * batch), Mesh((("tp", 2),)), ("megatron",))
         return next(way.profile.peak_bytes for way in ways if way.name == "megatron")
 
     assert peak(n) <= limit < peak(n + 1)
@@ -131,10 +163,10 @@ def test_times_are_those_of_all_micro_steps() -> None:
         assert row.step_ms == pytest.approx(2 * without + with_it, rel=1e-3)
 
 
-def test_other_optimizers_are_tried_where_the_asked_one_does_not_fit() -> None:
+def test_another_training_is_tried_where_the_asked_one_does_not_fit() -> None:
     """The 8-bit one of bitsandbytes steps whole parameters: DDP has it, and shards have not."""
     small = sacplan.fit(
-        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", "5MiB", batch=4,
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", NOTHING, batch=4,
         sizes=False,
     )  # fmt: skip
     by_spread: dict[str, list[sacplan.FitRow]] = {}
