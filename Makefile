@@ -36,7 +36,7 @@ demo: $(VENV)/.installed  ## the end-to-end example
 test: $(VENV)/.installed  ## the tests, but for the slow ones
 	$(PYTEST) -m "$(MARKS)"
 
-test-slow: $(VENV)/.installed  ## the slow tests, two cases of each, which CI runs too
+test-slow: $(VENV)/.installed  ## the slow tests, one case of each, which CI runs too
 	$(PYTEST) -m "slow and not exhaustive"
 
 test-exhaustive: $(VENV)/.installed  ## all other cases of the slow tests, before a release (about half an hour)

@@ -66,6 +66,7 @@ def test_replay_of_recording_has_the_store_all_peak(graph: OpGraph) -> None:
     assert run.end_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", REFERENCE, ids=lambda row: f"{row[0]}-{row[1]}")
 def test_reference_figures(row: tuple[float | None, ...]) -> None:
     layers, share, relaxed, boundary, layer, half, full, full_layers = row
@@ -82,6 +83,7 @@ def test_reference_figures(row: tuple[float | None, ...]) -> None:
     assert whole_regions(graph, budget) == (None if full is None else (close(full), full_layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graph", "share", "optimum"), EXACT, ids=lambda v: getattr(v, "name", v))
 def test_exact_optimum_and_what_is_below_and_above_it(graph: OpGraph, share: float, optimum: float) -> None:
     budget = int(share * graph.store_all_peak)

@@ -11,6 +11,7 @@ from benchmarks.models import published_networks as networks
 from benchmarks.published import published_rows, rows_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ao-vitg-none", "ao-vitg-offload", "ao-vitg-offload_gradients"])
 def test_an_optimizer_on_the_host_is_predicted_to_twelve_thousandths(name: str) -> None:
     (row,) = rows_of(name, published_rows()[name])
@@ -24,6 +25,7 @@ def test_small_steps_are_predicted_to_the_byte(name: str) -> None:
     assert all(row["predicted_bytes"] == row["published_bytes"] for row in rows)
 
 
+@pytest.mark.slow
 def test_gpt2_xl_is_predicted_to_a_hundredth_of_a_percent() -> None:
     for row in rows_of("mingpt-xl", published_rows()["mingpt-xl"]):
         assert abs(row["error"]) < 1e-4

@@ -63,6 +63,7 @@ def test_a_compiled_step_without_a_budget_is_the_plain_step(small: Point) -> Non
     )  # cross entropy takes other temporaries
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_prototypes_plans_run(small: Point) -> None:
     points = rivals.prototype(SMALL, (0.8, 0.5))

@@ -16,6 +16,7 @@ from tests.zoo.language_models import cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_plan_holds_its_budget_compiled(blocks: bool) -> None:
     profile = profile_of(blocks)
@@ -51,6 +52,7 @@ def test_a_policy_has_the_peak_of_the_compiled_step() -> None:
         profile.footprint(full.decisions)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_reports_and_frontiers_are_those_of_the_compiled_step(tmp_path: Path) -> None:
     profile = profile_of(True)
@@ -62,6 +64,7 @@ def test_reports_and_frontiers_are_those_of_the_compiled_step(tmp_path: Path) ->
     assert list(frontier.peak_bytes) == [sacplan.plan(profile, "smallest").peak_bytes, profile.peak_bytes]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_fit_says_whether_the_compiled_step_fits() -> None:
     found = sacplan.fit(

@@ -53,6 +53,7 @@ def measured_peak(compile: dict[str, Any], optimizer: Any = None) -> int:
     return measured_step(step, BATCH).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 def test_the_peak_of_a_compiled_step_is_what_its_allocator_sees(blocks: bool) -> None:
     assert profile_of(blocks).peak_bytes == pytest.approx(

@@ -494,6 +494,7 @@ def with_host(host_budget: str, budget: str) -> sacplan.Verdict:
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_host_budget_holds_the_optimizer_and_what_waits() -> None:
     """The optimizer has 68 MiB there; with all of the host, what waits would take 44 more."""

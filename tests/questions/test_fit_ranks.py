@@ -57,6 +57,7 @@ def test_layers_are_the_units() -> None:
     assert alone.ranks.fsdp_units == ("",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["DDP", "FSDP2", "FSDP2, bfloat16", "FSDP2, CPU offload"])
 def test_rows_are_what_profile_and_plan_say(spread: str) -> None:
     rows = [row for row in found().rows if row.spread == spread]
@@ -117,6 +118,7 @@ def test_the_largest_batch_of_a_mesh_is_that_of_a_device() -> None:
     assert peak(n) <= limit < peak(n + 1)
 
 
+@pytest.mark.slow
 def test_times_are_those_of_all_micro_steps() -> None:
     """Each runs forward, backward and its communication, and one of them the optimizer."""
     accumulated = sacplan.fit(
@@ -131,6 +133,7 @@ def test_times_are_those_of_all_micro_steps() -> None:
         assert row.step_ms == pytest.approx(2 * without + with_it, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_other_optimizers_are_tried_where_the_asked_one_does_not_fit() -> None:
     """The 8-bit one of bitsandbytes steps whole parameters: DDP has it, and shards have not."""
     small = sacplan.fit(
@@ -178,6 +181,7 @@ def test_the_verdict_says_what_becomes_of_frozen_types() -> None:
     assert not one.remarks
 
 
+@pytest.mark.slow
 def test_the_verdict_names_what_runs_the_step() -> None:
     verdict = found()
     assert "2 x h100" in verdict.sentence

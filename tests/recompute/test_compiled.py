@@ -217,6 +217,7 @@ def test_same_tags_share_compiled_code_and_others_do_not(
         assert seen.graphs == graphs
 
 
+@pytest.mark.slow
 def test_applying_and_removing_compiles_again(
     model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
 ) -> None:
