@@ -46,6 +46,7 @@ SLOW = {
     "accelerate.md",
     "ci.md",
     "cli.md",
+    "compiled.md",
     "fit.md",
     "fsdp.md",
     "how.md",
