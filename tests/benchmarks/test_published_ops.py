@@ -8,6 +8,7 @@ from benchmarks import published_ops
 from benchmarks.models.published_ops import CASES, read_rows
 
 
+@pytest.mark.slow
 def test_times_are_those_that_were_measured() -> None:
     rows = [
         published_ops.row_of(row) for row in read_rows("speed") if row.measured > published_ops.SHORTEST_MS

@@ -55,6 +55,7 @@ def test_known_figures(plain: Point, setting: float | str, peak_gib: float, perc
     assert 100 * (seen.flops / plain.flops - 1) == pytest.approx(percent, abs=6e-3)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_without_a_budget_is_the_plain_step(small: Point) -> None:
     seen = rivals.compiled(SMALL, 1.0)
     assert seen.flops == small.flops
@@ -73,6 +74,7 @@ def test_the_prototypes_plans_run(small: Point) -> None:
         assert point.flops > small.flops
 
 
+@pytest.mark.slow
 def test_plans_are_measured_like_rivals(small: Point) -> None:
     profile = sacplan.profile(
         rivals.meta_model(SMALL), tokens(8, 64), loss_fn=cross_entropy, device=rivals.DEVICE

@@ -67,6 +67,7 @@ def test_the_peak_holds_the_budget_and_costs_more_the_smaller_it_is() -> None:
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_other_calls_of_a_graph_count_by_what_they_save() -> None:
     _, one = profile_under("1TiB", 1, "layers.*")
     _, three = profile_under("1TiB", 3, "layers.*")

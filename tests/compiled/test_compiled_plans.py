@@ -28,6 +28,7 @@ def test_a_plan_holds_its_budget_compiled(blocks: bool) -> None:
     assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_compiled_step_holds_is_infeasible() -> None:
     with pytest.raises(sacplan.InfeasibleBudget, match="compiled step") as error:
         sacplan.plan(profile_of(True), "30%")
@@ -80,6 +81,7 @@ def test_fit_says_whether_the_compiled_step_fits() -> None:
         sacplan.fit(model(), lambda n: tokens(n, 64), devices=2, compile=True)
 
 
+@pytest.mark.slow
 def test_no_unit_of_a_plan_is_around_a_graph_break() -> None:
     def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         x = self.up(x)

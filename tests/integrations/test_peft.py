@@ -271,6 +271,7 @@ def invoke(command: str) -> Any:
     return CliRunner().invoke(app, shlex.split(command), prog_name="sacplan")
 
 
+@pytest.mark.slow
 def test_a_plan_for_qlora_is_verified_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     CONFIG.save_pretrained(".")

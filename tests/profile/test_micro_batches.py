@@ -165,6 +165,7 @@ def test_the_allocator_plays_both_micro_steps() -> None:
     assert one.steps.max_memory_reserved <= two.steps.max_memory_reserved
 
 
+@pytest.mark.slow
 def test_it_is_said_where_a_step_accumulates_and_the_plan_does_not() -> None:
     plan = sacplan.plan(record(MODEL(), BATCH, device="cpu"), "100%")
     with pytest.warns(
@@ -229,6 +230,7 @@ def test_fit_and_the_largest_batches_count_the_gradients() -> None:
     )  # without accumulation
 
 
+@pytest.mark.slow
 def test_a_step_that_has_to_fit_counts_them_too() -> None:
     peak = record(MODEL(), BATCH, device="cpu").peak_bytes
     check: Any = functools.partial(

@@ -429,6 +429,7 @@ def test_equal_layers_have_one_curve(gpu: SimpleNamespace) -> None:
         assert list(points.get_ydata()) == pytest.approx([ms for _, ms in curve.points])
 
 
+@pytest.mark.slow
 def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_path: Path) -> None:
     import matplotlib.pyplot as plt
 
