@@ -12,7 +12,7 @@ MARKS := not slow
 
 NOTEBOOKS := $(patsubst notebooks/%.ipynb,out/%.ipynb,$(wildcard notebooks/*.ipynb))
 
-.PHONY: help demo test test-slow test-exhaustive test-torch lint size format notebook docs benchmark clean $(NOTEBOOKS)
+.PHONY: help demo quick test test-slow test-exhaustive test-torch lint size format notebook docs benchmark clean $(NOTEBOOKS)
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,10 +33,13 @@ demo: $(VENV)/.installed  ## the end-to-end example
 	@echo "Running examples/transformer.py: half a minute to two minutes."
 	$(BIN)/python examples/transformer.py
 
+quick: $(VENV)/.installed  ## the invariants on tiny models, in about a minute
+	$(PYTEST) tests/invariants -m "not slow"
+
 test: $(VENV)/.installed  ## the tests, but for the slow ones
 	$(PYTEST) -m "$(MARKS)"
 
-test-slow: $(VENV)/.installed  ## the slow tests, two cases of each, which CI runs too
+test-slow: $(VENV)/.installed  ## the slow tests, one case of each, which CI runs too
 	$(PYTEST) -m "slow and not exhaustive"
 
 test-exhaustive: $(VENV)/.installed  ## all other cases of the slow tests, before a release (about half an hour)

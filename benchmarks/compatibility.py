@@ -230,7 +230,7 @@ On a public runner it needs:
 - **Disk.** The CPU build of torch and the packages of the extra `zoo` take about 3 GB. Nothing else is downloaded: no
   weights, no data, no configuration from a hub. No secret is needed.
 - **A person.** A row that turns from *trained* to *failed* is a bug of sacplan or of the library. Commit the figures
-  only after looking at these rows; `tests/benchmarks/test_compatibility.py` keeps the page and the figures together.
+  only after looking at these rows; `tests/benchmarks/test_figures.py` keeps the page and the figures together.
 """
 
 _COLUMNS = """\

@@ -1,4 +1,4 @@
-"""What all tests run under: one thread, the same random examples every time, and a few cases of each slow sweep."""
+"""What all tests run under: one thread, the same random examples every time, and one case of each slow sweep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of slow tests exhaustive, but for the first and the last; none of ``every_case``.
+    """Mark the cases of slow tests exhaustive, but for the first; none of ``every_case``.
 
     Files with many slow tests come first, then those with many tests: where several processes take a file each, none
     begins a long one when the others are done.
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") and not item.get_closest_marker("every_case"):
             cases[item.parent, getattr(item, "originalname", item.name)].append(item)
     for alike in cases.values():
-        for item in alike[1:-1]:
+        for item in alike[1:]:
             item.add_marker(pytest.mark.exhaustive)
     tests = Counter(item.path for item in items)
     slow = Counter(

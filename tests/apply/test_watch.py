@@ -190,6 +190,7 @@ def test_what_cannot_be_compiled_is_said() -> None:
     assert issubclass(sacplan.ChunkError, sacplan.SacplanError)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_left_alone() -> None:
     torch._dynamo.reset()
     with sacplan.apply(model(), plan_of()):

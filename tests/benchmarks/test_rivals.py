@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -57,6 +55,7 @@ def test_known_figures(plain: Point, setting: float | str, peak_gib: float, perc
     assert 100 * (seen.flops / plain.flops - 1) == pytest.approx(percent, abs=6e-3)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_without_a_budget_is_the_plain_step(small: Point) -> None:
     seen = rivals.compiled(SMALL, 1.0)
     assert seen.flops == small.flops
@@ -65,6 +64,7 @@ def test_a_compiled_step_without_a_budget_is_the_plain_step(small: Point) -> Non
     )  # cross entropy takes other temporaries
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_prototypes_plans_run(small: Point) -> None:
     points = rivals.prototype(SMALL, (0.8, 0.5))
@@ -74,6 +74,7 @@ def test_the_prototypes_plans_run(small: Point) -> None:
         assert point.flops > small.flops
 
 
+@pytest.mark.slow
 def test_plans_are_measured_like_rivals(small: Point) -> None:
     profile = sacplan.profile(
         rivals.meta_model(SMALL), tokens(8, 64), loss_fn=cross_entropy, device=rivals.DEVICE
@@ -83,13 +84,3 @@ def test_plans_are_measured_like_rivals(small: Point) -> None:
     assert seen.flops - small.flops == plan.recompute_flops
     assert seen.flops == rivals.checkpoint_every(SMALL, 1).flops
     assert seen.peak_bytes < small.peak_bytes
-
-
-def test_verdicts_and_the_line_of_the_picture() -> None:
-    theirs = frontier.Row("m", "compile", "0.5", 1.0, 5.0)
-    for percent, word in ((4.0, "below by 1.00"), (5.0, "equal"), (6.5, "ABOVE by 1.50")):
-        mine = dataclasses.replace(theirs, who="sacplan", recompute_percent=percent)
-        assert frontier.verdict(theirs, mine).endswith(word)
-    assert "no plan" in frontier.verdict(theirs, None)
-    rows = [dataclasses.replace(theirs, peak_gib=p, recompute_percent=r) for p, r in ((1, 5), (2, 6), (3, 1))]
-    assert [r.peak_gib for r in frontier._undominated(rows)] == [3, 1]

@@ -110,6 +110,7 @@ def test_a_loss_that_others_measured() -> None:
     assert linear_cross_entropy(region, CPU).peak_bytes / MIB == pytest.approx(153.5, rel=0.005)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @needs_torch_2_13
 @pytest.mark.parametrize("name", ["plain", "linear_cross_entropy"])

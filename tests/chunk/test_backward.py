@@ -195,6 +195,7 @@ def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, sacpla
     return counts["measured"], counts["rehearsed"], plan
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_work_grows_weakly_with_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     few, rehearsed, plan = work(4, monkeypatch)

@@ -321,6 +321,7 @@ def plan_of_both(profile: sacplan.Profile, *chunks: Chunk) -> sacplan.Plan:
     return msgspec.structs.replace(plan, decisions=decisions, peak_bytes=peak_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", [2, 4])
 def test_a_layer_in_slices_that_discards_casts_takes_what_is_predicted(slices: int) -> None:
     batch = torch.randint(0, VOCAB, (4, 96))

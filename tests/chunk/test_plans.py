@@ -127,12 +127,13 @@ def planned(name: str) -> tuple[Case, sacplan.Plan, sacplan.Plan, sacplan.Plan]:
     return case, alone, smallest, between
 
 
-each = pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TRAINING]
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+        for name in TRAINING
+    ],
 )
-
-
-@each
 def test_budgets_that_recomputation_cannot_hold(name: str) -> None:
     case, alone, smallest, between = planned(name)
     assert between.peak_bytes <= between.budget_bytes < alone.peak_bytes
@@ -170,6 +171,7 @@ def test_kernels_of_a_gpu(name: str) -> None:
     check_predicted(case, smallest, real=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_large_vocabulary() -> None:
     case = large_vocabulary()
@@ -418,7 +420,7 @@ def least(case: Case, device: str = "cpu") -> sacplan.Plan:
 
 
 SLOWER = set(STEPS) - {
-    "the last tokens alone", "a sum", "squares", "a penalty on what enters", "an auxiliary loss", "two heads",
+    "the last tokens alone", "a penalty on what enters", "two heads",
 }  # fmt: skip
 
 
@@ -461,6 +463,7 @@ def by_sample(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return losses.mean(1).exp().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [per_sample, by_sample])
 def test_losses_that_need_whole_sums_first(loss_fn: Loss) -> None:
     case = Case(lm(), batch_of(4, 32), loss_fn)

@@ -62,6 +62,7 @@ def with_loss_in_slices_alone(name: str) -> sacplan.Plan:
     return plan_with(profile_of(name), kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPS)
 def test_a_fake_step_of_one_rank(name: str) -> None:
     plan = smallest(name)

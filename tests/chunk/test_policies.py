@@ -163,6 +163,7 @@ def test_a_frontier_with_chunks_goes_lower(profile: sacplan.Profile) -> None:
     assert by_rule["added_share"] == by_rule["added_ms"] / profile.step_ms
 
 
+@pytest.mark.slow
 def test_larger_batches_fit_with_chunks(model: LM) -> None:
     def make(n: int) -> torch.Tensor:
         return torch.zeros(n, 32, dtype=torch.long)
@@ -253,6 +254,7 @@ def ragged(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     return self.head(F.dropout(self.body(x).flip(1).sort(-1).values, 0.1))
 
 
+@pytest.mark.slow
 def test_the_report_names_ops_that_need_whole_tensors() -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x).flatten(0, 1), torch.zeros(32, dtype=torch.long))

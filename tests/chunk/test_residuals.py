@@ -30,6 +30,7 @@ def check(model: nn.Module, x: torch.Tensor, chunks: list[Chunk]) -> None:
     assert sacplan.verify(model, x, plan, mean_square).peak_bytes == plan.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [(), (3,), (2, 3), (1, 2, 3)])
 def test_a_sum_around_the_module_that_the_rest_begins_with(others: tuple[int, ...]) -> None:
     """The gradient of the residual waits for the entry's node, and modules before it see ordinary gradients."""

@@ -21,6 +21,7 @@ from sacplan._chunk.search import stretch_search
 from sacplan._program.decisions import Chunk
 from sacplan._program.pins import resolve_pins
 from sacplan._techniques import rewritten
+from tests.support.slow import slow_after
 from tests.zoo.layers import FromFunction, Residual
 from tests.zoo.wide import EagerAttention, Evoformer, Transformer, UNet
 
@@ -77,10 +78,10 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-SLOW_EVOFORMER = pytest.param(evoformer, marks=pytest.mark.slow)
+SLOW_EVOFORMER = pytest.param(evoformer, marks=[pytest.mark.slow, pytest.mark.exhaustive])
 
 
-@pytest.mark.parametrize("make", [attention, transformer, SLOW_EVOFORMER, unet])
+@pytest.mark.parametrize("make", [attention, SLOW_EVOFORMER, *slow_after(0, [transformer, unet])])
 def test_a_plan_is_what_happens(make: Make) -> None:
     model, batch = make()
     model.eval()

@@ -559,6 +559,7 @@ def test_a_wide_gap_leaves_a_bound_below_the_incumbent(solver: str) -> None:
     assert solution.gap > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_limit_of_work_ends_a_search_with_what_it_has(solver: str) -> None:
     short, longer = (hard_program().solve(solver=solver, work_limit=work) for work in (30_000, 200_000))
@@ -587,6 +588,7 @@ def test_solvers_print_nothing(solver: str) -> None:
     assert run.stdout == "a\n(1.0,)\n"
 
 
+@pytest.mark.slow
 def test_highs_begins_at_a_known_point() -> None:
     pytest.importorskip("highspy")
     first = hard_program().solve(solver="highs", gap=1e9)

@@ -328,6 +328,7 @@ def test_frontier(saved: Path) -> None:
     assert "milp" in run("frontier profile.json.gz --points 2").stdout
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_rank(saved: Path) -> None:
     """It is the library's, goes through every command, and each says that it is of one rank."""
     result = run(f"plan train.py:make --device cpu {UNITS} --budget 85%")
@@ -413,6 +414,7 @@ def test_where_a_persons_optimizer_does_not_fit(saved: Path, monkeypatch: pytest
     assert "adamw-fused" not in result.stderr
 
 
+@pytest.mark.slow
 def test_max_batch(saved: Path) -> None:
     """One sample more than what it says fits does not."""
     result = run("max-batch train.py:make --device cpu --budget 1MiB --json -o largest.json")
@@ -745,6 +747,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 @pytest.mark.parametrize("module", ["typer", "torch", "words"])
 def test_an_interrupt_during_an_import_is_one_line(saved: Path, tmp_path: Path, module: str) -> None:

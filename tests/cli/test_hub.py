@@ -194,6 +194,7 @@ def test_other_targets_have_nothing_to_fetch() -> None:
         load_target("train.py:make", HfOptions(fetch=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_as_a_process_with_the_hubs_own_variables(fake: Hub, tmp_path: Path) -> None:
     """``HF_ENDPOINT`` and ``HF_HOME``; the second time without the option."""

@@ -27,6 +27,7 @@ from sacplan._cli.origin import Origin, seen_in
 from sacplan._cli.sources import optimizer_hints
 from sacplan._cli.targets import load_target
 from sacplan._ranks.ranks import Ranks
+from tests.support.slow import slow_after
 
 # From the model cards and papers, in millions as they are printed there; the exact counts in the table are of the
 # checkpoints.
@@ -95,7 +96,7 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("row", architectures.table(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", slow_after(8, architectures.table()), ids=lambda row: row.name)
 def test_parameters_are_the_published_ones(
     row: architectures.Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +268,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 CHOSEN = "--device cpu --batch 3 --seq 48 --dtype float32 --optimizer sgd --attn eager"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["plan", "profile and plan", "max-batch"])
 def test_verify_makes_what_the_plan_was_made_with(small: Path, by: str) -> None:
     """Nothing is said to it twice, and the peak is the plan's to the byte: with AdamW or SDPA it would not be."""
@@ -299,6 +301,7 @@ def test_options_go_before_the_plans_with_a_warning(small: Path) -> None:
     assert _invoke("verify hf:config.json plan.json --seq 47").exit_code == 4
 
 
+@pytest.mark.slow
 def test_the_cache_is_spoken_of_where_a_file_is_made_without_it(small: Path) -> None:
     """The file is for the user's own model, which has a cache by default."""
     asked = "hf:config.json --device cpu --seq 48"
@@ -357,6 +360,7 @@ def test_no_optimizer_is_proposed_that_is_there(optimizer: str, hints: tuple[str
     assert getattr(caught.value, "__notes__", ()) == hints
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_8b_model_for_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two commands that the help shows: planned, and seen again to the byte in a step with the plan applied."""

@@ -51,6 +51,7 @@ def profile_under(
     return found, held.graphs[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_peak_holds_the_budget_and_costs_more_the_smaller_it_is() -> None:
     flops, peaks, times = [], [], []
@@ -66,6 +67,7 @@ def test_the_peak_holds_the_budget_and_costs_more_the_smaller_it_is() -> None:
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_other_calls_of_a_graph_count_by_what_they_save() -> None:
     _, one = profile_under("1TiB", 1, "layers.*")
     _, three = profile_under("1TiB", 3, "layers.*")
@@ -73,6 +75,7 @@ def test_other_calls_of_a_graph_count_by_what_they_save() -> None:
     assert three.needs_bytes - one.needs_bytes == 2 * 4 * (512 * 32 + 2 * 512 * 128)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_budget_that_no_partition_holds_is_infeasible() -> None:
     with pytest.raises(sacplan.InfeasibleBudget, match="compiled graph") as error:

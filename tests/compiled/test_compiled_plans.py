@@ -16,6 +16,7 @@ from tests.zoo.language_models import cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_plan_holds_its_budget_compiled(blocks: bool) -> None:
     profile = profile_of(blocks)
@@ -27,6 +28,7 @@ def test_a_plan_holds_its_budget_compiled(blocks: bool) -> None:
     assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_compiled_step_holds_is_infeasible() -> None:
     with pytest.raises(sacplan.InfeasibleBudget, match="compiled step") as error:
         sacplan.plan(profile_of(True), "30%")
@@ -51,6 +53,7 @@ def test_a_policy_has_the_peak_of_the_compiled_step() -> None:
         profile.footprint(full.decisions)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_reports_and_frontiers_are_those_of_the_compiled_step(tmp_path: Path) -> None:
     profile = profile_of(True)
@@ -62,6 +65,7 @@ def test_reports_and_frontiers_are_those_of_the_compiled_step(tmp_path: Path) ->
     assert list(frontier.peak_bytes) == [sacplan.plan(profile, "smallest").peak_bytes, profile.peak_bytes]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_fit_says_whether_the_compiled_step_fits() -> None:
     found = sacplan.fit(
@@ -77,6 +81,7 @@ def test_fit_says_whether_the_compiled_step_fits() -> None:
         sacplan.fit(model(), lambda n: tokens(n, 64), devices=2, compile=True)
 
 
+@pytest.mark.slow
 def test_no_unit_of_a_plan_is_around_a_graph_break() -> None:
     def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         x = self.up(x)

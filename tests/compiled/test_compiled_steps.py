@@ -53,6 +53,7 @@ def measured_peak(compile: dict[str, Any], optimizer: Any = None) -> int:
     return measured_step(step, BATCH).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 def test_the_peak_of_a_compiled_step_is_what_its_allocator_sees(blocks: bool) -> None:
     assert profile_of(blocks).peak_bytes == pytest.approx(
@@ -70,6 +71,7 @@ def test_the_peak_with_inductor_and_an_optimizer_is_what_its_allocator_sees(modu
     assert found.peak_bytes == pytest.approx(measured_peak(how, adamw), rel=0.005)
 
 
+@pytest.mark.slow
 def test_blocks_of_other_sizes_are_compiled_with_symbols_for_sizes() -> None:
     def block(width: int) -> FromFunction:
         run = lambda self, x: self.norm(self.conv(x)).relu()  # noqa: E731
@@ -84,6 +86,7 @@ def test_blocks_of_other_sizes_are_compiled_with_symbols_for_sizes() -> None:
     assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_already_is_profiled_as_it_is_compiled() -> None:
     in_place = compiled_copy(BLOCKS)
     found = sacplan.profile(in_place, BATCH, cross_entropy, device="cpu")

@@ -247,6 +247,7 @@ def test_every_rule_is_of_an_op_that_is_there() -> None:
         assert rule_of(op) is not None
 
 
+@pytest.mark.slow
 def test_ops_of_the_database() -> None:
     """The ops with rules and their relatives, as PyTorch's own tests call them."""
     pytest.importorskip("expecttest", reason="torch.testing._internal needs it")

@@ -160,6 +160,7 @@ def transposed(leaf: Any) -> Any:
     return leaf.detach().mT.contiguous().mT.requires_grad_(leaf.requires_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of torch's own samples
 def test_what_is_not_run_allocates_nothing_inside() -> None:
     mode = NotRun()

@@ -472,6 +472,7 @@ def files(tmp_path_factory):
     return model, batch, folder / "profile.json.gz", folder / "plan.json", profile, plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [str, lambda path: path])
 def test_paths_are_accepted(files, kind, tmp_path):
     model, batch, *paths, profile, plan = files

@@ -26,6 +26,7 @@ def profile() -> sacplan.Profile:
     return sacplan.profile(LM(), tokens(), device="h100")
 
 
+@pytest.mark.slow
 def test_budget_too_small_names_the_smallest_and_it_holds(profile: sacplan.Profile) -> None:
     with pytest.raises(sacplan.InfeasibleBudget) as info:
         sacplan.plan(profile, "10KiB")

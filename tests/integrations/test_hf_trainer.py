@@ -72,8 +72,8 @@ def planned_modules(model: torch.nn.Module) -> list[str]:
         [
             {},
             {"bf16": True, "optim": "sgd", "max_grad_norm": 0.5},
-            {"gradient_accumulation_steps": 3, "max_steps": 2},
             {"bf16": True, "gradient_accumulation_steps": 2},
+            {"gradient_accumulation_steps": 3, "max_steps": 2},
             {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0},
         ],
     ),
@@ -101,6 +101,7 @@ def test_a_planned_run_is_the_same_run_in_the_predicted_memory(
     assert not planned_modules(trainer.model) or options.get("bf16")
 
 
+@pytest.mark.slow
 def test_a_trainer_that_compiles_is_profiled_compiled_and_keeps_no_slices(make: Callable[..., Any]) -> None:
     trainer = make(torch_compile=True, torch_compile_backend="aot_eager")
     profile = profile_trainer(trainer, device="cpu")

@@ -96,6 +96,7 @@ def test_the_trainer_of_transformers(tmp_path: Path, accumulated: int, holds: bo
     check(said, callback.peaks_bytes, plan, holds=holds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["bfd", "wrapped", None])
 def test_the_sft_trainer_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str | None) -> None:
     """Best fit decreasing puts whole texts into rows of different lengths, which the collator makes into one."""

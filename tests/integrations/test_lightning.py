@@ -106,9 +106,9 @@ def planned_modules(module: torch.nn.Module) -> list[str]:
         1,
         [
             {},
+            {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
             {"precision": "bf16-mixed"},
             {"accumulate_grad_batches": 2},
-            {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
         ],
     ),
     ids=lambda options: "+".join(options) or "plain",
@@ -318,6 +318,7 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
         importlib.import_module("sacplan.integrations.lightning")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_step_of_a_compiled_module_is_recorded_compiled() -> None:
     trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")

@@ -99,6 +99,7 @@ def test_without_weights_it_is_the_model_that_transformers_loads(family: str, tm
     assert {p.dtype for p in made.parameters() if not p.requires_grad} == {torch.uint8, torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, NF4], ids=["lora", "qlora"])
 def test_a_real_step_takes_what_is_predicted_without_weights(
     quantization: Any,
@@ -270,6 +271,7 @@ def invoke(command: str) -> Any:
     return CliRunner().invoke(app, shlex.split(command), prog_name="sacplan")
 
 
+@pytest.mark.slow
 def test_a_plan_for_qlora_is_verified_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     CONFIG.save_pretrained(".")
@@ -306,6 +308,7 @@ def test_weights_stored_as_floats_stay_in_one_type() -> None:
     assert {p.dtype for p in prepared.parameters() if p.requires_grad} == {torch.float32}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_storage_of_4bit_weights_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

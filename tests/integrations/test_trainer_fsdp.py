@@ -78,7 +78,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_rank(rank: int, directory: str, port: int) -> None:
+def on_rank(rank: int, directory: str, port: int, settings: tuple[str, ...]) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     from sacplan.integrations.transformers import PlanCallback, profile_trainer
@@ -89,7 +89,8 @@ def on_rank(rank: int, directory: str, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_PORT=str(port))
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     try:
-        for name, options in SETTINGS.items():
+        for name in settings:
+            options = SETTINGS[name]
             plain = make_sharded(directory, **options)
             profile = profile_trainer(plain, device="cpu")
             assert profile.peak_bytes == json.loads(Path(directory, "alone.json").read_text())[name]
@@ -123,23 +124,29 @@ def on_rank(rank: int, directory: str, port: int) -> None:
             dist.destroy_process_group()
 
 
-def alone(_: int, directory: str) -> None:
+def alone(_: int, directory: str, settings: tuple[str, ...]) -> None:
     """What one process says of a rank, whose others are not there."""
     from sacplan.integrations.transformers import profile_trainer
 
     peaks = {}
     with sacplan.ranks(RANKS, device="cpu"):
-        for name, options in SETTINGS.items():
-            peaks[name] = profile_trainer(make(directory, fsdp=True, **options)).peak_bytes
+        for name in settings:
+            trainer = make(directory, fsdp=True, **SETTINGS[name])
+            peaks[name] = profile_trainer(trainer).peak_bytes
     Path(directory, "alone.json").write_text(json.dumps(peaks))
 
 
-def test_the_plan_of_a_rank_in_a_sharded_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [("as it is",), tuple(name for name in SETTINGS if name != "as it is")],
+    ids="+".join,
+)
+def test_the_plan_of_a_rank_in_a_sharded_trainer(tmp_path: Path, settings: tuple[str, ...]) -> None:
     from sacplan.integrations.transformers import profile_trainer
 
     one_device = sacplan.plan(profile_trainer(make(str(tmp_path)), device="cpu"), "70%", solver="greedy")
     one_device.save(tmp_path / "one_device.json")
-    run_ranks(alone, (str(tmp_path),), 1)
+    run_ranks(alone, (str(tmp_path), settings), 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    run_ranks(on_rank, (str(tmp_path), port), RANKS)
+    run_ranks(on_rank, (str(tmp_path), port, settings), RANKS)

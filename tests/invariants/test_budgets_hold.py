@@ -33,7 +33,7 @@ def test_plans_hold_and_are_monotone(profile: sacplan.Profile, solver: str) -> N
         assert plan.peak_bytes <= budget
         assert plan.peak_bytes == recomputed(profile.program, plan.discarded).footprint.peak_bytes
         if solver == "best":
-            assert plan.recompute_ms <= last_ms * 1.05
+            assert plan.recompute_ms <= last_ms * (1 + 1e-9)
         last_ms = plan.recompute_ms
     assert plan.recompute_ms == 0
     assert plan.status == "unplanned"

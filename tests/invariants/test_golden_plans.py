@@ -17,6 +17,8 @@ from tests.support.golden import CASES, file_of
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("block",)
+MARKS = {"block": [], "layers": [pytest.mark.slow, pytest.mark.exhaustive]}
+"""The others are slow. ``layers`` is the model of ``spread`` on one device, with more layers."""
 BUSY = "while True: sum(range(10**6))"
 FAST, SLOW = "200", "0.005"
 RATES = {name: (FAST, SLOW)[i % 2] for i, name in enumerate(CASES) if name not in QUICK}
@@ -41,7 +43,7 @@ def made(request: pytest.FixtureRequest, clock: Path | None) -> dict[str, Any]:
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.slow])) for name in CASES]
 )
 def test_plans_are_those_of_the_file(name: str, made: dict[str, Any]) -> None:
     """As a command makes them: not in the process of the tests, and whether its clock is fast or slow."""

@@ -1,7 +1,6 @@
 """A predicted peak is that of the fake step and of the measured one.
 
-What PyTorch itself allocates is equal to the byte. Larger models call kernels that allocate inside, on which the CPU
-gives no more than a fraction of a percent: for these there is a tolerance.
+To the byte, on a CPU: of small models and of five that people train, one with a vocabulary of 128,000 words.
 """
 
 from __future__ import annotations
@@ -44,27 +43,15 @@ def test_the_prediction_is_the_fake_step_and_the_measured_one(
         assert sacplan.verify(model, batch, plan, **step, run=run).peak_bytes == plan.peak_bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "unplanned_tolerance", "planned_tolerance"),
-    [
-        pytest.param("gpt2", 0.005, 0.01, marks=pytest.mark.slow),
-        pytest.param("bert", 0.005, 0.01, marks=pytest.mark.slow),
-        pytest.param("t5", 0.005, 0.01, marks=pytest.mark.slow),
-        pytest.param("resnet", 0.03, 0.03, marks=pytest.mark.slow),
-        pytest.param(
-            "vocabulary-128k", 0.005, 0.01, marks=pytest.mark.slow
-        ),  # where PyTorch's prototype is 54 % too low
-    ],
-)
-def test_predicted_peaks_and_bit_equal_gradients(
-    name: str, unplanned_tolerance: float, planned_tolerance: float
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "resnet", "vocabulary-128k"])
+def test_predicted_peaks_and_bit_equal_gradients(name: str) -> None:
     unplanned, *planned = rows_of(name)
-    assert unplanned["predicted"] == pytest.approx(unplanned["measured"], rel=unplanned_tolerance)
+    assert unplanned["predicted"] == unplanned["measured"]
     assert len(planned) == 3
     for row in planned:
         assert row["measured"] < unplanned["measured"]
-        assert row["predicted"] == pytest.approx(row["measured"], rel=planned_tolerance)
+        assert row["predicted"] == row["measured"]
         assert row["holds"]
         assert row["bit_equal"]
 
@@ -76,7 +63,7 @@ def test_the_optimizers_state_and_step_count(optimizer: Callable[..., torch.opti
     before = [p.detach().clone() for p in model.parameters()]
     plan = sacplan.plan(profile, "100%")
     seen = sacplan.verify(model, batch, plan, optimizer=optimizer, run="real")
-    assert profile.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.005)
+    assert profile.peak_bytes == seen.peak_bytes
     assert bit_equal(before, list(model.parameters()))  # verify put everything back
 
 

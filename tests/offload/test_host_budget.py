@@ -21,6 +21,7 @@ def profile() -> sacplan.Profile:
     )
 
 
+@pytest.mark.slow
 def test_the_optimizers_state_is_part_of_the_budget() -> None:
     step = profile()
     on_host = step.optimizer_host_bytes

@@ -63,6 +63,7 @@ def test_no_plan_is_dearer_for_the_choice() -> None:
         assert both.recompute_ms + both.added_ms <= alone.recompute_ms + 1e-9
 
 
+@pytest.mark.slow
 def test_the_hosts_memory_is_a_limit() -> None:
     _, _, profile = step("h100 without workspaces")
     free = sacplan.plan(profile, "45%", techniques=BOTH)

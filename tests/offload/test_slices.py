@@ -54,6 +54,7 @@ def of_all_three() -> tuple[sacplan.Profile, sacplan.Plan]:
     return profile, plan
 
 
+@pytest.mark.slow
 def test_what_sliced_norms_read_waits_on_the_host() -> None:
     profile, plan = smallest("cpu", WITH)
     sliced = {chunk.unit for chunk in plan.chunks if chunk.span == "backward"}

@@ -116,6 +116,7 @@ def test_bits_and_peaks(name: str) -> None:
         assert_right(case, profile, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [2, 3])
 def test_joined_regions(joined: int) -> None:
     """Those offload nothing themselves, beside others that do."""

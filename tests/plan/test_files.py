@@ -402,6 +402,7 @@ def test_damaged_compression(contents: bytes, path: Path, plan: sacplan.Plan, da
     loads_equal_or_raises(file, plan)
 
 
+@pytest.mark.slow
 @damage
 @given(st.data())
 def test_damaged_contents(contents: bytes, path: Path, plan: sacplan.Plan, data: st.DataObject) -> None:

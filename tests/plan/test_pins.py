@@ -270,6 +270,7 @@ def expected(program: Program, pins: Iterable[str]) -> Callable[[int], bool]:
     return lambda i: program.ops[i].name in ops or runs_in(program, i, named)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),

@@ -176,6 +176,7 @@ def test_the_default_asks_rotor_before_it_gives_up() -> None:
     assert sacplan.frontier(profile, 2, ["milp"], policies=False)["budget_bytes"].min() == twice
 
 
+@pytest.mark.slow
 def test_ranks_may_be_said_to_plan() -> None:
     """The same plan as from a profile that was made for these ranks."""
     model, batch = LM(), torch.randint(0, 128, (4, 32))

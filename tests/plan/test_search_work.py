@@ -73,6 +73,7 @@ def cross_entropy(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mixer", "most"), [(Landmarks, 19), (TimeLoop, 18)])
 def test_rehearsals_are_bounded(mixer: type[nn.Module], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is rehearsed twice for one step, and few chunks for a step in which others are settled."""

@@ -76,6 +76,7 @@ def test_the_recorded_step_is_the_worst_of_a_real_loop(steps: int) -> None:
     assert seen.index(max(seen)) >= steps  # not in the first update
 
 
+@pytest.mark.slow
 def test_a_plan_without_accumulation_would_be_over_its_budget() -> None:
     model = MODEL()
     one, several = (record(model, BATCH, device="cpu", accumulation_steps=n) for n in (1, 4))
@@ -87,6 +88,7 @@ def test_a_plan_without_accumulation_would_be_over_its_budget() -> None:
         assert max(peaks_of_a_loop(model, BATCH, 4)) <= plan.budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_predicted_is_fake_is_measured(share: float, device: str) -> None:
@@ -163,6 +165,7 @@ def test_the_allocator_plays_both_micro_steps() -> None:
     assert one.steps.max_memory_reserved <= two.steps.max_memory_reserved
 
 
+@pytest.mark.slow
 def test_it_is_said_where_a_step_accumulates_and_the_plan_does_not() -> None:
     plan = sacplan.plan(record(MODEL(), BATCH, device="cpu"), "100%")
     with pytest.warns(
@@ -203,6 +206,7 @@ def test_a_parameter_without_a_gradient_has_none_before_the_step_either() -> Non
     assert sacplan.verify(model, x, plan, None, ADAMW, run="real").peak_bytes == plan.peak_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_fit_and_the_largest_batches_count_the_gradients() -> None:
     model = MODEL()
@@ -226,6 +230,7 @@ def test_fit_and_the_largest_batches_count_the_gradients() -> None:
     )  # without accumulation
 
 
+@pytest.mark.slow
 def test_a_step_that_has_to_fit_counts_them_too() -> None:
     peak = record(MODEL(), BATCH, device="cpu").peak_bytes
     check: Any = functools.partial(

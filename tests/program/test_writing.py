@@ -60,6 +60,7 @@ def test_readers_beside_a_writer_find_a_whole_plan(profile: sacplan.Profile, tmp
         writer.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 def test_whatever_is_written_replaces(name: str, profile: sacplan.Profile, tmp_path: Path) -> None:
     path = tmp_path / name

@@ -154,6 +154,7 @@ def gpt2(**options: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel._from_config(config).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "name", "other"),
     [

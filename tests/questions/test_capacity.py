@@ -147,6 +147,7 @@ def test_a_fake_step_with_the_plan_is_within_the_budget(name: str) -> None:
         assert seen.budget_bytes == case.budget == found.budget_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "devices", [("rtx-4090",), pytest.param(("rtx-4090", "h200"), marks=pytest.mark.exhaustive)], ids="-".join
@@ -182,6 +183,7 @@ def test_few_traces_for_a_gpt_on_whole_devices(devices: tuple[str, ...]) -> None
 # --- throughput -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_fastest_is_that_of_all_sizes(name: str) -> None:
     case = CASES[name]
@@ -244,6 +246,7 @@ def in_chunks(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     return self.inner(x[len(x) // 2 :])
 
 
+@pytest.mark.slow
 def test_memory_that_falls_where_a_model_works_in_chunks() -> None:
     model = FromFunction(in_chunks, inner=perceptron())
     peaks = {n: sacplan.profile(model, rows(n)).peak_bytes for n in (11, 12)}

@@ -272,6 +272,7 @@ def test_the_longest_sequence_is_the_last_that_fits() -> None:
     assert fitted("20MiB", optimizer="sgd", seq=128, longest=256).rows[0].longest_seq == min(longest, 256)
 
 
+@pytest.mark.slow
 def test_the_verdict_says_whether_it_fits_and_by_how_much_not() -> None:
     fits = fitted("1GiB")
     assert fits.fits
@@ -338,6 +339,7 @@ def test_the_larger_devices_are_a_few_gpus() -> None:
     assert advice.endswith(f" and {len(memory) - 3} larger ones.")
 
 
+@pytest.mark.slow
 def test_what_is_recommended_holds_the_budget_in_a_step_that_is_run() -> None:
     found = fitted("8MiB", optimizer=torch.optim.SGD, batch=16)
     best = found.recommended
@@ -494,6 +496,7 @@ def with_host(host_budget: str, budget: str) -> sacplan.Verdict:
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_host_budget_holds_the_optimizer_and_what_waits() -> None:
     """The optimizer has 68 MiB there; with all of the host, what waits would take 44 more."""

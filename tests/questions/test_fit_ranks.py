@@ -149,6 +149,7 @@ def test_the_largest_batch_of_a_mesh_is_that_of_a_device() -> None:
     assert peak(n) <= limit < peak(n + 1)
 
 
+@pytest.mark.slow
 def test_times_are_those_of_all_micro_steps() -> None:
     """Each runs forward, backward and its communication, and one of them the optimizer."""
     accumulated = sacplan.fit(
@@ -163,6 +164,7 @@ def test_times_are_those_of_all_micro_steps() -> None:
         assert row.step_ms == pytest.approx(2 * without + with_it, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_another_training_is_tried_where_the_asked_one_does_not_fit() -> None:
     """The 8-bit one of bitsandbytes steps whole parameters: DDP has it, and shards have not."""
     small = sacplan.fit(
@@ -210,6 +212,7 @@ def test_the_verdict_says_what_becomes_of_frozen_types() -> None:
     assert not one.remarks
 
 
+@pytest.mark.slow
 def test_the_verdict_names_what_runs_the_step() -> None:
     verdict = found()
     assert "2 x h100" in verdict.sentence

@@ -24,6 +24,7 @@ from sacplan._executor.recording import here
 from sacplan._recompute.executor.nodes import RecipeNode
 from sacplan._torch.allocations import allocation_events
 from tests.support.recomputing import state
+from tests.support.slow import slow_after
 from tests.support.steps import bit_equal
 from tests.support.threads import at_once
 
@@ -509,7 +510,7 @@ class Nothing(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
     "use",
-    [with_jvp, with_vmap, with_dual_numbers, jit_traced, fx_traced, exported, linearized],
+    slow_after(2, [with_jvp, jit_traced, with_vmap, with_dual_numbers, fx_traced, exported, linearized]),
     ids=lambda use: use.__name__,
 )
 def test_transforms_and_traces_of_a_planned_model(use: Use) -> None:

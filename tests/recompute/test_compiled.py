@@ -178,6 +178,7 @@ def test_what_is_saved_and_recomputed_is_what_the_plan_says(
     assert without.saved_bytes - with_plan.saved_bytes > share * freed
 
 
+@pytest.mark.slow
 def test_adjacent_units_that_discard_everything(
     profile: sacplan.Profile, model: nn.Module, tokens: torch.Tensor
 ) -> None:
@@ -217,6 +218,7 @@ def test_same_tags_share_compiled_code_and_others_do_not(
         assert seen.graphs == graphs
 
 
+@pytest.mark.slow
 def test_applying_and_removing_compiles_again(
     model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
 ) -> None:
@@ -243,6 +245,7 @@ def test_no_checkpoint_without_gradients(model: nn.Module, plan: sacplan.Plan, t
         assert torch.equal(run(tokens), model(tokens))
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_compile(model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
     seen, again = Seen(), Seen()
     with_plan = planned(model, plan)

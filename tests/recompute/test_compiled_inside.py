@@ -76,6 +76,7 @@ def test_layers_compiled_in_a_unit_that_is_the_whole_model_are_named() -> None:
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_a_plan_made_with_compiled_layers_lets_them_run_compiled() -> None:
     torch.manual_seed(0)
     model, x = tower(), torch.randn(64, 32)

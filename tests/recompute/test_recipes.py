@@ -275,6 +275,7 @@ def test_threads_run_the_same_model() -> None:
     assert all(len(one) == 5 and all(same_bits(expected, f) for f in one) for one in found)
 
 
+@pytest.mark.slow
 def test_a_long_chain() -> None:
     model = outer(lambda x: [x := x.sin() for _ in range(3000)][-1])
     planned, _ = discard_all(model)

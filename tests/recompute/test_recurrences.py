@@ -41,6 +41,7 @@ def planned(steps: int) -> tuple[sacplan.Plan, int]:
     return plan, sum(entry.callcount for entry in calls.getstats())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_planning_does_no_more_for_each_step_of_a_longer_loop() -> None:
     calls = [planned(steps)[1] for steps in STEPS]

@@ -91,7 +91,6 @@ OTHERWISE = {
 
 
 @pytest.mark.slow
-@pytest.mark.every_case
 @pytest.mark.parametrize("view", VIEWS)
 def test_all_ops_of_the_op_database_write_through_views(view: str) -> None:
     from torch.testing._internal.common_methods_invocations import op_db

@@ -73,6 +73,7 @@ def _plans(case: SimpleNamespace) -> list[sacplan.Plan | None]:
 # --- what is alive at the peak ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_alive_adds_up_to_the_peak(case: SimpleNamespace) -> None:
     for plan in _plans(case):
         peak_bytes = case.profile.peak_bytes if plan is None else plan.peak_bytes
@@ -428,6 +429,7 @@ def test_equal_layers_have_one_curve(gpu: SimpleNamespace) -> None:
         assert list(points.get_ydata()) == pytest.approx([ms for _, ms in curve.points])
 
 
+@pytest.mark.slow
 def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -633,6 +635,7 @@ def test_assumptions_are_shown(gpu: SimpleNamespace) -> None:
     assert "a mask is taken to select half" in _read(report_html(profile))[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_deep_model_stays_a_small_file() -> None:
     profile = sacplan.profile(LM(layers=24), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.SGD)

@@ -59,6 +59,7 @@ def test_a_gpt_for_real(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile], bu
         assert bit_equal(expected, grads_of(model, batch, cross_entropy))  # by the schedule
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [pytest.param("85%", marks=pytest.mark.exhaustive), "smallest"])
 def test_resnet18_for_real(resnet18: tuple[nn.Module, torch.Tensor, sacplan.Profile], budget: str) -> None:

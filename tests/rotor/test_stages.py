@@ -328,6 +328,7 @@ def test_resnets(name: str, blocks: tuple[int, ...], inplace: bool) -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_densenet() -> None:
     program = convnet("densenet121").program

@@ -258,6 +258,7 @@ def test_techniques_are_checked(profile: sacplan.Profile) -> None:
         sacplan.plan(profile, "80%", techniques="recompute")
 
 
+@pytest.mark.slow
 def test_it_runs_beside_recomputation_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One plan does all three, and the step takes what it says: traced and measured."""
     monkeypatch.setitem(TECHNIQUES, "half", HalfPrecision())

@@ -52,6 +52,7 @@ def message(profile: sacplan.Profile) -> str:
     return failure(model(), tokens(), DEVICE, f"{profile.peak_bytes - 1}B")
 
 
+@pytest.mark.slow
 def test_the_budget_is_kept_to_the_byte(profile: sacplan.Profile, message: str) -> None:
     peak = profile.peak_bytes
     found = assert_step_fits(model(), tokens(), DEVICE, f"{peak}B", **STEP)
