@@ -69,7 +69,7 @@ class Basis:
 
     @cached_property
     def context(self) -> PlanningContext:
-        """The values that are derived from the step. Pins keep the other techniques away from the ops and modules of the offers."""
+        """The values that are derived from the step. Pins keep other techniques from the ops and modules of offers."""
         pins = self.step.pins
         # The other techniques see these modules as if the user had named them in ``never``, and the ops in ``keep``.
         alone = [unit for offer in self.offers for unit in offer.alone]

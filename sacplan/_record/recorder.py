@@ -362,7 +362,7 @@ class Recorder(Watching):
         # An op that can be looked up takes plain tensors only (``SeenOps``).
         taken = plain_tensors(args, kwargs) if key is None else tensor_list(args, kwargs)
         taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
-        lent = lent or func is ZERO_TENSOR
+        lent |= func is ZERO_TENSOR
         if key is None and self.storages.is_fake and func is not _LIFTS:
             self.storages.know_copies(func, taken, taken_on, out)
         outputs = tensor_list(out)

@@ -151,8 +151,8 @@ def active_fake_mode() -> FakeTensorMode | None:
     return None
 
 
+# Makes a tensor without memory.
 ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
-"""Makes a tensor without memory."""
 
 
 def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
