@@ -46,7 +46,7 @@ from sacplan._rewrites.settle import settled
 from sacplan._torch import inductor
 from sacplan._torch.autograd import in_backward
 from sacplan._torch.distributed_modules import unwrapped
-from sacplan._torch.fake_tensors import FakeTensorMode, active_fake_mode, fake_device_of
+from sacplan._torch.fake_tensors import ZERO_TENSOR, FakeTensorMode, active_fake_mode, fake_device_of
 from sacplan._torch.host_memory import TO_DEVICE, TO_HOST
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred
 from sacplan._torch.ops import OpTraits, can_run_again, draws_numbers, op_traits
@@ -362,6 +362,7 @@ class Recorder(Watching):
         # An op that can be looked up takes plain tensors only (``SeenOps``).
         taken = plain_tensors(args, kwargs) if key is None else tensor_list(args, kwargs)
         taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
+        lent |= func is ZERO_TENSOR
         if key is None and self.storages.is_fake and func is not _LIFTS:
             self.storages.know_copies(func, taken, taken_on, out)
         outputs = tensor_list(out)

@@ -226,7 +226,7 @@ class Storages:
         """Return the storages of an op's outputs, and those of them that are new.
 
         New ones have no ``ALLOC``: the event ``OP`` allocates what the op writes. ``lent``: they lie on memory that is
-        not PyTorch's; ``on_host``: on the host's.
+        not PyTorch's, or on none; ``on_host``: on the host's.
         """
         storages: list[int] = []
         writes: dict[int, None] = {}

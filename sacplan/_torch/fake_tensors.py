@@ -151,7 +151,8 @@ def active_fake_mode() -> FakeTensorMode | None:
     return None
 
 
-_ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
+# Makes a tensor without memory.
+ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
 
 
 def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
@@ -170,7 +171,7 @@ def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
         # Strides of 0: one element stands for all, as close to no memory as an ordinary tensor comes.
         return fake_empty_strided(mode, size, [0] * len(size), dtype or torch.get_default_dtype())
 
-    fake_impls.op_implementations_dict[_ZERO_TENSOR] = zeros
+    fake_impls.op_implementations_dict[ZERO_TENSOR] = zeros
 
 
 _FALLBACK: CodeType = fake_tensor.run_fallback_kernel.__code__

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from sacplan._device.devices import DeviceSpec
+from sacplan._executor.stand_ins import StandIn
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Runtime, Trace, profile
@@ -302,27 +303,29 @@ def _prepared(trainer: transformers.Trainer, model: torch.nn.Module, is_sharded:
     A model that was trained already has been prepared for mixed precision, and one that is sharded has a policy.
     """
     accelerator = trainer.accelerator
-    own = model.__dict__.get("forward")
+    attributes, name, forward = model.__dict__, "forward", model.forward
+    # A plan lies over it, as in training, where the callback applies it to the prepared model.
+    while isinstance(stand_in := attributes.get(name), StandIn):
+        attributes, name, forward = vars(stand_in), "replaced", stand_in.original
+    own = {key: value for key, value in attributes.items() if key == name}
     # ``Accelerator.prepare_model`` leaves ``_original_forward`` on a model that it has wrapped. Wrapped
     # again, autocast would be entered twice.
     mixed = accelerator.native_amp and not is_sharded and not hasattr(model, "_original_forward")
     if mixed:
         autocast = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
-        model.__dict__["forward"] = convert_outputs_to_fp32(autocast(model.forward))
+        attributes[name] = convert_outputs_to_fp32(autocast(forward))
     noise = None
     if trainer.neftune_noise_alpha is not None:
         noise = _neftune.activate_neftune(model, trainer.neftune_noise_alpha, accelerator)
     try:
         yield
-    # In reverse order. The forward that the instance had before, if any, is put back; otherwise the class's
-    # is found again.
+    # In reverse order. Without a forward of the instance's own, the class's is found again.
     finally:
         if noise is not None:
             _neftune.deactivate_neftune(model, noise, accelerator)
         if mixed:
-            del model.__dict__["forward"]
-            if own is not None:
-                model.__dict__["forward"] = own
+            del attributes[name]
+            attributes.update(own)
 
 
 def _largest_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
