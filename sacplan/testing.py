@@ -25,6 +25,7 @@ from sacplan._questions.advise import advise
 from sacplan._questions.alive import AliveGroup, peak_groups
 from sacplan._questions.parts import moment_of
 from sacplan._questions.planned import planned
+from sacplan._ranks.ranks import ONE_RANK
 from sacplan._record.step import LossFn, Mode
 from sacplan._verify.verify import Verification, verify
 from sacplan.errors import PlanError, PlanMismatch, SacplanWarning
@@ -94,18 +95,16 @@ def assert_step_fits(
     # Only without a plan: a plan names its device.
     if device is None:
         raise PlanError('name the device that the step is to fit on, for example device="rtx-4090".')
-    mixed = None if plan is None else plan.ranks.mixed
     routing: Routing = "balanced" if plan is None else plan.fingerprint.setup.routing
     if accumulation_steps is None:
         accumulation_steps = 1 if plan is None else plan.fingerprint.setup.accumulation_steps
     found = trace_step(
         model, batch, loss_fn, optimizer, device, "cost-model", trace,
-        mode=mode, mixed=mixed, accumulation_steps=accumulation_steps, routing=routing,
+        mode=mode, ranks=ONE_RANK if plan is None else plan.ranks, accumulation_steps=accumulation_steps,
+        routing=routing,
     )  # fmt: skip
     warn_of_step(found, stacklevel=3)
-    if plan is not None:
-        found = found.on_ranks(plan.ranks)
-    # After ``on_ranks``: a budget given as a share is one of the unplanned peak of one rank.
+    # A budget given as a share is one of the unplanned peak of one rank.
     limit = Limit(budget, headroom)
     room = limit.room_of(found)  # before anything is planned: the budget may be one that cannot be read
     if found.has_no_optimizer:

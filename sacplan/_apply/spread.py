@@ -44,7 +44,7 @@ class SpreadModel:
 
     def spread_data(self) -> None:
         """Shard or replicate the model, which comes after all that a plan installs."""
-        self._sharding.spread_data(self._model, self._mesh, self._ranks.fsdp_units)
+        self._ranks.spread_data(self._model, self._mesh)
 
     def forget_differences(self) -> None:
         """Do nothing: it makes none."""

@@ -171,8 +171,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
             f"{source} is of a step on {profile.device}; record one on the other device with "
             f"sacplan profile TARGET --device {step.device}."
         )
-    # Ranks are a rewrite of the recorded step, so they can be chosen for a saved profile as well.
-    return Source(profile if ranks is None else profile.on_ranks(ranks), None, origin)
+    return Source(profile.on_ranks(ranks), None, origin)
 
 
 def saved_profile(path: str) -> Profile:

@@ -17,19 +17,52 @@ its gradient, which ``SequenceParallel`` adds up. Other parameters there have no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from sacplan._program.calls import Opaque, call_with, dtype_of
-from sacplan._program.program import ROOT_SCOPE, Op, Phase, Program, Tensor
-from sacplan._ranks.shards import Parameter
+from sacplan._program.fingerprint import FingerprintEntry
+from sacplan._program.program import ROOT_SCOPE, Op, Phase, Program, StorageKind, Tensor
 from sacplan._shard.placements import REPLICATED, Placement, cut
 from sacplan._shard.strategies import axis_strategies
 from sacplan._torch.calls import Call
 from sacplan._torch.ops import is_computation, op_named
+from sacplan.errors import TraceError
+
+
+class Parameter(NamedTuple):
+    """One parameter of the model.
+
+    Attributes:
+        name: in ``named_parameters()``; a tied parameter goes by its first name.
+        storage: of the program.
+        shape: of the whole parameter.
+    """
+
+    name: str
+    storage: int
+    shape: tuple[int, ...]
+
+
+def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tuple[Parameter, ...]:
+    """Return the parameters of a recorded step from ``Fingerprint.parameters``.
+
+    The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.
+
+    Raises:
+        TraceError: parameters share storages without being the same parameter.
+    """
+    storages = sorted(s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER)
+    # Paired by position alone.
+    if len(storages) != len(entries):
+        raise TraceError(
+            f"the recording has {len(storages)} storages of parameters and the model {len(entries)} parameters. "
+            "Parameters that are views of one storage cannot be spread; give each its own, or plan for one device."
+        )
+    return tuple(Parameter(name, s, shape) for s, (name, shape, _) in zip(storages, entries, strict=True))
 
 
 @dataclass

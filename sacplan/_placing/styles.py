@@ -15,12 +15,11 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from sacplan._placing.pairs import Pairs, pairs_of
+from sacplan._placing.pairs import Pairs, Parameter, pairs_of, parameters_of
 from sacplan._profile.profile import Profile
 from sacplan._program.derived import derived
 from sacplan._program.elements import by_pattern, pattern_of
 from sacplan._program.program import Program
-from sacplan._ranks.shards import Parameter
 from sacplan.errors import PlanError
 
 Also: TypeAlias = Literal["embeddings", "others"]
@@ -44,7 +43,8 @@ def tensor_parallel(
         PlanError: nothing can be cut so over so many ranks.
     """
     kinds, ranks = kinds_of(model), axis[1]
-    pairs = _pairs(profile.recorded, profile.parameters, tuple(kinds.items()), ranks)
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    pairs = _pairs(profile.recorded, parameters, tuple(kinds.items()), ranks)
     styles = {}
     for name, kind in kinds.items():
         weight = getattr(model.get_submodule(name), "weight", None)

@@ -21,7 +21,7 @@ from sacplan._program.budget import format_bytes, format_share
 from sacplan._program.notebook import Section
 from sacplan._program.program import Program
 from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.shards import resolve_units
+from sacplan._ranks.units import matching
 
 _PARTS = 10  # named in a sentence; the others are only counted
 
@@ -215,4 +215,4 @@ def _unit(pattern: str, program: Program | None) -> str:
     # Without a wildcard, the pattern is the name of one module. Without a program, nobody knows how many match.
     if program is None or not re.search(r"[*?[]", pattern):
         return pattern
-    return f"{len(resolve_units([pattern], program))} x {pattern}"
+    return f"{len(matching(tuple(program.calls), [pattern]))} x {pattern}"

@@ -32,20 +32,17 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_decisions
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
-from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.notebook import Section, as_html
 from sacplan._program.program import Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, AnyRanks, Ranks, ranks_of
-from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan._record.step import (
     Mode,
 )
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
-from sacplan._shard.sharding import Sharding
 from sacplan._techniques import installed_on, rewritten, why_uncompiled
-from sacplan.errors import GraphBreak, PlanError, SacplanError, TraceError
+from sacplan.errors import GraphBreak, PlanError, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,8 +63,8 @@ Decided: TypeAlias = HasDecisions | Iterable[Decision] | Discarded
 
 
 NO_SOURCE = (
-    "the step of a rank on a mesh is recorded from the model, which a profile from a file does not have: make the "
-    "profile with sacplan.profile where you plan."
+    "the step of a rank is recorded from the model, which a profile from a file does not have: give ranks= to "
+    "sacplan.profile (--world-size to sacplan profile), or make the profile where you plan."
 )
 
 
@@ -84,35 +81,20 @@ class Source:
     again: Callable[..., Profile]
     _known: dict[Any, Profile] = field(default_factory=dict)
 
-    def on(self, sharding: Sharding) -> Profile:
+    def on(self, ranks: Ranks) -> Profile:
         """Return the step of a rank. It is recorded once for all meshes that differ in names.
 
         Raises:
-            PlanError: it does not run so.
+            TraceError: it does not run so.
         """
+        sharding = ranks.sharding
         key = (
-            tuple(sharding.styles.items()),
-            sharding.mesh.ranks[-1] if sharding.styles else 1,
-            sharding.data.size,
+            structs.replace(ranks, sharding=None),
+            sharding and (tuple(sharding.styles.items()), sharding.mesh.ranks),
         )
         if key not in self._known:
-            try:
-                self._known[key] = self.again(sharding=sharding)
-            except SacplanError:
-                raise
-            # Whatever the user's code, or torch, makes of parts.
-            except Exception as error:
-                raise PlanError(
-                    f"the step does not run on mesh {sharding.mesh} as PyTorch would spread it: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        return dataclasses.replace(self._known[key], ranks=Ranks(sharding=sharding), source=self)
-
-    def computing_in(self, mixed: MixedUnits | None) -> Profile:
-        """Return the step with modules that ``fully_shard`` has compute in another type. It is recorded once."""
-        if mixed not in self._known:
-            self._known[mixed] = self.again(mixed=mixed)
-        return self._known[mixed]
+            self._known[key] = self.again(ranks=ranks)
+        return dataclasses.replace(self._known[key], ranks=ranks, source=self)
 
 
 @dataclass(frozen=True)
@@ -120,7 +102,7 @@ class Profile:
     """One recorded step, from which plans are made. Frozen; ``save`` and ``load`` it.
 
     Attributes:
-        recorded: the step of the whole model on one device, op by op, as it ran.
+        recorded: the step of one device, op by op, as it ran.
         fingerprint: identifies the model and the batch.
         spec: the device that it would run on.
         trace, runtime: how it was made.
@@ -237,53 +219,20 @@ class Profile:
         ranks = ranks_of(ranks, (name for name, *_ in self.fingerprint.parameters), model)
         if ranks == self.ranks:  # the same profile, with all that is cached in it
             return self
-        if self.recorded.gathering:
+        if self.recorded.gathering and self.ranks == ONE_RANK:
             raise TraceError(
                 "fully_shard had been called on the model when it was profiled: this is the profile of a rank already. "
                 "Leave ranks and mesh out, or profile the model before it is sharded."
             )
-        if ranks.sharding != self.ranks.sharding:
-            return self._on_mesh(ranks.sharding).on_ranks(ranks)
-        recorded = self.fingerprint.setup.mixed
-        if ranks.mixed != recorded:
-            if self.source is None:
-                raise TraceError(
-                    f"the step was recorded with {recorded or 'no mixed-precision policy'}, and is to be spread with "
-                    f"{ranks.mixed or 'none'}. Policy and units decide what modules run, and a profile from a file "
-                    "cannot run again: give these ranks to sacplan.profile."
-                )
-            again = self.source.computing_in(ranks.mixed)
-            return dataclasses.replace(again, spec=self.spec).on_ranks(ranks)
-        spread = dataclasses.replace(self, ranks=ranks)
-        # Computed and cached now: a model that cannot be spread so is an error here, and not where a figure is read.
-        _ = spread.program
-        return spread
-
-    def _on_mesh(self, sharding: Sharding | None) -> Profile:
-        if sharding is None or self.ranks != ONE_RANK:
-            raise PlanError(
-                "the profile is that of one of several ranks; a mesh is planned for from a profile of the whole model."
-            )
         if self.source is None:
             raise PlanError(NO_SOURCE)
         # Of the device that this profile is of, which a caller may have given another memory.
-        return dataclasses.replace(self.source.on(sharding), spec=self.spec)
+        return dataclasses.replace(self.source.on(ranks), spec=self.spec)
 
     @cached_property
     def program(self) -> Program:
-        """The step of one rank on its device: the recorded one, rewritten for ranks and for library workspaces."""
-        # Ranks first: workspaces are added where the first product runs in the rank's own program.
-        program = self.ranks.program(self.recorded, self.fingerprint.local_parameters, self.spec)
-        return program.with_(library_workspaces(program, self.spec))
-
-    @cached_property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of the whole model, with their storages in the recorded step.
-
-        Raises:
-            TraceError: parameters share storages without being the same parameter.
-        """
-        return parameters_of(self.recorded, self.fingerprint.parameters)
+        """The step on its device: the recorded one, with the workspaces of libraries."""
+        return self.recorded.with_(library_workspaces(self.recorded, self.spec))
 
     @property
     def device(self) -> str:
@@ -354,8 +303,7 @@ class Profile:
         These are the shards of parameters and gradients, in pinned memory rounded up to powers of two, and the
         optimizer's state. They are not in ``peak_bytes``, unless the device is a CPU, whose memory is the host's.
         """
-        found = self.ranks.host_bytes(self.recorded, self.fingerprint.local_parameters)
-        return found + int(self.fingerprint.setup.shards_host_bytes)
+        return int(self.fingerprint.setup.shards_host_bytes)
 
     @property
     def unplanned_host_bytes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from msgspec import structs
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from sacplan._device.cost import CostModel
@@ -25,7 +26,6 @@ from sacplan._profile.remarks import summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
 from sacplan._program.compilation import Compilation
 from sacplan._program.fingerprint import Fingerprint, local_shapes_of
-from sacplan._program.mixed_precision import MixedUnits
 from sacplan._program.model_calls import ModelCall
 from sacplan._program.program import Phase, Program
 from sacplan._program.setup import Routing, Setup, current_autocast, scripted_inside
@@ -40,7 +40,6 @@ from sacplan._record.gradient_hooks import has_gradient_hooks, optimizers_in_bac
 from sacplan._record.host_state import host_bytes, shards_host_bytes
 from sacplan._record.largest_step import before_largest_step
 from sacplan._record.limits import explained_limits
-from sacplan._record.mixed_precision import LoweredParameters, lowered
 from sacplan._record.model_inputs import recorded_inputs
 from sacplan._record.module_calls import other_thread
 from sacplan._record.recorder import Recorder
@@ -70,13 +69,26 @@ from sacplan._record.user_code import (
 )
 from sacplan._shard.process_groups import device_mesh_of, pretended_ranks, this_rank
 from sacplan._shard.recorded import collective_named, with_collectives
-from sacplan._shard.sharding import Sharding
-from sacplan._torch.distributed_modules import copying_shards, fake_replicas, first_steps, make_gathered
+from sacplan._torch.distributed_modules import (
+    copying_shards,
+    fake_replicas,
+    first_steps,
+    make_gathered,
+    meshes_of_cpus,
+    reduce_by_hooks,
+)
 from sacplan._torch.fake_kernels import keep_to_this_thread
 from sacplan._torch.fake_tensors import FakeTensorMode, fake_parameters
 from sacplan._torch.inductor import compiled_so_far, is_compiling_dry
 from sacplan._torch.ops import is_computation
-from sacplan.errors import DeviceError, PlanError, SacplanWarning, SumOfOutputsWarning, TraceError
+from sacplan.errors import (
+    DeviceError,
+    PlanError,
+    SacplanError,
+    SacplanWarning,
+    SumOfOutputsWarning,
+    TraceError,
+)
 
 Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
 Trace = Literal["fake", "real"]
@@ -163,31 +175,30 @@ def profile(
     # Anything that is not a module is refused by ``trace_step``, with a better message.
     if ranks is not None and isinstance(model, torch.nn.Module):
         ranks = ranks_of(ranks, (name for name, _ in model.named_parameters()), model)
-        if ranks.fsdp_units is not None:
-            _check_gradient_hooks(model)
-    mixed = ranks.mixed if isinstance(ranks, Ranks) else None
+        _check_gradient_hooks(model)
+    over = ranks if isinstance(ranks, Ranks) else ONE_RANK
     if accumulation_steps is None:
         accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
     model, compiled = compilation_of(compile, model)
     trace_with = functools.partial(
         trace_step, model, batch, loss_fn, optimizer, device, runtime, trace,
-        mode=mode, mixed=mixed, accumulation_steps=accumulation_steps, compiled=compiled,
+        mode=mode, ranks=over, accumulation_steps=accumulation_steps, compiled=compiled,
     )  # fmt: skip
     found = trace_with(routing=routing)
     # Experts that get no tokens may do nothing at all, not even make gradients: then balanced routing takes more.
     if found.fingerprint.setup.routing == "worst" and any(map(is_worst, found.rules)):
         found = max(found, trace_with(), key=lambda one: one.peak_bytes)
     warn_of_step(found, stacklevel=3)
-    return found.on_ranks(ranks)
+    return found
 
 
 def _check_gradient_hooks(model: torch.nn.Module) -> None:
-    # ``fully_shard`` runs such a hook on the gradient of a shard, when that is reduced.
+    # ``fully_shard`` makes parameters of its own, on which the hook is not.
     if has_gradient_hooks(model):
         raise TraceError(
-            "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook). With "
-            "FSDP2 that is not modelled. Call fully_shard inside of sacplan.ranks(...), register the hook on the "
-            "sharded parameters, and profile the model there."
+            "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook), and "
+            "spreading the model makes other parameters. Spread it inside of sacplan.ranks(...), register the hook "
+            "there, and profile it."
         )
 
 
@@ -211,11 +222,10 @@ def trace_step(
     mode: Mode = "train",
     prepare: Callable[[torch.nn.Module], Any] | None = None,
     saved: Literal["record", "observe"] = "record",
-    mixed: MixedUnits | None = None,
+    ranks: Ranks = ONE_RANK,
     accumulation_steps: int = 1,
     routing: Routing = "balanced",
     compiled: Compilation | None = None,
-    sharding: Sharding | None = None,
 ) -> Profile:
     """Trace one step and return its profile, for ``profile`` and ``verify``.
 
@@ -224,10 +234,9 @@ def trace_step(
             ``profile``.
         prepare: gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
         saved: how saved tensors are followed, see ``saved_tensors.py``.
-        mixed: the modules that ``fully_shard`` has compute in another type than that of their parameters.
+        ranks: the step is that of one of these, on which PyTorch spreads a copy of the model. On a mesh, the batch is
+            that of all ranks.
         compiled: the modules that run compiled.
-        sharding: the step is that of a rank on its part of the batch, with the modules that PyTorch parallelizes. What
-            axes for data gather and reduce is not recorded: ``Ranks`` adds it.
     """
     check_model(model)
     spec = resolve_device(device)
@@ -248,10 +257,10 @@ def trace_step(
         raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
     if trace == "real" and routing != "balanced":
         raise TraceError(f'routing={routing!r} is for trace="fake": in a real trace, the data decides.')
-    if sharding is not None and compiled is not None:
-        raise PlanError("a compiled step on a mesh is not recorded; profile the step with compile=False.")
-    if sharding is not None and trace == "real":
-        raise PlanError('a step on a mesh is recorded on fake tensors; make the profile with trace="fake".')
+    if ranks != ONE_RANK and compiled is not None:
+        raise PlanError("a compiled step on ranks is not recorded; profile the step with compile=False.")
+    if ranks != ONE_RANK and trace == "real":
+        raise PlanError('a step on ranks is recorded on fake tensors; make the profile with trace="fake".')
     check_accumulation(accumulation_steps)
     if mode == "inference" and accumulation_steps > 1:
         raise TraceError(
@@ -269,7 +278,7 @@ def trace_step(
         _no_garbage_collection(),
         explained_limits(),
         as_written,
-        _on_mesh(sharding) as ranks,
+        _spreading(ranks) as spread,
     ):
         # Made inside of these contexts, since a callable or a data set may draw random numbers for the batch.
         batch = resolve_batch(batch)
@@ -278,39 +287,68 @@ def trace_step(
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
             model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
-            autocast, mixed, accumulation_steps, routing, compiled, ranks,
+            autocast, accumulation_steps, routing, compiled, spread,
         )  # fmt: skip
-        if sharding is not None:
-            asked = replace(asked, batch=part_of_batch(batch, fingerprint.rows, sharding.data.size))
-        recorded, rules, setup, calls, local_shapes = run(asked)
+        if ranks.sharding is not None:
+            asked = replace(asked, batch=part_of_batch(batch, fingerprint.rows, ranks.sharding.data.size))
+        with _explained(ranks):
+            recorded, rules, setup, calls, local_shapes = run(asked)
     _check_recorded(recorded, mode)
     recorded = kept_at_limits(recorded, recorded.gathering)
-    if sharding is None and any(collective_named(op.name) for op in recorded.ops):
+    if ranks == ONE_RANK and any(collective_named(op.name) for op in recorded.ops):
         rules = (*rules, this_rank())
     fingerprint = structs.replace(
         fingerprint,
-        setup=structs.replace(setup, compiled=compiled, scripted=scripted, mixed=mixed, routing=routing),
+        setup=structs.replace(setup, compiled=compiled, scripted=scripted, routing=routing),
         calls=calls,
         local_shapes=local_shapes,
     )
     again = functools.partial(
         trace_step, model, batch, loss_fn, optimizer, spec, runtime, trace,
-        mode=mode, mixed=mixed, accumulation_steps=accumulation_steps, routing=routing, compiled=compiled,
+        mode=mode, accumulation_steps=accumulation_steps, routing=routing, compiled=compiled,
     )  # fmt: skip
-    ranks_of_it = ONE_RANK if sharding is None else Ranks(sharding=sharding)
     source = Source(model, again)
-    return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules, ranks_of_it, source)
+    return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules, ranks, source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """Spreads a copy of a model over ranks: what is cut before a plan is applied to it, and the rest afterwards."""
+
+    ranks: Ranks
+    mesh: DeviceMesh
+
+    def parallelize(self, model: torch.nn.Module) -> None:
+        if self.ranks.sharding is not None:
+            self.ranks.sharding.parallelize(model, self.mesh, source=None)
+
+    def spread_data(self, model: torch.nn.Module) -> None:
+        self.ranks.spread_data(model, self.mesh)
 
 
 @contextlib.contextmanager
-def _on_mesh(sharding: Sharding | None) -> Iterator[Callable[[torch.nn.Module], None]]:
-    """Yield what parallelizes a copy of the model for a rank; outside of fake modes, since a mesh has a real tensor."""
-    if sharding is None or not sharding.styles:
-        yield lambda model: None
+def _spreading(ranks: Ranks) -> Iterator[_Spread | None]:
+    """Yield what spreads a copy of the model; outside of fake modes, since a mesh has a real tensor."""
+    if ranks.devices == 1:
+        yield None
         return
-    with pretended_ranks(sharding.mesh.size):
-        mesh = device_mesh_of("cpu", sharding.mesh.ranks, sharding.mesh.names)
-        yield lambda model: sharding.parallelize(model, mesh, source=None)
+    with pretended_ranks(ranks.devices), meshes_of_cpus():
+        yield _Spread(ranks, device_mesh_of("cpu", ranks.mesh.ranks, ranks.mesh.names))
+
+
+@contextlib.contextmanager
+def _explained(ranks: Ranks) -> Iterator[None]:
+    """Say that what goes wrong in a step does so on ranks: whatever the user's code, or torch, makes of parts."""
+    try:
+        yield
+    except SacplanError:
+        raise
+    except Exception as error:
+        if ranks == ONE_RANK:
+            raise
+        raise TraceError(
+            f"the step does not run on {ranks.mesh} as PyTorch spreads it: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _reserves(spec: DeviceSpec) -> Any:
@@ -332,11 +370,10 @@ class _RecordRequest:
     prepare: Callable[[torch.nn.Module], Any] | None
     saved: str
     autocast: str | None
-    mixed: MixedUnits | None
     accumulation_steps: int
     routing: Routing
     compiled: Compilation | None
-    parallelize: Callable[[torch.nn.Module], None]
+    spread: _Spread | None
 
 
 _Recorded: TypeAlias = tuple[
@@ -363,7 +400,6 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         data_rules(asked.routing) as rules,
         fake_replicas(),
         fake_parameters(),
-        copying_shards(model, on_gpu=spec.kind == "cuda"),
         contextlib.ExitStack() as running,
     ):
         # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
@@ -371,10 +407,15 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
         copier = FakeCopier(rules)
         fake = copier.model(model)
-        asked.parallelize(fake)
-        copier.parameters_replaced(model, fake)
+        if asked.spread is not None:
+            asked.spread.parallelize(fake)
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
+            if asked.spread is not None:
+                asked.spread.spread_data(fake)
+            copier.parameters_replaced(model, fake)
+            reduce_by_hooks(fake)
+            running.enter_context(copying_shards(fake, on_gpu=spec.kind == "cuda"))
             if asked.compiled is not None:
                 running.enter_context(dry_compiled(fake, asked.compiled, spec))
             step = Step(
@@ -386,13 +427,11 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 accumulation_steps=asked.accumulation_steps,
             )
             make_gathered(fake)
-            with lowered(fake, asked.mixed) as parameters:
-                if asked.compiled is not None:
-                    compile_step(step, device_recorder(spec, asked.cost, "observe", rules))
-                program, calls = _record_settled_step(
-                    step, lambda: device_recorder(spec, asked.cost, how, rules), parameters, handle, rules
-                )
-                _check_units_called(parameters, program)
+            if asked.compiled is not None:
+                compile_step(step, device_recorder(spec, asked.cost, "observe", rules))
+            program, calls = _record_settled_step(
+                step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
+            )
             setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
             local_shapes = local_shapes_of(fake)
         finally:
@@ -419,12 +458,9 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
         step = Step(model, asked.batch, asked.loss_fn, made, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
-            # The casts are hooks on the user's own modules here, so they must be gone when the step is over.
-            with lowered(model, asked.mixed) as parameters:
-                program, calls = _record_settled_step(
-                    step, lambda: device_recorder(spec, asked.cost, how), parameters, handle
-                )
-                _check_units_called(parameters, program)
+            program, calls = _record_settled_step(
+                step, lambda: device_recorder(spec, asked.cost, how), handle
+            )
             setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
             return program, (), setup, calls, local_shapes_of(model)
         finally:
@@ -462,7 +498,6 @@ def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None
 def _record_settled_step(
     step: Step,
     recorder: Callable[[], Recorder],
-    parameters: LoweredParameters,
     handle: Any = None,
     rules: DataRules | None = None,
 ) -> tuple[Program, tuple[ModelCall, ...]]:
@@ -496,7 +531,7 @@ def _record_settled_step(
             rules.assume_statistics(step.model)
         # A layer that is dropped at random is dropped again.
         with preserved_rng(), recorded_inputs(step.model) as calls:
-            program = _record(step, recording, parameters, rules)
+            program = _record(step, recording, rules)
         left = recording.storages.left_behind()
         if left:
             gc.collect(
@@ -528,28 +563,13 @@ def _record_settled_step(
     return program, tuple(calls)
 
 
-def _check_units_called(parameters: LoweredParameters, program: Program) -> None:
-    # The casts are hooks of a unit's forward. If that never runs, the unit silently keeps its own type.
-    for unit in parameters.units:
-        if unit not in program.calls:
-            raise TraceError(
-                f"units: module {unit!r} matches, and is not called in the step, so that fully_shard would cast "
-                f"nothing there. Name the modules inside of it, such as {unit + '.*'!r}."
-            )
-
-
 def _ops_run(program: Program) -> list[tuple[str, int]]:
     # Views are left out, since they make no values.
     forward = (op for op in program.ops if op.phase == Phase.FORWARD)
     return [(op.name, op.scope) for op in forward if is_computation(op.name)]
 
 
-def _record(
-    step: Step,
-    recorder: Recorder,
-    parameters: LoweredParameters,
-    rules: DataRules | None = None,
-) -> Program:
+def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:
     optimizer = step.optimizer
 
     def make_state() -> None:
@@ -570,10 +590,9 @@ def _record(
     recorder.track_tensors(cached_tensors(step.model))
     for stepping in step.optimizers_in_backward:
         recorder.track_optimizer(stepping, initial=True)
-    parameters.begin(recorder)
     try:
         with recorder:
-            output = step.run(make_state, functools.partial(parameters.finish, recorder))
+            output = step.run(make_state)
         del output  # alive until the step is over
         return recorder.program()
     finally:

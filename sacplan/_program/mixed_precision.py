@@ -1,7 +1,6 @@
 """The mixed-precision policy of ``fully_shard``, as a value that files can hold.
 
     policy = MixedPrecision.of(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-    policy.compute_dtype("float32")   # "bfloat16"
 
 Shards and the optimizer keep the type of the parameters. What a unit gathers, and everything that it computes, has
 ``param_dtype``; its gradients are cast to ``reduce_dtype`` before they are reduced, and then to the type of the shards.
@@ -12,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from sacplan._program.files import Name
 from sacplan.errors import TraceError
@@ -66,19 +65,16 @@ class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         found = cls(**types, cast_forward_inputs=policy.cast_forward_inputs)
         return None if found == cls() else found
 
-    def compute_dtype(self, dtype: str) -> str:
-        """Return the type in which a parameter of type ``dtype`` is gathered. Integers are gathered as they are."""
-        if self.param_dtype is None or not getattr(torch, dtype).is_floating_point:
-            return dtype
-        return self.param_dtype
-
     @property
-    def recorded(self) -> MixedPrecision | None:
-        """The part of the policy that changes what modules run, and not only how gradients are reduced."""
-        # ``cast_forward_inputs`` casts to ``param_dtype``, so without that type it changes nothing.
-        if self.param_dtype is None and self.output_dtype is None:
-            return None
-        return structs.replace(self, reduce_dtype=None)
+    def of_torch(self) -> Any:
+        """Torch's policy."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        types = {
+            name: None if (value := getattr(self, name)) is None else getattr(torch, value)
+            for name in ("param_dtype", "reduce_dtype", "output_dtype")
+        }
+        return MixedPrecisionPolicy(**types, cast_forward_inputs=self.cast_forward_inputs)
 
     def __str__(self) -> str:
         """Return torch's own spelling, without what is at its default."""
@@ -90,18 +86,3 @@ class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         if not self.cast_forward_inputs:
             types.append("cast_forward_inputs=False")
         return f"MixedPrecisionPolicy({', '.join(types)})"
-
-
-class MixedUnits(Struct, frozen=True, forbid_unknown_fields=True):
-    """The modules that compute in another type while a step is recorded.
-
-    Attributes:
-        units: patterns of module names, the ``fsdp_units`` of the profile.
-        policy: of all of them, without what only reducing gradients depends on.
-    """
-
-    units: tuple[str, ...]
-    policy: MixedPrecision
-
-    def __str__(self) -> str:
-        return f"{self.policy} in {', '.join(unit or 'the model' for unit in self.units)}"

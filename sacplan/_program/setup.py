@@ -19,7 +19,6 @@ from msgspec import Struct
 from sacplan._program.compilation import Compilation
 from sacplan._program.elements import pattern_of
 from sacplan._program.files import Count, Name, Positive, Share
-from sacplan._program.mixed_precision import MixedUnits
 from sacplan.errors import SacplanWarning
 
 Routing = Literal["balanced", "worst"]
@@ -74,7 +73,6 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         scripted: modules made by ``torch.jit.script`` or ``torch.jit.trace``. A plan has no unit in or around them:
             after a few calls TorchScript runs other ops than at first, and some of those fail under a dispatch mode.
         autocast: the type of a ``torch.autocast`` around the call of ``profile``; one inside ``loss_fn`` does not show.
-        mixed: the modules that computed in the type of a mixed-precision policy of ``fully_shard``; None if none did.
         accumulation_steps: micro-batches whose gradients one optimizer step adds up. With more than one, gradients are
             alive before the recorded step begins.
         routing: how a fake trace spread tokens over experts, where a router decides by values that it does not have.
@@ -92,7 +90,6 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     autocast: Name | None = None
     compiled: Compilation | None = None
     scripted: tuple[Name, ...] = ()
-    mixed: MixedUnits | None = None
     accumulation_steps: Positive = 1
     routing: Routing = "balanced"
     optimizer_host_bytes: Count = 0
@@ -215,7 +212,6 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             f"autocast {self.autocast}" if self.autocast else "",
             f"gradients of {self.accumulation_steps} micro-batches" if self.accumulation_steps > 1 else "",
             "" if self.routing == "balanced" else f"{self.routing} routing",
-            "" if self.mixed is None else str(self.mixed),
             "" if self.compiled is None else str(self.compiled),
             f"left alone as TorchScript: {_patterns(self.scripted)}" if self.scripted else "",
         ]

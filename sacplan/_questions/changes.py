@@ -87,10 +87,8 @@ def recorded(
     change: Change, like: Profile, model: torch.nn.Module, batch: Any, loss_fn: LossFn | None, optimizer: Any
 ) -> Profile:
     """Record the step with a change, in the same way as the profile ``like``."""
-    # Ranks are a rewrite of the recorded step and come afterwards. Mixed precision is part of the recording,
-    # since modules run other ops in it.
     with change.made():
-        again = trace_step(
+        return trace_step(
             model,
             batch,
             loss_fn,
@@ -99,12 +97,11 @@ def recorded(
             like.runtime,
             like.trace,
             mode=like.mode,
-            mixed=like.ranks.mixed,
+            ranks=like.ranks,
             accumulation_steps=like.fingerprint.setup.accumulation_steps,
             routing=like.fingerprint.setup.routing,
             compiled=like.fingerprint.setup.compiled,
         )
-    return again.on_ranks(like.ranks)
 
 
 def changes(profile: Profile, model: torch.nn.Module) -> Iterator[Change]:

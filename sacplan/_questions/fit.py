@@ -710,7 +710,7 @@ class _Sweep:
         made: dict[int, Profile] = {self.batch: self.base}
 
         def recorded(batch: int, more: Mapping[str, Any]) -> Profile:
-            # Arrangements share the recordings of a batch. Mixed precision has other ops, and its own recordings.
+            # A rank has its own recordings.
             if more:
                 return self.recorded(batch, self.seq, **more)
             if batch not in made:

@@ -2,8 +2,8 @@
 
 Each *arrangement* is a way to run one step on all devices: DDP, FSDP2 (also as Accelerate shards packed weights, with
 mixed precision for a model in float32, and with ``CPUOffloadPolicy``), or a mesh with tensor parallelism. They process
-the same samples: ``batch`` for each device. The step of one rank is a rewrite of the recorded step, so an arrangement
-needs no recording of its own, except for mixed precision, in which modules run other ops, and for tensor parallelism.
+the same samples: ``batch`` for each device. The step of one rank is recorded as PyTorch runs it, once for each
+arrangement and optimizer.
 
 Optimizers of bitsandbytes step whole parameters, so rows of shards have none of them.
 """
@@ -27,13 +27,14 @@ from sacplan._plan.request import Request
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import OptimizerStep, with_optimizer
 from sacplan._profile.profile import Profile
+from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase
 from sacplan._questions.largest import largest_that_fits, largest_within
 from sacplan._questions.scaled import Peaks, Sized, sized_alike
 from sacplan._questions.sweep import Row
 from sacplan._questions.verdict import FitRow, cheapest_of, is_same_training
 from sacplan._questions.ways import AS_IT_IS, PLAN
-from sacplan._ranks.ranks import DDP, FSDP2, AnyRanks, Ranks, layers_of, ranks_of
+from sacplan._ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 
 _LARGEST = 2**16  # the largest batch of a device to try
@@ -48,25 +49,15 @@ class Arrangement:
         name: In tables.
         options: Arguments of ``sacplan.profile`` for it, as Python.
         flags: The same on the command line.
-        spread: The step of one rank, from that of the whole model. It may raise ``TraceError`` or ``PlanError``.
-        recording: Arguments of ``profile`` with which the step is recorded: in mixed precision, modules run other ops.
+        ranks: The devices. On a mesh, the batch is that of all of them, and ``options`` are those of ``plan``.
         has_whole_parameters: Whether each rank steps whole parameters, as optimizers of bitsandbytes have to.
-        on_mesh: The calls of PyTorch that ``sacplan.apply`` makes; the batch is then that of all devices, and
-            ``options`` are those of ``plan``.
     """
 
     name: str
     options: str
     flags: tuple[str, ...]
-    spread: Callable[[Profile], Profile]
-    recording: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Ranks
     has_whole_parameters: bool = False
-    on_mesh: Ranks | None = None
-
-
-def on(ranks: AnyRanks) -> Callable[[Profile], Profile]:
-    """Return what makes the step of one of these ranks."""
-    return lambda whole: whole.on_ranks(ranks)
 
 
 @dataclass
@@ -94,15 +85,14 @@ class RankRows:
     batch: int
     recorded: Callable[[int, Mapping[str, Any]], Profile]
     notes: list[str]
-    _known: dict[tuple[str, str], tuple[Arrangement, Profile]] = field(default_factory=dict)
+    _known: dict[str, Arrangement] = field(default_factory=dict)
     _rows: list[FitRow] = field(default_factory=list)
     _refused: set[str] = field(default_factory=set)  # arrangements
     _bound_elsewhere: set[str] = field(
         default_factory=set
     )  # arrangements whose smallest peak no optimizer has
-    # By id of the bare step, which is kept beside the completed one: its id is then no other step's.
-    _completed: dict[tuple[int, str], tuple[Profile, Profile]] = field(default_factory=dict)
-    _whole: dict[tuple[int, str], Profile] = field(default_factory=dict)  # by batch of a device and optimizer
+    # By arrangement, optimizer and batch.
+    _recorded: dict[tuple[str, str, int], Profile] = field(default_factory=dict)
 
     def rows(self) -> list[FitRow]:
         """Return the rows: for each arrangement as it is, and with a plan where it does not fit so.
@@ -122,7 +112,8 @@ class RankRows:
                 break
         if not any(row.fits for row in self._rows):
             self._try(tried, [name for name in self.steps if name not in same])
-        order = [one.name for one in tried]
+        # Data parallelism comes first, as what is simplest.
+        order = [one.name for one in sorted(tried, key=lambda one: not one.has_whole_parameters)]
         return sorted(self._rows, key=lambda row: order.index(row.spread))
 
     def _try(self, arrangements: Sequence[Arrangement], optimizers: Iterable[str]) -> None:
@@ -150,11 +141,10 @@ class RankRows:
         return 0 if step is None else step.state_bytes
 
     def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
-        if self.shards_whole(one, name):
+        if self.shards_whole(one, name) or (one.has_whole_parameters and self._is_hopeless(one, name)):
             return []
         rank = self._rank(one, name, self.batch)
-        # Kept for the largest batch, which needs the arrangement and the rank of a row.
-        self._known[one.name, name] = one, rank
+        self._known[one.name] = one
         bare = self._row(one, name, rank, None)
         # No plan makes shards or an optimizer on the host smaller.
         if bare.fits or bare.over_host_bytes:
@@ -164,28 +154,29 @@ class RankRows:
             self._bound_elsewhere.add(one.name)
         return [bare, self._row(one, name, rank, outcome)]
 
+    def _is_hopeless(self, one: Arrangement, name: str) -> bool:
+        """Whether something fits without a plan, and this needs more than there is, as is known unrecorded."""
+        whole, step = self.recorded(self.batch, {}), self.steps[name]
+        needs = (whole if step is None else with_optimizer(whole, step)).peak_bytes
+        room = self.limit.room(whole.spec, one.ranks.communicators)
+        if needs <= room.n_bytes or not any(row.fits and not row.techniques for row in self._rows):
+            return False
+        self.notes.append(f"{one.name} without a plan needs at least {format_bytes(needs)} on each device.")
+        return True
+
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
         """Return the step of a rank with so many samples for each device."""
-        if one.on_mesh is None:
-            return one.spread(self.completed(self.recorded(batch, one.recording), name))
-        # The whole batch of all devices. A rank has parts of parameters, so the optimizer is recorded with it.
-        key, step = (batch, name), self.steps[name]
-        if key not in self._whole:
-            given = {} if step is None else {"optimizer": step.make}
-            self._whole[key] = self.recorded(batch * self.devices, given)
-        return self._whole[key].on_ranks(one.on_mesh)
+        key, step = (one.name, name, batch), self.steps[name]
+        if key not in self._recorded:
+            samples = batch if one.ranks.sharding is None else batch * self.devices
+            given = {"ranks": one.ranks} if step is None else {"ranks": one.ranks, "optimizer": step.make}
+            self._recorded[key] = self.recorded(samples, given)
+        return self._recorded[key]
 
     @staticmethod
     def shards_whole(one: Arrangement, name: str) -> bool:
         """Whether an optimizer that steps whole parameters would get shards."""
         return not one.has_whole_parameters and name in BY_NAME and not BY_NAME[name].steps_shards
-
-    def completed(self, bare: Profile, name: str) -> Profile:
-        """Return a step with an optimizer behind it: each is made once."""
-        key, step = (id(bare), name), self.steps[name]
-        if key not in self._completed:
-            self._completed[key] = bare, bare if step is None else with_optimizer(bare, step)
-        return self._completed[key][1]
 
     @property
     def _units(self) -> tuple[str, ...]:
@@ -193,18 +184,12 @@ class RankRows:
 
     def _fsdp(self, name: str, written: str, flags: tuple[str, ...] = (), **more: Any) -> Arrangement:
         """Return an arrangement of FSDP2 with further arguments, and how these are written."""
-        ranks = FSDP2(self.devices, self._units, **more)
         options = f"ranks=sacplan.FSDP2({self.devices}, {list(self._units)!r}{written})"
-        # A recording with a policy is that of a rank already: nothing is left to spread.
-        if ranks.mp_policy is not None:
-            return Arrangement(name, options, flags, lambda whole: whole, {"ranks": ranks})
-        names = (parameter for parameter, _ in self.model.named_parameters())
-        return Arrangement(name, options, flags, on(ranks_of(ranks, names, self.model)))
+        return Arrangement(name, options, flags, FSDP2(self.devices, self._units, **more).of((), self.model))
 
     def _on_data(self) -> Iterator[Arrangement]:
         """Yield what spreads the batch alone, on the devices alone."""
         n, size = self.devices, ("--world-size", str(self.devices))
-        yield Arrangement("DDP", f"ranks=sacplan.DDP({n})", size, on(DDP(n)), has_whole_parameters=True)
         yield self._fsdp(
             "FSDP2", "", (*size, *(word for unit in self._units for word in ("--fsdp-unit", unit)))
         )
@@ -214,6 +199,7 @@ class RankRows:
         if packed:
             ignored = ", ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
             yield self._fsdp("FSDP2 of Accelerate", ignored, ignored_params=packed)
+        yield Arrangement("DDP", f"ranks=sacplan.DDP({n})", size, Ranks.of(n), has_whole_parameters=True)
 
     def _changing_more(self) -> Iterator[Arrangement]:
         """Yield what computes in another type, or takes the host's memory; the command line has no options for it."""
@@ -244,7 +230,7 @@ class RankRows:
                     self.notes.append(str(error))
                     continue
                 name = f"{' x '.join(f'{axis} {size}' for axis, size in axes.items())}, {how}"
-                yield Arrangement(name, f"mesh={axes!r}", flags, on(ranks), on_mesh=ranks)
+                yield Arrangement(name, f"mesh={axes!r}", flags, ranks)
 
     def _row(self, one: Arrangement, name: str, rank: Profile, outcome: Outcome | None) -> FitRow:
         """Return the row of a step as it is, or with what planning it has come to."""
@@ -276,7 +262,8 @@ class RankRows:
 
     def with_largest(self, row: FitRow, by_batch: Sized | None) -> FitRow:
         """Return a row with the largest batch for each device that fits with its plan, or 0 if none does."""
-        one, rank = self._known[row.spread, row.optimizer]
+        one = self._known[row.spread]
+        rank = self._rank(one, row.optimizer, self.batch)
         # One sample does not fit, so no batch does.
         if not row.fits and self.batch == 1:
             return dataclasses.replace(row, largest_batch=0)
@@ -284,7 +271,8 @@ class RankRows:
         if by_batch is None:
             return row
         try:
-            steps = sized_alike(by_batch.sizes, self._two(one, row.optimizer, by_batch))
+            a, b = (self._rank(one, row.optimizer, n) for n in by_batch.sizes)
+            steps = sized_alike(by_batch.sizes, (a, b))
             if steps is None:  # a rank runs other ops at another size
                 return row
             planner = Request(solver="greedy").planner(rank)
@@ -293,14 +281,6 @@ class RankRows:
         except (TraceError, PlanError):
             return row  # the plan rewrites the step otherwise at another size
         return dataclasses.replace(row, largest_batch=self._largest(steps, smallest, peaks, row))
-
-    def _two(self, one: Arrangement, optimizer: str, by_batch: Sized) -> tuple[Profile, Profile]:
-        """Return the steps of a rank at the two sizes."""
-        if one.recording or one.on_mesh is not None:
-            a, b = (self._rank(one, optimizer, n) for n in by_batch.sizes)
-        else:
-            a, b = (one.spread(self.completed(each, optimizer)) for each in by_batch.profiles)
-        return a, b
 
     def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, row: FitRow) -> int:
         def by_peak(left: int) -> int:

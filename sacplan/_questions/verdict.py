@@ -272,7 +272,7 @@ class Verdict:
                 f"Over several devices: devices={2 * self.devices} of fit (--devices).",
             )
         # The first row is the step as it is, with the optimizer that was asked for.
-        if self.recommended is self.rows[0]:
+        if self.recommended is self.rows[0] and self.devices == 1:
             return ("No plan is needed.",)
         return (f"Use {self.recommended.name}.",)
 

@@ -6,13 +6,17 @@ options = FullyShardOptions.of(mp_policy=MixedPrecisionPolicy(param_dtype=torch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from sacplan._program.files import Positive
 from sacplan._program.mixed_precision import MixedPrecision
 from sacplan.errors import TraceError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class CPUOffload(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -94,6 +98,27 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
             tuple(ignored_params),
         )
 
+    def arguments(self, model: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        """Return the arguments of ``fully_shard`` for the modules of a model.
+
+        Raises:
+            TraceError: ``ignored_params`` names none of the model's.
+        """
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+        known = dict(model.named_parameters())
+        unknown = [name for name in self.ignored_params if name not in known]
+        if unknown:
+            raise TraceError(f"ignored_params: the model has no parameters {', '.join(unknown[:3])}.")
+        policy, offload = self.mp_policy, self.offload_policy
+        return {
+            "mesh": mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy() if policy is None else policy.of_torch,
+            "offload_policy": OffloadPolicy() if offload is None else CPUOffloadPolicy(offload.pin_memory),
+            "ignored_params": {known[name] for name in self.ignored_params},
+        }
+
     @property
     def communicators(self) -> int:
         """The number of NCCL communicators of a rank: for the shards, the replicas, and the shards after a forward."""
@@ -102,11 +127,6 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
     def check(self, world_size: int) -> None:
         """Raise ``TraceError`` if the options do not go together with a number of ranks."""
-        if self.ignored_params and self.mp_policy is not None:
-            raise TraceError(
-                "ignored_params keep their type while mp_policy changes that of the others, which is not modelled. "
-                "Leave one of the two out."
-            )
         if world_size % self.replicas:
             raise TraceError(f"{self.replicas} replicas of the shards do not divide {world_size} ranks.")
         if self.replicas > 1 and self.replicas == world_size:
@@ -123,18 +143,6 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
                 f"reshard_after_forward is {kept}, which does not divide the {shards} ranks that parameters are "
                 f"sharded over (divisors: {divisors}). Give one of these, True or False."
             )
-
-    def ranks_after_forward(self, shards: int, is_root: bool) -> int:
-        """Return over how many ranks the parameters of a unit are spread from its forward to its backward.
-
-        ``shards``: as outside of the step; 1: the unit keeps them whole.
-        """
-        kept = self.reshard_after_forward
-        if kept is None:
-            return 1 if is_root else shards
-        if isinstance(kept, bool):
-            return shards if kept else 1
-        return kept
 
     def __str__(self) -> str:
         """Return what is not at its default, as it is written in a call; empty if nothing is."""

@@ -1,6 +1,7 @@
-"""How a step is spread over ranks and what runs it: the step of one rank, from that of the whole model.
+"""How a step is spread over ranks: what a user asks for, and the calls of PyTorch that do it.
 
-rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.local_parameters, spec)
+ranks = FSDP2(8, ["layers.*", ""]).of(names, model)
+ranks.spread_data(model, device_mesh)
 """
 
 from __future__ import annotations
@@ -12,20 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
-from sacplan._device.devices import DeviceSpec
 from sacplan._program.files import Positive
-from sacplan._program.fingerprint import FingerprintEntry
-from sacplan._program.mixed_precision import MixedUnits
-from sacplan._program.optimizer_ops import steps_in_backward
-from sacplan._program.program import Program
-from sacplan._ranks.ddp import replicated
-from sacplan._ranks.fully_shard import on_host, sharded
 from sacplan._ranks.options import DEFAULTS, FullyShardOptions
-from sacplan._shard.sharding import Sharding
+from sacplan._ranks.units import units_of
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.sharding import Sharding, axes_of
+from sacplan._torch.private import replicate
 from sacplan.errors import TraceError
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 RunBy: TypeAlias = Literal["FSDP2", "DDP", "DTensor"]
 """What runs a step on several ranks: ``fully_shard``, ``DistributedDataParallel``, or ``parallelize_module`` alone."""
@@ -105,15 +103,6 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         return DEFAULTS if self.fully_shard is UNSET else self.fully_shard
 
     @property
-    def mixed(self) -> MixedUnits | None:
-        """The units that compute in another type, as the step must be recorded for these ranks; None: none does."""
-        policy = self.options.mp_policy
-        recorded = None if policy is None else policy.recorded
-        if recorded is None or self.fsdp_units is None:
-            return None
-        return MixedUnits(self.fsdp_units, recorded)
-
-    @property
     def run_by(self) -> RunBy | None:
         """The name of what runs the step on several ranks; None on one device.
 
@@ -131,35 +120,36 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             return self.sharding.mesh.communicators
         return self.options.communicators if self.world_size > 1 else 0
 
-    def program(self, whole: Program, parameters: Sequence[FingerprintEntry], spec: DeviceSpec) -> Program:
-        """Return the step of one rank; the given one if there is only one.
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all ranks."""
+        if self.sharding is not None:
+            return self.sharding.mesh
+        replicas = self.options.replicas
+        axes = {"replicate": replicas, "shard": self.world_size // replicas}
+        return Mesh.of(axes if replicas > 1 else {"dp": self.world_size})
 
-        Args:
-            whole: the step of the unsharded model on one device.
-            parameters: name, shape and dtype of each (``Fingerprint.local_parameters``).
-            spec: the device of a rank.
+    def spread_data(self, model: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Call ``fully_shard`` on the units, inner ones first, or ``replicate`` on the model.
 
         Raises:
-            TraceError: unknown units, or a model that cannot be spread so.
+            TraceError: unknown units.
         """
-        if self.world_size > 1 and steps_in_backward(whole):
-            raise TraceError(
-                "an optimizer steps in hooks during the backward pass, before gradients are reduced over ranks. Spread "
-                "the model inside of sacplan.ranks(...), register the hooks there, and profile it: the step of a rank "
-                "is then recorded. Or give an optimizer that steps after the backward pass."
-            )
+        # There is nothing to spread over one rank.
         if self.world_size == 1:
-            return whole
+            return
         if self.fsdp_units is None:
-            return whole.with_(replicated(whole, parameters, spec, self.world_size)).renumbered()
-        patch = sharded(whole, parameters, spec, self.world_size, self.fsdp_units, self.options)
-        return whole.with_(patch).renumbered()
+            replicate(model)
+            return
+        from torch.distributed.fsdp import fully_shard
 
-    def host_bytes(self, whole: Program, parameters: Sequence[FingerprintEntry]) -> int:
-        """Return the bytes of the host's memory that a rank takes with ``CPUOffloadPolicy``, see ``program``."""
-        if self.fsdp_units is None:
-            return 0
-        return on_host(whole, parameters, self.world_size, self.fsdp_units, self.options).total_bytes
+        given = self.options.arguments(model, axes_of(device_mesh, self._data.names))
+        for unit in reversed(units_of(model, self.fsdp_units)):
+            fully_shard(model.get_submodule(unit), **given)
+
+    @property
+    def _data(self) -> Mesh:
+        return self.mesh if self.sharding is None else self.sharding.data
 
     @property
     def assumptions(self) -> tuple[str, ...]:

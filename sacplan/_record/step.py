@@ -58,11 +58,7 @@ class Step:
         """The number of parameters for which optimizers that step in the backward pass have state."""
         return sum(len(optimizer.state) for optimizer in self.optimizers_in_backward)
 
-    def run(
-        self,
-        before_optimizer: Callable[[], None] | None = None,
-        after_backward: Callable[[], None] | None = None,
-    ) -> Any:
+    def run(self, before_optimizer: Callable[[], None] | None = None) -> Any:
         """Run the step: zero the gradients, forward, loss, backward, optimizer step.
 
         With accumulation it is the last of the micro-steps: the gradients that are there stay, and the backward pass
@@ -74,7 +70,6 @@ class Step:
 
         Args:
             before_optimizer: called between the backward pass and the optimizer's step, if there is an optimizer.
-            after_backward: called before that, whether there is an optimizer or not.
         """
         if self.mode == "inference":
             with torch.no_grad():
@@ -84,8 +79,6 @@ class Step:
             self.optimizer.zero_grad(set_to_none=True)
         # A training loop holds its loss until the optimizer has stepped, and so does this one.
         _loss = self.accumulate()
-        if after_backward is not None:
-            after_backward()
         if self.optimizer is not None:
             if before_optimizer is not None:
                 before_optimizer()

@@ -185,6 +185,9 @@ class _Lives:
             if s not in op.mutates:
                 self.read[self.base[s]] = p
         for s in (*op.writes, *op.mutates):
+            # What ``fully_shard`` gathers parameters into is input, as parameters are.
+            if self.program.gathering and kinds[s] is StorageKind.PARAMETER:
+                continue
             at = self.base[s]
             if s in op.writes or learned:
                 self.made.setdefault(at, p)

@@ -58,7 +58,7 @@ def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> D
     return init_device_mesh(device, tuple(ranks), mesh_dim_names=tuple(names))
 
 
-_MOST_RANKS = 2**31 - 1  # torch counts them in 32 bits
+_MOST_RANKS = 2**20  # a mesh lists them
 
 
 @checked(PlanError, "device")
@@ -120,7 +120,12 @@ def pretended_ranks(n: int, rank: int = 0) -> Iterator[None]:
     """Run inside of a fake process group, as one of its ranks. Nothing is sent.
 
     One that is there is used as it is.
+
+    Raises:
+        PlanError: more ranks than a mesh can list.
     """
+    if n > _MOST_RANKS:
+        raise PlanError(f"{n} ranks: a mesh lists all of them, so that {_MOST_RANKS:,} are the most.")
     # The group that is there is used, and must not be destroyed.
     if is_running():
         yield

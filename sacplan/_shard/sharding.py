@@ -2,10 +2,9 @@
 
     sharding = Sharding(Mesh.of({"dp": 2, "tp": 4}), {"layers.*.up": "ColwiseParallel()"})
     sharding.parallelize(model, device_mesh)
-    sharding.spread_data(model, device_mesh, ("layers.*", ""))
 
 Modules with a style are cut on the last axis of the mesh, by ``parallelize_module``. The other axes, or all where no
-module has a style, are for data: by ``fully_shard``, or by ``replicate``, which is DistributedDataParallel in place.
+module has a style, are for data (``Ranks.spread_data``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from msgspec import Struct
 
 from sacplan._program.files import Name
 from sacplan._shard.mesh import Mesh
-from sacplan._torch.private import modes_off
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -76,30 +74,11 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
 
         tied = _tied(model)
         styles = {pattern: _made(_parsed(text, pattern)) for pattern, text in self.styles.items()}
-        parallelize_module(model, _axes(device_mesh, self.mesh.names[-1:]), styles, src_data_rank=source)
+        parallelize_module(model, axes_of(device_mesh, self.mesh.names[-1:]), styles, src_data_rank=source)
         for first, *others in tied:
             for name in others:
                 module, _, own = name.rpartition(".")
                 model.get_submodule(module).register_parameter(own, model.get_parameter(first))
-
-    def spread_data(self, model: nn.Module, device_mesh: DeviceMesh, units: Sequence[str] | None) -> None:
-        """Call ``fully_shard`` on the modules of ``units``, inner ones first; None: ``replicate`` on the model."""
-        # There is nothing to spread over one rank.
-        if self.data.size == 1:
-            return
-        mesh = _axes(device_mesh, self.data.names)
-        if units is None:
-            from sacplan._torch.private import replicate
-
-            replicate(model)
-            return
-        from torch.distributed.fsdp import fully_shard
-
-        for unit in units:
-            stack = unit.removesuffix(".*")
-            module = model.get_submodule(stack)
-            for each in [module] if stack == unit else module.children():
-                fully_shard(each, mesh=mesh)
 
     def code(self, device: str, units: Sequence[str] | None) -> str:
         """Return Python that does what ``parallelize`` and ``spread_data`` do, with the plan applied in between."""
@@ -119,10 +98,9 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         return "\n".join([*_imports("\n".join(lines)), "", *lines, ""])
 
 
-def _axes(device_mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    # A mesh has a tensor of ranks, which fake modes must not see.
-    with modes_off():
-        return device_mesh[tuple(names) if len(names) > 1 else names[0]]
+def axes_of(device_mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Return the mesh of some of the axes."""
+    return device_mesh[tuple(names) if len(names) > 1 else names[0]]
 
 
 def _fully_shard_lines(units: Sequence[str], mesh: str) -> Iterator[str]:

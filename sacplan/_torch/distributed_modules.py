@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._torch.fake_tensors import FakeTensor
 from sacplan._torch.host_memory import TO_DEVICE, TO_HOST, Copying
-from sacplan._torch.private import is_fully_sharded, replaced
+from sacplan._torch.private import is_fully_sharded, modes_off, replaced
 from sacplan._torch.versions import torch_names
 
 _CPU = torch.device("cpu")
@@ -125,17 +125,56 @@ def make_gathered(model: torch.nn.Module) -> None:
         unit.reshard()
 
 
+class _Parts:
+    """What ``torch.chunk`` returns, each part made when it is asked for; those behind the last have no elements."""
+
+    def __init__(self, tensor: torch.Tensor, parts: int, dim: int) -> None:
+        self._tensor, self._dim, self._size = tensor, dim, -(-tensor.size(dim) // parts)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        start = number * self._size
+        left = self._tensor.size(self._dim) - start
+        return (
+            self._tensor.narrow(self._dim, start, min(self._size, left))
+            if left > 0
+            else self._tensor.new_empty(0)
+        )
+
+
 @contextmanager
 def meshes_of_cpus() -> Iterator[None]:
-    """Inside, each ``DeviceMesh`` that is made is one of CPUs, as fake tensors are, and no memory is pinned."""
+    """Inside, each ``DeviceMesh`` that is made is one of CPUs, as fake tensors are, and no memory is pinned.
+
+    Of a parameter, ``fully_shard`` makes the parts that it asks for, and not those of all ranks.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
-    plain: Any = DeviceMesh.__init__
+    with torch_names():
+        from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 
+        calls: Any = _fully_shard
+        after_forward = calls._get_post_forward_mesh_info
+
+    plain, part = DeviceMesh.__init__, DeviceMesh.__getitem__
+
+    # A mesh has a real tensor of ranks, which fake modes must not see.
     def of_cpus(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        plain(mesh, "cpu", *args, **kwargs)
+        with modes_off():
+            plain(mesh, "cpu", *args, **kwargs)
 
-    with replaced(DeviceMesh, __init__=of_cpus), replaced(torch.Tensor, pin_memory=lambda tensor, *_: tensor):
+    def with_modes_off(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with modes_off():
+                return plain(*args)
+
+        return run
+
+    with (
+        replaced(DeviceMesh, __init__=of_cpus, __getitem__=with_modes_off(part)),
+        replaced(calls, _get_post_forward_mesh_info=with_modes_off(after_forward)),
+        replaced(_fsdp_param, _chunk_with_empty=_Parts),
+        replaced(torch.Tensor, pin_memory=lambda tensor, *_: tensor),
+    ):
         yield
 
 
@@ -162,7 +201,6 @@ def copyable(
         yield
         return
     spread = {m: state for m in model.modules() if (state := states._get_module_state(m)) is not None}
-    reducers = [reducer for m in model.modules() if (reducer := _reducer_of(m)) is not None]
     for parameter in (p for m in spread for group in _groups_of(m) for p in group.fsdp_params):
         twin_of(parameter.sharded_param)
         if hasattr(parameter, "_unsharded_param"):
@@ -176,14 +214,6 @@ def copyable(
         states._insert_module_state(memo[id(module)], memo[id(state)])
         if is_fully_sharded(module):
             _begin_anew(memo[id(state)])
-    for reducer in reducers:
-        twin = memo[id(reducer)]
-        if isinstance(twin, torch.nn.parallel.DistributedDataParallel):
-            hooks, twin._comm_hooks = twin._comm_hooks or [(_reduced, None)], []
-            for hook, state in hooks:
-                twin.register_comm_hook(state, hook)
-        elif not twin._comm_hook_args:
-            twin._comm_hook_args.append(((None, _reduced), {}))
 
 
 @contextmanager
@@ -227,6 +257,17 @@ def _reduced(_, bucket):  # type: ignore[no-untyped-def]  # what PyTorch reads, 
     """Reduce a bucket of gradients, as DistributedDataParallel does without a hook."""
     work: Any = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda found: found.value()[0])
+
+
+def reduce_by_hooks(model: torch.nn.Module) -> None:
+    """Let DistributedDataParallel reduce by communication hooks, which run in Python: its own or, without one, ours."""
+    for reducer in filter(None, map(_reducer_of, model.modules())):
+        if isinstance(reducer, torch.nn.parallel.DistributedDataParallel):
+            hooks, reducer._comm_hooks = reducer._comm_hooks or [(_reduced, None)], []
+            for hook, state in hooks:
+                reducer.register_comm_hook(state, hook)
+        elif not reducer._comm_hook_args:
+            reducer._comm_hook_args.append(((None, _reduced), {}))
 
 
 class _Answered:

@@ -111,8 +111,10 @@ NEEDED: tuple[str, ...] = (
 LATE: tuple[str, ...] = (
     "torch._C._distributed_c10d.FakeWork",
     "torch.distributed._composable.replicate.replicate",
+    "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPCommContext",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext",
+    "torch.distributed.fsdp._fully_shard._fully_shard._get_post_forward_mesh_info",
     "torch._dynamo.comptime.comptime",
     "torch._dynamo.backends.debugging.boxed_nop",
     "torch._dynamo.device_interface.CudaInterface.Worker",

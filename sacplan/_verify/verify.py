@@ -190,15 +190,12 @@ def _verify_fake(
     model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any, steps: int
 ) -> Verification:
     applied = _Applied(plan)
-    # What ``parallelize_module`` does is run, in a fake process group. FSDP2 and DDP are not: their rank is
-    # rewritten from the trace of the unsharded step.
     seen = trace_step(
         model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
         mode=plan.provenance.mode, prepare=applied,
-        saved="observe", mixed=plan.ranks.mixed, accumulation_steps=steps,
+        saved="observe", ranks=plan.ranks, accumulation_steps=steps,
         routing=plan.fingerprint.setup.routing, compiled=plan.fingerprint.setup.compiled,
-        sharding=plan.ranks.sharding,
-    ).on_ranks(plan.ranks)  # fmt: skip
+    )  # fmt: skip
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,

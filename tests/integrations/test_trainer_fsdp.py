@@ -35,14 +35,14 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-RANKS = 2
+RANKS, STEPS = 2, 6
 NOT_COUNTED = 2048
 """Bytes of what the Trainer holds beside a step: the batch that its loader has ready, and losses."""
 
 
 def make(directory: str, **options: Any) -> Any:
     """A trainer; all start from the same weights."""
-    return trainer_in(directory, layers=3, **options)
+    return trainer_in(directory, layers=3, max_steps=STEPS, **options)
 
 
 def make_sharded(directory: str, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def train(trainer: Any) -> list[torch.Tensor]:
     transformers.set_seed(3 + dist.get_rank())
     trainer.train()
     losses = [e["loss"] for e in trainer.state.log_history if "loss" in e]
-    assert len(losses) == 3
+    assert len(losses) == STEPS
     return [torch.tensor(losses), *(p.full_tensor().detach() for p in trainer.model.parameters())]
 
 
@@ -99,7 +99,7 @@ def on_rank(rank: int, directory: str, port: int, settings: tuple[str, ...]) -> 
             assert isinstance(plain.model.model.layers[0], FSDPModule)
             trainer = make_sharded(directory, **options)
             # Its budget holds but for what is not counted.
-            callback = PlanCallback(structs.replace(plan, budget_bytes=None), watch_steps=3)
+            callback = PlanCallback(structs.replace(plan, budget_bytes=None), watch_steps=STEPS)
             trainer.add_callback(callback)
             with patient_collectives():
                 assert bit_equal(train(trainer), expected), name

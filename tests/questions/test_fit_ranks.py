@@ -23,7 +23,7 @@ BUDGET = "7.6MiB"
 SMALLER = "3.9MiB"
 NOTHING = "1.5MiB"
 SPREADS = [
-    ("DDP", BUDGET),
+    ("DDP", "6.5MiB"),
     ("FSDP2", BUDGET),
     ("FSDP2, bfloat16", SMALLER),
     ("FSDP2, CPU offload", SMALLER),

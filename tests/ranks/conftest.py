@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.support.ranks import RANKS
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mesh() -> Iterator[Any]:
     """Eight ranks of which this process is the first. torch's fake process group sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

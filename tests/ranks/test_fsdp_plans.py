@@ -14,14 +14,13 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import in_one_place
-from sacplan._ranks.shards import resolve_units
+from sacplan._ranks.units import units_of
 from sacplan._techniques import rewritten
 from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import (
     RankMemory,
     fully_sharded,
     levels,
-    of_one_rank,
     optimizer_of,
     patient_collectives,
 )
@@ -116,18 +115,14 @@ def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> 
     """Plan for one rank, without any process group, and save the plan for the ranks."""
     model, batch = model_and_batch(name, rank=0)
     step: dict[str, Any] = {"loss_fn": LOSSES[kind_of(name)], "optimizer": optimizer_of, "device": "cpu"}
-    whole = sacplan.profile(model, batch, **step)
-    if units is None or name in LOSSES:
-        profile = of_one_rank(whole, ranks, units)
-    else:
-        mesh = {"replicate": 2, "shard": ranks // 2} if "replicas" in name else {"shard": ranks}
-        spread = sacplan.FSDP2(mesh, units, **how_of(name))
-        profile = sacplan.profile(model, batch, **step, ranks=spread)
+    mesh = {"replicate": 2, "shard": ranks // 2} if "replicas" in name else {"shard": ranks}
+    spread = sacplan.DDP(ranks) if units is None else sacplan.FSDP2(mesh, units, **how_of(name))
+    profile = sacplan.profile(model, batch, **step, ranks=spread)
     away = "activations away" in name
     plan = sacplan.plan(profile, BUDGET, techniques=("recompute", "offload") if away else None)
     assert plan.units
     assert bool(plan.offloaded) == away
-    sharded = () if units is None else resolve_units(units, whole.program)
+    sharded = () if units is None else units_of(model, units)
     assert units is None or set(plan.units) <= set(sharded) - {""}
     file = directory / f"{name}-{ranks}-{bool(units)}.json"
     plan.save(file)

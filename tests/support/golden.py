@@ -188,6 +188,9 @@ def digest_of(program: Program) -> str:
         elif code in (Event.ALLOC, Event.PACK):
             storage = program.storage_of(code, arg)
             said.append((int(code), known.setdefault(storage, len(known)), size(storage)))
+        elif code == Event.RESIZE:
+            storage, _, n_bytes = program.resizes[arg]
+            said.append((int(code), known.setdefault(storage, len(known)), n_bytes))
         else:
             said.append((int(code), program.scopes[arg].fqn))
     say_gone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -14,9 +15,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-import sacplan
 from sacplan._device.devices import resolve_device
-from sacplan._ranks.ranks import Ranks
 from tests.zoo.language_models import cross_entropy
 
 CPU = resolve_device("cpu")
@@ -32,21 +31,16 @@ def cross_entropy_in_two(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return cross_entropy(model, second)
 
 
-def of_one_rank(profile: sacplan.Profile, world_size: int, units: Sequence[str] | None) -> sacplan.Profile:
-    """The profile of one of several ranks."""
-    return profile.on_ranks(Ranks.of(world_size, units))
-
-
 def fully_sharded(
     model: nn.Module,
     mesh: Any,
-    units: Sequence[str],
+    patterns: Sequence[str],
     reshard: bool | int | None = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
     ignored_params: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """``fully_shard`` on modules, the inner ones first; ``units`` names the outer ones first."""
+    """``fully_shard`` on the modules that match, the inner ones first; of nested matches of a pattern the outermost."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     policies = {
@@ -54,7 +48,16 @@ def fully_sharded(
         "offload_policy": offload_policy or OffloadPolicy(),
         "ignored_params": ignored_params,
     }
-    for fqn in reversed(units):
+    names = [name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)]
+    chosen = set[str]()
+    for pattern in patterns:
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        chosen |= {
+            name
+            for name in found
+            if not any(name.startswith(f"{other}.") or not other for other in found - {name})
+        }
+    for fqn in reversed([name for name in names if name in chosen]):
         fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard, **policies)
     return model
 
