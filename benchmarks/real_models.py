@@ -144,7 +144,7 @@ class Row:
 
 @on_one_thread
 def profile_of(model: torch.nn.Module, batch: Any, loss_fn: Any, optimizer: Any) -> sacplan.Profile:
-    """Profile with a fake trace, or with a real one where the fake one rests on assumptions about data, or cannot see them."""
+    """Profile with a fake trace, or with a real one where the fake one rests on assumptions about data."""
 
     def profile(trace: Any) -> sacplan.Profile:
         seed_everything(_SEED)

@@ -76,6 +76,7 @@ from sacplan._torch.distributed_modules import (
     make_gathered,
     meshes_of_cpus,
     reduce_by_hooks,
+    without_neighbours,
 )
 from sacplan._torch.fake_kernels import keep_to_this_thread
 from sacplan._torch.fake_tensors import FakeTensorMode, fake_parameters
@@ -133,9 +134,10 @@ def profile(
         batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one. Of batches
             that differ, give the largest: a plan holds for it and for smaller ones. Of a ``DataLoader`` it is made from
             the longest samples of its data set, by its ``collate_fn``; the loader itself is not iterated.
-        loss_fn: ``loss_fn(model, batch) -> scalar``. By default the output's ``.loss`` or ``["loss"]``, else its only
-            scalar with a gradient, else the sum of its float tensors, with a warning. It gets a copy of the model, and
-            must use that one. In inference what it returns is the output, of any kind; by default that of the model.
+        loss_fn: ``loss_fn(model, batch) -> scalar``, or None if it has run the backward pass itself. By default the
+            output's ``.loss`` or ``["loss"]``, else its only scalar with a gradient, else the sum of its float tensors,
+            with a warning. It gets a copy of the model, and must use that one. In inference what it returns is the
+            output, of any kind; by default that of the model.
         optimizer: an optimizer over the model, a callable ``params -> optimizer``, or a name of one, as those of the
             command line (``"paged-adamw-8bit"``). With one, its state
             and the temporaries of its step count. Without one they are missing from the peak, and
@@ -399,6 +401,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         _reserves(spec),
         data_rules(asked.routing) as rules,
         fake_replicas(),
+        without_neighbours(),
         fake_parameters(),
         contextlib.ExitStack() as running,
     ):

@@ -68,7 +68,8 @@ _LIMITS: tuple[tuple[str, str], ...] = (
     (
         r"Ran out of input",
         "an object is received from another rank, as a stage of a pipeline asks its neighbours for shapes, and in "
-        "sacplan.ranks nobody sends one: profile the module of the stage by itself, on a micro-batch",
+        "sacplan.ranks nobody sends one: give PipelineStage input_args= and output_args=, of one micro-batch, and "
+        "import torch.distributed.pipelining before the step runs",
     ),
     (r"not yet supported with fake tensors|[Ff]ake tensors? (is|are) not supported", 'use trace="real"'),
 )

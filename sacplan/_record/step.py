@@ -91,11 +91,16 @@ class Step:
         if self.optimizer is not None:
             before_largest_step(self.optimizer, lambda number: number)
 
-    def accumulate(self) -> torch.Tensor:
-        """Run a micro-step and return its loss: forward, loss, backward. It adds to the gradients that are there."""
-        loss: torch.Tensor = self.loss_fn(self.model, self.batch)
-        check_loss(loss)
-        loss.backward()
+    def accumulate(self) -> torch.Tensor | None:
+        """Run a micro-step and return its loss: forward, loss, backward. It adds to the gradients that are there.
+
+        A ``loss_fn`` that returns None has run the backward pass itself, as the schedule of a pipeline does.
+        """
+        loss: torch.Tensor | None = self.loss_fn(self.model, self.batch)
+        if loss is not None or not any(p.grad is not None for p in self.model.parameters()):
+            check_loss(loss)
+            assert loss is not None
+            loss.backward()
         return loss
 
     def setup(self, autocast: str | None = None) -> Setup:

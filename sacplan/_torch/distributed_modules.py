@@ -24,6 +24,7 @@ from sacplan._torch.fake_tensors import FakeTensor
 from sacplan._torch.host_memory import TO_DEVICE, TO_HOST, Copying
 from sacplan._torch.private import is_fully_sharded, modes_off, replaced
 from sacplan._torch.versions import torch_names
+from sacplan.errors import TraceError
 
 _CPU = torch.device("cpu")
 
@@ -178,6 +179,49 @@ def meshes_of_cpus() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_neighbours() -> Iterator[None]:
+    """Inside, a stage of a pipeline runs its schedule without asking those before and behind it for shapes.
+
+    It must know them: ``PipelineStage(..., input_args=, output_args=)``.
+    """
+    schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+    if schedules is None:
+        yield
+        return
+    with torch_names():
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        kind = schedules._PipelineSchedule
+        kind._warmup_p2p  # noqa: B018
+
+    def alone(schedule: Any, stages: Any, has_backward: bool, *_: Any) -> None:
+        for stage in stages:
+            if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+                raise TraceError(
+                    f"stage {stage.stage_index} of a pipeline asks its neighbours for shapes, and nobody answers: give "
+                    "PipelineStage input_args= and output_args=, of one micro-batch."
+                )
+            stage._inference_mode = InferenceMode.STATIC
+
+    groups: Any = torch.distributed.ProcessGroup
+    plain, together = groups.send, torch.distributed.batch_isend_irecv
+
+    # What is under way holds its tensors until it is over.
+    def send(group: Any, tensors: Any, *where: Any) -> Any:
+        return _Answered(plain(group, tensors, *where), *tensors)
+
+    def batch(ops: Any) -> list[Any]:
+        return [_Answered(work, *(op.tensor for op in ops)) for work in together(ops)]
+
+    with (
+        replaced(kind, _warmup_p2p=alone),
+        replaced(groups, send=send),
+        replaced(torch.distributed, batch_isend_irecv=batch),
+    ):
+        yield
+
+
 # --- copies ---------------------------------------------------------------------------------------
 
 
@@ -271,17 +315,17 @@ def reduce_by_hooks(model: torch.nn.Module) -> None:
 
 
 class _Answered:
-    """The work of a collective on a fake tensor. Its future has the tensor, where torch's has nothing."""
+    """The work of a collective on fake tensors, which it holds. Its future has them, where torch's has nothing."""
 
-    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
-        self._work, self._tensor = work, tensor
+    def __init__(self, work: Any, *tensors: torch.Tensor) -> None:
+        self._work, self._tensors = work, list(tensors)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
     def get_future(self) -> Any:
         found: Any = torch.futures.Future()
-        found.set_result([self._tensor])
+        found.set_result(self._tensors)
         return found
 
 

@@ -329,13 +329,6 @@ def test_the_ring_of_context_parallelism_is_recorded() -> None:
     assert any("all_to_all" in op.name for op in profile.program.ops)
 
 
-def in_stages(model: nn.Module, batch: torch.Tensor) -> None:
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    stage = PipelineStage(model, 0, 2, torch.device("cpu"))
-    ScheduleGPipe(stage, 2, loss_fn=F.cross_entropy).step(batch)
-
-
 def test_what_cannot_be_a_rank_is_an_error() -> None:
     with pytest.raises(PlanError, match="rank 8 of 8"), sacplan.ranks(8, rank=8):
         pass
@@ -346,5 +339,3 @@ def test_what_cannot_be_a_rank_is_an_error() -> None:
     ):
         pass
     assert not dist.is_initialized()
-    with sacplan.ranks(2, device="cpu"), pytest.raises(TraceError, match="a stage of a pipeline"):
-        sacplan.profile(language_model(), tokens(), in_stages)
