@@ -62,6 +62,9 @@ def _correct(view: FakeTensor, paused: Paused) -> None:
     ):  # a leaf has a node that accumulates, and no ``grad_fn``
         nodes.append(node)
         node = node.next_functions[0][0]
+    # From the local part of a DTensor the gradient does not pass through its base.
+    if node is not base.grad_fn and getattr(node, "variable", None) is not base:
+        return
     mode, of_base = view.fake_mode, (base.shape, base.stride(), base.dtype)
     of_view = view.shape, view.stride(), int(view.storage_offset() - base.storage_offset())
     gradient: list[torch.Tensor] = []

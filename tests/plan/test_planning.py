@@ -183,7 +183,6 @@ def test_ranks_may_be_said_to_plan() -> None:
     whole = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu")
     for ranks in (sacplan.DDP(2), sacplan.FSDP2(4)):
         early = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", ranks=ranks)
-        assert early.recorded == whole.recorded
         late = sacplan.plan(whole, "smallest", "greedy", ranks=ranks)
         assert late == sacplan.plan(early, "smallest", "greedy")
         assert late.ranks == early.ranks

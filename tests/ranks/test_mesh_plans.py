@@ -148,3 +148,20 @@ def test_pytorch_runs_what_was_planned(names: tuple[str, ...], tmp_path: Path) -
         for i, each in enumerate((unplanned, plan)):
             each.save(tmp_path / f"{name} {i}.json")
     run_ranks(on_rank, (names, str(tmp_path)), RANKS)
+
+
+def test_writes_on_views_of_local_parts() -> None:
+    """GPT-2's blocks write in place on views, and its embedding gives them the local part of a DTensor."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(
+            GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=16, **ids)
+        )
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    step: Any = ({"input_ids": tokens, "labels": tokens}, None, torch.optim.AdamW)
+    plan = sacplan.plan(sacplan.profile(model, *step, device="cpu"), "85%", mesh={"tp": 2})
+    assert plan.units
+    batch, loss, optimizer = step
+    assert sacplan.verify(model, batch, plan, loss, optimizer).peak_bytes == plan.peak_bytes
