@@ -177,7 +177,6 @@ def profile(
     # Anything that is not a module is refused by ``trace_step``, with a better message.
     if ranks is not None and isinstance(model, torch.nn.Module):
         ranks = ranks_of(ranks, (name for name, _ in model.named_parameters()), model)
-        _check_gradient_hooks(model)
     over = ranks if isinstance(ranks, Ranks) else ONE_RANK
     if accumulation_steps is None:
         accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
@@ -263,6 +262,8 @@ def trace_step(
         raise PlanError("a compiled step on ranks is not recorded; profile the step with compile=False.")
     if ranks != ONE_RANK and trace == "real":
         raise PlanError('a step on ranks is recorded on fake tensors; make the profile with trace="fake".')
+    if ranks != ONE_RANK:
+        _check_gradient_hooks(model)
     check_accumulation(accumulation_steps)
     if mode == "inference" and accumulation_steps > 1:
         raise TraceError(

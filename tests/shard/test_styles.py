@@ -14,7 +14,7 @@ from sacplan._placing.styles import kinds_of, tensor_parallel
 from sacplan._plan.meshes import way
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
-from sacplan.errors import PlanError
+from sacplan.errors import PlanError, TraceError
 from tests.support.steps import mean_square
 from tests.zoo.layers import MLP, FromFunction, Residual, Stack
 from tests.zoo.parallel import SplitLM
@@ -141,5 +141,5 @@ def test_what_does_not_run_on_parts_is_refused_by_name() -> None:
         return self.o((q * 2).view(16, 64))
 
     made = recorded(FromFunction(forward, q=nn.Linear(64, 64), o=nn.Linear(64, 64)))
-    with pytest.raises(PlanError, match="does not run on mesh tp 4 as PyTorch would spread it: RuntimeError"):
+    with pytest.raises(TraceError, match="does not run on tp 4 as PyTorch spreads it: RuntimeError"):
         sacplan.policy("megatron", profile=made, mesh={"tp": 4})
