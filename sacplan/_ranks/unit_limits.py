@@ -12,17 +12,42 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from sacplan._program.program import ROOT_SCOPE, CallSite, Phase, Program
+from sacplan._program.derived import derived
+from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, StorageKind
 from sacplan._rewrites.settle import final_ops
 
 GATHER = "fsdp.all_gather_copy_in.default"
 """The op with which a unit begins to gather its parameters."""
+
+_COPY_OUT = "fsdp.split_with_sizes_copy.default"
 
 
 def sharded_units(program: Program) -> frozenset[str]:
     """Return the modules whose calls gather parameters; none in a step that is not sharded."""
     ops = program.ops
     return program.gathering or frozenset(program.scopes[op.scope].fqn for op in ops if op.name == GATHER)
+
+
+@derived
+def gathering_ops(program: Program) -> frozenset[int]:
+    """Return the forward ops with which units gather parameters: modules around a unit run them, and not its own."""
+    found = set[int]()
+    for end, op in enumerate(program.ops):
+        if op.name != _COPY_OUT or op.phase != Phase.FORWARD:
+            continue
+        # Back from the copy into the gathered parameters, as far as ops deal with these, and with the buffer.
+        own = {*op.reads, *op.mutates}
+        at = end
+        while at >= 0 and _is_about(program, program.ops[at], own):
+            found.add(at)
+            at -= 1
+    return frozenset(found)
+
+
+def _is_about(program: Program, op: Op, storages: Collection[int]) -> bool:
+    touched = {*op.reads, *op.writes, *op.mutates}
+    rest = touched.difference(storages)
+    return len(rest) < len(touched) and all(program.storage_kinds[s] is StorageKind.PARAMETER for s in rest)
 
 
 def too_wide(program: Program, sharded: Collection[str] | None = None) -> frozenset[str]:

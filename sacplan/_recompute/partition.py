@@ -5,7 +5,8 @@
 
 A part is a module that repeats along the model (a layer), or one that is small enough to be looked at as a whole. The
 ops that the modules around it run themselves go to the part before them, or to the first part. Every forward op that a
-module of the model runs is in exactly one part. ``regions.py`` has the choices for a part.
+module of the model runs is in exactly one part, but for those with which ``fully_shard`` gathers parameters.
+``regions.py`` has the choices for a part.
 
 Four stages:
 
@@ -34,6 +35,7 @@ import numpy.typing as npt
 
 from sacplan._program.pins import Pins
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
+from sacplan._ranks.unit_limits import gathering_ops
 
 LARGEST_PART = 400
 """Modules with more op call sites than this are split into their children, or into windows."""
@@ -92,13 +94,18 @@ class _CallTree:
 
     def members(self, fqn: str) -> tuple[tuple[int, ...], ...]:
         """Return the forward ops of a module, one group for each call site."""
-        return tuple(self.program.call_sites(fqn).values())
+        gathering = gathering_ops(self.program)
+        return tuple(ops for ops in self.program.call_sites(fqn).values() if gathering.isdisjoint(ops))
 
     def calls(self, fqn: str) -> list[list[int]]:
         """Return the forward ops of each call of a module."""
         ops = self.program.ops
         return [
-            [op for op in self.program.sites(scope) if ops[op].phase == Phase.FORWARD]
+            [
+                op
+                for op in self.program.sites(scope)
+                if ops[op].phase == Phase.FORWARD and op not in gathering_ops(self.program)
+            ]
             for scope in self.program.calls[fqn]
         ]
 

@@ -20,7 +20,7 @@ from tests.zoo.language_models import LM, cross_entropy, tokens
 UNITS = ("layers.*", "")
 BUDGET = "7.6MiB"
 # DDP and FSDP2 do not fit in this one, so that another precision, and the host, are tried.
-SMALLER = "3.9MiB"
+SMALLER = "3.6MiB"
 NOTHING = "1.5MiB"
 SPREADS = [
     ("DDP", "6.5MiB"),
