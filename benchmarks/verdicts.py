@@ -171,7 +171,7 @@ def _line(row: Row) -> str:
         todo, reserved = "nothing fits", ""
     else:
         named = ", ".join(filter(None, (best["optimizer"], best["spread"], best["way"])))
-        todo = "nothing" if best == first else named
+        todo = "nothing" if best == first and not best["spread"] else named
         reserved = _gib(best["reserved_bytes"])
     published = row.get("published")
     beside = (
