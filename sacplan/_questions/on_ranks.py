@@ -88,9 +88,8 @@ class RankRows:
     _known: dict[str, Arrangement] = field(default_factory=dict)
     _rows: list[FitRow] = field(default_factory=list)
     _refused: set[str] = field(default_factory=set)  # arrangements
-    _bound_elsewhere: set[str] = field(
-        default_factory=set
-    )  # arrangements whose smallest peak no optimizer has
+    # Arrangements whose smallest peak is not in the optimizer's step.
+    _bound_elsewhere: set[str] = field(default_factory=set)
     # By arrangement, optimizer and batch.
     _recorded: dict[tuple[str, str, int], Profile] = field(default_factory=dict)
 
@@ -155,11 +154,13 @@ class RankRows:
         return [bare, self._row(one, name, rank, outcome)]
 
     def _is_hopeless(self, one: Arrangement, name: str) -> bool:
-        """Whether something fits without a plan, and this needs more than there is, as is known unrecorded."""
+        """Whether something fits without a plan, and this needs more than there is even on one device."""
+        if not any(row.fits and not row.techniques for row in self._rows):
+            return False
         whole, step = self.recorded(self.batch, {}), self.steps[name]
         needs = (whole if step is None else with_optimizer(whole, step)).peak_bytes
         room = self.limit.room(whole.spec, one.ranks.communicators)
-        if needs <= room.n_bytes or not any(row.fits and not row.techniques for row in self._rows):
+        if needs <= room.n_bytes:
             return False
         self.notes.append(f"{one.name} without a plan needs at least {format_bytes(needs)} on each device.")
         return True

@@ -16,16 +16,12 @@ from sacplan._program.derived import derived
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, StorageKind
 from sacplan._rewrites.settle import final_ops
 
-GATHER = "fsdp.all_gather_copy_in.default"
-"""The op with which a unit begins to gather its parameters."""
-
 _COPY_OUT = "fsdp.split_with_sizes_copy.default"
 
 
 def sharded_units(program: Program) -> frozenset[str]:
     """Return the modules whose calls gather parameters; none in a step that is not sharded."""
-    ops = program.ops
-    return program.gathering or frozenset(program.scopes[op.scope].fqn for op in ops if op.name == GATHER)
+    return program.gathering
 
 
 @derived

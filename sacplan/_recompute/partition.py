@@ -99,13 +99,9 @@ class _CallTree:
 
     def calls(self, fqn: str) -> list[list[int]]:
         """Return the forward ops of each call of a module."""
-        ops = self.program.ops
+        ops, gathering = self.program.ops, gathering_ops(self.program)
         return [
-            [
-                op
-                for op in self.program.sites(scope)
-                if ops[op].phase == Phase.FORWARD and op not in gathering_ops(self.program)
-            ]
+            [op for op in self.program.sites(scope) if ops[op].phase == Phase.FORWARD and op not in gathering]
             for scope in self.program.calls[fqn]
         ]
 
