@@ -8,31 +8,20 @@ that fits is taken.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from sacplan._apply.saved_values import SavedValues, cheapest_saved
-from sacplan._device.cost import CostModel
-from sacplan._device.devices import resolve_device
-from sacplan._device.kernels import active_device
+from sacplan._plan.partitions import JointGraph, Partitioner, Peaks
+from sacplan._plan.saved_values import SHARES, SavedValues, cheapest_saved
 from sacplan._program.arguments import checked
 from sacplan._program.budget import exact_bytes, format_bytes, parse_budget
-from sacplan._torch import partitioning
-from sacplan._torch.partitioning import Choose, ForwardValue, GraphPeaks, copied, partitioned
+from sacplan._torch.partitioning import GraphPeaks
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _ROUNDS = 6
 _CLOSE = 0.01
 """Share of the budget that may stay unused without a cheaper partition being sought."""
-
-_SHARES = (0.4, 0.3, 0.2, 0.15, 0.1, 0.05)
-"""Limits, as shares of the bytes that PyTorch saves. The smallest peak is sought among them if nothing fits; it lies
-between, since what runs again is alive at once where little is saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +45,27 @@ class CompileBudget:
     """A budget that holds for what ``torch.compile`` compiles until ``remove()``, or to the end of a ``with``.
 
     Attributes:
-        graphs: those that were compiled for training so far.
+        graphs: those that were compiled for training so far. What comes from the compiler's cache is not among them.
     """
 
     def __init__(self, budget: float | str, calls: int) -> None:
         self.graphs: list[CompiledGraph] = []
         self._budget = budget
         self._calls = calls
-        self._before = partitioning.swap_partitioner(
-            partitioning.as_partitioner(self._partition, ("sacplan", str(budget), calls))
-        )
+        self._partitioner = Partitioner(self._choose, ("sacplan", str(budget), calls))
 
-    def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
-        def peaks(choose: Choose) -> GraphPeaks:
-            graph, static = copied(module), arguments["static_lifetime_input_indices"] or ()
-            graphs = partitioned(graph, inputs, arguments, choose)
-            return partitioning.lowered_peaks(graph, graphs, arguments["num_fwd_outputs"], static)
-
-        values: list[ForwardValue] = []
-        first = peaks(functools.partial(_note, values, arguments["num_fwd_outputs"]))
+    def _choose(self, key: str, graph: JointGraph, peaks: Peaks) -> SavedValues | None:
+        first = peaks(None)
         default = self._needs(first)
         budget = parse_budget(self._budget, default)
         if default <= budget:
             self.graphs.append(CompiledGraph(budget, default, default, None))
-            return partitioned(module, inputs, arguments, lambda graph, info, own: own())
-        tried = self._search(values, first, budget, peaks)
+            return None
+        tried = self._search(graph, first, budget, peaks)
         fitting = (saved for saved in tried if tried[saved] <= budget)
         if best := min(fitting, key=lambda saved: saved.rerun_ms, default=None):
             self.graphs.append(CompiledGraph(budget, tried[best], default, best.rerun_ms))
-            return partitioned(module, inputs, arguments, _choice(best))
+            return best
         least = min([default, *tried.values()])
         raise InfeasibleBudget(
             f"a compiled graph does not fit {format_bytes(budget)}: PyTorch's own partition takes "
@@ -99,21 +80,17 @@ class CompileBudget:
         return found.peak_bytes + (self._calls - 1) * found.saved_bytes
 
     def _search(
-        self,
-        values: list[ForwardValue],
-        first: GraphPeaks,
-        budget: int,
-        peaks: Callable[[Choose], GraphPeaks],
+        self, graph: JointGraph, first: GraphPeaks, budget: int, peaks: Peaks
     ) -> dict[SavedValues, int]:
         """Return what was tried, and what it needs; ``first`` is PyTorch's own partition."""
         tried: dict[SavedValues, int] = {}
         low, high = 0.0, math.inf  # limits between which to search
         limit = first.saved_bytes - (self._needs(first) - budget) / self._calls
         for _ in range(_ROUNDS):
-            saved = cheapest_saved(values, limit)
-            if saved is None or saved in tried:
+            saved = cheapest_saved(graph.values, limit)
+            if saved in tried:
                 break
-            tried[saved] = self._needs(peaks(_choice(saved)))
+            tried[saved] = self._needs(peaks(saved))
             left = budget - tried[saved]
             if 0 <= left <= _CLOSE * budget:
                 break
@@ -123,36 +100,19 @@ class CompileBudget:
                 limit = (low + high) / 2
         if all(needed > budget for needed in tried.values()):
             # The same for every budget, so that what an error names is found again.
-            found = dict.fromkeys(cheapest_saved(values, share * first.saved_bytes) for share in _SHARES)
-            tried = {saved: self._needs(peaks(_choice(saved))) for saved in found if saved is not None}
+            found = dict.fromkeys(cheapest_saved(graph.values, share * first.saved_bytes) for share in SHARES)
+            tried = {saved: self._needs(peaks(saved)) for saved in found}
         return tried
 
     def remove(self) -> None:
         """Have ``torch.compile`` partition graphs as it did before. What is compiled stays as it is."""
-        partitioning.swap_partitioner(self._before)
+        self._partitioner.remove()
 
     def __enter__(self) -> CompileBudget:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         self.remove()
-
-
-def _note(
-    values: list[ForwardValue], n_outputs: int, graph: Any, info: Any, own: Callable[[], list[Any]]
-) -> list[Any]:
-    """Choose what PyTorch chooses, and note what else there is to choose from."""
-    device = next(v.device for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
-    model = CostModel(active_device() or resolve_device(device))
-    ms_per_byte = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
-    values += partitioning.forward_values(
-        graph, info, n_outputs, lambda *call: model.cost(*call)[1], ms_per_byte
-    )
-    return own()
-
-
-def _choice(saved: SavedValues) -> Choose:
-    return lambda graph, *_: [node for node in graph.nodes if node.name in saved.names]
 
 
 @checked(PlanError)

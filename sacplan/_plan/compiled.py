@@ -1,14 +1,13 @@
-"""Plans for a compiled step: proposals are those for the eager step, and the judge is a dry run of the compiled one.
+"""Plans for a compiled step: proposals, each of which is run compiled, without kernels, and judged by that.
 
-The compiler saves less than an eager step, or more; it recomputes what fuses for nothing, and reuses buffers. So the
-peak of a plan in eager mode says little, and none of that is modelled here. The search asks the planner of the eager
-step for a budget, puts the plan on the model, has torch.compile compile it without kernels, and reads the peak:
+The compiler saves less than an eager step, or more; it recomputes what fuses for nothing, and reuses buffers. None of
+that is modelled here. There are two kinds of proposals, and one search, whose budget moves by what is left, or over:
 
-    b = eager peak - (compiled peak - budget)
-    repeat: plan for b in eager mode; run it compiled; b moves by what is left, or over
+- With inductor, partitions of the joint graphs (``partitions.py``): of each graph, the cheapest that saves no more than
+  a share of what PyTorch would save.
+- Else, and where the user has a say in what is recomputed, plans for the eager step, whose ops are tags in the graph.
 
 A proposal counts only with the peak of its dry run. The cheapest one that holds the budget wins, by its compiled time.
-It is not optimal: the planner weighs ops by what they cost in eager mode, where pointwise ones are dearer.
 """
 
 from __future__ import annotations
@@ -23,10 +22,14 @@ from msgspec import structs
 
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.limits import ROUNDS, Limit, Room
+from sacplan._plan.partitions import JointGraph, Partitioner
 from sacplan._plan.plan import Plan
 from sacplan._plan.request import Request
+from sacplan._plan.saved_values import SHARES, cheapest_saved
+from sacplan._plan.value import UnitPlan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes
+from sacplan._program.decisions import Partition
 from sacplan.errors import InfeasibleBudget
 
 _CLOSE = 0.01
@@ -35,16 +38,25 @@ _CLOSE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """A plan for the eager step, and the step with it as it runs compiled."""
+    """A plan, and the step with it as it runs compiled.
 
-    eager_budget: int
+    Attributes:
+        asked: the budget of the proposal.
+        plan: the proposal.
+        reached: its peak as the proposal has it.
+        seen: the step with it.
+        needs: what of it is compared with the room.
+    """
+
+    asked: int
     plan: Plan
+    reached: int
     seen: Profile
     needs: int
 
 
 def compiled_plan(
-    request: Request, profile: Profile, planned: Callable[[Request, Profile], Plan]
+    request: Request, profile: Profile, planned: Callable[[Request, Profile], Plan], unplanned: Plan
 ) -> Plan | InfeasibleBudget:
     """Return the cheapest plan that was found for a compiled step, or why there is none.
 
@@ -52,27 +64,19 @@ def compiled_plan(
         request: what is asked for.
         profile: of the compiled step.
         planned: plans an eager step, or raises ``InfeasibleBudget``.
+        unplanned: the compiled step without a plan.
 
     Raises:
         PlanError: the profile cannot run again, or a proposal cannot run compiled.
     """
     room = request.limit.room_of(profile)
-    eager = profile.uncompiled
-    tries: list[_Try] = []
     over = max(0, room.needs(profile.program) - room.n_bytes)
-    budget: int | None = eager.peak_bytes - over
-    while budget is not None and len(tries) < ROUNDS:
-        asked = dataclasses.replace(request, limit=Limit.exactly(max(1, budget)))
-        try:
-            plan, seen = profile.planned_and_run(functools.partial(planned, asked))
-        except InfeasibleBudget as error:
-            # The smallest peak of the eager step, once. It may be small enough when it is compiled.
-            if any(one.eager_budget <= error.smallest_feasible_bytes for one in tries):
-                break
-            budget = error.smallest_feasible_bytes
-            continue
-        tries.append(_Try(budget, plan, seen, room.needs(seen.program)))
-        budget = _next_budget(room, tries, eager.peak_bytes)
+    if not over:
+        tries = [_Try(profile.peak_bytes, unplanned, profile.peak_bytes, profile, room.n_bytes)]
+    elif splits_graphs(request, profile):
+        tries = _partitions(profile, room, over, unplanned)
+    else:
+        tries = _eager_plans(request, profile, room, over, planned)
     fitting = [one for one in tries if one.needs <= room.n_bytes]
     if not fitting:
         return _infeasible(profile, room, tries)
@@ -85,21 +89,128 @@ def compiled_plan(
     return as_compiled(found, profile)
 
 
+def splits_graphs(request: Request, profile: Profile) -> bool:
+    """Whether plans for a compiled step are partitions of its graphs."""
+    how = profile.fingerprint.setup.compiled
+    chosen = request.keep or request.never or request.solver not in ("best", "milp")
+    techniques = request.techniques is None or tuple(request.techniques) == ("recompute",)
+    return (
+        how is not None
+        and how.backend == "inductor"
+        and profile.mode == "train"
+        and techniques
+        and not chosen
+    )
+
+
+class _Partitions:
+    """Proposals for a compiled step that split its graphs otherwise.
+
+    Each graph saves the same share of what PyTorch would save of it.
+    """
+
+    def __init__(self, profile: Profile, unplanned: Plan) -> None:
+        self._profile = profile
+        self._unplanned = unplanned
+        self._graphs: dict[str, JointGraph] = profile.joint_graphs
+        if not self._graphs:
+            with Partitioner(lambda key, graph, peaks: self._graphs.update({key: graph}), ("sacplan",)):
+                profile.run_again()
+
+    def saving(self, limit_of: Callable[[JointGraph], float]) -> tuple[Plan, Profile]:
+        """Return the plan, and the step, in which each graph saves no more weighted bytes than a limit."""
+        how: Any = self._profile.fingerprint.setup.compiled
+        unit = how.modules[0]
+        names = [cheapest_saved(graph.values, limit_of(graph)).names for graph in self._graphs.values()]
+        decisions = tuple(
+            Partition(unit, key, tuple(sorted(saved))) for key, saved in zip(self._graphs, names, strict=True)
+        )
+        before = sum(graph.own_bytes for graph in self._graphs.values())
+        left = sum(graph.n_bytes(saved) for graph, saved in zip(self._graphs.values(), names, strict=True))
+        ratio = max(0.0, 1 - left / max(1, before))
+        plan = structs.replace(
+            self._unplanned, decisions=decisions, units={unit: UnitPlan(ratio, 0.0)}, status="feasible"
+        )
+        return plan, self._profile.run_with(plan)
+
+    def within(self, budget: int) -> tuple[Plan, Profile]:
+        """Return the plan and the step that should need no more than a budget."""
+        how: Any = self._profile.fingerprint.setup.compiled
+        # Alike modules share a graph, which each of them calls.
+        before = len(how.modules) * sum(graph.own_bytes for graph in self._graphs.values())
+        share = max(0.0, 1 - (self._profile.peak_bytes - budget) / max(1, before))
+        return self.saving(lambda graph: share * graph.own_bytes)
+
+    @property
+    def small(self) -> list[tuple[Plan, Profile]]:
+        """Plans that save little, and the steps with them: the same for every budget."""
+
+        def limit_of(share: float, graph: JointGraph) -> float:
+            return share * graph.own_bytes
+
+        return [self.saving(functools.partial(limit_of, share)) for share in SHARES]
+
+
+def smallest_partitions(profile: Profile, unplanned: Plan) -> Plan:
+    """Return the plan for a compiled step with the smallest peak that was found."""
+    plan, _ = min(_Partitions(profile, unplanned).small, key=lambda one: one[1].peak_bytes)
+    return as_compiled(plan, profile)
+
+
+def _partitions(profile: Profile, room: Room, over: int, unplanned: Plan) -> list[_Try]:
+    proposals = _Partitions(profile, unplanned)
+    tries: list[_Try] = []
+    budget: int | None = profile.peak_bytes - over
+    while budget is not None and len(tries) < ROUNDS:
+        plan, seen = proposals.within(budget)
+        if any(one.plan.decisions == plan.decisions for one in tries):
+            break
+        tries.append(_Try(budget, plan, budget, seen, room.needs(seen.program)))
+        budget = _next_budget(room, tries, profile.peak_bytes)
+    if not any(one.needs <= room.n_bytes for one in tries):
+        # What an error names is then found again.
+        tries = [
+            _Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program))
+            for plan, seen in proposals.small
+        ]
+    return tries
+
+
+def _eager_plans(
+    request: Request, profile: Profile, room: Room, over: int, planned: Callable[[Request, Profile], Plan]
+) -> list[_Try]:
+    most = profile.uncompiled.peak_bytes
+    tries: list[_Try] = []
+    budget: int | None = most - over
+    while budget is not None and len(tries) < ROUNDS:
+        asked = dataclasses.replace(request, limit=Limit.exactly(max(1, budget)))
+        try:
+            plan, seen = profile.planned_and_run(functools.partial(planned, asked))
+        except InfeasibleBudget as error:
+            # The smallest peak of the eager step, once. It may be small enough when it is compiled.
+            if any(one.asked <= error.smallest_feasible_bytes for one in tries):
+                break
+            budget = error.smallest_feasible_bytes
+            continue
+        tries.append(_Try(budget, plan, plan.peak_bytes, seen, room.needs(seen.program)))
+        budget = _next_budget(room, tries, most)
+    return tries
+
+
 def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
-    """Return the budget of the eager step to plan for next; None if the search is over."""
+    """Return the budget of the next proposal; None if the search is over."""
     last = tries[-1]
-    fits = max((one.eager_budget for one in tries if one.needs <= room.n_bytes), default=None)
-    over = min((one.eager_budget for one in tries if one.needs > room.n_bytes), default=None)
+    fits = max((one.asked for one in tries if one.needs <= room.n_bytes), default=None)
+    over = min((one.asked for one in tries if one.needs > room.n_bytes), default=None)
     left = room.n_bytes - last.needs
     if fits is None:
         # Peaks of plans lie below their budgets: the next one must do better than this plan did.
-        return min(last.plan.peak_bytes, last.eager_budget) + left
-    if left >= 0 and (left <= _CLOSE * room.n_bytes or last.eager_budget >= most or not last.plan.decisions):
+        return min(last.reached, last.asked) + left
+    if left >= 0 and (left <= _CLOSE * room.n_bytes or last.asked >= most or not last.plan.decisions):
         return None
     if over is None:
-        return min(most, last.eager_budget + left)
-    between = (fits + over) // 2
-    return None if over - fits <= _CLOSE * room.n_bytes else between
+        return min(most, last.asked + left)
+    return None if over - fits <= _CLOSE * room.n_bytes else (fits + over) // 2
 
 
 def as_compiled(plan: Plan, profile: Profile) -> Plan:

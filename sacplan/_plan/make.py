@@ -20,7 +20,7 @@ import sacplan
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.beyond import beyond
 from sacplan._plan.candidate import Candidate
-from sacplan._plan.compiled import as_compiled, compiled_plan
+from sacplan._plan.compiled import as_compiled, compiled_plan, smallest_partitions, splits_graphs
 from sacplan._plan.infeasible import differentiated_twice, infeasible, segments_do_not_fit
 from sacplan._plan.limits import OF_DEVICE, Limit, Try, next_budget
 from sacplan._plan.plan import Plan
@@ -119,7 +119,8 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
 
 
 def _compiled_outcome(request: Request, profile: Profile) -> Outcome:
-    found = compiled_plan(request, profile, lambda asked, eager: outcome_of(asked, eager).made())
+    unplanned = _unplanned(request, profile)
+    found = compiled_plan(request, profile, lambda asked, eager: outcome_of(asked, eager).made(), unplanned)
     if isinstance(found, InfeasibleBudget):
         return Outcome(profile, None, found.smallest_feasible_bytes, found)
     limit = request.limit
@@ -129,6 +130,12 @@ def _compiled_outcome(request: Request, profile: Profile) -> Outcome:
     return Outcome(profile, structs.replace(found, provenance=made_by), found.peak_bytes)
 
 
+def _unplanned(request: Request, profile: Profile) -> Plan:
+    made_by = MadeBy("milp", {}, request.objective, techniques=("recompute",))
+    candidate = Candidate(PlanStep(profile.program, device=profile.spec), (), "unplanned")
+    return made_plan(profile, candidate, made_by)
+
+
 def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = False) -> Plan:
     """Return the plan with the smallest peak, whatever the limit of the request.
 
@@ -136,6 +143,8 @@ def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = F
     recommendation does not want that plan: ``without_rotor``.
     """
     if profile.runs_compiled:
+        if splits_graphs(request, profile):
+            return smallest_partitions(profile, _unplanned(request, profile))
         found, _ = profile.planned_and_run(lambda eager: smallest_plan(request, eager))
         return as_compiled(found, profile)
     asked = request.planner(profile)

@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct
 
 from sacplan._device.device_memory import DeviceMemory
 from sacplan._plan.provenance import Provenance
-from sacplan._program.decisions import Chunk, Decision, Offload, Recompute, Site, discarded_by
+from sacplan._program.decisions import Chunk, Decision, Offload, Partition, Recompute, Site, discarded_by
 from sacplan._program.elements import is_inside
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
@@ -148,11 +148,13 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     @property
     def gradients(self) -> Literal["bit-equal", "close"]:
         """Whether gradients equal those of the step without the plan bit by bit, or differ by rounding."""
-        return "close" if self.chunks else "bit-equal"
+        return "close" if self.chunks or self.partitions else "bit-equal"
 
     @property
     def why_gradients(self) -> str:
         """The reason for ``gradients``, in words."""
+        if self.partitions:
+            return "kernels of the compiler round otherwise where it fuses what runs again"
         if not self.chunks:
             return "what is recomputed runs the same kernels on the same values"
         named = folded_names(dict.fromkeys(chunk.unit for chunk in self.chunks))
@@ -169,6 +171,11 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     def chunks(self) -> tuple[Chunk, ...]:
         """The decisions to run ops in slices."""
         return tuple(one for one in self.decisions if isinstance(one, Chunk))
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """The decisions on what graphs of ``torch.compile`` save."""
+        return tuple(one for one in self.decisions if isinstance(one, Partition))
 
     @property
     def offloaded(self) -> tuple[Offload, ...]:

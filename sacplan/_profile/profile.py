@@ -194,6 +194,19 @@ class Profile:
             self._dry_runs[plan.decisions] = self._model_of.again(prepare=put_on, saved="observe")
         return self._dry_runs[plan.decisions]
 
+    def run_again(self) -> Profile:
+        """Run a compiled step again, dry.
+
+        Raises:
+            PlanError: as for ``uncompiled``.
+        """
+        return self._model_of.again(saved="observe")
+
+    @cached_property
+    def joint_graphs(self) -> dict[str, Any]:
+        """What is known of the graphs of a compiled step, by ``graph_key``; the first plan finds it out."""
+        return {}
+
     @cached_property
     def _dry_runs(self) -> dict[tuple[Decision, ...], Profile]:
         return {}

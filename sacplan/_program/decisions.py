@@ -1,4 +1,4 @@
-"""The decisions that a plan consists of: one class for each technique, told apart in files by ``technique``."""
+"""The decisions that a plan consists of: classes that techniques have, told apart in files by ``technique``."""
 
 from __future__ import annotations
 
@@ -66,6 +66,33 @@ class Recompute(SiteDecision, frozen=True, tag="recompute", omit_defaults=True):
     """
 
     times: Positive = 1
+
+
+class Partition(AnyDecision, frozen=True, tag="partition"):
+    """Save these values of a graph that ``torch.compile`` makes, and run again what else its backward pass needs.
+
+    It is recomputation as the compiler carries it out: PyTorch splits the joint graph there.
+
+    Attributes:
+        unit: fqn of the module that is compiled, ``""`` for the model itself. Of alike modules, which share a graph,
+            the first.
+        graph: which graph, by its ops and sizes (``graph_key`` in ``sacplan/_torch/partitioning.py``).
+        saved: names of the nodes that are saved.
+    """
+
+    unit: str
+    graph: Name
+    saved: tuple[Name, ...]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The module that is compiled."""
+        return (self.unit,)
+
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        """The call sites that it is about: none."""
+        return ()
 
 
 Accumulate: TypeAlias = Literal["parameter", "float32"]
@@ -155,7 +182,9 @@ class Offload(SiteDecision, frozen=True, kw_only=True, tag="offload", omit_defau
         return tuple(dict.fromkeys((self.unit, *others)))
 
 
-Decision: TypeAlias = Recompute | Chunk | Offload  # a further technique is a class above, and a member here
+Decision: TypeAlias = (
+    Recompute | Partition | Chunk | Offload
+)  # a further one is a class above, and a member here
 
 Discarded = Mapping[str, Mapping[CallSite, int]]
 """By unit, the call sites that it discards, each with the number of times that its values are dropped."""

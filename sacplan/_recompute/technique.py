@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._program.decisions import Decision, Discarded, Recompute, as_decisions, discarded_by
+from sacplan._program.decisions import Decision, Discarded, Partition, Recompute, as_decisions, discarded_by
 from sacplan._program.derived import derived
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._ranks.unit_limits import narrowed
@@ -23,7 +23,7 @@ class Recomputation(Technique):
     """Recomputation names the regions of the forward pass, which come with its own options (``regions.py``)."""
 
     name = "recompute"
-    decision = Recompute
+    decision = (Recompute, Partition)
     keeps_bits = True
     shares_units = True
 
@@ -77,8 +77,16 @@ class Recomputation(Technique):
         return _why_not_again(program, discarded_by(decisions))
 
     def install(self, wanted: ToInstall) -> Installed:
-        """Replace the forward of each unit."""
-        from sacplan._recompute.executor.install import InstalledRecipes  # the executor is not needed to plan
+        """Replace the forward of each unit, or have the compiler's graphs partitioned so."""
+        # The executors are not needed to plan.
+        from sacplan._recompute.executor.install import InstalledRecipes
+        from sacplan._recompute.executor.partitions import InstalledPartitions
+
+        partitions = [one for one in wanted.decisions if isinstance(one, Partition)]
+        if partitions and len(partitions) < len(wanted.decisions):
+            raise PlanError("a plan recomputes call sites or splits compiled graphs; this one is to do both.")
+        if partitions:
+            return InstalledPartitions(partitions)
 
         return InstalledRecipes(wanted.model, discarded_by(wanted.decisions), wanted.recorded, wanted.check)
 

@@ -103,8 +103,8 @@ class Technique(ABC):
     name: ClassVar[str]
     """As in ``plan(techniques=...)``, ``Option.technique`` and the tag of its decisions."""
 
-    decision: ClassVar[type[Any]]
-    """The class of its decisions."""
+    decision: ClassVar[type[Any] | tuple[type[Any], ...]]
+    """The class of its decisions, or classes."""
 
     # The careful default: plans do not use a technique on their own unless it says that it keeps every bit.
     keeps_bits: ClassVar[bool] = False

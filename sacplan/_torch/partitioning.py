@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -157,6 +158,24 @@ def _known(node: Any) -> Any:
     return tree_map_only(torch.Tensor, functools.partial(without_symbols, fallback=4096), node.meta["val"])
 
 
+def graph_key(module: Graph) -> str:
+    """Return what tells a joint graph from others, by names, ops and inputs of its nodes, "-", and by their sizes."""
+    nodes = list(module.graph.nodes)
+    ops = [(n.name, n.op, str(n.target), *(i.name for i in n.all_input_nodes)) for n in nodes]
+    sizes = [str(v.shape) for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    return "-".join(hashlib.sha256(repr(found).encode()).hexdigest()[:12] for found in (ops, sizes))
+
+
+def saving(names: Collection[str]) -> Choose:
+    """Return the choice of the nodes with these names."""
+    return lambda graph, *_: [node for node in graph.nodes if node.name in names]
+
+
+def as_pytorch(graph: Any, info: Any, own: Callable[[], list[Any]]) -> list[Any]:
+    """Choose what PyTorch chooses."""
+    return own()
+
+
 def copied(module: Graph) -> Graph:
     """Return a graph module with a graph of its own and the same attributes."""
     return torch.fx.GraphModule(module, copy.deepcopy(module.graph))
@@ -242,7 +261,10 @@ def as_partitioner(partition: Callable[..., Any], key: Any) -> Any:
                 return partition(graph, inputs, **arguments)
 
             def uuid(self) -> Any:
-                return key
+                return repr(key)
+
+            def __reduce__(self) -> Any:  # what the compiler's caches tell it by
+                return str, (repr(key),)
 
     return Custom()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 
 import sacplan
 from sacplan.errors import PlanError
@@ -79,6 +82,69 @@ def test_fit_says_whether_the_compiled_step_fits() -> None:
     assert f"compile={BLOCKS!r}" in found.code
     with pytest.raises(PlanError, match="2 devices"):
         sacplan.fit(model(), lambda n: tokens(n, 64), devices=2, compile=True)
+
+
+class Layers(nn.Module):
+    """Three layers that drop things, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 256) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(256, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.layers, self.down, strict=True):
+            x = x + nn.functional.dropout(down(nn.functional.gelu(up(x)).square()), 0.1, self.training)
+        return x.square().mean()
+
+
+BY_INDUCTOR: dict[str, Any] = {"modules": [""], "backend": "inductor", "options": {"fallback_random": True}}
+
+
+@functools.cache
+def graph_plan() -> tuple[Layers, torch.Tensor, sacplan.Plan]:
+    torch.manual_seed(0)
+    found, x = Layers(), torch.randn(1024, 64)
+    profile = sacplan.profile(found, x, device="cpu", compile=BY_INDUCTOR)
+    return found, x, sacplan.plan(profile, "70%")
+
+
+def compiled_step(found: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    found.compile(backend="inductor", options=BY_INDUCTOR["options"])
+    found(x).backward()
+    grads = tuple(p.grad.clone() for p in found.parameters() if p.grad is not None)
+    found.zero_grad(set_to_none=True)
+    found._compiled_call_impl = None
+    return grads
+
+
+@pytest.mark.slow
+def test_a_plan_for_inductor_says_what_its_graphs_save(tmp_path: Path) -> None:
+    found, x, plan = graph_plan()
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert [type(one).__name__ for one in plan.decisions] == ["Partition"]
+    plan.save(tmp_path / "plan.json")
+    plan = sacplan.Plan.load(tmp_path / "plan.json")
+    assert sacplan.verify(found, x, plan).peak_bytes == plan.peak_bytes
+    assert sacplan.verify(found, x, plan, run="real").peak_bytes == plan.peak_bytes
+    assert plan.gradients == "close"
+    alone = compiled_step(found, x)
+    with sacplan.apply(found, plan):
+        torch.testing.assert_close(compiled_step(found, x), alone)
+
+
+@pytest.mark.slow
+def test_graphs_that_the_plan_does_not_know_are_warned_of() -> None:
+    found, x, plan = graph_plan()
+    with sacplan.apply(found, plan), warnings.catch_warnings():
+        warnings.simplefilter("error", sacplan.SacplanWarning)
+        compiled_step(found, x[:512])  # other sizes save the same values
+    other = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    with sacplan.apply(found, plan), pytest.warns(sacplan.SacplanWarning, match="does not know"):
+        compiled_step(FromFunction(lambda self, x: self.inner(x).sum(), inner=other), x)
+    assert config.custom_partitioner_fn is None
 
 
 @pytest.mark.slow

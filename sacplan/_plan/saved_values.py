@@ -24,6 +24,10 @@ from dataclasses import dataclass
 from sacplan._solve.mip import LinearProgram
 from sacplan._torch.partitioning import ForwardValue
 
+SHARES = (0.4, 0.3, 0.2, 0.15, 0.1, 0.05, 0.0)
+"""Limits, as shares of the bytes that PyTorch saves. The smallest peak is sought among them if nothing fits; it may lie
+between, since what runs again is alive at once where little is saved."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
@@ -49,23 +53,31 @@ def _weight(values: Sequence[ForwardValue], number: int) -> float:
     return (1.5 - number / len(values)) * values[number].nbytes
 
 
-def cheapest_saved(values: Sequence[ForwardValue], limit: float) -> SavedValues | None:
-    """Return what to save so that it costs least, within a limit of weighted bytes; None if nothing keeps it."""
+def cheapest_saved(values: Sequence[ForwardValue], limit: float) -> SavedValues:
+    """Return what to save so that it costs least, within a limit of weighted bytes; what weighs least if none does."""
+    found = _solved(values, limit) or _solved(values, None)
+    assert found is not None, "to save all that the backward pass reads is always possible"
+    return found
+
+
+def _solved(values: Sequence[ForwardValue], limit: float | None) -> SavedValues | None:
+    """Return the cheapest choice within a limit, None if there is none; without a limit, that of the least weight."""
     program = LinearProgram()
     there, again, row = list[int](), list[int](), list[tuple[int, float]]()
     for number, value in enumerate(values):
         may = value.rerun_ms < math.inf
-        a = program.variable(lower=float(value.is_read), upper=1.0, cost=value.save_ms)
-        cost = value.rerun_ms - value.save_ms if may else 0.0
-        r = program.variable(upper=float(may), integer=may, cost=cost)
+        megabytes = _weight(values, number) / 1e6
+        save, rerun = (value.save_ms, value.rerun_ms) if limit is not None else (megabytes, 0.0)
+        a = program.variable(lower=float(value.is_read), upper=1.0, cost=save)
+        r = program.variable(upper=float(may), integer=may, cost=rerun - save if may else 0.0)
         program.row([(a, 1.0), (r, -1.0)], lower=0.0, upper=None if value.is_savable else 0.0)
         for i in value.inputs:
             program.row([(there[i], 1.0), (r, -1.0)], lower=0.0)
-        megabytes = _weight(values, number) / 1e6
         row += [(a, megabytes), (r, -megabytes)]
         there.append(a)
         again.append(r)
-    program.row(row, upper=limit / 1e6)
+    if limit is not None:
+        program.row(row, upper=limit / 1e6)
     found = program.solve(gap=1e-2)
     if not found.values:
         return None
