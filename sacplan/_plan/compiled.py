@@ -5,7 +5,8 @@ that is modelled here. There are two kinds of proposals, and one search, whose b
 
 - With inductor, partitions of the joint graphs (``partitions.py``): of each graph, the cheapest that saves no more than
   a share of what PyTorch would save.
-- Else, and where the user has a say in what is recomputed, plans for the eager step, whose ops are tags in the graph.
+- If none holds the budget, with another backend, and where the user has a say in what is recomputed: plans for the
+  eager step, whose ops are tags in the graph.
 
 A proposal counts only with the peak of its dry run. The cheapest one that holds the budget wins, by its compiled time.
 """
@@ -71,12 +72,13 @@ def compiled_plan(
     """
     room = request.limit.room_of(profile)
     over = max(0, room.needs(profile.program) - room.n_bytes)
+    tries: list[_Try] = []
     if not over:
         tries = [_Try(profile.peak_bytes, unplanned, profile.peak_bytes, profile, room.n_bytes)]
     elif splits_graphs(request, profile):
         tries = _partitions(profile, room, over, unplanned)
-    else:
-        tries = _eager_plans(request, profile, room, over, planned)
+    if not any(one.needs <= room.n_bytes for one in tries):
+        tries += _eager_plans(request, profile, room, over, planned)
     fitting = [one for one in tries if one.needs <= room.n_bytes]
     if not fitting:
         return _infeasible(profile, room, tries)
@@ -151,9 +153,19 @@ class _Partitions:
         return [self.saving(functools.partial(limit_of, share)) for share in SHARES]
 
 
-def smallest_partitions(profile: Profile, unplanned: Plan) -> Plan:
-    """Return the plan for a compiled step with the smallest peak that was found."""
-    plan, _ = min(_Partitions(profile, unplanned).small, key=lambda one: one[1].peak_bytes)
+def smallest_compiled(
+    request: Request, profile: Profile, smallest: Callable[[Profile], Plan], unplanned: Plan
+) -> Plan:
+    """Return the plan for a compiled step with the smallest peak that was found.
+
+    Args:
+        request, profile, unplanned: as for ``compiled_plan``.
+        smallest: returns the plan with the smallest peak of an eager step.
+    """
+    tries = [profile.planned_and_run(smallest)]
+    if splits_graphs(request, profile):
+        tries += _Partitions(profile, unplanned).small
+    plan, _ = min(tries, key=lambda one: one[1].peak_bytes)
     return as_compiled(plan, profile)
 
 

@@ -20,7 +20,7 @@ import sacplan
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.beyond import beyond
 from sacplan._plan.candidate import Candidate
-from sacplan._plan.compiled import as_compiled, compiled_plan, smallest_partitions, splits_graphs
+from sacplan._plan.compiled import as_compiled, compiled_plan, smallest_compiled
 from sacplan._plan.infeasible import differentiated_twice, infeasible, segments_do_not_fit
 from sacplan._plan.limits import OF_DEVICE, Limit, Try, next_budget
 from sacplan._plan.plan import Plan
@@ -143,10 +143,8 @@ def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = F
     recommendation does not want that plan: ``without_rotor``.
     """
     if profile.runs_compiled:
-        if splits_graphs(request, profile):
-            return smallest_partitions(profile, _unplanned(request, profile))
-        found, _ = profile.planned_and_run(lambda eager: smallest_plan(request, eager))
-        return as_compiled(found, profile)
+        unplanned = _unplanned(request, profile)
+        return smallest_compiled(request, profile, lambda eager: smallest_plan(request, eager), unplanned)
     asked = request.planner(profile)
     if without_rotor:
         asked = replace(asked, last=None)
