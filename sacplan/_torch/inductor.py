@@ -285,6 +285,7 @@ def _gpu_world(gpu: SimpleNamespace) -> Iterator[None]:
         from torch._inductor import compile_fx, scheduler
         from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
 
+    functorch_config: Any = torch._functorch.config
     users_of_triton = [m for m in (triton_utils, triton_code) if hasattr(m, "triton_hash_with_backend")]
     partition = compile_fx.partition_fn
     deduce = Folder._deduce_value
@@ -330,6 +331,8 @@ def _gpu_world(gpu: SimpleNamespace) -> Iterator[None]:
                     "current_device": _always(0),
                     "device_count": _always(1),
                     "set_device": _always(None),
+                    "get_rng_state": lambda *_: torch.empty(16, dtype=torch.uint8),
+                    "set_rng_state": _always(None),
                     "_DeviceGuard": lambda index: contextlib.nullcontext(),
                 },
             ),
@@ -342,6 +345,8 @@ def _gpu_world(gpu: SimpleNamespace) -> Iterator[None]:
         )
         for owner, attributes in replacements:
             stack.enter_context(replaced(owner, **attributes))
+        # Ops that run again get a state that is saved, and no generator of a device that is not there.
+        stack.enter_context(functorch_config.patch(graphsafe_rng_functionalization=False))
         _lend_device_guard()
         yield
 

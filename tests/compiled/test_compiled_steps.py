@@ -143,6 +143,16 @@ def test_a_gpus_compiled_step_is_recorded_without_one() -> None:
     assert "aten._scaled_dot_product_flash_attention.default" in names
 
 
+@pytest.mark.slow
+def test_random_ops_run_again_on_a_gpu_that_is_not_there() -> None:
+    how: Any = {"modules": ["layers.*"], "backend": "inductor"}
+    in_bfloat16 = copy.deepcopy(model()).to(torch.bfloat16)
+    found = sacplan.profile(in_bfloat16, BATCH, cross_entropy, device="h100", compile=how)
+    full = sacplan.policy("full", profile=found, layers="layers.*")
+    assert full.peak_bytes < found.peak_bytes
+    assert full.recompute_flops > 0
+
+
 def test_kernels_of_a_gpu_are_found_after_a_compiled_step_of_a_cpu() -> None:
     profile_of(False)
     in_bfloat16 = copy.deepcopy(model()).to(torch.bfloat16)
