@@ -56,6 +56,8 @@ def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
     about["other_card"] = step.other_card
     profile = step.profile()
     plan = None if step.plan is None else step.plan(profile)
+    if plan is not None and profile.runs_compiled:
+        profile, plan = profile.run_with(plan), None
     step_ms = eager_ms(profile.program if plan is None else profile.with_plan(plan))
     played: dict[Any, RunFigures] = {}
     rows = []
@@ -127,8 +129,8 @@ _KINDS = {
     ),
     "compiled": (
         "Compiled steps",
-        "These ran with `torch.compile`. sacplan predicts eager steps, so the error includes what compiling saves. A "
-        "small error can be two that cancel.",
+        "These ran with `torch.compile`, and they are recorded so, without kernels. Where the last column says "
+        "`torch.compile`, the prediction is for the eager step, and the error includes what compiling saves.",
     ),
 }
 
@@ -151,9 +153,9 @@ def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
 
 
 _RATES = """The predicted rate is that of one GPU's share of a step by the cost model. Where the CPU issues kernels more
-slowly than the GPU runs them, the GPU waits: 20 us are taken for an op. What `torch.compile` saves is left out. Of the
-card with 500 W one figure is fitted, the share of their peak that matrix products reach, to the row `titan822-default`;
-the other rows of that card test it."""
+slowly than the GPU runs them, the GPU waits: 20 us are taken for an op. Where the last column says so, what
+`torch.compile` saves is left out. Of the card with 500 W one figure is fitted, the share of their peak that matrix
+products reach, to the row `titan822-default`; the other rows of that card test it."""
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from benchmarks.models import published_networks as networks
 from benchmarks.models.published_step import (
     COMPILE,
     GB,
+    LAYERS,
     Built,
     Fsdp,
     Point,
@@ -235,7 +236,13 @@ def _titan2412(ranks: int, **changes: Any) -> Step:
 # --- torchtune --------------------------------------------------------------------------------------------
 
 
-def _tune_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def _loss_of_chunk(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
+
+
+def _tune_loss(
+    model: nn.Module, batch: Any, of_chunk: Callable[..., torch.Tensor] = _loss_of_chunk
+) -> torch.Tensor:
     tokens, labels = batch
     labels = torch.hstack((labels[..., 1:], labels.new_full((labels.shape[0], 1), -100)))
     logits = model(tokens)
@@ -246,15 +253,13 @@ def _tune_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return loss
     total = (labels != -100).sum()
     losses = [
-        F.cross_entropy(
-            chunk.reshape(-1, chunk.shape[-1]).float(), label.reshape(-1), ignore_index=-100, reduction="sum"
-        )
+        of_chunk(chunk.reshape(-1, chunk.shape[-1]), label.reshape(-1))
         for chunk, label in zip(logits, labels.chunk(len(logits), dim=1), strict=True)
     ]
     return torch.stack(losses).sum() / total
 
 
-def _tune(chunks: int = 1, rank: int = 0) -> Built:
+def _tune(chunks: int = 1, rank: int = 0, *, compiled: bool = False) -> Built:
     with torch.device("meta"):
         model = networks.Llama(dataclasses.replace(networks.LLAMA_32_3B, chunks=chunks)).in_bfloat16()
     if rank:
@@ -262,26 +267,33 @@ def _tune(chunks: int = 1, rank: int = 0) -> Built:
     return Built(
         model=model,
         batch=(empty(2, 4096), empty(2, 4096)),
-        loss_fn=_tune_loss,
+        loss_fn=functools.partial(_tune_loss, of_chunk=torch.compile(_loss_of_chunk))
+        if compiled
+        else _tune_loss,
         optimizer=fused_adamw,
     )
 
 
-def _tune_in_backward(make: Any) -> Built:
+def _tune_in_backward(make: Any, *, compiled: bool = False) -> Built:
     """Return the step with an optimizer for each parameter, which steps when its gradient is there."""
-    built = _tune(8)
+    built = _tune(8, compiled=compiled)
     step_in_backward(built.model, make)
     return dataclasses.replace(built, optimizer=None)
 
 
+_TUNE_UNKNOWN = (
+    "AdamW is taken to be fused: with foreach it would need more than the 25.5 GiB of the row without packing. "
+    "Attention was FlexAttention; it is predicted as flash attention, which saves as much"
+)
+
+
 def _tune_step(chunks: int = 1, **changes: Any) -> Step:
     made: dict[str, Any] = {
-        "build": lambda: _tune(chunks),
+        "build": lambda: _tune(chunks, compiled="compiled" in changes),
         "points": (Point(unit=GIB, figure="active"),),
         "device": "a100-80gb",
         "samples": 2 * 4096,
-        "unknown": "AdamW is taken to be fused: with foreach it would need more than the 25.5 GiB of the row without "
-        "packing. Attention was FlexAttention; it is predicted as flash attention, which saves as much",
+        "unknown": _TUNE_UNKNOWN,
     }
     return Step(**made | changes)
 
@@ -447,9 +459,12 @@ LANGUAGE: dict[str, Step] = {
     "peft-qlora-70b-fsdp": _peft_fsdp(offload=False),
     "peft-qlora-70b-fsdp-offload": _peft_fsdp(offload=True),
     "tune-3b-+_packed": _tune_step(),
-    "tune-3b-+_compile": _tune_step(missing=COMPILE),
-    "tune-3b-+_chunked_CE": _tune_step(8, missing=COMPILE),
-    "tune-3b-+_activation_checkpointing": _tune_step(8, plan=full_policy, missing=COMPILE),
+    "tune-3b-+_compile": _tune_step(
+        compiled=[LAYERS],
+        unknown=f"{_TUNE_UNKNOWN}. Whether the loss was compiled: predicted is that it was not",
+    ),
+    "tune-3b-+_chunked_CE": _tune_step(8, compiled=[LAYERS]),
+    "tune-3b-+_activation_checkpointing": _tune_step(8, plan=full_policy, compiled=[LAYERS]),
     "tune-3b-QLoRA": _tune_step(
         build=lambda: _tune(8, rank=64),
         plan=offloading_policy,
@@ -461,20 +476,24 @@ LANGUAGE: dict[str, Step] = {
         "need not",
     ),
     "tune-3b-+_optimizer_in_backward": _tune_step(
-        build=lambda: _tune_in_backward(fused_adamw), plan=full_policy, missing=COMPILE
+        build=lambda: _tune_in_backward(fused_adamw, compiled=True),
+        plan=full_policy,
+        compiled=[LAYERS],
     ),
     "tune-3b-+_activation_offloading": _tune_step(
         build=lambda: _tune_in_backward(fused_adamw), plan=offloading_policy, missing=COMPILE
     ),
     "tune-3b-+_8-bit_AdamW": _tune_step(
-        build=lambda: _tune_in_backward(AdamW8bitSizes), plan=offloading_policy, missing=COMPILE
+        build=lambda: _tune_in_backward(AdamW8bitSizes, compiled=True),
+        plan=offloading_policy,
+        compiled=[LAYERS],
     ),
     "nanochat-d20": Step(
         build=_nanochat,
         points=(Point(unit=MIB),),
         device="h100",
         unknown="temporaries of Muon and of the collectives of its optimizers",
-        missing=COMPILE,
+        compiled=True,
     ),
     "pt-74443-pow2": Step(
         build=_two_linears,

@@ -102,6 +102,7 @@ class Step:
         fsdp: how it is spread over ranks; None: one GPU, or ``spread``.
         spread: spreads the model over ``ranks`` with PyTorch's calls, and the step is recorded as a rank runs it.
         around: the context of the step on a rank.
+        compiled: what of it is compiled, as for ``sacplan.profile``; None: nothing.
         samples: tokens or images of one step on one GPU, of which the row gives the number per second.
         assumed: whether what is not known decides the figure.
         unknown: what is not known of the setting.
@@ -119,6 +120,7 @@ class Step:
     spread: Callable[[Any], None] | None = None
     ranks: int = 1
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    compiled: Any = None
     samples: int = 0
     assumed: bool = False
     unknown: str = ""
@@ -128,7 +130,7 @@ class Step:
     @property
     def kind(self) -> Kind:
         """How much of the step is known and predicted."""
-        return "compiled" if self.missing else "assumed" if self.assumed else "known"
+        return "compiled" if self.missing or self.compiled else "assumed" if self.assumed else "known"
 
     def profile(self) -> sacplan.Profile:
         """Record the step."""
@@ -142,7 +144,13 @@ class Step:
                 self.spread(built.model)
                 return sacplan.profile(built.model, built.batch, built.loss_fn, built.optimizer)
         return sacplan.profile(
-            built.model, built.batch, built.loss_fn, built.optimizer, device=spec, **options
+            built.model,
+            built.batch,
+            built.loss_fn,
+            built.optimizer,
+            device=spec,
+            compile=self.compiled,
+            **options,
         )
 
 
@@ -186,17 +194,17 @@ def step_in_backward(model: nn.Module, make: Callable[[Any], torch.optim.Optimiz
 
 
 COMPILE = "torch.compile"
-_LAYERS = "layers.*"
+LAYERS = "layers.*"
 
 
 def op_policy(profile: sacplan.Profile) -> sacplan.Plan:
     """Return torchtitan's selective checkpointing: in each layer, every second product is kept."""
-    return sacplan.policy("selective", "op", profile=profile, layers=_LAYERS)
+    return sacplan.policy("selective", "op", profile=profile, layers=LAYERS)
 
 
 def full_policy(profile: sacplan.Profile) -> sacplan.Plan:
     """Return the checkpointing of whole layers."""
-    return sacplan.policy("full", profile=profile, layers=_LAYERS)
+    return sacplan.policy("full", profile=profile, layers=LAYERS)
 
 
 def offloading_policy(profile: sacplan.Profile) -> sacplan.Plan:
