@@ -142,7 +142,7 @@ class Profile:
         """The step as it runs uncompiled, from which proposals for a plan come; its units respect what is compiled.
 
         Raises:
-            PlanError: the profile is from a file, which holds no model, or that of one of several ranks.
+            PlanError: the profile is from a file, which holds no model.
         """
         if not self.runs_compiled:
             return self
@@ -175,7 +175,7 @@ class Profile:
 
     @cached_property
     def _recorded_uncompiled(self) -> Profile:
-        return self._model_of.again(compiled=None)
+        return self._again(compiled=None)
 
     def run_with(self, plan: Any) -> Profile:
         """Run a compiled step again with a plan, dry. A run is kept, for those who ask again.
@@ -191,7 +191,7 @@ class Profile:
             raise PlanError(f"this step is compiled as a whole. {why}")
         if plan.decisions not in self._dry_runs:
             put_on = functools.partial(installed_on, plan.decisions, plan.recorded)
-            self._dry_runs[plan.decisions] = self._model_of.again(prepare=put_on, saved="observe")
+            self._dry_runs[plan.decisions] = self._again(prepare=put_on, saved="observe")
         return self._dry_runs[plan.decisions]
 
     def run_again(self) -> Profile:
@@ -200,7 +200,7 @@ class Profile:
         Raises:
             PlanError: as for ``uncompiled``.
         """
-        return self._model_of.again(saved="observe")
+        return self._again(saved="observe")
 
     @cached_property
     def joint_graphs(self) -> dict[str, Any]:
@@ -211,14 +211,14 @@ class Profile:
     def _dry_runs(self) -> dict[tuple[Decision, ...], Profile]:
         return {}
 
-    @property
-    def _model_of(self) -> Source:
-        if self.source is None or self.ranks != ONE_RANK:
+    def _again(self, **how: Any) -> Profile:
+        """Record the step once more, with other keyword arguments of ``trace_step``."""
+        if self.source is None:
             raise PlanError(
                 "a plan for a compiled step is proved by running the step with it, dry. This profile is from a file or "
-                "was pickled, or is that of a rank, and has no model: call sacplan.profile here, without ranks."
+                "was pickled, and has no model: call sacplan.profile here."
             )
-        return self.source
+        return self.source.again(ranks=self.ranks, **how)
 
     def on_ranks(self, ranks: AnyRanks | None) -> Profile:
         """Return the profile of one rank, with the step spread over ``ranks``; None: as it is.

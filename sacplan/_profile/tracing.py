@@ -258,8 +258,8 @@ def trace_step(
         raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
     if trace == "real" and routing != "balanced":
         raise TraceError(f'routing={routing!r} is for trace="fake": in a real trace, the data decides.')
-    if ranks != ONE_RANK and compiled is not None:
-        raise PlanError("a compiled step on ranks is not recorded; profile the step with compile=False.")
+    if ranks.sharding is not None and compiled is not None:
+        raise PlanError("a compiled step on a mesh is not recorded; profile the step with compile=False.")
     if ranks != ONE_RANK and trace == "real":
         raise PlanError('a step on ranks is recorded on fake tensors; make the profile with trace="fake".')
     if ranks != ONE_RANK:

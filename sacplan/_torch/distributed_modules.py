@@ -226,9 +226,10 @@ def without_neighbours() -> Iterator[None]:
 
 
 def _copied(module: Any, memo: dict[int, Any]) -> Any:
-    # ``__new__`` of the class would make a module of the class from before.
+    # ``__new__`` of the class would make a module of the class from before. Compiled code would run the original.
     twin = memo[id(module)] = object.__new__(type(module))
-    twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(module).items()})
+    state = vars(module) | {"_compiled_call_impl": None}
+    twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in state.items()})
     return twin
 
 

@@ -59,6 +59,13 @@ def fully_sharded(model: nn.Module, mesh: Any, **how: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **how)
 
 
+def compiled_layers(model: nn.Module, mesh: Any) -> nn.Module:
+    """As torchtitan does it: each layer is compiled by itself, and sharded."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.compile(backend="aot_eager", fullgraph=True)
+    return fully_sharded(model, mesh)
+
+
 def in_bfloat16(model: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -141,6 +148,7 @@ TENSORS = {"mesh": {"tp": 2}, "around": in_parts, "same_batch": True}
 
 CASES = {
     "fully_shard": Case(fully_sharded),
+    "compiled": Case(compiled_layers),
     "bfloat16": Case(in_bfloat16),
     "DDP": Case(replicas, buckets=True),
     "replicate": Case(replicas_in_place, buckets=True),
@@ -207,6 +215,7 @@ def on_rank(rank: int, ranks: int, names: Sequence[str], directory: str) -> None
     ("ranks", "names"),
     [
         (2, ("fully_shard", "bfloat16", "DDP", "tensors and loss", "unused", "compressed", "experts")),
+        (2, ("compiled",)),
         pytest.param(2, ("replicate", "gradients in buckets", "tensors"), marks=pytest.mark.exhaustive),
         (4, ("replicas of shards", "shards of tensors")),
         pytest.param(8, ("replicas of shards of tensors",), marks=pytest.mark.exhaustive),
@@ -265,6 +274,27 @@ def test_a_recorded_rank_is_planned_as_one_that_is_worked_out(name: str) -> None
     assert "rank 0 of 8, recorded as PyTorch runs it" in "; ".join(profile.assumptions)
     with pytest.raises(TraceError, match="profile of a rank already"):
         sacplan.plan(profile, "85%", ranks=sacplan.FSDP2(4, units))
+
+
+@pytest.mark.slow
+def test_layers_are_compiled_on_ranks_that_are_asked_for() -> None:
+    """Two roads to the same step, as above, with each layer compiled by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = sacplan.FSDP2(2, ["layers.*", ""])
+    how: Any = {"modules": ["layers.*"], "backend": "aot_eager"}
+    found = sacplan.profile(language_model(), tokens(), loss_fn, OPTIMIZER, "cpu", ranks=ranks, compile=how)
+    plan = sacplan.plan(found, "85%")
+    assert plan.decisions
+    assert sacplan.verify(language_model(), tokens(), plan, loss_fn, OPTIMIZER).peak_bytes == plan.peak_bytes
+    with sacplan.ranks(2, device="cpu"):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        model = language_model()
+        for unit in (*model.layers, model):  # type: ignore[misc]
+            fully_shard(unit, mesh=mesh)
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.compile(backend="aot_eager")
+        assert profiled(model).peak_bytes == found.peak_bytes
 
 
 def test_the_environment_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
