@@ -19,7 +19,7 @@ from torch import nn
 import sacplan
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.unit_limits import narrowed, sharded_units, too_wide
+from sacplan._ranks.unit_limits import narrowed, too_wide
 from sacplan._ranks.units import units_of
 from sacplan._recompute.rewrite import discarded_ops, recomputed
 from sacplan.errors import TraceError
@@ -175,7 +175,7 @@ def _widest_units(program: Program, ops: Sequence[int]) -> set[str]:
 def test_what_leaves_a_unit_is_kept() -> None:
     """Nothing that may run again is read, or kept by autograd, outside of the widest unit around it."""
     program = rank_of_lm("layers.*", "").program
-    assert sharded_units(program) == {"", "layers.0", "layers.1", "layers.2"}
+    assert program.gathering == {"", "layers.0", "layers.1", "layers.2"}
     assert too_wide(program) == {""}
     again = [i for i, op in enumerate(program.ops) if op.recomputable]
     assert _widest_units(program, again) == {"layers.0", "layers.1", "layers.2"}
