@@ -92,7 +92,8 @@ H100_96GB = "h100-96gb-500w"
 FITTED = "the rate of matrix products at 500 W is fitted to `titan822-default`"
 
 
-def _titan_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def titan_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the loss as torchtitan's ``train.py`` does."""
     tokens, targets = batch
     logits = model(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
@@ -112,7 +113,7 @@ def _titan(shape: networks.LlamaShape, sequences: int) -> Built:
     with torch.device("meta"):
         model = networks.Llama(shape)
     batch = empty(sequences, shape.length), empty(sequences, shape.length)
-    return Built(model=model, batch=batch, loss_fn=_titan_loss, optimizer=foreach_adamw)
+    return Built(model=model, batch=batch, loss_fn=titan_loss, optimizer=foreach_adamw)
 
 
 def _kept_by_checkpointing(program: Program) -> Mapping[int, int]:
@@ -137,11 +138,12 @@ def _kept_by_checkpointing(program: Program) -> Mapping[int, int]:
     return dict(zip(reversed(kept.values()), reduced, strict=False))
 
 
+BOTH = Point(unit=GIB, figure="reserved"), Point(unit=GIB, figure="reserved_expandable")
 SEGMENTS = "segments are expandable, as torchtitan's script sets them"
 EITHER = "whether segments were expandable, as torchtitan's own script sets them: both are predicted"
 
 
-def _fully_sharded(model: Any, mesh: Any, reshard: Literal["always", "default", "never"]) -> None:
+def _fully_sharded(model: Any, reshard: Literal["always", "default", "never"]) -> None:
     """Shard a model as torchtitan's ``apply_fsdp`` does: by default the last layer stays gathered after its forward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -149,15 +151,8 @@ def _fully_sharded(model: Any, mesh: Any, reshard: Literal["always", "default", 
     last = model.layers[-1]
     for layer in model.layers:
         frees = reshard == "always" or (reshard == "default" and layer is not last)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-
-
-def _spread(model: Any, reshard: Literal["always", "default", "never"]) -> None:
-    """Spread a model over all ranks, as torchtitan's ``parallelize_llama`` does."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    _fully_sharded(model, init_device_mesh("cuda", (torch.distributed.get_world_size(),)), reshard)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=frees)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=True)
 
 
 def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int = 1, **changes: Any) -> Step:
@@ -171,7 +166,7 @@ def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int 
         "other_card": FITTED,
         "plan": op_policy,
         "loop": Loop(until=_kept_by_checkpointing),
-        "spread": functools.partial(_spread, reshard=reshard),
+        "spread": functools.partial(_fully_sharded, reshard=reshard),
         "ranks": 8,
         "samples": 8192 * sequences,
         "unknown": SEGMENTS,
@@ -180,13 +175,7 @@ def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int 
 
 
 def _titan2412(ranks: int, **changes: Any) -> Step:
-    made: dict[str, Any] = {
-        "sequences": 2,
-        "points": (Point(unit=GIB, figure="reserved"), Point(unit=GIB, figure="reserved_expandable")),
-        "ranks": ranks,
-        "assumed": True,
-        "unknown": EITHER,
-    }
+    made = {"sequences": 2, "points": BOTH, "ranks": ranks, "assumed": True, "unknown": EITHER}
     return _titan822("default", **made | changes)
 
 
