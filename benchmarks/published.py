@@ -54,10 +54,7 @@ def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
     step = STEPS[name]
     about: Row = {"id": name, "kind": step.kind, "unknown": step.unknown, "missing": step.missing}
     about["other_card"] = step.other_card
-    profile = step.profile()
-    plan = None if step.plan is None else step.plan(profile)
-    if plan is not None and profile.runs_compiled:
-        profile, plan = profile.run_with(plan), None
+    profile, plan = step.recorded()
     step_ms = eager_ms(profile.program if plan is None else profile.with_plan(plan))
     played: dict[Any, RunFigures] = {}
     rows = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -91,10 +90,11 @@ _MINGPT = functools.partial(
 H100_96GB = "h100-96gb-500w"
 """torchtitan's card: HBM2e, and a limit of 500 W (its ``benchmarks/llama3_h100_202412_torchtitan.md``)."""
 
-_FITTED = "the rate of matrix products at 500 W is fitted to `titan822-default`"
+FITTED = "the rate of matrix products at 500 W is fitted to `titan822-default`"
 
 
-def _titan_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def titan_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the loss as torchtitan's ``train.py`` does."""
     tokens, targets = batch
     logits = model(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
@@ -114,7 +114,7 @@ def _titan(shape: networks.LlamaShape, sequences: int) -> Built:
     with torch.device("meta"):
         model = networks.Llama(shape)
     batch = empty(sequences, shape.length), empty(sequences, shape.length)
-    return Built(model=model, batch=batch, loss_fn=_titan_loss, optimizer=foreach_adamw)
+    return Built(model=model, batch=batch, loss_fn=titan_loss, optimizer=foreach_adamw)
 
 
 def _kept_by_checkpointing(program: Program) -> Mapping[int, int]:
@@ -139,16 +139,12 @@ def _kept_by_checkpointing(program: Program) -> Mapping[int, int]:
     return dict(zip(reversed(kept.values()), reduced, strict=False))
 
 
-_SEGMENTS = "segments are expandable, as torchtitan's script sets them"
+BOTH = Point(unit=GIB, figure="reserved"), Point(unit=GIB, figure="reserved_expandable")
+SEGMENTS = "segments are expandable, as torchtitan's script sets them"
+EITHER = "whether segments were expandable, as torchtitan's own script sets them: both are predicted"
 
 
-def _in_parts() -> AbstractContextManager[None]:
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    return loss_parallel()
-
-
-def _fully_sharded(model: Any, mesh: Any, reshard: Literal["always", "default", "never"]) -> None:
+def _fully_sharded(model: Any, reshard: Literal["always", "default", "never"]) -> None:
     """Shard a model as torchtitan's ``apply_fsdp`` does: by default the last layer stays gathered after its forward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -156,54 +152,11 @@ def _fully_sharded(model: Any, mesh: Any, reshard: Literal["always", "default", 
     last = model.layers[-1]
     for layer in model.layers:
         frees = reshard == "always" or (reshard == "default" and layer is not last)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=frees)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=True)
 
 
-def _parallel(model: Any, mesh: Any) -> None:
-    """Cut tensors as torchtitan's ``apply_tp`` does, with sequence and loss parallelism."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    cut, whole = Shard(1), Replicate()
-    attention: Any = {"input_layouts": (cut, None), "desired_input_layouts": (whole, None)}
-    styles: dict[str, Any] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=cut),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=cut, output_layouts=Shard(-1), use_local_output=False),
-        "layers.*.attention_norm": SequenceParallel(),
-        "layers.*.attention": PrepareModuleInput(**attention),
-        **{f"layers.*.attention.w{n}": ColwiseParallel() for n in "qkv"},
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=cut),
-        "layers.*.ffn_norm": SequenceParallel(),
-        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,)),
-        "layers.*.feed_forward.w1": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=cut),
-        "layers.*.feed_forward.w3": ColwiseParallel(),
-    }
-    parallelize_module(model, mesh, styles)
-
-
-def _spread(model: Any, reshard: Literal["always", "default", "never"], tensors: int) -> None:
-    """Spread a model over all ranks, as torchtitan's ``parallelize_llama`` does."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shape = torch.distributed.get_world_size() // tensors, tensors
-    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("dp_shard", "tp"))
-    if tensors > 1:
-        _parallel(model, mesh["tp"])
-    _fully_sharded(model, mesh["dp_shard"], reshard)
-
-
-def _titan822(
-    reshard: Literal["always", "default", "never"], *, sequences: int = 1, tensors: int = 1, **changes: Any
-) -> Step:
+def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int = 1, **changes: Any) -> Step:
     made: dict[str, Any] = {
         "build": lambda: _titan(networks.LLAMA_3_8B, sequences),
         "points": (
@@ -211,25 +164,19 @@ def _titan822(
             Point(part=("step10+",), unit=GIB, figure="reserved_expandable"),
         ),
         "device": H100_96GB,
-        "other_card": _FITTED,
+        "other_card": FITTED,
         "plan": op_policy,
         "loop": Loop(until=_kept_by_checkpointing),
-        "spread": functools.partial(_spread, reshard=reshard, tensors=tensors),
+        "spread": functools.partial(_fully_sharded, reshard=reshard),
         "ranks": 8,
         "samples": 8192 * sequences,
-        "unknown": _SEGMENTS,
+        "unknown": SEGMENTS,
     }
     return Step(**made | changes)
 
 
 def _titan2412(ranks: int, **changes: Any) -> Step:
-    made: dict[str, Any] = {
-        "sequences": 2,
-        "points": (Point(unit=GIB, figure="reserved"), Point(unit=GIB, figure="reserved_expandable")),
-        "ranks": ranks,
-        "assumed": True,
-        "unknown": "whether segments were expandable, as torchtitan's own script sets them: both are predicted",
-    }
+    made = {"sequences": 2, "points": BOTH, "ranks": ranks, "assumed": True, "unknown": EITHER}
     return _titan822("default", **made | changes)
 
 
@@ -426,10 +373,11 @@ LANGUAGE: dict[str, Step] = {
     "titan808-compile": _titan822(
         "default",
         points=(Point(part=("bf16 compile",), unit=GIB, figure="reserved_expandable"),),
-        missing=COMPILE,
+        compiled=[LAYERS],
+        loop=Loop(),
     ),
     "titan2412-8gpu-FSDP": _titan2412(8),
-    "titan2412-8gpu-FSDP+compile": _titan2412(8, missing=COMPILE),
+    "titan2412-8gpu-FSDP+compile": _titan2412(8, compiled=[LAYERS], loop=Loop()),
     "titan2412-128gpu-FSDP": _titan2412(128),
     "titan165-fsdp": _titan822(
         "default",
@@ -443,18 +391,6 @@ LANGUAGE: dict[str, Step] = {
         samples=8 * 2048,
         assumed=True,
         unknown="PyTorch of early 2024; which RMSNorm ran: the project had a fused one of its own",
-    ),
-    "titan2570-graphsac": _titan822(
-        "default",
-        points=(Point(part=("no AC",), unit=GIB, figure="reserved_expandable"),),
-        tensors=2,
-        around=_in_parts,
-        plan=None,
-        loop=Loop(),
-        samples=4096,
-        assumed=True,
-        unknown=f"{_SEGMENTS}; sequence and batch, of which it is said that they are the default, are 8192 and 1; "
-        "whether norms and the loss are fused",
     ),
     "peft-qlora-70b-fsdp": _peft_fsdp(offload=False),
     "peft-qlora-70b-fsdp-offload": _peft_fsdp(offload=True),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -133,25 +133,30 @@ class Step:
         return "compiled" if self.missing or self.compiled else "assumed" if self.assumed else "known"
 
     def profile(self) -> sacplan.Profile:
-        """Record the step."""
+        """Record the step without its plan."""
+        return dataclasses.replace(self, plan=None).recorded()[0]
+
+    def recorded(self) -> tuple[sacplan.Profile, sacplan.Plan | None]:
+        """Return the recorded step and its plan; a compiled step runs with it, and there is None left."""
         spec = resolve_device(self.device)
         if not self.workspaces:
             spec = dataclasses.replace(spec, matmul_workspace_bytes=0)
-        options = _fsdp_options(self.fsdp) if self.fsdp is not None else {}
+        options: dict[str, Any] = {"compile": self.compiled}
         built = self.build()
-        if self.spread is not None:
-            with sacplan.ranks(self.ranks, device=spec), self.around():
+        with ExitStack() as stack:
+            if self.spread is not None:
+                stack.enter_context(sacplan.ranks(self.ranks, device=spec))
+                stack.enter_context(self.around())
                 self.spread(built.model)
-                return sacplan.profile(built.model, built.batch, built.loss_fn, built.optimizer)
-        return sacplan.profile(
-            built.model,
-            built.batch,
-            built.loss_fn,
-            built.optimizer,
-            device=spec,
-            compile=self.compiled,
-            **options,
-        )
+            else:
+                options["device"] = spec
+            if self.fsdp is not None:
+                options |= _fsdp_options(self.fsdp)
+            profile = sacplan.profile(built.model, built.batch, built.loss_fn, built.optimizer, **options)
+            plan = None if self.plan is None else self.plan(profile)
+            if plan is not None and profile.runs_compiled:
+                return profile.run_with(plan), None
+        return profile, plan
 
 
 def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:

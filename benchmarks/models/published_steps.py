@@ -11,6 +11,7 @@ from __future__ import annotations
 from benchmarks.models.published_hf import TRANSFORMERS
 from benchmarks.models.published_language import LANGUAGE
 from benchmarks.models.published_step import Step
+from benchmarks.models.published_torchtitan import TORCHTITAN
 from benchmarks.models.published_vision import VISION
 
-STEPS: dict[str, Step] = LANGUAGE | TRANSFORMERS | VISION
+STEPS: dict[str, Step] = LANGUAGE | TORCHTITAN | TRANSFORMERS | VISION

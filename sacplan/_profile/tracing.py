@@ -74,7 +74,6 @@ from sacplan._torch.distributed_modules import (
     fake_replicas,
     first_steps,
     make_gathered,
-    meshes_of_cpus,
     reduce_by_hooks,
     without_neighbours,
 )
@@ -281,7 +280,7 @@ def trace_step(
         _no_garbage_collection(),
         explained_limits(),
         as_written,
-        _spreading(ranks) as spread,
+        _mesh_of(ranks) as mesh,
     ):
         # Made inside of these contexts, since a callable or a data set may draw random numbers for the batch.
         batch = resolve_batch(batch)
@@ -290,14 +289,14 @@ def trace_step(
         cost = with_collectives(times.cost, spec)
         asked = _RecordRequest(
             model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
-            autocast, accumulation_steps, routing, compiled, spread,
+            autocast, accumulation_steps, routing, compiled, ranks, mesh,
         )  # fmt: skip
         if ranks.sharding is not None:
             asked = replace(asked, batch=part_of_batch(batch, fingerprint.rows, ranks.sharding.data.size))
         with _explained(ranks):
             recorded, rules, setup, calls, local_shapes = run(asked)
     _check_recorded(recorded, mode)
-    recorded = kept_at_limits(recorded, recorded.gathering)
+    recorded = kept_at_limits(recorded)
     if ranks == ONE_RANK and any(collective_named(op.name) for op in recorded.ops):
         rules = (*rules, this_rank())
     fingerprint = structs.replace(
@@ -314,29 +313,14 @@ def trace_step(
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules, ranks, source)
 
 
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """Spreads a copy of a model over ranks: what is cut before a plan is applied to it, and the rest afterwards."""
-
-    ranks: Ranks
-    mesh: DeviceMesh
-
-    def parallelize(self, model: torch.nn.Module) -> None:
-        if self.ranks.sharding is not None:
-            self.ranks.sharding.parallelize(model, self.mesh, source=None)
-
-    def spread_data(self, model: torch.nn.Module) -> None:
-        self.ranks.spread_data(model, self.mesh)
-
-
 @contextlib.contextmanager
-def _spreading(ranks: Ranks) -> Iterator[_Spread | None]:
-    """Yield what spreads a copy of the model; outside of fake modes, since a mesh has a real tensor."""
+def _mesh_of(ranks: Ranks) -> Iterator[DeviceMesh | None]:
+    """Yield the mesh that a copy of the model is spread over; outside of fake modes, since it has a real tensor."""
     if ranks.devices == 1:
         yield None
         return
-    with pretended_ranks(ranks.devices), meshes_of_cpus():
-        yield _Spread(ranks, device_mesh_of("cpu", ranks.mesh.ranks, ranks.mesh.names))
+    with pretended_ranks(ranks.devices):
+        yield device_mesh_of("cpu", ranks.mesh.ranks, ranks.mesh.names)
 
 
 @contextlib.contextmanager
@@ -376,7 +360,8 @@ class _RecordRequest:
     accumulation_steps: int
     routing: Routing
     compiled: Compilation | None
-    spread: _Spread | None
+    ranks: Ranks
+    mesh: DeviceMesh | None
 
 
 _Recorded: TypeAlias = tuple[
@@ -411,12 +396,12 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
         copier = FakeCopier(rules)
         fake = copier.model(model)
-        if asked.spread is not None:
-            asked.spread.parallelize(fake)
+        if asked.mesh is not None and asked.ranks.sharding is not None:
+            asked.ranks.sharding.parallelize(fake, asked.mesh, source=None)
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
-            if asked.spread is not None:
-                asked.spread.spread_data(fake)
+            if asked.mesh is not None:
+                asked.ranks.spread_data(fake, asked.mesh)
             copier.parameters_replaced(model, fake)
             reduce_by_hooks(fake)
             running.enter_context(copying_shards(fake, on_gpu=spec.kind == "cuda"))

@@ -238,10 +238,6 @@ class DDP:
 
     world_size: int
 
-    def of(self, parameters: Iterable[str], model: nn.Module | None) -> Ranks:
-        """Return them checked; a ``TraceError`` if it is no number of ranks."""
-        return Ranks.of(self.world_size)
-
 
 AnyRanks: TypeAlias = FSDP2 | DDP | Ranks
 
@@ -259,7 +255,9 @@ def ranks_of(asked: Any, parameters: Iterable[str], model: nn.Module | None) -> 
     """
     if isinstance(asked, Ranks):
         return asked
-    if not isinstance(asked, FSDP2 | DDP):
+    if isinstance(asked, DDP):
+        return Ranks.of(asked.world_size)
+    if not isinstance(asked, FSDP2):
         raise TraceError(
             f"ranks is {asked!r:.100}; give sacplan.FSDP2(8), sacplan.DDP(8), or the ranks of a plan."
         )

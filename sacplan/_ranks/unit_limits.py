@@ -19,11 +19,6 @@ from sacplan._rewrites.settle import final_ops
 _COPY_OUT = "fsdp.split_with_sizes_copy.default"
 
 
-def sharded_units(program: Program) -> frozenset[str]:
-    """Return the modules whose calls gather parameters; none in a step that is not sharded."""
-    return program.gathering
-
-
 @derived
 def gathering_ops(program: Program) -> frozenset[int]:
     """Return the forward ops with which units gather parameters: modules around a unit run them, and not its own."""
@@ -46,12 +41,11 @@ def _is_about(program: Program, op: Op, storages: Collection[int]) -> bool:
     return len(rest) < len(touched) and all(program.storage_kinds[s] is StorageKind.PARAMETER for s in rest)
 
 
-def too_wide(program: Program, sharded: Collection[str] | None = None) -> frozenset[str]:
+def too_wide(program: Program) -> frozenset[str]:
     """Return the modules that may not be units, since modules inside of them gather parameters of their own."""
-    sharded = sharded_units(program) if sharded is None else sharded
     return frozenset(
         program.scopes[scope].fqn
-        for fqn in sharded
+        for fqn in program.gathering
         for call in program.calls.get(fqn, ())
         for scope in program.ancestors(call)
     )
@@ -105,13 +99,13 @@ def narrowed(
     return {unit: found[unit] for unit in program.calls if unit in found}
 
 
-def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
-    """Return the program with ops marked that may not run again if the modules ``sharded`` gather and free parameters.
+def kept_at_limits(program: Program) -> Program:
+    """Return the program with ops marked that may not run again where modules gather and free parameters.
 
     These are the ops outside of all modules that may be units, and those whose outputs are read or kept by
     autograd outside of the widest one around them.
     """
-    wide = too_wide(program, sharded)
+    wide = too_wide(program)
     if not wide:
         return program  # all parameters are gathered from the forward of the model to the end of its backward
     calls = program.outermost_calls(wide)

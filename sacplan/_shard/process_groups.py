@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, device_around, resolve_device
 from sacplan._program.arguments import checked
-from sacplan._torch.distributed_modules import meshes_of_cpus
+from sacplan._torch.distributed_modules import light_shards, meshes_of_cpus
 from sacplan._torch.versions import torch_names
 from sacplan.errors import PlanError
 
@@ -106,7 +106,7 @@ def ranks(
     before = dict(os.environ)
     os.environ.update({name: str(number) for name, number in launched.items()})
     try:
-        with pretended_ranks(world_size, rank), meshes_of_cpus():
+        with pretended_ranks(world_size, rank):
             yield
     finally:
         for name in launched:
@@ -117,7 +117,7 @@ def ranks(
 
 @contextmanager
 def pretended_ranks(n: int, rank: int = 0) -> Iterator[None]:
-    """Run inside of a fake process group, as one of its ranks. Nothing is sent.
+    """Run inside of a fake process group, as one of its ranks, with meshes of CPUs. Nothing is sent.
 
     One that is there is used as it is.
 
@@ -127,14 +127,15 @@ def pretended_ranks(n: int, rank: int = 0) -> Iterator[None]:
     if n > _MOST_RANKS:
         raise PlanError(f"{n} ranks: a mesh lists all of them, so that {_MOST_RANKS:,} are the most.")
     # The group that is there is used, and must not be destroyed.
-    if is_running():
-        yield
-        return
-    with torch_names():
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+    with meshes_of_cpus(), light_shards():
+        if is_running():
+            yield
+            return
+        with torch_names():
+            from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=rank, world_size=n, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=n, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -82,15 +82,13 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
 
     def code(self, device: str, units: Sequence[str] | None) -> str:
         """Return Python that does what ``parallelize`` and ``spread_data`` do, with the plan applied in between."""
-        names = self.data.names
         lines = [f"mesh = init_device_mesh({device!r}, {self.mesh.ranks}, mesh_dim_names={self.mesh.names})"]
         if self.styles:
             styles = (f"    {pattern!r}: {text}," for pattern, text in self.styles.items())
             lines += ["styles = {", *styles, "}"]
             lines.append(f"parallelize_module(model, mesh[{self.mesh.names[-1]!r}], styles)")
         lines.append("# recomputation of the plan, which sacplan.apply installs here")
-        axes = ", ".join(map(repr, names))
-        data = f"mesh[{axes}]" if self.styles else "mesh"
+        data = f"mesh[{', '.join(map(repr, self.data.names))}]" if self.styles else "mesh"
         if self.data.size > 1 and units is None:
             lines.append("model = DistributedDataParallel(model)")
         elif self.data.size > 1:

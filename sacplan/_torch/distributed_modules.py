@@ -144,14 +144,11 @@ class _Parts:
 
 @contextmanager
 def meshes_of_cpus() -> Iterator[None]:
-    """Inside, each ``DeviceMesh`` that is made is one of CPUs, as fake tensors are, and no memory is pinned.
-
-    Of a parameter, ``fully_shard`` makes the parts that it asks for, and not those of all ranks.
-    """
+    """Inside, each ``DeviceMesh`` that is made is one of CPUs, as fake tensors are; fake modes do not see its ranks."""
     from torch.distributed.device_mesh import DeviceMesh
 
     with torch_names():
-        from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
+        from torch.distributed.fsdp._fully_shard import _fully_shard
 
         calls: Any = _fully_shard
         after_forward = calls._get_post_forward_mesh_info
@@ -160,22 +157,22 @@ def meshes_of_cpus() -> Iterator[None]:
 
     # A mesh has a real tensor of ranks, which fake modes must not see.
     def of_cpus(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        with modes_off():
-            plain(mesh, "cpu", *args, **kwargs)
-
-    def with_modes_off(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with modes_off():
-                return plain(*args)
-
-        return run
+        plain(mesh, "cpu", *args, **kwargs)
 
     with (
-        replaced(DeviceMesh, __init__=of_cpus, __getitem__=with_modes_off(part)),
-        replaced(calls, _get_post_forward_mesh_info=with_modes_off(after_forward)),
-        replaced(_fsdp_param, _chunk_with_empty=_Parts),
-        replaced(torch.Tensor, pin_memory=lambda tensor, *_: tensor),
+        replaced(DeviceMesh, __init__=modes_off()(of_cpus), __getitem__=modes_off()(part)),
+        replaced(calls, _get_post_forward_mesh_info=modes_off()(after_forward)),
     ):
+        yield
+
+
+@contextmanager
+def light_shards() -> Iterator[None]:
+    """Inside, ``fully_shard`` makes the part of a parameter that it asks for, not those of all ranks; it pins none."""
+    with torch_names():
+        from torch.distributed.fsdp._fully_shard import _fsdp_param
+    pinned = {"pin_memory": lambda tensor, *_: tensor}
+    with replaced(_fsdp_param, _chunk_with_empty=_Parts), replaced(torch.Tensor, **pinned):
         yield
 
 

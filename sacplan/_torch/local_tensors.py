@@ -181,6 +181,8 @@ def _found_by_kind(find: Callable[[Any], Any], schema: Any) -> Any:
     """
     lists = [value for value in schema.args_schema if isinstance(value, (list, tuple)) and value]
     on_lists = str(schema.op).startswith(("aten._foreach_", "aten._fused_"))
+    # The list of ``_fused_rms_norm`` is one of sizes, and comes after a tensor.
+    on_lists = on_lists and isinstance(schema.args_schema[0], (list, tuple))
     if not on_lists or len({len(values) for values in lists}) != 1:
         return find(schema)
     firsts: dict[Any, int] = {}

@@ -6,7 +6,7 @@ torch's fake process group lets one process be rank 0 of eight: all buffers are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 import sacplan
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.unit_limits import narrowed, sharded_units, too_wide
+from sacplan._ranks.unit_limits import narrowed, too_wide
 from sacplan._ranks.units import units_of
 from sacplan._recompute.rewrite import discarded_ops, recomputed
 from sacplan.errors import TraceError
@@ -164,36 +164,28 @@ def test_a_planned_step_of_a_rank_has_the_planned_peak(name: str, mesh: Any) -> 
     assert measured == plan.peak_bytes
 
 
-def _widest_units(program: Program, ops: Sequence[int]) -> set[str]:
-    """The widest modules around some ops that may be units; each op has one."""
+def _widest_units(program: Program) -> set[str]:
+    """The widest modules around ops that may run again; each op has one."""
     calls = program.outermost_calls(too_wide(program))
-    return {
-        program.scopes[calls[program.ops[op].scope]].fqn for op in ops if calls[program.ops[op].scope] >= 0
-    }
+    scopes = {calls[op.scope] for op in program.ops if op.recomputable}
+    return {program.scopes[scope].fqn for scope in scopes if scope >= 0}
 
 
 def test_what_leaves_a_unit_is_kept() -> None:
     """Nothing that may run again is read, or kept by autograd, outside of the widest unit around it."""
     program = rank_of_lm("layers.*", "").program
-    assert sharded_units(program) == {"", "layers.0", "layers.1", "layers.2"}
+    assert program.gathering == {"", "layers.0", "layers.1", "layers.2"}
     assert too_wide(program) == {""}
-    again = [i for i, op in enumerate(program.ops) if op.recomputable]
-    assert _widest_units(program, again) == {"layers.0", "layers.1", "layers.2"}
-    added = [
-        op.recomputable
-        for op in program.ops
-        if op.name == "aten.add.Tensor"
-        and op.phase == Phase.FORWARD
-        and _fqn(program, op.scope) == "layers.1"
-    ]
+    assert _widest_units(program) == {"layers.0", "layers.1", "layers.2"}
+    layer = [op for op in program.ops if (op.phase, _fqn(program, op.scope)) == (Phase.FORWARD, "layers.1")]
+    added = [op.recomputable for op in layer if op.name == "aten.add.Tensor"]
     assert added[-2:] == [True, False]  # the residual stream within the layer, and the layer's output
 
 
 def test_nested_units_limit_to_the_inner_ones() -> None:
     program = rank_of_lm("layers.*", "layers.*.mlp", "").program
     assert too_wide(program) == {"", "layers.0", "layers.1", "layers.2"}
-    again = [i for i, op in enumerate(program.ops) if op.recomputable]
-    assert _widest_units(program, again) == {f"layers.{i}.mlp" for i in range(3)}
+    assert _widest_units(program) == {f"layers.{i}.mlp" for i in range(3)}
 
 
 def test_a_unit_that_is_too_wide_is_taken_apart() -> None:

@@ -359,6 +359,17 @@ def test_the_ring_of_context_parallelism_is_recorded() -> None:
     assert any("all_to_all" in op.name for op in profile.program.ops)
 
 
+def test_norms_of_parts_of_a_sequence_run_in_fused_kernels_on_a_gpu() -> None:
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    with sacplan.ranks(4, device="h100"), torch.device("meta"):
+        mesh = dist.device_mesh.init_device_mesh("cuda", (4,))
+        model = parallelize_module(nn.Sequential(nn.RMSNorm(64)), mesh, {"0": SequenceParallel()})
+        profile = sacplan.profile(model, torch.empty(2, 32, 64), lambda m, x: m(x).to_local().sum())
+    names = [op.name for op in profile.program.ops if "norm" in op.name]
+    assert names == ["aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"]
+
+
 def test_what_cannot_be_a_rank_is_an_error() -> None:
     with pytest.raises(PlanError, match="rank 8 of 8"), sacplan.ranks(8, rank=8):
         pass
