@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from benchmarks.capacity import LimitedAllocator, OutOfMemory, needed_bytes, runs_in
-from sacplan._device.device_memory import device_memory, reserved_bytes
+from sacplan._device.device_memory import reserved_bytes
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT
 from sacplan._plan.limits import DEFAULT_HEADROOM
@@ -321,26 +320,6 @@ def test_without_a_budget_or_a_headroom(kind: str) -> None:
     assert (found.headroom_bytes, found.budget_bytes) == (left, spec.memory_bytes - left)
     assert ("CUDA context" in repr(found)) == (kind == "cuda")
     assert ("left free" in repr(found)) == (kind == "cpu")
-
-
-def test_an_allocator_with_little_memory_gives_free_segments_back() -> None:
-    limited = LimitedAllocator(60 * MIB)
-    small = [limited.allocate(20 * MIB) for _ in range(2)]
-    for block in small:
-        limited.free(block)
-    limited.allocate(60 * MIB)  # neither segment is large enough, both have to go
-    assert limited.given_back_bytes == 40 * MIB
-    with pytest.raises(OutOfMemory):
-        limited.allocate(MIB)
-
-
-def test_what_a_step_needs_lies_between_its_peak_and_what_it_reserves() -> None:
-    program = sacplan.profile(perceptron(), torch.empty(1000, 130, 64, device="meta")).program
-    peaks = device_memory(program).steps
-    needed = needed_bytes(program, peaks.max_memory_allocated)
-    assert peaks.max_memory_allocated <= needed <= peaks.max_memory_reserved
-    assert runs_in(program, needed)
-    assert not runs_in(program, peaks.max_memory_allocated - 1)
 
 
 def test_a_batch_that_is_not_the_fastest_says_which_is() -> None:

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sacplan
-from benchmarks.rotor_reference import ENGINES, reference_tables, rotor_by_reference
 from sacplan._rotor.rotor import (
     INFEASIBLE,
     KEEP_ALL,
@@ -27,6 +26,7 @@ from sacplan._rotor.rotor import (
     _least_slots,
     tables_of,
 )
+from tests.support.rotor_reference import ENGINES, reference_tables, rotor_by_reference
 
 K = OperationKind
 DATA = Path(__file__).parents[1] / "data" / "rotor_chains"
