@@ -8,23 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 
 import sacplan
 from benchmarks.harness.budgets import steps_of
 from benchmarks.models import chunk_models, hf_models
 from benchmarks.models.cases import Case
-from tests.support.recomputing import (
-    assert_peak_is_replayed,
-    fuzz,
-    random_plan,
-)
+from benchmarks.random_programs import make_program
+from tests.support.recomputing import assert_peak_is_replayed, random_plan
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import LM, cross_entropy, tokens
-from tests.zoo.random_nets import NOT_FAKE, STEPS, RandomNet, batch, nets
 
 
 @pytest.mark.parametrize(
@@ -75,8 +69,10 @@ def test_the_optimizers_state_and_step_count(optimizer: Callable[..., torch.opti
     assert bit_equal(before, list(model.parameters()))  # verify put everything back
 
 
-@fuzz(15)
-@given(nets([k for k in STEPS if k not in NOT_FAKE]), st.integers(0, 10**6))
-def test_the_replayed_peak_is_that_of_the_step(model: RandomNet, seed: int) -> None:
-    x = batch()
-    assert_peak_is_replayed(model, random_plan(sacplan.profile(model, x, device="cpu"), seed, fitting=True))
+@pytest.mark.parametrize("seed", [1, 2, 5, 6, 8, 13, 16, 18, 20, 23, 24, 29, 31, 33, 36])
+def test_the_replayed_peak_is_that_of_the_step(seed: int) -> None:
+    """Of programs that autograd itself does not refuse."""
+    program = make_program(seed)
+    x = program.batch(0)
+    profile = sacplan.profile(program.net, x, program.loss, device="cpu")
+    assert_peak_is_replayed(program.net, random_plan(profile, seed, fitting=True), x, program.loss)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
+from benchmarks.models.random_blocks import net_of
 from sacplan._executor.tensors import checksum, digest
 from tests.support.recomputing import (
     all_sites,
@@ -34,7 +35,7 @@ from tests.support.recomputing import (
 from tests.support.storages import Storages, no_collector
 from tests.support.threads import at_once
 from tests.zoo.layers import FromFunction
-from tests.zoo.random_nets import DIM, LENGTH, Outer, RandomNet, Unit, batch, outer
+from tests.zoo.units import DIM, LENGTH, Outer, Unit, batch, outer
 
 
 def test_the_plans_of_these_tests_do_recompute() -> None:
@@ -619,10 +620,9 @@ def test_an_error_in_the_forward_leaves_nothing_behind() -> None:
 
 
 def test_running_statistics_that_a_later_call_writes_are_refused_without_the_check_too() -> None:
-    torch.manual_seed(0)
-    model = RandomNet([(["batch_norm"], "twice")], share=False, tie=False)
+    model = net_of(["batch_norm"], order=[0, 0])
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
-    unit = "groups.0.steps.0"
+    unit = "blocks.0"
     sites = {s for scope in profile.program.calls[unit] for s in profile.program.sites(scope).values()}
     reads_statistics = [s for s in sites if s[0] in ("aten.add.Tensor", "aten.sigmoid.default")]
     planned = copy.deepcopy(model)

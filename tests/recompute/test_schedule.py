@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
+from benchmarks.models.random_blocks import INSTRUCTIONS, MORE, net_of
 from sacplan._executor.alignment import Alignment, RecordedOp
 from sacplan._profile.tracing import trace_step
 from sacplan._program.places import op_of
@@ -31,7 +32,7 @@ from sacplan._verify.measure import measured_step
 from tests.support.recomputing import discard_all, fitting_sites, plan_of, same_bits, state, step
 from tests.support.storages import Storages, no_collector
 from tests.zoo.layers import FromFunction
-from tests.zoo.random_nets import DIM, STEPS, Outer, RandomNet, Unit, batch, outer
+from tests.zoo.units import DIM, Outer, Unit, batch, outer
 
 
 @contextmanager
@@ -175,10 +176,9 @@ def test_recomputed_values_are_gone_when_the_step_has_its_next_peak() -> None:
 @pytest.mark.parametrize("kind", ["gelu", "dropout", "attention", "norm", "sorting", "index_put", "relu_"])
 def test_the_replayed_peak_is_that_of_the_second_step(kind: str) -> None:
     """With an optimizer two steps are traced, and the second one counts."""
-    torch.manual_seed(0)
-    model = RandomNet([([kind, "linear"], "plain"), (["norm"], "twice")], share=False, tie=True)
+    model = net_of([kind, "linear"], ["norm"], order=[0, 1, 1], tie=True)
     profile = sacplan.profile(model, batch(), device="cpu", optimizer=torch.optim.SGD)
-    plan = plan_of(profile, {f"groups.{i}": sorted(fitting_sites(profile, f"groups.{i}")) for i in range(2)})
+    plan = plan_of(profile, {f"blocks.{i}": sorted(fitting_sites(profile, f"blocks.{i}")) for i in range(2)})
     seen = trace_step(
         model, batch(), None, torch.optim.SGD, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
@@ -353,7 +353,7 @@ def test_a_parameter_that_is_frozen_and_trained_in_turns(monkeypatch: pytest.Mon
         assert len(sines) == trained
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", [*INSTRUCTIONS, *MORE])
 def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``SlotTable.note`` keeps what ``can_run_again`` says is to be kept."""
     note, seen = SlotTable.note, []
@@ -382,8 +382,7 @@ def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: p
     monkeypatch.setattr(SlotTable, "note", compared)
     monkeypatch.setattr(slots, "RecipeNode", node)
     monkeypatch.setattr(Alignment, "next", _discarded)
-    torch.manual_seed(0)
-    model = RandomNet([([kind, "linear"], "plain")], share=False, tie=False)
+    model = net_of([kind, "linear"])
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
     sacplan.apply(model, plan_of(profile, {"": sorted(fitting_sites(profile, ""))[:1]}))
     model(batch())
