@@ -70,7 +70,7 @@ def test_what_models_do_with_tensors(blocks: list[list[str]], form: str, tie: bo
 
 def test_threads_that_train_copies_at_once() -> None:
     """Each thread has entries of its own on the boards of a plan, and nothing stays there."""
-    model, x = net_of(*[["linear", "softmax"]] * 3), batch()
+    model, x = net_of(*[["gelu", "softmax", "norm"]] * 3), batch()
     profile = sacplan.profile(model, x, device="cpu")
     plan = next(p for p in (mixed_plan(profile, seed) for seed in range(9)) if len(p.offloaded) > 2)
     # No step of the model draws a number, so threads do not change each other's.
