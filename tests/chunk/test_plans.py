@@ -16,7 +16,7 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
-from benchmarks.models.chunk_models import TRAINING, Case, large_vocabulary
+from benchmarks.models.chunk_models import TRAINING, Case
 from sacplan._chunk.entries import ChunkOptions, Refusal, loss_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._device.devices import resolve_device
@@ -155,34 +155,6 @@ def test_the_smallest_peak_holds(name: str) -> None:
     with pytest.raises(sacplan.InfeasibleBudget) as error:
         sacplan.plan(profile, f"{smallest.peak_bytes - 1}B", techniques=BOTH)
     assert error.value.smallest_feasible_bytes == smallest.peak_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINING],
-)
-def test_kernels_of_a_gpu(name: str) -> None:
-    case = TRAINING[name]()
-    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="h100")
-    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
-    assert smallest.chunks
-    assert smallest.peak_bytes < sacplan.plan(profile, "smallest").peak_bytes
-    check_predicted(case, smallest, real=False)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_large_vocabulary() -> None:
-    case = large_vocabulary()
-    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
-    assert profile.peak_bytes > 440 * MIB
-    plan = sacplan.plan(profile, f"{135 * MIB}B", techniques=BOTH)
-    check_predicted(case, plan)
-    check_gradients(case, plan)
-    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
-    assert smallest.peak_bytes < 130 * MIB
-    check_predicted(case, smallest)
 
 
 def test_a_budget_costs_no_more_than_it_needs() -> None:

@@ -24,12 +24,9 @@ from sacplan._profile import tracing
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.program import Program
-from sacplan._program.progress import stages_go_to
 from sacplan._questions.fit import _Sweep
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import sized
-from sacplan._questions.ways import host_ways, long_ways, quick_ways
-from sacplan._techniques import DEFAULT_TECHNIQUES
 from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import Then
@@ -226,18 +223,6 @@ def test_the_verdict_is_told_before_sizes_are_computed() -> None:
     assert first.rows == tuple(replace(row, largest_batch=None) for row in found.rows)
 
 
-def test_stages_are_told_in_the_order_in_which_they_begin() -> None:
-    told: list[str] = []
-    with stages_go_to(told.append):
-        found = fitted("8MiB", batch=8)
-    fitted("8MiB", batch=8, sizes=False)  # nobody listens any more
-    rows = [f"{row.optimizer}, {row.way}" for row in found.rows]
-    assert told[0] == "the step"
-    assert [stage for stage in told if stage in rows] == rows
-    last = [f"largest sizes: {row}" for row in rows]
-    assert [stage for stage in told if stage in last] == last
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["6MiB", "20MiB", "100MiB"])
 def test_the_largest_batches_are_those_of_max_batch(budget: str) -> None:
@@ -294,16 +279,6 @@ def test_a_budget_is_not_called_headroom() -> None:
     left = fitted(None, headroom="20%", sizes=False)
     assert left.headroom_bytes == left.memory_bytes - left.budget_bytes
     assert left.sentence.endswith("that 20% headroom leaves.")
-
-
-def test_every_way_is_tried_with_every_optimizer() -> None:
-    found = fitted("8MiB", batch=8, sizes=False)
-    ways = {row.way for row in found.rows}
-    assert {"as it is", "plan", "chunked loss", "plan + chunked loss"} <= ways
-    tried = [(row.optimizer, row.way) for row in found.rows]
-    assert sorted(tried) == sorted(
-        (name, way) for name in ("adamw", "adamw-fused", "adamw-8bit") for way in ways
-    )
 
 
 def test_a_remedy_that_cannot_be_compiled_says_so() -> None:
@@ -429,21 +404,6 @@ def on_host(found: sacplan.Verdict) -> list[sacplan.FitRow]:
     return [row for row in found.rows if row.host_bytes]
 
 
-def test_ways_follow_from_what_the_registry_says_of_techniques() -> None:
-    ways = [*quick_ways(lambda way: True), *long_ways()]
-    assert [way.name for way in ways] == [
-        "as it is", "plan", "chunked loss", "plan + chunked loss", "plan + chunks",
-    ]  # fmt: skip
-    assert ways[1].techniques == DEFAULT_TECHNIQUES
-    assert not any(way.takes_host for way in ways)
-    (with_slices,) = host_ways(ways)
-    (without,) = host_ways(quick_ways(lambda way: False))
-    assert (with_slices.name, with_slices.techniques) == (
-        "plan + chunked loss + offload", ("recompute", "chunk", "offload"),
-    )  # fmt: skip
-    assert (without.name, without.techniques) == ("plan + offload", ("recompute", "offload"))
-
-
 def test_what_fits_on_the_device_takes_nothing_of_the_host() -> None:
     found = on_gpu("2GiB", "sgd", 16)
     assert found.fits
@@ -494,23 +454,6 @@ def with_host(host_budget: str, budget: str) -> sacplan.Verdict:
         wide(), lambda n: tokens(n, 256, 4096), "h100 without workspaces", cross_entropy, "adamw-offload", budget,
         batch=16, sizes=False, host_budget=host_budget,
     )  # fmt: skip
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_one_host_budget_holds_the_optimizer_and_what_waits() -> None:
-    """The optimizer has 68 MiB there; with all of the host, what waits would take 44 more."""
-    rows = {row.way: row for row in with_host("77MiB", "80MiB").rows if row.optimizer == "adamw-offload"}
-    row = rows["plan + chunked loss + offload"]
-    assert 75 * 2**20 < row.host_bytes <= 77 * 2**20
-    assert row.over_host_bytes == 0
-    free = sacplan.fit(
-        wide(), lambda n: tokens(n, 256, 4096), "h100 without workspaces", cross_entropy, "adamw-offload", "80MiB",
-        batch=16, sizes=False,
-    )  # fmt: skip
-    larger = next(one for one in free.rows if (one.optimizer, one.way) == (row.optimizer, row.way))
-    assert larger.host_bytes > 77 * 2**20
-    assert larger.peak_bytes < row.peak_bytes < rows["plan + chunked loss"].peak_bytes
 
 
 def test_a_host_that_is_too_small_for_the_optimizer() -> None:

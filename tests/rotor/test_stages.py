@@ -167,54 +167,7 @@ def test_convnets_have_torchvisions_parameters(name: str, parameters: int) -> No
     assert set(wanted) <= set(model.state_dict())
 
 
-@pytest.mark.parametrize("name", CONVNETS)
-def test_convnets_in_place_or_not_are_the_same(name: str) -> None:
-    x = torch.randn(2, 3, 64, 64)
-    torch.manual_seed(0)
-    plain = CONVNETS[name](inplace=False, classes=10)
-    in_place = CONVNETS[name](inplace=True, classes=10)
-    in_place.load_state_dict(plain.state_dict())
-    assert torch.equal(plain(x), in_place(x))
-
-
 # --- stages ---------------------------------------------------------------------------------------
-
-
-def test_an_mlp_by_hand() -> None:
-    program = small_mlp().program
-    stages = stages_of(program)
-    # A linear layer's output is not saved where a ReLU follows (it saves its own), but where a GELU does.
-    assert [names(program, ops) for ops in stages.ops] == [
-        ["addmm", "relu"],
-        ["addmm"],
-        ["gelu"],
-        ["addmm", "sum", "ones_like"],
-    ]
-    assert stages.ops == ((0, 1, 2), (3, 4), (5,), (6, 7, 8, 9))
-    assert stages.boundary == tuple(program.ops[i].writes[0] for i in (2, 4, 5))
-    chain = stages.chain
-    assert chain.output_bytes == (4 * 8 * 4, 4 * 16 * 4, 4 * 8 * 4, 4 * 8 * 4)
-    assert chain.saved_bytes == chain.output_bytes
-    assert chain.forward_extra_bytes == (4 * 16 * 4, 0, 0)
-    parameters = 4 * (8 * 16 + 16 + 16 * 8 + 8 + 8 * 4 + 4)
-    assert stages.fixed_bytes == parameters + 2 * parameters + 6 * 4  # AdamW: two averages, a step for each
-    # Backward of the GELU: two gradients of its size, those of the last layer's weight and bias, the loss and its own.
-    assert chain.backward_extra_bytes[2] == 4 * (8 * 4 + 4) + 2 * 4
-    assert stages.unit == ""
-    assert (stages.makers, stages.path, stages.side) == (((2,), (4,), (5,)), ((1,), (), ()), ((), (), ()))
-
-
-def test_backward_of_an_mlp_by_hand() -> None:
-    program = small_mlp().program
-    stages = stages_of(program)
-    backward = [op for op in program.ops if op.phase is Phase.BACKWARD]
-    at = {op.name.split(".")[1]: i for i, op in enumerate(backward)}
-    gelu, relu = at["gelu_backward"], at["threshold_backward"]
-    # The first linear layer saves nothing that is not input, so where its backward begins is its module's to say.
-    expected = [backward[relu:], backward[gelu + 1 : relu], [backward[gelu]], backward[:gelu]]
-    sums = [sum(op.time_ms for op in ops) for ops in expected]
-    sums[3] += sum(program.ops[i].time_ms for i in stages.ops[3])
-    assert stages.chain.backward_ms == pytest.approx(sums)
 
 
 def test_who_saved_a_boundary() -> None:
@@ -267,17 +220,6 @@ def test_a_shared_value_on_the_gradient_path_closes() -> None:
     assert stages_with(program, stages, "last") == {2}
 
 
-@pytest.mark.parametrize("inplace", [True, False])
-def test_in_place_or_not_the_stages_are_the_same(inplace: bool) -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace), nn.Conv2d(8, 8, 3), nn.ReLU(inplace)
-    )
-    program = profile_of(model, torch.randn(4, 3, 16, 16)).program
-    stages = stages_of(program)
-    found = [stages_with(program, stages, str(i)) for i in range(5)]
-    assert found == [{0}, {1}, {1}, {2}, {2}]
-
-
 def test_no_cut_between_versions_of_a_storage() -> None:
     def fills(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
         h = self.layers[0](x)
@@ -291,20 +233,6 @@ def test_no_cut_between_versions_of_a_storage() -> None:
     assert filled in stages.ops[0]
     assert stages_with(program, stages, "layers.0") == {0}
     assert stages_with(program, stages, "layers.1") == {1}
-
-
-def test_two_stages_for_a_transformer_block() -> None:
-    program = language_model().program
-    stages = stages_of(program)
-    assert len(stages) == 1 + 2 * 4 + 1  # embedding, blocks, the last norm
-    for k in range(4):
-        assert stages_with(program, stages, f"layers.{k}") == {2 * k + 1, 2 * k + 2}
-        assert stages_with(program, stages, f"layers.{k}.mlp") == {2 * k + 2}
-        for i in (2 * k + 1, 2 * k + 2):
-            assert program.ops[program.writer[stages.boundary[i]]].name == "aten.add.Tensor"
-    hidden, statistics = 8 * 128 * 128 * 4, 2 * 8 * 128 * 4
-    assert stages.chain.output_bytes[1:] == (*(hidden for _ in range(9)), hidden + statistics)
-    assert names(program, stages.ops[-1])[-3:] == ["_log_softmax", "nll_loss_forward", "ones_like"]
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -326,39 +254,6 @@ def test_resnets(name: str, blocks: tuple[int, ...], inplace: bool) -> None:
         4 * features + statistics,
         features + indices,
     )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_densenet() -> None:
-    program = convnet("densenet121").program
-    stages = stages_of(program)
-    assert len(stages) == 18
-    blocks = [stages_with(program, stages, f"features.denseblock{i}") for i in range(1, 5)]
-    assert blocks == [{3}, {7}, {11}, {15}]
-    parts = [
-        [
-            stages_with(program, stages, f"features.transition{i}.{part}")
-            for part in ("norm", "relu", "conv", "pool")
-        ]
-        for i in range(1, 4)
-    ]
-    assert parts == [[{i}, {i}, {i + 1}, {i + 2}] for i in (4, 8, 12)]
-
-
-def test_meta_and_real_tensors_give_the_same() -> None:
-    torch.manual_seed(0)
-    real = stages_of(profile_of(masked(), torch.randn(8, 16)).program)
-    with torch.device("meta"):
-        model, x = masked(), torch.empty(8, 16)
-    assert stages_of(profile_of(model, x).program) == real
-
-
-def test_the_unit_is_the_innermost_call_around() -> None:
-    body = nn.Sequential(with_branch(), with_branch())
-    model = FromFunction(lambda self, x: self.body(x).square().mean(), body=body)
-    program = profile_of(model, torch.randn(8, 16)).program
-    assert stages_of(program).unit == "body"
 
 
 def test_what_cannot_run_again_stays() -> None:
