@@ -97,7 +97,7 @@ class Outcome:
         """Why predicted and measured peaks differ, where that was found out."""
         if self.exact:
             return ""
-        return (small_configs.REASONS | zoo_models.REASONS).get(self.model_type, "not known")
+        return zoo_models.REASONS.get(self.model_type, "not known")
 
     @property
     def within_budget(self) -> int:

@@ -22,7 +22,6 @@ Batch = dict[str, Any]
 Case = tuple[type[torch.nn.Module], Any, Callable[[], Batch]]
 
 ARCHITECTURES: dict[str, Callable[[str], Case]] = {}
-EIGHT = ("gpt2", "llama", "t5", "bert", "vit", "resnet", "whisper", "mixtral")
 
 
 def architecture(make: Callable[[str], Case]) -> Callable[[str], Case]:

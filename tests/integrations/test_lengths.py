@@ -135,42 +135,6 @@ def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("holds", [True, False], ids=["longest", "first"])
-def test_the_trainer_of_lightning(accumulated: int, holds: bool) -> None:
-    L = pytest.importorskip("lightning")
-    from sacplan.integrations.lightning import PlanCallback, profile_trainer
-
-    class Module(L.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = LM(layers=2, dim=32, heads=2, vocab=VOCAB)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return loss_fn(self.model, batch)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
-
-    def loader(data: Any) -> Any:
-        return DataLoader(data, 4, collate_fn=padded)
-
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    module = Module()
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=STEPS // accumulated, accumulate_grad_batches=accumulated,
-        enable_model_summary=False, **quiet,
-    )  # fmt: skip
-    found = profile_trainer(trainer, module, loader(texts() if holds else texts()[:8]), device="cpu")
-    plan = sacplan.plan(found, "80%" if holds else "100%", "greedy")
-    callback = PlanCallback(plan, watch_steps=STEPS)
-    trainer.callbacks.append(callback)
-    with everything_said() as said:
-        trainer.fit(module, loader(texts()))
-    check(said, callback.peaks_bytes, plan, holds=holds)
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("holds", [True, False], ids=["longest", "first"])
 def test_a_loop_with_accelerate(accumulated: int, holds: bool) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

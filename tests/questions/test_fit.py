@@ -17,14 +17,10 @@ from sacplan._chunk import rest
 from sacplan._device import device_memory
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT
-from sacplan._plan.limits import Limit
 from sacplan._plan.request import Request
-from sacplan._plan.search import PlanSearch
-from sacplan._profile import tracing
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.program import Program
-from sacplan._questions.fit import _Sweep
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import sized
 from tests.support.slow import slow_after
@@ -130,29 +126,6 @@ def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
         assert row.fits == (row.peak_bytes <= parse_budget(budget, 0))
 
 
-def test_nothing_is_recorded_or_searched_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows of the verdict share one recording of the step, and rows of one program share their searches."""
-    recorded: list[str] = []
-    asked: list[tuple[int, str, int, int]] = []
-    traced, closed = tracing.trace_step, PlanSearch._close_loop
-
-    def trace_step(model: nn.Module, *args: Any, **options: Any) -> sacplan.Profile:
-        recorded.append(type(model).__name__)
-        return traced(model, *args, **options)
-
-    def close_loop(self: PlanSearch, solver: Any, effects: Any, budget_bytes: int) -> None:
-        asked.append((id(effects), solver.name, budget_bytes, len(effects.regions)))
-        closed(self, solver, effects, budget_bytes)
-
-    monkeypatch.setattr(tracing, "trace_step", trace_step)
-    monkeypatch.setattr(PlanSearch, "_close_loop", close_loop)
-    found = fitted.__wrapped__("8MiB", batch=8, sizes=False)  # not an answer that another test has asked for
-    assert {row.way for row in found.rows} >= {"plan", "chunked loss", "plan + chunked loss"}
-    assert sorted(recorded) == ["LM", *["_Parameters"] * 3]  # the step, and that of each optimizer
-    assert asked
-    assert len(set(asked)) == len(asked)
-
-
 def test_a_loss_in_slices_alone_needs_no_larger_regions() -> None:
     """Nothing is recomputed there, so joining layers changes nothing."""
     profile = profiled("adamw")
@@ -209,18 +182,6 @@ def test_no_program_is_played_or_rehearsed_twice(monkeypatch: pytest.MonkeyPatch
     assert rehearsed
     assert len(set(played)) == len(played)
     assert len(set(rehearsed)) == len(rehearsed)
-
-
-def test_the_verdict_is_told_before_sizes_are_computed() -> None:
-    """It is the one without sizes, and the last one but for them."""
-    told: list[Any] = []
-    found = fitted("8MiB", batch=8, on_verdict=told.append)
-    (first,) = told
-    assert first == fitted("8MiB", batch=8, sizes=False)
-    assert {row.largest_batch for row in first.rows} == {None}
-    assert None not in {row.largest_batch for row in found.rows}
-    assert (first.sentence, first.advice, first.code) == (found.sentence, found.advice, found.code)
-    assert first.rows == tuple(replace(row, largest_batch=None) for row in found.rows)
 
 
 @pytest.mark.slow
@@ -361,21 +322,6 @@ def test_where_there_is_one_length_none_is_the_longest() -> None:
     row = fitted("1GiB", optimizer="sgd", seq=1, longest=1).rows[0]
     assert row.fits
     assert row.longest_seq is None
-
-
-def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
-    """What lets one search for plans serve all optimizers: its state is added, or its own step is the peak."""
-    model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")
-    made, budget = lambda n: tokens(n, 64, 1024), 2**30
-    search = _Sweep(
-        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), Limit.exactly(budget),
-        batch=8, seq=None, accumulation_steps=1, routing="balanced", longest=None,
-        host_budget_bytes=spec.host_memory_bytes,
-    )  # fmt: skip
-    for name, (state, own, ms) in search.own.items():
-        whole = search.recorded(8, None, BY_NAME[name].make)
-        assert max(search.base.peak_bytes + state, own) == whole.peak_bytes
-        assert search.base.step_ms + ms == pytest.approx(whole.step_ms)
 
 
 # --- memory of the host

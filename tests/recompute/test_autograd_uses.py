@@ -561,21 +561,6 @@ def test_reverse_mode_transforms_name_the_unit(name: str) -> None:
     REVERSE[name](model.eval(), batch())
 
 
-def test_what_torch_jit_script_is_told() -> None:
-    with pytest.raises(sacplan.PlanError, match=r"unit 'blocks\.0'.*torch\.jit\.script.*handle\.remove\(\)"):
-        torch.jit.script(discarding(net()))
-
-
-def test_inference_tensors_in_training_are_pytorchs_own_error() -> None:
-    model = net()
-    with torch.inference_mode():
-        x = batch() * 2
-    for run in (model, discarding(model)):
-        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-            run.head(run.blocks[1](x)).mean().backward()
-        assert_nothing_is_on()
-
-
 # --- parameters that are computed -----------------------------------------------------------------
 
 
