@@ -27,6 +27,7 @@ from sacplan._record.step import Step, default_loss
 from sacplan._torch.fake_kernels import fake_kernels
 from sacplan._verify.measure import measured_step
 from sacplan.errors import SacplanWarning
+from tests.support.slow import slow_after
 from tests.zoo.experts import MoE
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction, Then
@@ -558,10 +559,14 @@ SETTINGS = {
 
 @pytest.mark.parametrize(
     ("setting", "device"),
-    [
-        *((name, "cpu") for name in SETTINGS),
-        *((name, "h100") for name in ("cuDNN off", "attention by products")),
-    ],
+    slow_after(
+        4,
+        [
+            ("deterministic", "cpu"),
+            *((name, "h100") for name in ("cuDNN off", "attention by products")),
+            *((name, "cpu") for name in SETTINGS if name != "deterministic"),
+        ],
+    ),
 )
 def test_outputs_that_are_kept_are_those_of_the_setting_of_the_process(setting, device, monkeypatch):
     """They are kept for the life of the process, so whatever a kernel of torch reads is in the key or its arguments."""
