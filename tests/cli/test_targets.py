@@ -60,55 +60,28 @@ def test_the_table_is_what_the_cards_say() -> None:
     assert len(PRINTED) == len(architectures.table())
 
 
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99}, "causal LM"),
-        (
-            {
-                "model_type": "bert",
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "vocab_size": 99,
-                "intermediate_size": 64,
-            },
-            "masked LM",
-        ),
-        (
-            {
-                "model_type": "t5",
-                "d_model": 32,
-                "d_ff": 64,
-                "d_kv": 16,
-                "num_layers": 2,
-                "num_heads": 2,
-                "vocab_size": 99,
-                "decoder_start_token_id": 0,
-            },
-            "seq2seq",
-        ),
-        (
-            {
-                "model_type": "vit",
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "intermediate_size": 64,
-                "image_size": 32,
-                "architectures": ["ViTModel"],
-            },
-            "image classification",
-        ),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_each_kind_has_a_loss_that_backpropagates(
-    tmp_path: Path, config: dict[str, object], kind: str
-) -> None:
+KINDS: dict[str, dict[str, object]] = {
+    "causal LM": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99},
+    "masked LM": {
+        "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99,
+        "intermediate_size": 64,
+    },
+    "seq2seq": {
+        "model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 99,
+        "decoder_start_token_id": 0,
+    },
+    "image classification": {
+        "model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 64, "image_size": 32, "architectures": ["ViTModel"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_a_loss_that_backpropagates(tmp_path: Path, kind: str) -> None:
     """With weights, on this machine: the batch is one that the model trains on."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(KINDS[kind]))
     options = HfOptions(batch=2, seq=None if kind.startswith("image") else 8, dtype="float32")
     built = build(str(path), options, "cpu")
     assert built.facts["task"] == kind

@@ -224,29 +224,8 @@ def test_kernels_with_private_data_are_not_run(times):
         x, w, h = torch.randn(5, 3, 10), [torch.randn(80, 10), torch.randn(80, 20)], torch.randn(1, 3, 20)
         out, buffer = torch.randn(5, 3, 20), torch.zeros(0)
         reserve = torch.zeros(64, dtype=torch.uint8)
-    args = (
-        x,
-        w,
-        4,
-        buffer,
-        h,
-        h,
-        out,
-        out,
-        None,
-        None,
-        2,
-        20,
-        0,
-        1,
-        False,
-        0.0,
-        True,
-        False,
-        [],
-        None,
-        reserve,
-    )
+    sizes = (2, 20, 0, 1, False, 0.0, True, False, [], None)
+    args = (x, w, 4, buffer, h, h, out, out, None, None, *sizes, reserve)
     with pytest.warns(UserWarning, match="private data"):
         flops, time_ms = times.cost(aten._cudnn_rnn_backward.default, (*args, [True] * 4), {}, None)
     assert flops == 4 * 15 * (80 * 10 + 80 * 20)
