@@ -136,7 +136,6 @@ def alone(_: int, directory: str, settings: tuple[str, ...]) -> None:
     Path(directory, "alone.json").write_text(json.dumps(peaks))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [("as it is",), tuple(name for name in SETTINGS if name != "as it is")],
