@@ -7,6 +7,5 @@ share is in folders:
 - ``models``: the models and batches that are trained.
 - ``graphs``: steps as plain graphs of ops, and programs that bound any schedule of such a graph.
 
-Two files are no commands: ``rivals.py`` (``frontier``) and
-``rotor_reference.py`` (``rotor``).
+One file is no command: ``rivals.py`` (``frontier``).
 """

@@ -6,7 +6,7 @@
     python -m benchmarks.compatibility --table          # the page again, from the figures that are there
 
 Each architecture (``models/small_configs.py``: its config made small, a head to train, a batch from the signature of
-its forward) is profiled, planned for three budgets as ``real_models`` chooses them, and run for real on one CPU thread.
+its forward) is profiled, planned for three budgets (``harness/budgets.py``), and run for real on one CPU thread.
 A row is an architecture. It says whether each predicted peak is the measured one, whether each planned step stays
 within its budget, and whether its loss, gradients and buffers are those of the unplanned step bit by bit.
 
@@ -29,13 +29,13 @@ import torch
 import transformers
 
 import sacplan
+from benchmarks.harness.budgets import Row, steps_of
 from benchmarks.harness.command import Parser
 from benchmarks.harness.processes import in_workers
 from benchmarks.harness.results import MIB, RESULTS, ROOT, describe, machine, read_results, write_results
 from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models import small_configs, zoo_models
 from benchmarks.models.cases import Case
-from benchmarks.real_models import Row, steps_of
 
 FIGURES = RESULTS / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -97,7 +97,7 @@ class Outcome:
         """Why predicted and measured peaks differ, where that was found out."""
         if self.exact:
             return ""
-        return (small_configs.REASONS | zoo_models.REASONS).get(self.model_type, "not known")
+        return zoo_models.REASONS.get(self.model_type, "not known")
 
     @property
     def within_budget(self) -> int:

@@ -1,7 +1,6 @@
 """How many seconds does planning take, stage by stage, beside PyTorch's prototype (torch.distributed._tools)?
 
     python -m benchmarks.planning_time [--layers 4 16 32 126] [--prototype-limit 120] [--json FILE]
-    python -m benchmarks.planning_time --loops 100 400 1750 [--json FILE]
 
 Model: the example's transformer (dim 768, 12 heads, vocabulary 8192) with batch 8 x 1024, kernels of an H100, budget 60
 % of the unplanned peak. A row is a planner at a number of layers, with the seconds of its stages: one plain fake step
@@ -9,18 +8,12 @@ Model: the example's transformer (dim 768, 12 heads, vocabulary 8192) with batch
 one run in a process of its own. The prototype's roofline refuses to run without CUDA, so its op times are replaced by a
 constant; that takes time off it, not on. It is stopped at the limit. The last rows are Llama-3-8B's shape, and
 ``sac_milp`` alone.
-
-With ``--loops`` a row is a recurrence of so many steps in one module, at a budget that can be held or at one that
-cannot: processor seconds of one thread for profile and plan, and peak memory of the process. 1750 steps are 100,000
-ops.
 """
 
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,11 +36,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 32, 126])
     parser.add_argument("--prototype-limit", type=float, default=120.0, metavar="SECONDS")
-    parser.add_argument("--loops", type=int, nargs="+", metavar="STEPS", help="recurrences of so many steps")
     arguments = parser.begin()
-    if arguments.loops:
-        _loops(arguments.loops, arguments.json)
-        return
 
     def rows_of(who_and_layers: tuple[str, int]) -> list[Row]:
         who, layers = who_and_layers
@@ -80,70 +69,6 @@ def _run_one(limit: float, run: Callable[..., Row], *arguments: Any) -> Row:
 
 def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-# --- recurrences ------------------------------------------------------------------------------------------
-
-_LOOPS = ("gru feasible", "gru infeasible", "gates feasible", "gates infeasible")
-_LOOP_TABLE = Table(
-    ("steps", ">6"), ("ops", ">7"), ("loop", ">18"), ("profile s", ">9.2f"), ("plan s", ">7.2f"), ("MiB", ">6.0f"),
-)  # fmt: skip
-
-
-def _loops(steps: list[int], path: Path | None) -> None:
-    """Measure times and memory by steps of a recurrence."""
-
-    def rows_of(who: str) -> list[Row]:
-        return [{"steps": n, "who": who} | _run_one(600.0, run_loop, who, n) for n in steps]
-
-    def line(row: Row) -> str:
-        figures = (row.get(name, 0) for name in ("profile", "plan", "MiB"))
-        cells = _LOOP_TABLE.row(row["steps"], row.get("ops", "-"), row["who"], *figures)
-        return f"{cells}  {row['result']}"
-
-    print(f"{_LOOP_TABLE.head}  result")
-    run_cases(_LOOPS, rows_of, line, path)
-
-
-def run_loop(who: str, steps: int) -> Row:
-    """Profile and plan a recurrence that is unrolled in one module, in processor seconds of one thread."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    name, _, kind = who.partition(" ")
-    model, batch = Recurrence(steps, name), torch.randn(16, 32)
-    began = time.process_time()
-    profile = sacplan.profile(model, batch, lambda m, b: m(b).pow(2).mean(), device="cpu")
-    profiled = time.process_time()
-    try:
-        plan = sacplan.plan(profile, "75%" if kind == "feasible" else "1%")
-        result = f"{plan.peak_bytes / profile.peak_bytes:.4f} of the peak, {plan.status}"
-    except sacplan.InfeasibleBudget as error:
-        result = f"infeasible; smallest {error.smallest_feasible_bytes / profile.peak_bytes:.4f} of the peak"
-        str(error)  # the message asks Rotor, and whoever sees the error waits for that, too
-    return {
-        "ops": len(profile.program.ops), "profile": profiled - began, "plan": time.process_time() - profiled,
-        "MiB": _peak_mib(), "result": result,
-    }  # fmt: skip
-
-
-class Recurrence(torch.nn.Module):
-    """A cell in a loop: ``torch.nn.GRUCell``, or gates that are written out and have no module of their own."""
-
-    def __init__(self, steps: int, name: str) -> None:
-        super().__init__()
-        self.steps = steps
-        self.cell = torch.nn.GRUCell(32, 32) if name == "gru" else None
-        self.gate, self.value = (torch.nn.Parameter(torch.randn(32, 32) / 6) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x
-        for _ in range(self.steps):
-            if self.cell is not None:
-                h = self.cell(x, h)
-            else:
-                z = torch.sigmoid(x + h @ self.gate)
-                h = z * h + (1 - z) * torch.tanh(x + h @ self.value)
-        return h
 
 
 # --- planners ---------------------------------------------------------------------------------------------

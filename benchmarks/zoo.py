@@ -40,6 +40,7 @@ from benchmarks.compatibility import (
     summary,
     sweep_parser,
 )
+from benchmarks.harness.budgets import Row, steps_of
 from benchmarks.harness.plans import as_budget, timed
 from benchmarks.harness.results import RESULTS, ROOT, describe, machine
 from benchmarks.harness.steps import on_one_thread, seed_everything, tensors_of
@@ -47,7 +48,6 @@ from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
 from benchmarks.models.cases import Case
 from benchmarks.models.foreign_models import FOREIGN
 from benchmarks.models.zoo_models import FAMILIES, loss_of
-from benchmarks.real_models import Row, steps_of
 from sacplan._record.state import preserved_state
 from sacplan._record.step import Step, call_model
 from sacplan._verify.measure import measured_step

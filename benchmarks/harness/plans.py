@@ -36,11 +36,3 @@ def plan_or_least(
     except sacplan.InfeasibleBudget as error:
         return None, error.smallest_feasible_bytes
     return plan, plan.peak_bytes
-
-
-def plan_or_smallest(profile: sacplan.Profile, budget: str) -> tuple[sacplan.Plan, str]:
-    """Plan for a budget, or for the smallest feasible one; also return which of the two it is."""
-    try:
-        return sacplan.plan(profile, budget), budget
-    except sacplan.InfeasibleBudget as error:
-        return sacplan.plan(profile, as_budget(error.smallest_feasible_bytes)), "smallest"

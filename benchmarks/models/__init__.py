@@ -7,7 +7,7 @@
 - ``gpu_models``: the same kinds of models in torch alone, for a machine that has nothing else.
 - ``chunk_models``: language models whose head and loss make the peak.
 - ``random_blocks``: blocks that do what is hard to recompute.
-- ``step_variants``: steps that differ from the recorded one; ``op_samples``: PyTorch's op database as steps.
+- ``op_samples``: PyTorch's op database as steps.
 - ``published_steps``: whole steps that others have measured on GPUs, by family (``published_language``,
   ``published_hf``, ``published_vision``); ``published_step``: what one is; ``published_networks``: their models.
 """

@@ -2,7 +2,7 @@
 
     case = TRAINING["llama"]()               # a small language model whose head and loss make the peak
     case = large_vocabulary()                # a loss outside the model, over 128,256 words
-    case = PLANNED["llama-3-8b"](32768)      # on meta: for plans alone
+    case = OFFLOADED["llama-3-8b"](32768)    # on meta: for plans alone
 
 Everything is drawn from a fixed seed; models that are computed are float32 on the CPU.
 """
@@ -144,8 +144,6 @@ def llama_3_2_3b(tokens: int) -> Case:
     )  # fmt: skip
     return _planned(model, tokens)
 
-
-PLANNED: dict[str, Callable[..., Case]] = {"llama-3-8b": llama_3_8b, "gemma-2-2b": gemma_2_2b}
 
 OFFLOADED: dict[str, Callable[[int], Case]] = {
     "llama-3-8b": llama_3_8b,

@@ -22,7 +22,6 @@ Batch = dict[str, Any]
 Case = tuple[type[torch.nn.Module], Any, Callable[[], Batch]]
 
 ARCHITECTURES: dict[str, Callable[[str], Case]] = {}
-EIGHT = ("gpt2", "llama", "t5", "bert", "vit", "resnet", "whisper", "mixtral")
 
 
 def architecture(make: Callable[[str], Case]) -> Callable[[str], Case]:
@@ -695,23 +694,9 @@ def two_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return model(**second).loss / 2
 
 
-def summed_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Run one backward pass for both halves: what they keep is alive at the same time."""
-    first, second = _micro_batches(batch)
-    return (model(**first).loss + model(**second).loss) / 2
-
-
-def autocast(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Run the forward pass in mixed precision."""
-    device = next(iter(batch.values())).device.type
-    with torch.autocast(device, torch.bfloat16):
-        return model(**batch).loss
-
-
 VARIANTS: dict[str, tuple[str, Callable[[torch.nn.Module], torch.nn.Module] | None, Any]] = {
     "llama+lora": ("llama", _with_lora, None), "llama+frozen": ("llama", _with_frozen_half, None),
     "llama+accumulation": ("llama", None, two_micro_batches),
-    "llama+summed": ("llama", None, summed_micro_batches), "llama+autocast": ("llama", None, autocast),
 }  # fmt: skip
 """Name: (architecture, what is done to the model, loss_fn)."""
 

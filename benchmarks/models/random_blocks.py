@@ -6,7 +6,7 @@ A block runs instructions one after the other. Each reads two values that earlie
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -263,6 +263,68 @@ INSTRUCTIONS: dict[str, Instruction] = {
     "hooked": _hooked,
     "write_argument": _write_argument,
 }
+
+
+def _mha(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
+    out, weights = F.multi_head_attention_forward(
+        x, x, x, DIM, 2, m.lin3.weight, m.lin3.bias, None, None, False, 0.2, m.lin.weight, m.lin.bias,
+        training=m.training,
+    )  # fmt: skip
+    assert weights is not None
+    return out * weights.mean()
+
+
+def _generator(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
+    g = torch.Generator().manual_seed(7)
+    x = x * torch.bernoulli(torch.full_like(x, 0.5), generator=g)
+    x = x + torch.poisson(x.detach().sin().abs().nan_to_num(), generator=g) * x
+    return x * torch.randn(x.shape, generator=g) * torch.rand_like(x)
+
+
+def _odd_sizes(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
+    none = F.dropout(x[:, :0].exp(), 0.5, training=True).sin()
+    point = x.mean().sin() * x.sum().tanh()
+    return torch.cat([none, x * point], dim=1) * point.exp()
+
+
+def _inference(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
+    with torch.inference_mode():
+        a = x.abs().exp()
+        a.add_(1)
+        total = float(a.sum())
+    return (x.sin() * total).cos()
+
+
+def _residual(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
+    total = x * 2
+    total += m.lin(y).sin()
+    return total
+
+
+MORE: dict[str, Instruction] = {
+    "lstm": lambda m, x, y, n: m.lstm(x)[0],
+    "gru": lambda m, x, y, n: m.gru(x)[0] * x,
+    "identity": lambda m, x, y, n: x,
+    "dropout": lambda m, x, y, n: F.dropout(x, 0.5, m.training) * F.dropout(x.exp(), 0.1, m.training),
+    "dropout_": lambda m, x, y, n: (
+        F.dropout(x.sin(), 0.5, m.training, inplace=True) + F.dropout(x, 1.0, m.training)
+    ),
+    "rrelu": lambda m, x, y, n: F.rrelu(x, training=m.training) + F.alpha_dropout(x, 0.2, m.training),
+    "mha": _mha,
+    "generator": _generator,
+    "odd_sizes": _odd_sizes,
+    "inference": _inference,
+    "residual": _residual,
+}
+"""Instructions that no program draws, so that the programs of a seed stay what they are."""
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: nn.LSTM(DIM, DIM, 2, dropout=0.2, batch_first=True),
+    "gru": lambda: nn.GRU(DIM, DIM, batch_first=True),
+    "lin3": lambda: nn.Linear(DIM, 3 * DIM),
+}
+_NEEDS = {"lstm": "lstm", "gru": "gru", "mha": "lin3"}
+
 FORMS = ("tensor", "tensor", "tuple", "dict", "optional")
 
 Code = tuple[str, int, int, int]
@@ -288,6 +350,9 @@ class Block(nn.Module):
         self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))
         self.register_buffer("ema", torch.ones(DIM))
         self.register_buffer("count", torch.ones(()))
+        for name, *_ in code:
+            if name in _NEEDS:
+                self.add_module(_NEEDS[name], PARTS[_NEEDS[name]]())
         self.cache: Tensor | None = None
         self.ema: Tensor
         self.count: Tensor
@@ -296,7 +361,7 @@ class Block(nn.Module):
         values = [x]
         code = self.branch if self.mode == "branch" else self.code
         for name, first, second, number in code + (self.extra if self.mode == "extra" else []):
-            made = INSTRUCTIONS[name](
+            made = (INSTRUCTIONS.get(name) or MORE[name])(
                 self, values[-1 - first % len(values)], values[-1 - second % len(values)], number
             )
             values.append(made.tanh() if number % 3 == 0 else made)
@@ -330,3 +395,16 @@ class Net(nn.Module):
             x = x.tanh()
         loss: Tensor = self.head(x).pow(2).mean()
         return loss
+
+
+def net_of(
+    *blocks: Sequence[str],
+    form: str = "tensor",
+    order: Sequence[int] = (),
+    tie: bool = False,
+    number: int = 1,
+) -> Net:
+    """Make a net of these instructions, each of which reads the latest value and the one before it."""
+    torch.manual_seed(0)
+    made = [Block([(name, 0, 1, number) for name in names], [], [], form) for names in blocks]
+    return Net(made, list(order or range(len(made))), tie)

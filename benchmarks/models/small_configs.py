@@ -349,10 +349,6 @@ def _with_data(model: torch.nn.Module, arguments: Any, call: Callable[..., Any])
         return call(model, arguments)
 
 
-REASONS: dict[str, str] = {}
-"""Why the predicted peak of a model type is not the measured one, where that is known and stays so."""
-
-
 # --- models ----------------------------------------------------------------------------------------------------------
 
 _BY_HAND_ROWS = 2
@@ -362,14 +358,6 @@ _BY_HAND_ROWS = 2
 def by_hand() -> dict[str, str]:
     """Map model types to names in ``hf_models``."""
     return {make("small")[1].model_type: name for name, make in hf_models.ARCHITECTURES.items()}
-
-
-def config_of(model_type: str) -> PretrainedConfig:
-    """Return the small config of a model type, by hand or by rule."""
-    if model_type in by_hand():
-        config: PretrainedConfig = hf_models.ARCHITECTURES[by_hand()[model_type]]("small")[1]
-        return config
-    return small_config(configuration_auto.CONFIG_MAPPING[model_type])
 
 
 def build(model_type: str) -> SmallCase:

@@ -167,7 +167,7 @@ def _solve(chain: Chain, budget_bytes: int, slots: int) -> RotorResult:
 def tables_of(chain: Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tables:
     """Fill in the recurrence of ``rotor``, for all memory sizes of one (i, l) at once, from the last i to the first.
 
-    ``benchmarks/rotor_reference.py`` fills in cell by cell; every float here is the sum of the same two floats as
+    ``tests/support/rotor_reference.py`` fills in cell by cell; every float here is the sum of the same two floats as
     there. Two parts of the memory axis of a cell (i, l) need no work:
 
     - memory below the forward sweep's need: inf by the formula;

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
-import pickle
 
 import pytest
 import torch
@@ -131,35 +129,6 @@ def test_training_moves_the_model_as_without_a_plan(
             cross_entropy(m, batch).backward()
             optimizer.step()
     assert bit_equal(list(model.parameters()), list(planned.parameters()))
-
-
-def through_torch_save(model: LM) -> LM:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save]
-)
-def test_a_copy_has_the_plan_and_its_own_weights(
-    copied, model: LM, batch: torch.Tensor, plan: sacplan.Plan
-) -> None:  # type: ignore[no-untyped-def]
-    sacplan.apply(model, plan)
-    grads_of(model, batch, cross_entropy)  # the checked step
-    twin = copied(model)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.mul_(1.5)
-    plain = copy.deepcopy(model)
-    for m in plain.modules():
-        m.__dict__.pop("forward", None)
-    plain.load_state_dict(twin.state_dict())
-    assert recomputes(twin, batch)
-    model.zero_grad()
-    assert bit_equal(grads_of(twin, batch, cross_entropy), grads_of(plain, batch, cross_entropy))
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_forward_that_somebody_else_replaced(model: LM, batch: torch.Tensor, plan: sacplan.Plan) -> None:

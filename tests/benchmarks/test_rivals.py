@@ -64,16 +64,6 @@ def test_a_compiled_step_without_a_budget_is_the_plain_step(small: Point) -> Non
     )  # cross entropy takes other temporaries
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_the_prototypes_plans_run(small: Point) -> None:
-    points = rivals.prototype(SMALL, (0.8, 0.5))
-    assert points
-    for point in points:
-        assert point.peak_bytes < small.peak_bytes
-        assert point.flops > small.flops
-
-
 @pytest.mark.slow
 def test_plans_are_measured_like_rivals(small: Point) -> None:
     profile = sacplan.profile(

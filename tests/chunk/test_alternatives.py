@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib.util
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from sacplan._chunk.alternatives import (
 )
 from sacplan._device.cost import op_flops
 from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._device.kernel_rates import KernelRates
 from sacplan._torch.allocations import allocation_events
 from tests.zoo.layers import FromFunction
 
@@ -108,17 +106,6 @@ def test_a_loss_that_others_measured() -> None:
     region = LossRegion(2048, 256, 50257, torch.float32)
     assert plain(region, CPU).peak_bytes / MIB == pytest.approx(1231, rel=0.005)
     assert linear_cross_entropy(region, CPU).peak_bytes / MIB == pytest.approx(153.5, rel=0.005)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@needs_torch_2_13
-@pytest.mark.parametrize("name", ["plain", "linear_cross_entropy"])
-def test_a_loss_that_others_measured_again(name: str) -> None:
-    region = LossRegion(2048, 256, 50257, torch.float32)
-    priced = {"plain": plain, "linear_cross_entropy": linear_cross_entropy}[name](region, CPU)
-    tensors = operands(region)
-    assert priced.peak_bytes == pytest.approx(measured_on_cpu(step_of(name, tensors), tensors), rel=0.005)
 
 
 @pytest.mark.cuda
@@ -212,18 +199,6 @@ def test_slices_are_as_torch_decides(
 # --- times ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("price", [plain, linear_cross_entropy, liger])
-def test_where_memory_is_infinitely_fast_a_step_takes_its_flops(price: Callable[..., Any]) -> None:
-    region = LossRegion(1000, 128, 3000, torch.bfloat16)
-    # The loss itself waits for its rows, and not for bytes.
-    rates = KernelRates(gather_rate=1e30, nll_row_us=1e-30, softmax_row_us=1e-30)
-    spec = dataclasses.replace(H100, bandwidth_bytes_per_s=1e30, kernel_launch_us=0.0, rates=rates)
-    with FlopCounterMode(display=False) as counter:
-        step_of("plain", operands(region))()
-    peak = spec.peak_flops(torch.bfloat16) * spec.compute_efficiency
-    assert price(region, spec).time_ms == pytest.approx(counter.get_total_flops() / peak * 1e3)
-
-
 @needs_torch_2_13
 def test_flops_of_the_custom_op_are_those_of_the_plain_step() -> None:
     region = LossRegion(100, 32, 300, torch.float32)
@@ -256,10 +231,6 @@ def plain_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     return F.cross_entropy(F.linear(hidden, weight), targets)
 
 
-def chunked_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.linear_cross_entropy(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
-
-
 def test_the_plain_loss_takes_what_its_profile_says() -> None:
     with torch.device("meta"):
         model, targets = head_with(plain_loss), torch.zeros(8192, dtype=torch.long)
@@ -269,25 +240,6 @@ def test_the_plain_loss_takes_what_its_profile_says() -> None:
     priced = plain(LossRegion(8192, 1024, 50000, torch.bfloat16), H100)
     assert priced.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005)
     assert priced.time_ms == pytest.approx(found.step_ms, rel=0.01)
-
-
-@needs_torch_2_13
-def test_where_the_backward_pass_makes_the_peak_a_profile_for_a_gpu_says_the_same() -> None:
-    with torch.device("meta"):
-        model, targets = head_with(chunked_loss), torch.zeros(8192, dtype=torch.long)
-    found = sacplan.profile(
-        model, targets, loss_fn=lambda model, batch: model(batch), device=H100.without_workspaces()
-    )
-    priced = linear_cross_entropy(LossRegion(8192, 1024, 50000, torch.bfloat16), H100)
-    assert priced.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005)
-
-
-@pytest.mark.parametrize("price", [linear_cross_entropy, liger])
-def test_slices_save_memory_and_cost_time_where_they_are_small(price: Callable[..., Any]) -> None:
-    region = LossRegion(8192, 768, 50257, torch.bfloat16)
-    whole, sliced = plain(region, H100), price(region, H100)
-    assert sliced.peak_bytes < whole.peak_bytes / 4
-    assert sliced.time_ms > whole.time_ms
 
 
 # --- what is there ------------------------------------------------------------------------------------------------

@@ -12,15 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._chunk import rest
-from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import backward_chunks
 from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._chunk.rest import training_chunk
-from sacplan._plan.make import MadeBy, plan_by_hand, smallest_plan
+from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._plan.policies import _discarded_by
-from sacplan._plan.request import Request
-from sacplan._plan.search import PlanSearch
 from sacplan._program.decisions import Chunk, Decision, as_decisions
 from sacplan._program.pins import NO_PINS, resolve_pins
 from sacplan._record.host_state import CPUOffloadSizes
@@ -149,12 +144,6 @@ def test_the_gradient_of_the_input_of_a_norm() -> None:
     torch.testing.assert_close(norm[0].weight.grad, weight)
 
 
-def test_modules_that_call_others_have_no_forward_of_their_own() -> None:
-    profile = profile_on("cpu")
-    with pytest.raises(CannotChunk, match=r"calls other modules"):
-        training_chunk(profile.program, Chunk("layers.0", "backward", 4, 1), profile.spec)
-
-
 def test_all_that_are_alike_get_one_decision() -> None:
     profile = profile_on("cpu")
     program, spec = profile.program, profile.spec
@@ -169,41 +158,6 @@ def test_all_that_are_alike_get_one_decision() -> None:
     assert [c.unit for c in backward_chunks(program, scope, spec, "float32", pins, ())] == [
         f"layers.{i}.norm1" for i in range(2)
     ]
-
-
-def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, sacplan.Plan]:
-    """Return how many programs a search for the smallest peak measures, and how many chunks it rehearses."""
-    counts = {"measured": 0, "rehearsed": 0}
-    measure, rehearse = PlanSearch._measure, rest._rehearsed
-
-    def measured(self: PlanSearch, decisions: tuple[Decision, ...], *rest: object) -> object:
-        known = len(self.tried)
-        found = measure(self, decisions, *rest)  # type: ignore[arg-type]
-        counts["measured"] += len(self.tried) - known
-        return found
-
-    def rehearsed(*args: object) -> object:
-        counts["rehearsed"] += 1
-        return rehearse(*args)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(PlanSearch, "_measure", measured)
-        patched.setattr(rest, "_rehearsed", rehearsed)
-        profile = sacplan.profile(*make_case(layers, (1, 512)), loss_fn, device="cpu")
-        # Rotor looks for schedules of its own, in which nothing runs in slices.
-        plan = smallest_plan(Request(techniques=("recompute", "chunk")), profile, without_rotor=True)
-    return counts["measured"], counts["rehearsed"], plan
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_the_work_grows_weakly_with_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, rehearsed, plan = work(4, monkeypatch)
-    many, rehearsed_in_many, deep = work(16, monkeypatch)
-    assert many <= 2.5 * few
-    assert rehearsed_in_many <= rehearsed + 8
-    for each in (plan, deep):
-        assert "backward" in {chunk.span for chunk in each.chunks}
 
 
 def test_gradients_that_are_let_go_of_at_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,14 +19,13 @@ from benchmarks.harness.mixed_plans import plan_with
 from sacplan._chunk import rest
 from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
-from sacplan._chunk.families import merged
 from sacplan._chunk.rest import training_chunk
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan import search
 from sacplan._plan.request import Request
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import CallSite, Program
-from sacplan._techniques import rewritten, why_not
+from sacplan._techniques import rewritten
 from tests.chunk.test_memory import fake
 from tests.support.plans import discarding
 from tests.support.steps import mean_square
@@ -201,29 +199,6 @@ def test_modules_that_cannot_run_in_slices(unit: str, why: str) -> None:
         training_chunk(profile.program, Chunk(unit, "module", 4, 1), profile.spec)
 
 
-def test_patches_about_the_same_ops_are_not_merged() -> None:
-    profile = profile_on()
-    patch = training_chunk(profile.program, mlps(2)[0], profile.spec).patch
-    with pytest.raises(ValueError, match="look at event"):
-        merged(profile.program, [patch, patch])
-
-
-@pytest.mark.parametrize(
-    ("chunks", "why"),
-    [
-        ([Chunk("layers.1", "module", 4, 1)], "goes through its last op as it is"),
-        ([Chunk("layers.1.mlp", "module", slices, 1) for slices in (2, 4)], "do not go together"),
-    ],
-)
-def test_why_not_is_the_error_of_rewriting(chunks: list[Chunk], why: str) -> None:
-    profile = profile_on()
-    said = why_not(profile.program, chunks, profile.spec)
-    assert why in said
-    with pytest.raises(sacplan.PlanError, match=re.escape(said)):
-        rewritten(profile.program, chunks, profile.spec)
-    assert not why_not(profile.program, mlps(2), profile.spec)
-
-
 def autocast_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return mean_square(model, x)
@@ -245,27 +220,6 @@ def test_residual_layers_beside_each_other_under_autocast() -> None:
     plan = plan_with(profile, [Chunk("2", "module", 6, 1), Chunk("1", "module", 4, 1)])
     for run in ("fake", "real"):
         assert sacplan.verify(model, batch, plan, autocast_loss, run=run).peak_bytes == plan.peak_bytes  # type: ignore[arg-type]
-
-
-def test_offers_go_together_only_if_all_their_options_do() -> None:
-    _, _, profile = of_residual_layers()
-    program, (first, second) = profile.program, ("1", "2")
-    step = Request(techniques=("chunk",)).planner(profile).basis.recorded
-    ((one,), (other,)) = (
-        [
-            each.offer(step)
-            for each in module_chunks(program, program.calls[unit][0], profile.spec)
-            if each.unit == unit
-        ]
-        for unit in (first, second)
-    )
-    assert one.goes_with(other)
-    cheapest = one.option_of(one.first)
-    assert cheapest.patch is not None
-    crossed = replace(
-        other, option_of=lambda chunk: cheapest if chunk == other.first else other.option_of(chunk)
-    )
-    assert not one.goes_with(crossed)
 
 
 def test_chunks_that_do_not_go_together_are_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,19 +360,6 @@ class Pooled(nn.Module):
 def recorded(model: nn.Module, batch: torch.Tensor) -> tuple[Program, DeviceSpec]:
     profile = sacplan.profile(model, batch, lambda m, x: m(x).square().mean(), device="cpu")
     return profile.program, profile.spec
-
-
-@pytest.mark.parametrize("depth", [2, 8])
-def test_the_largest_module_is_rehearsed_first(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However deeply modules are nested, the number of rehearsals is that of the slices that are offered."""
-    program, spec = recorded(Nested(depth), torch.randn(64, 16))
-    rehearsed = []
-    real = rest._rehearsed
-    monkeypatch.setattr(rest, "_rehearsed", lambda *args: rehearsed.append(args) or real(*args))
-    innermost = program.calls[".".join(["inner"] * depth)][0]
-    (found,) = module_chunks(program, innermost, spec)
-    assert found.unit == "inner"
-    assert len(rehearsed) == len(found.chunks)
 
 
 def test_modules_of_one_name_need_not_be_alike() -> None:

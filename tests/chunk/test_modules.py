@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import sacplan
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._program.decisions import Chunk
-from sacplan.errors import ChunkError, PlanError
+from sacplan.errors import ChunkError
 from tests.support.chunks import VOCAB, close, plain_loss, step
 from tests.support.plans import discarding
 from tests.support.threads import at_once
@@ -46,27 +46,6 @@ def test_gradients(model: LM, batch: torch.Tensor) -> None:
     close(got, plain, near=NEAR)
     installed.remove()
     assert all(torch.equal(t, plain[n]) for n, t in step(model, batch, plain_loss).items())
-
-
-def test_modules_and_the_rest(model: LM, batch: torch.Tensor) -> None:
-    plain = step(model, batch, plain_loss)
-    installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
-    assert installed.units == ("layers.0.mlp", "layers.1.mlp", "head")
-    close(step(model, batch, plain_loss), plain, near=(*NEAR, "head."))
-
-
-def test_outputs_are_ordinary_tensors(model: LM, batch: torch.Tensor) -> None:
-    mlp = model.layers[0].mlp  # type: ignore[union-attr]
-    x = torch.randn(2, 48, 32, requires_grad=True)
-    expected = mlp(x)
-    installed = InstalledChunks(model, CHUNKS[:1])
-    got = mlp(x)
-    assert type(got) is torch.Tensor
-    assert torch.equal(got, expected)
-    assert got.stride() == expected.stride()
-    with torch.no_grad():
-        assert torch.equal(mlp(x), expected)
-    installed.remove()
 
 
 def gated(self: FromFunction, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -256,12 +235,6 @@ def test_a_compiled_loss_runs_uncompiled(model: LM, batch: torch.Tensor, backend
         close(got, plain, near=("head.",))
 
 
-def test_a_compiled_module_is_refused_by_name(model: LM) -> None:
-    model.layers[0].mlp[0].compile(backend="eager")  # type: ignore[union-attr,operator,index]
-    with pytest.raises(PlanError, match=r"layers\.0\.mlp\.0.* is compiled"):
-        InstalledChunks(model, CHUNKS)
-
-
 def test_compiled_layers_below_a_chunked_head(model: LM, batch: torch.Tensor) -> None:
     plain = step(model, batch, plain_loss)
     for layer in model.layers:
@@ -279,21 +252,6 @@ def test_dropout_draws_what_the_whole_would_draw(batch: torch.Tensor) -> None:
     got = step(model, batch, plain_loss)
     assert "bernoulli" in str(installed.differences[0])
     close(got, plain, near=NEAR)
-
-
-def test_recomputation_below_a_chunked_head(model: LM, batch: torch.Tensor) -> None:
-    """The head's input is no activation of a unit; what units discard is recomputed as ever."""
-    profile = sacplan.profile(model, batch, plain_loss, device="cpu")
-    units = {f"layers.{i}": tuple(profile.tradeoffs[f"layers.{i}"].points[-1].discarded) for i in range(2)}
-    plan = discarding(sacplan.plan(profile, budget="200%"), units, profile)
-    plain = step(model, batch, plain_loss)
-    with sacplan.apply(model, plan) as handle:
-        installed = InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
-        got = step(model, batch, plain_loss)
-        assert model.head.forward.tally.loops == 1
-        assert not handle.differences
-        installed.remove()
-    close(got, plain, near=("head.",))
 
 
 @pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")

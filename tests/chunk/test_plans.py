@@ -16,7 +16,7 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
-from benchmarks.models.chunk_models import TRAINING, Case, large_vocabulary
+from benchmarks.models.chunk_models import TRAINING, Case
 from sacplan._chunk.entries import ChunkOptions, Refusal, loss_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._device.devices import resolve_device
@@ -157,34 +157,6 @@ def test_the_smallest_peak_holds(name: str) -> None:
     assert error.value.smallest_feasible_bytes == smallest.peak_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINING],
-)
-def test_kernels_of_a_gpu(name: str) -> None:
-    case = TRAINING[name]()
-    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="h100")
-    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
-    assert smallest.chunks
-    assert smallest.peak_bytes < sacplan.plan(profile, "smallest").peak_bytes
-    check_predicted(case, smallest, real=False)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_large_vocabulary() -> None:
-    case = large_vocabulary()
-    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
-    assert profile.peak_bytes > 440 * MIB
-    plan = sacplan.plan(profile, f"{135 * MIB}B", techniques=BOTH)
-    check_predicted(case, plan)
-    check_gradients(case, plan)
-    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
-    assert smallest.peak_bytes < 130 * MIB
-    check_predicted(case, smallest)
-
-
 def test_a_budget_costs_no_more_than_it_needs() -> None:
     """Half way down little is recomputed: slices are nearly enough, and few of them."""
     _, _, smallest, between = planned("gemma2")
@@ -247,41 +219,9 @@ def model_in_bfloat16(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(flat(logits.float()), x.flatten())
 
 
-def scaled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(model, x) * torch.tensor(65536.0)
-
-
-def smoothed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(flat(model(x)), x.flatten(), label_smoothing=0.1)
-
-
-def with_z_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    logits = model(x)
-    z = torch.logsumexp(logits, -1).square().mean()
-    return F.cross_entropy(flat(logits), x.flatten()) + 1e-4 * z
-
-
-def ignoring(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(flat(model(x)), x.masked_fill(x % 3 == 0, -100).flatten())
-
-
-def shifted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(flat(model(x)[:, :-1]), x[:, 1:].flatten())
-
-
 def at_the_end(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Most slices are empty."""
     return F.cross_entropy(flat(model(x)[:, -8:]), x[:, -8:].flatten())
-
-
-def summed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(flat(model(x)), x.flatten(), reduction="sum") / x.numel()
-
-
-def masked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    mask = (x % 3 > 0).float().flatten()
-    losses = F.cross_entropy(flat(model(x)), x.flatten(), reduction="none")
-    return (losses * mask).sum() / mask.sum()
 
 
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -389,14 +329,7 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
 STEPS: dict[str, Callable[[], Case]] = {
     "with an optimizer": lambda: Case(lm(), batch_of(), cross_entropy, torch.optim.AdamW),
     "with a fused optimizer": lambda: Case(lm(), batch_of(), cross_entropy, fused),
-    "scaled loss": lambda: Case(lm(), batch_of(), scaled),
-    "label smoothing": lambda: Case(lm(), batch_of(), smoothed),
-    "z-loss": lambda: Case(lm(), batch_of(), with_z_loss),
-    "ignored labels": lambda: Case(lm(), batch_of(), ignoring),
-    "shifted": lambda: Case(lm(), batch_of(3, 37), shifted),
     "the last tokens alone": lambda: Case(lm(), batch_of(), at_the_end),
-    "a sum": lambda: Case(lm(), batch_of(), summed),
-    "a mask": lambda: Case(lm(), batch_of(), masked),
     "squares": lambda: Case(lm(), batch_of(), squares),
     "accuracy": lambda: Case(lm(), batch_of(), measured),
     "a penalty on what enters": lambda: Case(lm(), batch_of(), with_hidden_penalty),

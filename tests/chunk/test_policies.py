@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -281,34 +278,6 @@ def test_the_page_says_why_nothing_runs_in_slices() -> None:
     page = report_html(profile, sacplan.plan(profile, "100%", techniques=BOTH))
     assert "Why the loss does not" in page
     assert "from head on: " in page
-
-
-def test_a_trace_and_figures_of_a_plan_with_chunks(
-    profile: sacplan.Profile, both: sacplan.Plan, tmp_path: Path
-) -> None:
-    path = sacplan.write_memory_trace(tmp_path / "t.json", profile, both)
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    memory = [sum(e["args"].values()) for e in events if e.get("name") == "memory"]
-    assert max(memory) == both.peak_bytes
-    frame = sacplan.frontier(profile, 3, ["greedy"], techniques=BOTH)
-    axis = sacplan.frontier_figure(profile, frame, both).axes[0]
-    drawn = {line.get_label(): line for line in axis.lines}
-    assert "chunks" in axis.get_ylabel()
-    assert "lower bound" not in drawn
-    costs = (frame["recompute_share"] + frame["added_share"])[frame["solver"] == "greedy"] * 100
-    assert np.sort(np.asarray(drawn["greedy"].get_ydata())) == pytest.approx(np.sort(costs))
-
-
-def test_rotor_plans_without_the_chunks_that_it_may_use() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
-    model = nn.Sequential(nn.Embedding(VOCAB, 64), *layers, nn.Linear(64, VOCAB))
-    profile = sacplan.profile(model, batch(), loss_fn, device="cpu")
-    alone = sacplan.plan(profile, "smallest", "rotor")
-    assert sacplan.plan(profile, "smallest", "rotor", techniques=BOTH).decisions == alone.decisions
-    best = sacplan.plan(profile, "smallest", techniques=BOTH)
-    assert best.chunks
-    assert best.peak_bytes < alone.peak_bytes
 
 
 def test_reports_in_inference(model: LM) -> None:

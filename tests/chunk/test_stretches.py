@@ -411,30 +411,3 @@ def test_an_instance_norm_without_statistics(affine: bool) -> None:
             assert not seen.differences
         with sacplan.apply(model, plan):
             assert_close(outputs(model, batch), expected)
-
-
-@pytest.mark.parametrize("make", [attention, transformer])
-def test_edges_that_are_left_out_are_on_no_cheapest_path(make: Make) -> None:
-    """Against every edge, with the slices of each worked out op by op."""
-    profile = profile_of(*make())
-    search = stretch_search(profile.program, profile.spec)
-    total, n = search._total, search.flow.n_ops
-    least = search._least_peak()
-    for budget in (least, (least + int(total.max())) // 2):
-        cost = [0.0] + [float("inf")] * n
-        for at in range(n):
-            if total[at] <= budget:
-                cost[at + 1] = min(cost[at + 1], cost[at])
-            for one in search.candidates:
-                for place, end in enumerate(one.ends.tolist()):
-                    if end + one.shape.start != at or one.outside[place] > budget:
-                        continue
-                    fits = [k for k in range(1, one.size + 1) if one.base[place] + one.inside(k) <= budget]
-                    if fits:
-                        until = end + one.shape.until + 1
-                        extra = float(one.extra_ms(torch.tensor(min(fits)).numpy()))
-                        cost[until] = min(cost[until], cost[at] + extra)
-        picks = search._cheapest(budget)
-        assert picks is not None
-        found = sum(float(one.candidates.extra_ms(torch.tensor(one.slices).numpy())) for one in picks)
-        assert found == pytest.approx(cost[n], abs=1e-5)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sacplan._classical.graph import (
     ExactTradeoff,
@@ -17,7 +14,6 @@ from sacplan._classical.graph import (
     MemorySegment,
     ModuleInfo,
     ModuleStats,
-    get_peak_memory_runtime_baseline,
     parse_module_info,
 )
 from sacplan._program.program import is_inside
@@ -29,10 +25,6 @@ POST = ("layers.1.attn", "layers.1", "layers.10.attn", "layers.10", "net.layers.
 
 def info(pre: tuple[str, ...] = PRE, post: tuple[str, ...] = POST, **kwargs: tuple[str, ...]) -> ModuleInfo:
     return ModuleInfo(tuple(ModuleStats(fqn) for fqn in reversed(pre)), pre, post, **kwargs)
-
-
-def prefixed(name: str) -> str:
-    return f"Net.{name}" if name else "Net"
 
 
 def test_is_inside_goes_by_component() -> None:
@@ -54,29 +46,6 @@ def test_nodes_are_in_execution_order() -> None:
     assert "layers.10" in graph
     assert "layers" not in graph
     assert graph["layers.10"].fqn == "layers.10"
-
-
-def test_parents_skip_modules_that_did_not_run() -> None:
-    graph = parse_module_info(info())
-    assert graph.parent("") is None
-    assert graph.parent("layers.1") == ""
-    assert graph.parent("layers.10.attn") == "layers.10"
-    assert graph.parent("net.layers.1") == ""
-    assert graph.ancestors("layers.1.attn") == ("layers.1", "")
-    assert graph.ancestors("") == ()
-
-
-def test_root_named_by_its_class() -> None:
-    graph = parse_module_info(info(tuple(map(prefixed, PRE)), tuple(map(prefixed, POST))))
-    assert graph.root == "Net"
-    assert graph.ancestors("Net.layers.1.attn") == ("Net.layers.1", "Net")
-    assert graph.match(["layers.1", "Net.layers.10"], "ac_units") == {"Net.layers.1", "Net.layers.10"}
-
-
-def test_root_whose_name_is_no_prefix() -> None:
-    graph = parse_module_info(info(("Net", *PRE[1:]), (*POST[:-1], "Net")))
-    assert graph.parent("layers.1") == "Net"
-    assert graph.match(["Net.layers.1"], "ac_units") == {"layers.1"}
 
 
 def test_match_is_whole() -> None:
@@ -149,30 +118,6 @@ def two_modules(segments: tuple[MemorySegment, ...] = ()) -> Graph:
     )
 
 
-def test_classical_rows() -> None:
-    graph = two_modules()
-    assert graph.memory_rows() == [(0, 100 + 50 + 40 + 3), (1, 100 + 11 + 70 + 5)]
-    assert graph.memory_rows(world_size=4) == [(0, 38 + 43), (1, 28 + 75)]  # 37.5 and 27.75, rounded up
-    assert get_peak_memory_runtime_baseline(graph) == (193, 4.5)
-
-
-def test_segment_rows() -> None:
-    graph = two_modules(
-        (
-            MemorySegment(1, 10, 5),
-            MemorySegment(0, 9, 9),
-            MemorySegment(1, 10, 6),
-            MemorySegment(2, 101, 0, "optimizer step"),
-        )
-    )
-    assert graph.memory_rows() == [(0, 18), (1, 16), (2, 101)]
-    assert [row.name for row in graph.named_memory_rows()] == ["a", "net", "optimizer step"]
-    assert graph.memory_rows(world_size=2) == [(0, 14), (1, 11), (2, 51)]
-    assert get_peak_memory_runtime_baseline(graph) == (101, 4.5)
-    with pytest.raises(PlanError, match="not within a step of 2 modules"):
-        two_modules((MemorySegment(3, 0, 0),))
-
-
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, True])
 def test_world_size(world_size: int) -> None:
     with pytest.raises(PlanError, match="world_size"):
@@ -195,23 +140,3 @@ def test_to_frame() -> None:
     assert list(frame.index) == ["net", "a"]
     assert frame.loc["net", "param_per_module"] == 100
     assert frame.loc["a", "parent"] == "net"
-
-
-@given(st.lists(st.lists(st.sampled_from(["a", "aa", "b", "1", "10"]), max_size=4), min_size=1, max_size=12))
-def test_ancestors_agree_with_components(paths: list[list[str]]) -> None:
-    names = list(dict.fromkeys(["", *(".".join(path) for path in paths)]))
-    shuffled = names[1:]
-    random.Random(0).shuffle(shuffled)
-    graph = parse_module_info(
-        ModuleInfo(tuple(ModuleStats(fqn) for fqn in [*shuffled, ""]), tuple(names), tuple(names))
-    )
-    for fqn in names:
-        parts = fqn.split(".") if fqn else []
-        expected = {
-            other
-            for other in names
-            if other != fqn
-            and (other.split(".") if other else []) == parts[: len(other.split(".") if other else [])]
-        }
-        assert set(graph.ancestors(fqn)) == expected
-        assert {other for other in names if is_inside(fqn, other)} == expected

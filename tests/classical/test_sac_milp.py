@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from sacplan._classical import subtrees
 from sacplan._classical.graph import ExactTradeoff, Graph, MemorySegment, ModuleStats, SACStats
@@ -276,66 +275,6 @@ def test_same_input_same_plan_and_both_solvers_agree(seed: int) -> None:
         assert min(times) >= max(times) * (1 - 1e-2) - 1e-9
 
 
-def linear_program(graph: Graph, units: tuple[str, ...], budget: int) -> float:
-    """The least ms of the fit for one antichain; inf where it cannot fit. Variables: ratios, then ms."""
-    n = len(units)
-    stats = [graph[fqn] for fqn in units]
-    a_ub, b_ub = [], []
-    for i, s in enumerate(stats):
-        for slope, intercept in zip(s.slopes, s.intercepts, strict=True):
-            row = np.zeros(2 * n)
-            row[i], row[n + i] = s.sac_runtime * slope, -1.0
-            a_ub.append(row)
-            b_ub.append(-s.sac_runtime * intercept)
-    for position, n_bytes in rows_of(graph, 1):
-        row = np.zeros(2 * n)
-        for i, s in enumerate(stats):
-            if s.fqn in graph.fw_post_order[:position]:
-                row[i] = -s.sac_memory / 1e6
-        a_ub.append(row)
-        b_ub.append((budget - n_bytes) / 1e6)
-    if n == 0:
-        return 0.0 if min(b_ub) >= 0 else math.inf
-    bounds = [(0.0, s.breakpoints[-1]) for s in stats] + [(0.0, None)] * n
-    found = linprog([0.0] * n + [1.0] * n, A_ub=np.array(a_ub), b_ub=b_ub, bounds=bounds)
-    return float(found.fun) if found.status == 0 else math.inf
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(SEEDS)
-def test_continuous_equals_a_linear_program_per_antichain(seed: int) -> None:
-    rng = random.Random(seed)
-    graph = random_graph(rng, continuous=True)
-    chains = list(antichains(candidates(graph)))
-    largest = max(n_bytes for _, n_bytes in rows_of(graph, 1))
-    smallest = min(
-        peak_of(
-            graph,
-            {fqn: round(graph[fqn].sac_memory * graph[fqn].breakpoints[-1]) for fqn in chain},
-            1,
-        )
-        for chain in chains
-    )
-    if smallest > 1:
-        error = solve(graph, smallest - 1)
-        assert isinstance(error, InfeasibleBudget)
-        assert error.smallest_feasible_bytes == smallest
-    share = rng.choice([0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.99])
-    budget = max(1, smallest + round(share * (largest - smallest)))
-    if share == 0.0:
-        assert isinstance(solve(graph, budget), SacMilpResult)
-        return
-    expected = min(linear_program(graph, chain, budget) for chain in chains)
-    for solver in SOLVERS:
-        result = solve(graph, budget, choices="continuous", gap=1e-6, solver=solver)
-        assert isinstance(result, SacMilpResult)
-        event(f"units: {len(result.ac_decisions)}")
-        assert result.status == "optimal"
-        assert result.recomputation_time_ms == pytest.approx(expected, rel=1e-4, abs=1e-4)
-        assert result.peak_bytes <= budget
-
-
 # Units by name -------------------------------------------------------------------------------------
 
 
@@ -586,20 +525,6 @@ def test_solvers_print_nothing(solver: str) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "a\n(1.0,)\n"
-
-
-@pytest.mark.slow
-def test_highs_begins_at_a_known_point() -> None:
-    pytest.importorskip("highspy")
-    first = hard_program().solve(solver="highs", gap=1e9)
-    good = hard_program().solve(solver="highs", work_limit=1_000_000)
-    assert first.objective is not None
-    assert good.objective is not None
-    assert good.objective < first.objective
-    start = {x: round(good.values[x]) for x in range(40)}
-    again = hard_program().solve(solver="highs", gap=1e9, start=start)
-    assert again.objective is not None
-    assert again.objective <= good.objective + 1e-6
 
 
 def test_sac_milp_passes_on_that_the_work_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from sacplan._cli import architectures, hf, hf_batches
 from sacplan._cli.exits import TargetError
 from sacplan._cli.options import HfOptions
 from sacplan._cli.targets import load_target
+from tests.support.slow import slow_after
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
@@ -44,7 +45,7 @@ def _saved(config: Any, directory: Path, **more: Any) -> str:
     return f"hf:{path}"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_after(4, FAMILIES))
 def test_families(name: str, tmp_path: Path) -> None:
     """A loss of its own in a step without data, and the same loss backpropagates in a real one."""
     task, arguments = FAMILIES[name]

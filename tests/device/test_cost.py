@@ -149,30 +149,3 @@ def test_views_and_queries_are_free() -> None:
         assert op_bytes(func, args, {}, out) == 0
     assert CostModel(H100).cost(aten.clone.default, (x,), {}, x)[1] > 0
     assert CostModel(H100).cost(aten.add_.Tensor, (x, x), {}, x)[1] > 0
-
-
-def test_memo_tells_shapes_dtypes_and_arguments_apart() -> None:
-    model = CostModel(H100)
-    a, b = torch.empty(64, 64, device="meta"), torch.empty(128, 128, device="meta")
-    seen = {
-        model.cost(aten.mm.default, (a, a), {}, a),
-        model.cost(aten.mm.default, (b, b), {}, b),
-        model.cost(aten.mm.default, (b.bfloat16(), b.bfloat16()), {}, b.bfloat16()),
-    }
-    assert len(seen) == 3
-    assert model.cost(aten.mm.default, (a, a), {}, a) == CostModel(H100).cost(aten.mm.default, (a, a), {}, a)
-
-
-def test_equal_calls_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute, worked_out = CostModel._compute, []
-
-    def counted(self: CostModel, func: Any, *rest: Any) -> tuple[int, float]:
-        worked_out.append(func)
-        return compute(self, func, *rest)
-
-    monkeypatch.setattr(CostModel, "_compute", counted)
-    model = CostModel(H100)
-    for _ in range(3):
-        bias, x, w = (torch.empty(shape, device="meta") for shape in ((64,), (32, 64), (64, 64)))
-        model.cost(aten.addmm.default, (bias, x, w), {}, torch.empty(32, 64, device="meta"))
-    assert worked_out == [aten.addmm.default]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -341,17 +340,6 @@ def test_softmax_of_float16_is_fused_with_its_cast(softmax: Callable[..., torch.
 # --------------------------------------------------------------------------------------- where it works
 
 
-def test_inside_multi_head_attention_and_encoder_layer() -> None:
-    with fake_device("h100"):
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
-        x = torch.randn(2, 16, 32, requires_grad=True)
-        with Ops() as ops:
-            layer(x).sum().backward()
-    assert ops.names.count("_scaled_dot_product_efficient_attention") == 1
-    assert ops.names.count("native_dropout") == 3
-    assert "bernoulli_" not in ops.names
-
-
 def test_under_no_grad_and_autocast() -> None:
     with fake_device("a100-80gb"):
         q, k, v = qkv(FP32)
@@ -467,27 +455,6 @@ def test_no_leak_on_an_exception() -> None:
     assert same(real_step(), before)
 
 
-def test_nesting_inner_wins_and_outer_comes_back() -> None:
-    def backend() -> str:
-        q, k, v = qkv()
-        with Ops() as ops:
-            F.scaled_dot_product_attention(q, k, v)
-        return next((n for n in ops.names if n.startswith("_scaled_dot_product")), "math")
-
-    with fake_device("a100-80gb"):
-        assert backend() == "_scaled_dot_product_flash_attention"
-        with device_kernels("t4") as spec:
-            assert active_device() is spec
-            assert backend() == "math"
-        with device_kernels("cpu"):
-            assert "for_cpu" in backend()
-            with device_kernels("a100-80gb"):
-                assert backend() == "_scaled_dot_product_flash_attention"
-            assert "for_cpu" in backend()
-        assert backend() == "_scaled_dot_product_flash_attention"
-    assert active_device() is None
-
-
 def test_real_tensors_keep_their_kernels_inside() -> None:
     before = real_step()
     with device_kernels("h100"):
@@ -508,17 +475,6 @@ def test_other_threads_keep_their_kernels() -> None:
     assert device is None
     assert (SHAPE, torch.bool) not in saved
     assert same(real_step(), before)
-
-
-def test_fake_device_yields_a_strict_fake_mode() -> None:
-    real = torch.randn(3)
-    with fake_device("h100") as mode:
-        assert isinstance(mode, FakeTensorMode)
-        assert not mode.allow_non_fake_inputs
-        assert active_device() is resolve_device("h100")
-        assert mode.from_tensor(real).device.type == "cpu"
-        with pytest.raises(Exception, match="Please convert all Tensors to FakeTensors"):
-            torch.randn(3) + real
 
 
 # --------------------------------------------------------------------------------------- workspaces

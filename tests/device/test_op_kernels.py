@@ -36,41 +36,10 @@ def kinds(func: Any, *args: Any, **kwargs: Any) -> list[str]:
 
 
 X = meta(64, 4096)
-HALF = X.to(BF16)
 NBYTES = X.nbytes
 
 
 # --- elementwise ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("func", "args", "kind", "nbytes"),
-    [
-        (aten.add.Tensor, (X, meta(64, 4096)), "pointwise", 3 * NBYTES),
-        (aten.mul.Tensor, (X, X), "pointwise", 2 * NBYTES),
-        (aten.add_.Tensor, (X, meta(64, 4096)), "pointwise", 3 * NBYTES),
-        (aten.add.Tensor, (X, meta(4096)), "strided", 2 * NBYTES + 4 * 4096),
-        (aten.add.Tensor, (X.t(), meta(4096, 64)), "strided", 3 * NBYTES),
-        (aten.add.Tensor, (X.t(), meta(64, 4096).t()), "pointwise", 3 * NBYTES),
-        (aten.silu.default, (X[:, ::2],), "strided", 3 * NBYTES // 2),
-        # One value for all elements needs no offsets.
-        (aten.mul.Tensor, (X, meta()), "pointwise", 2 * NBYTES + 4),
-        (aten.mul.Tensor, (X, meta().expand(64, 4096)), "pointwise", 2 * NBYTES + 4),
-        (aten.gt.Scalar, (X, 0), "pointwise", NBYTES + NBYTES // 4),
-        (aten.add.Tensor, (X, HALF), "cast", 2 * NBYTES + NBYTES // 2),
-    ],
-)
-def test_elementwise(func: Any, args: tuple[Any, ...], kind: str, nbytes: int) -> None:
-    (kernel,) = kernels(func, *args)
-    if func is aten.silu.default:  # its output is dense
-        nbytes = NBYTES
-    assert (kernel.kind, kernel.nbytes) == (kind, nbytes)
-
-
-def test_casts_to_half_precision_are_vectorized() -> None:
-    assert kinds(aten._to_copy.default, X, dtype=BF16) == ["pointwise"]
-    assert kinds(aten._to_copy.default, HALF, dtype=F32) == ["cast"]
-    assert kinds(aten.copy_.default, HALF, X) == ["pointwise"]
 
 
 def test_an_operand_given_twice_is_read_once() -> None:
@@ -82,120 +51,10 @@ def test_an_operand_given_twice_is_read_once() -> None:
     assert op_bytes(aten.mul.Tensor, (X, X), {}, X) == 3 * NBYTES
 
 
-def test_fills_random_numbers_and_lists() -> None:
-    assert kernels(aten.zeros_like.default, X) == (Kernel("pointwise", NBYTES),)
-    assert kernels(aten.randn_like.default, X) == (Kernel("random", NBYTES, X.numel()),)
-    (dropout,) = kernels(aten.native_dropout.default, X, 0.1, True)
-    assert dropout == Kernel("random", 2 * NBYTES + X.numel(), X.numel())
-    lists = [[meta(1000) for _ in range(200)] for _ in range(2)]
-    (add,) = kernels(aten._foreach_add.List, *lists)
-    assert (add.kind, add.nbytes, add.launches) == ("foreach", 3 * 200 * 4000, -(-200 // 48))
-    one = [[meta(65536 * 1000)]] * 2
-    (add_,) = kernels(aten._foreach_add_.List, *one)
-    assert add_.launches == -(-1000 // 320)
-
-
 # --- rows -----------------------------------------------------------------------------------------------
 
 
-def test_softmax_reads_a_long_row_three_times() -> None:
-    for columns, dtype, reads in ((512, F32, 1), (16_384, F32, 1), (16_400, F32, 3), (32_768, BF16, 1)):
-        x = meta(8, columns, dtype=dtype)
-        (kernel,) = kernels(aten._log_softmax.default, x, -1, False)
-        assert kernel == Kernel("softmax", (reads + 1) * x.nbytes, 8 if columns > 1024 else 0)
-
-
-def test_gradients_of_softmax() -> None:
-    for columns, passes in ((512, 3), (12_288, 3), (16_384, 4)):
-        x = meta(8, columns)
-        (log,) = kernels(aten._log_softmax_backward_data.default, x, meta(8, columns), -1, F32)
-        assert log.nbytes == passes * x.nbytes
-        product, rest = kernels(aten._softmax_backward_data.default, x, meta(8, columns), -1, F32)
-        assert product == Kernel("pointwise", 3 * x.nbytes)
-        assert rest == log
-
-
-def test_losses() -> None:
-    scores, target = meta(1024, 8), torch.empty(1024, dtype=torch.long, device="meta")
-    assert kernels(aten.nll_loss_forward.default, scores, target, None, 1, -100) == (
-        Kernel("nll", elements=1024),
-    )
-    assert kinds(aten.nll_loss_forward.default, scores, target, None, 0, -100) == ["gather"]
-    args = (meta(), scores, target, None, 1, -100, meta())
-    fill, _ = kernels(aten.nll_loss_backward.default, *args)
-    assert fill == Kernel("pointwise", scores.nbytes)
-
-
-def test_the_gradient_of_a_layer_norm_is_two_kernels_that_read_everything() -> None:
-    w, moments = meta(4096), meta(64, 1)
-    assert kernels(aten.native_layer_norm.default, X, [4096], w, w, 1e-5)[0].nbytes >= 2 * NBYTES
-    args = (meta(64, 4096), X, [4096], moments, moments, w, w)
-    backward = aten.native_layer_norm_backward.default
-    assert kernels(backward, *args, [True, True, True]) == (
-        Kernel("norm_backward", 3 * NBYTES),
-        Kernel("norm_backward", 2 * NBYTES),
-    )
-    assert kernels(backward, *args, [True, False, False]) == (Kernel("norm_backward", 3 * NBYTES),)
-
-
-def test_other_norms() -> None:
-    x, w = meta(16, 8, 100), meta(8)
-    moments, _, last = kernels(aten.native_group_norm.default, x, w, w, 16, 8, 100, 2, 1e-5)
-    assert moments == Kernel("moments", x.nbytes, x.numel())
-    assert last == Kernel("strided", 2 * x.nbytes, x.numel())
-    mean = meta(16, 2)
-    args = (x, meta(16, 8, 100), mean, mean, w, 16, 8, 100, 2, [True, True, True])
-    found = kernels(aten.native_group_norm_backward.default, *args)
-    assert [k.kind for k in found] == ["moments", "pointwise", "strided", "batch_walk"]
-    assert found[-1].elements == 16
-    batch = aten.native_batch_norm.default
-    assert kinds(batch, x, w, w, meta(8), meta(8), True, 0.1, 1e-5) == ["reduction", "norm"]
-    assert kinds(batch, x, w, w, meta(8), meta(8), False, 0.1, 1e-5) == ["norm"]
-
-
-def test_reductions_and_scans() -> None:
-    assert kernels(aten.sum.dim_IntList, X, [-1]) == (Kernel("reduction", NBYTES + 64 * 4),)
-    assert kinds(aten.amax.default, X, [0]) == ["reduction"]
-    assert kinds(aten.max.other, X, meta(64, 4096)) == ["pointwise"]
-    assert kernels(aten.cumsum.default, X, -1) == (Kernel("scan", 2 * NBYTES),)
-
-
 # --- indices --------------------------------------------------------------------------------------------
-
-
-def test_gathers_and_scatters() -> None:
-    table, ids = meta(10_000, 64), torch.empty(4096, dtype=torch.long, device="meta")
-    rows = 4096 * 64
-    (found,) = kernels(aten.embedding.default, table, ids)
-    assert found == Kernel("gather", 2 * 4 * rows + ids.nbytes, rows)
-    assert kinds(aten.index_select.default, table, 0, ids) == ["gather"]
-    index = ids.view(4096, 1).expand(4096, 64)
-    assert kinds(aten.scatter_add.default, table, 0, index, meta(4096, 64)) == ["pointwise", "gather"]
-    assert kinds(aten.scatter_add_.default, table, 0, index, meta(4096, 64)) == ["gather"]
-    source = meta(4096, 64)
-    assert kinds(aten.index_put_.default, table, [ids], source, False) == ["gather"]
-    assert kinds(aten.index_put_.default, table, [ids], source, True) == ["index_sort", "sort", "gather"]
-
-
-def test_the_gradient_of_an_embedding() -> None:
-    ids, backward = (
-        torch.empty(16_384, dtype=torch.long, device="meta"),
-        aten.embedding_dense_backward.default,
-    )
-    found = kernels(backward, meta(16_384, 64), ids, 1024, -1, False)
-    assert [k.kind for k in found] == ["pointwise", "index_sort", "sort", "strided", "gather"]
-    # All 1,024 words occur, 16 times each: two partial sums of a word, in the mean.
-    assert found[-1].elements / 64 == pytest.approx(2 * 1024, rel=0.06)
-    rare = kernels(backward, meta(16_384, 64), ids, 10**7, -1, False)
-    assert rare[-1].elements / 64 == pytest.approx(16_384, rel=0.01)
-    assert kinds(backward, meta(64, 64), ids[:64], 1024, -1, False) == ["pointwise", "gather"]
-
-
-def test_sorts_and_cat() -> None:
-    assert kinds(aten.sort.default, X) == ["sort"]
-    assert kinds(aten.sort.default, meta(4, 8192)) == ["sort", "sort"]
-    assert kinds(aten.topk.default, X, 8) == ["reduction", "sort"]
-    assert kernels(aten.cat.default, [X, X.clone()]) == (Kernel("strided", 4 * NBYTES, 2 * X.numel()),)
 
 
 # --- matrix units ---------------------------------------------------------------------------------------

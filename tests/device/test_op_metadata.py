@@ -23,7 +23,7 @@ from benchmarks.op_metadata import (
     sweep,
 )
 from sacplan._device.kernels import device_kernels, fake_device
-from sacplan._device.layouts import on_all_devices, on_cpu, quick_kernels, rule_of
+from sacplan._device.layouts import quick_kernels
 from sacplan._torch.fake_kernels import elementwise_ops, is_structured, run_in_cpp, torchs_own_fake
 from sacplan._torch.fake_tensors import fake_failures_unlogged
 from sacplan._torch.ops import tensors_in
@@ -194,24 +194,6 @@ def test_quick_answers_are_torchs_own(device: str, dtype: torch.dtype) -> None:
     assert asked == set(quick_kernels())
 
 
-@pytest.mark.parametrize(
-    ("op", "args", "kwargs"),
-    [
-        (aten.addmm.out, lambda t: (t(5, 7), t(5, 6), t(6, 7)), {"out": lambda t: t(5, 7)}),
-        (aten.addmm.default, lambda t: (t(7), t(6, 5).t(), t(6, 7)), {}),
-        (aten.native_layer_norm.default, lambda t: (t(3, 1), [1], None, None, 1e-5), {}),
-        (aten.native_layer_norm.default, lambda t: (t(8, 3).t(), [8], None, None, 1e-5), {}),
-        (aten.native_layer_norm.default, lambda t: (t(3, 8), [8], t(8).double(), None, 1e-5), {}),
-        (aten.native_layer_norm.default, lambda t: (t(3, 8), [4], None, None, 1e-5), {}),
-    ],
-    ids=["another output", "transposed", "a size of 1", "transposed norm", "two types", "another shape"],
-)
-def test_what_is_not_plain_is_left_to_torch(op: Any, args: Any, kwargs: Any) -> None:
-    with fake_device("cpu") as mode:
-        named = {name: make(torch.empty) for name, make in kwargs.items()}
-        assert quick_kernels()[op](mode, op, *args(torch.empty), **named) is NotImplemented
-
-
 def test_functions_in_cpp_of_elementwise_ops_say_what_torchs_formulas_say() -> None:
     """Of contiguous operands of one type, equal in size and not: there C++ is asked since it is faster."""
     compared = set()
@@ -239,12 +221,6 @@ def arguments_of(op: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         for a in op._schema.arguments
         if not a.kwarg_only
     ]
-
-
-def test_every_rule_is_of_an_op_that_is_there() -> None:
-    for op in (*on_all_devices, *on_cpu):
-        assert isinstance(op, torch._ops.OpOverload)
-        assert rule_of(op) is not None
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from sacplan._device.devices import resolve_device
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._device.kernels import device_kernels, fake_device
 from sacplan._device.overrides import takes_cudnn_batch_norm
-from sacplan._program.program import Event, Patch, Phase, StorageKind
+from sacplan._program.program import Patch, StorageKind
 from sacplan._record.fake_data import data_rules
 from sacplan._rewrites import library_workspaces as libraries
 from sacplan._rewrites.library_workspaces import library_workspace_bytes, library_workspaces
@@ -362,14 +361,6 @@ def test_state_and_temporaries_of_optimizers(make: Any, state: float, temporarie
     assert tracker.peak_bytes - before == pytest.approx(temporaries * P, abs=0.01 * P)
 
 
-def test_profile_takes_foreach_and_fused() -> None:
-    model, batch = nn.Linear(64, 64), torch.randn(2, 64)
-    foreach = sacplan.profile(model, batch, device="h100", optimizer=O.AdamW)
-    fused = sacplan.profile(model, batch, device="h100", optimizer=lambda p: O.AdamW(p, fused=True))
-    assert any("_foreach_" in op.name for op in foreach.program.ops)
-    assert any("_fused_adamw_" in op.name for op in fused.program.ops)
-
-
 def test_torch_optim_is_put_back() -> None:
     types = list(torch_optimizer._foreach_supported_types)
     devices = torch_optimizer._get_foreach_kernels_supported_devices
@@ -453,29 +444,6 @@ def test_a_profile_counts_them_and_a_plan_keeps_its_promise() -> None:
         result = sacplan.verify(model, batch, plan)
         assert result.peak_bytes == plan.peak_bytes == result.predicted_peak_bytes
         assert result.within_budget
-
-
-def test_workspaces_are_alive_from_the_first_product_of_each_thread() -> None:
-    plain = recorded()
-    spec = resolve_device("h100")
-    full = plain.with_(library_workspaces(plain, spec, (2, 13)))
-    added = full.storage_bytes[len(plain.storage_bytes) :]
-    assert added == (32 * MIB, 32 * MIB)
-    assert full.storage_kinds[-2:] == (StorageKind.OTHER, StorageKind.OTHER)
-    products = {"aten.mm.default", "aten.addmm.default"}
-    firsts = [
-        next(i for i, op in enumerate(plain.ops) if op.phase == phase and op.name in products)
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-    ]
-    for storage, op in zip(range(len(plain.storage_bytes), len(full.storage_bytes)), firsts, strict=True):
-        at = full.events.index((Event.ALLOC, storage))
-        assert full.events[at + 1] == (Event.OP, op)
-    assert [e for e in full.events if e not in set(full.events) - set(plain.events)] == list(plain.events)
-    before, after = plain.liveness, full.liveness
-    for a, b in zip(before.moments, after.moments, strict=True):
-        assert b.live_bytes - a.live_bytes == 32 * MIB * sum(max(a.op, 0) >= first for first in firsts)
-    assert full.footprint.end_bytes - plain.footprint.end_bytes == 64 * MIB
-    assert pickle.loads(pickle.dumps(full)) == full
 
 
 def test_no_workspaces_where_none_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,24 +44,6 @@ def test_the_optimizer_step_binds() -> None:
     assert info.value.binding == "optimizer step"
 
 
-@pytest.mark.parametrize(
-    "budget", [-1.0, 0, float("nan"), float("inf"), "-3GiB", "12 parsecs", "", "GiB", "nan%"]
-)
-def test_unreadable_budgets(profile: sacplan.Profile, budget: float | str) -> None:
-    with pytest.raises(sacplan.BudgetError, match=r"budget"):
-        sacplan.plan(profile, budget)
-
-
-def test_unknown_solver_lists_the_known(profile: sacplan.Profile) -> None:
-    with pytest.raises(sacplan.PlanError, match="'milp'"):
-        sacplan.plan(profile, "90%", solver="simplex")
-
-
-def test_unknown_device_lists_the_known() -> None:
-    with pytest.raises(sacplan.DeviceError, match="a100-80gb"):
-        sacplan.profile(LM(), tokens(), device="h1000")
-
-
 def test_no_module_called() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return (next(model.parameters()) ** 2).sum()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import sacplan
-from tests.zoo.language_models import LM
 
 VOCAB, SEQUENCE = 2000, 32
 BOTH = ("recompute", "chunk")
@@ -70,43 +67,3 @@ def test_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
     )
     close(loss, plain_loss, rtol=1e-3 if options else 2e-6)
     close([*chunked.model.parameters()], [*plain.model.parameters()], rtol=1e-3 if options else 1e-6)
-
-
-def test_lightning() -> None:
-    lightning = pytest.importorskip("lightning")
-    from sacplan.integrations.lightning import PlanCallback, profile_trainer
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = LM(layers=1, dim=32, heads=2, vocab=VOCAB, dropout=0.0)
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = F.cross_entropy(self.model(batch).flatten(0, 1), batch.flatten())
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def loader() -> Any:
-        return torch.utils.data.DataLoader(list(tokens(16)), batch_size=4)  # type: ignore[arg-type]
-
-    def trainer(*callbacks: Any) -> Any:
-        return lightning.Trainer(
-            accelerator="cpu", callbacks=list(callbacks), max_steps=2, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-
-    plain, chunked = Module(), Module()
-    profile = profile_trainer(trainer(), chunked, loader(), device="cpu")
-    callback = PlanCallback(sacplan.policy("chunked-loss", slices=4, profile=profile))
-    trainer().fit(plain, loader())
-    trainer(callback).fit(chunked, loader())
-    assert callback.differences == ()
-    assert max(callback.peaks_bytes) == pytest.approx(callback.plan.peak_bytes, rel=0.02)
-    assert callback.plan.peak_bytes < 0.7 * profile.peak_bytes
-    close(list(chunked.parameters()), list(plain.parameters()), rtol=1e-6)

@@ -17,11 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 
 import sacplan
-from sacplan.integrations._watch import _SCALARS_BYTES, PeakWatch
-from tests.zoo.language_models import LM
+from sacplan.integrations._watch import _SCALARS_BYTES
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -131,70 +129,3 @@ def test_the_sft_trainer_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(batch["input_ids"])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("holds", [True, False], ids=["longest", "first"])
-def test_the_trainer_of_lightning(accumulated: int, holds: bool) -> None:
-    L = pytest.importorskip("lightning")
-    from sacplan.integrations.lightning import PlanCallback, profile_trainer
-
-    class Module(L.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = LM(layers=2, dim=32, heads=2, vocab=VOCAB)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return loss_fn(self.model, batch)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
-
-    def loader(data: Any) -> Any:
-        return DataLoader(data, 4, collate_fn=padded)
-
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    module = Module()
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=STEPS // accumulated, accumulate_grad_batches=accumulated,
-        enable_model_summary=False, **quiet,
-    )  # fmt: skip
-    found = profile_trainer(trainer, module, loader(texts() if holds else texts()[:8]), device="cpu")
-    plan = sacplan.plan(found, "80%" if holds else "100%", "greedy")
-    callback = PlanCallback(plan, watch_steps=STEPS)
-    trainer.callbacks.append(callback)
-    with everything_said() as said:
-        trainer.fit(module, loader(texts()))
-    check(said, callback.peaks_bytes, plan, holds=holds)
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("holds", [True, False], ids=["longest", "first"])
-def test_a_loop_with_accelerate(accumulated: int, holds: bool) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    torch.manual_seed(0)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
-    net = LM(layers=2, dim=32, heads=2, vocab=VOCAB)
-    loader = DataLoader(texts(), 4, collate_fn=padded)
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
-    inner = accelerator.unwrap_model(model)
-    batch = loader if holds else padded(texts()[:4])
-    plan = sacplan.plan(
-        sacplan.profile(inner, batch, loss_fn, optimizer, device="cpu"), "80%" if holds else "100%", "greedy"
-    )
-    assert plan.fingerprint.setup.accumulation_steps == accumulated
-    watch = PeakWatch(plan, steps=STEPS, tolerance=0.05, hint="")
-    with everything_said() as said, sacplan.apply(inner, plan):
-        for _, micro_batch in zip(range(STEPS), loader, strict=False):
-            watch.begin(inner, [optimizer], list(micro_batch.values()))
-            with accelerator.accumulate(model):
-                loss = loss_fn(model, micro_batch)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            del loss
-            watch.end()
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    check(said, tuple(watch.peaks_bytes), plan, holds=holds)

@@ -25,11 +25,9 @@ import bitsandbytes
 import peft
 import transformers
 
-from sacplan._cli import hf
 from sacplan._cli.app import app
 from sacplan._cli.exits import TargetError
 from sacplan._cli.lora import ALL_LINEAR, parse
-from sacplan._cli.options import HfOptions
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._program.budget import format_bytes
@@ -306,43 +304,6 @@ def test_weights_stored_as_floats_stay_in_one_type() -> None:
     assert packed[0] == packed[1]
     prepared = sacplan.with_lora(llama("meta"), LORA, quantization, prepare=True)
     assert {p.dtype for p in prepared.parameters() if p.requires_grad} == {torch.float32}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_the_storage_of_4bit_weights_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    CONFIG.save_pretrained(".")
-    step = "hf:config.json --lora r=4 --load-in-4bit --seq 64 --device l4"
-    made = invoke(f"plan {step} --bnb-4bit-quant-storage bf16 --budget 99% -o plan.json --json")
-    assert made.exit_code == 0, made.stderr
-    assert json.loads(made.stdout)["hf"]["bnb_4bit_quant_storage"] == "bfloat16"
-    seen = invoke("verify hf:config.json plan.json --json")
-    assert seen.exit_code == 0, seen.stderr
-    assert "--load-in-4bit --bnb-4bit-quant-storage bfloat16: from plan.json" in seen.stderr
-    rows = {}
-    for storage in ("uint8", "bfloat16"):
-        verdict = invoke(f"fit {step} --bnb-4bit-quant-storage {storage} --devices 2 --no-sizes --json")
-        assert verdict.exit_code == 0, verdict.stderr
-        found = json.loads(verdict.stdout)
-        rows[storage] = {row["spread"]: row for row in found["rows"]}
-        assert any("Accelerate leaves them out" in said for said in found["remarks"]) == (storage == "uint8")
-    # A row for Accelerate alone where it shards otherwise than fully_shard.
-    left_out = rows["uint8"].keys() - rows["bfloat16"].keys()
-    assert left_out == {"FSDP2 of Accelerate"}
-    target = hf.build("hf:config.json", HfOptions(lora="r=4", load_in_4bit=True, seq=64), "meta")
-    packed = {p for p in target.model.parameters() if not p.is_floating_point()}
-    rank = sacplan.profile(
-        target.model, target.batch, target.loss_fn, target.optimizer, "l4",
-        ranks=sacplan.FSDP2(2, ["base_model.model.model.layers.*", ""], ignored_params=packed),
-    )  # fmt: skip
-    row = rows["uint8"]["FSDP2 of Accelerate"]
-    assert row["peak_bytes"] == rank.peak_bytes != rows["uint8"]["FSDP2"]["peak_bytes"]
-    bad = invoke("profile hf:config.json --lora r=4 --bnb-4bit-quant-storage bf16 --seq 32")
-    assert bad.exit_code == 2
-    assert "--load-in-4bit" in bad.stderr
 
 
 @pytest.mark.slow

@@ -18,8 +18,6 @@ from sacplan._program.decisions import Offload, Site
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 
-BOTH = ("recompute", "offload")
-
 
 @pytest.fixture(scope="module")
 def planned() -> tuple[models.LM, torch.Tensor, sacplan.Plan]:
@@ -61,37 +59,6 @@ def test_an_exception_in_the_middle(planned: Any, parcels: list[weakref.ref[Parc
         assert alive(parcels) == 0
         assert bit_equal(plain, grads_of(model, batch, models.cross_entropy))
     assert alive(parcels) == 0
-
-
-def test_two_forward_passes_before_the_backward_passes(planned: Any) -> None:
-    model, batch, plan = planned
-    other = batch.flip(0)
-    plain = [grads_of(model, one, models.cross_entropy) for one in (batch, other)]
-    with sacplan.apply(model, plan):
-        losses = []
-        for one in (batch, other):
-            torch.manual_seed(0)
-            losses.append(models.cross_entropy(model, one))
-        for loss, wanted in zip(losses, plain, strict=True):
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-            assert bit_equal(wanted, found)
-    model.zero_grad(set_to_none=True)
-
-
-def test_a_graph_that_is_retained(planned: Any) -> None:
-    model, batch, plan = planned
-    plain = grads_of(model, batch, models.cross_entropy)
-    with sacplan.apply(model, plan):
-        torch.manual_seed(0)
-        loss = models.cross_entropy(model, batch)
-        for retain in (True, False):
-            model.zero_grad(set_to_none=True)
-            loss.backward(retain_graph=retain)
-            found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-            assert bit_equal(plain, found)
-    model.zero_grad(set_to_none=True)
 
 
 def test_compiled_models_are_refused(planned: Any) -> None:

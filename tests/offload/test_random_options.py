@@ -1,4 +1,4 @@
-"""Random models, random options of all regions: bits stay the same, and both peaks are those of the fake step."""
+"""Random options of all regions: bits stay the same, and both peaks are those of the fake step."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import copy
 import random
 from functools import partial
 
-import hypothesis.strategies as st
 import pytest
-import torch
-from hypothesis import given
 
 import sacplan
+from benchmarks.models.random_blocks import Net, net_of
 from sacplan._plan.context import planning_context
 from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._plan.plan import Plan
 from sacplan._profile.tracing import trace_step
 from sacplan._technique.step import PlanStep
 from sacplan._techniques import decisions_of, rewritten
-from tests.support.recomputing import fuzz, same_bits, step
+from tests.support.recomputing import same_bits, step
 from tests.support.threads import at_once
-from tests.zoo.random_nets import NOT_FAKE, STEPS, RandomNet, batch, nets
+from tests.zoo.units import batch
 
 BOTH = ("recompute", "offload")
 
@@ -37,7 +35,7 @@ def mixed_plan(profile: sacplan.Profile, seed: int) -> Plan:
     return plan_by_hand(profile, decisions, MadeBy("none"), status="feasible")
 
 
-def assert_right(model: RandomNet, seed: int) -> int:
+def assert_right(model: Net, seed: int) -> int:
     """Check one plan; return how many tensors it offloads."""
     x = batch()
     profile = sacplan.profile(model, x, device="cpu")
@@ -57,34 +55,22 @@ def assert_right(model: RandomNet, seed: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("groups", "tie"),
+    ("blocks", "form", "tie"),
     [
-        ([(["gru"], "dict")], False),
-        ([(["complex", "conv"], "dict")], False),
-        ([(["linear"], "plain"), (["dropout"], "plain")], True),
+        ([["gru"]], "dict", False),
+        ([["complex", "conv"]], "dict", False),
+        ([["linear"], ["dropout"]], "tensor", True),
     ],
-    ids=[
-        "gates of one matmul",
-        "a conjugate view",
-        "a weight that is used twice",
-    ],
+    ids=["gates of one matmul", "a conjugate view", "a weight that is used twice"],
 )
-def test_what_models_do_with_tensors(groups: list[tuple[list[str], str]], tie: bool) -> None:
-    torch.manual_seed(0)
-    model = RandomNet(groups, False, tie)
+def test_what_models_do_with_tensors(blocks: list[list[str]], form: str, tie: bool) -> None:
+    model = net_of(*blocks, form=form, tie=tie)
     assert sum(assert_right(model, seed) for seed in (0, 1, 3)) > 3
-
-
-@fuzz(6)
-@given(nets([k for k in STEPS if k not in NOT_FAKE]), st.integers(0, 10**6))
-def test_random_models(model: RandomNet, seed: int) -> None:
-    assert_right(model, seed)
 
 
 def test_threads_that_train_copies_at_once() -> None:
     """Each thread has entries of its own on the boards of a plan, and nothing stays there."""
-    torch.manual_seed(0)
-    model, x = RandomNet([(["linear", "softmax"], "plain")], False, False), batch()
+    model, x = net_of(*[["gelu", "softmax", "norm"]] * 3), batch()
     profile = sacplan.profile(model, x, device="cpu")
     plan = next(p for p in (mixed_plan(profile, seed) for seed in range(9)) if len(p.offloaded) > 2)
     # No step of the model draws a number, so threads do not change each other's.
@@ -93,7 +79,7 @@ def test_threads_that_train_copies_at_once() -> None:
     for one in planned:
         sacplan.apply(one, plan)
 
-    def train(one: RandomNet) -> bool:
+    def train(one: Net) -> bool:
         return all(same_bits(plain, step(one, x)[:-1]) for _ in range(10))
 
     assert at_once(*[partial(train, one) for one in planned]) == [True] * 3

@@ -21,7 +21,6 @@ from benchmarks.harness.plans import as_budget, budget_at
 from sacplan._offload.executor.parcels import Parcel
 from sacplan._plan.make import MadeBy, plan_by_hand
 from sacplan._program.decisions import Chunk, Offload
-from sacplan._program.liveness import bytes_at_ops, footprint_of, summits
 from sacplan._techniques import rewritten
 from tests.chunk.test_backward import gradients, loss_fn, make_case
 from tests.offload.test_plans import in_one_place
@@ -190,24 +189,3 @@ def test_slices_and_copies_in_one_unit_that_recomputes_nothing() -> None:
     assert (seen.peak_bytes, seen.host_bytes) == (plan.peak_bytes, plan.host_bytes)
     assert plan.host_bytes
     assert not seen.differences
-
-
-def test_summits_are_the_highest_moments_of_each_kind_of_module() -> None:
-    profile, _ = smallest("cpu", WITHOUT)
-    program = profile.program
-    first, *lower = summits(program, 0.0)
-    assert first == footprint_of(program)
-    at_op = bytes_at_ops(program)
-    heights = [one.peak_bytes for one in (first, *lower)]
-    assert heights == sorted(heights, reverse=True)
-    assert all(at_op[one.peak_op] == one.peak_bytes for one in lower)
-    for kind in ("norm1", "norm2", "mix"):
-        heights_of_kind = [
-            int(at_op[i])
-            for i, op in enumerate(program.ops)
-            if op.scope >= 0 and program.scopes[op.scope].fqn.endswith(f".{kind}")
-        ]
-        (found,) = [one for one in (first, *lower) if one.peak_fqn.endswith(f".{kind}")]
-        assert found.peak_bytes == max(heights_of_kind)
-    near = [one.peak_bytes for one in summits(program, 0.9)]
-    assert near == [height for height in heights if height >= 0.9 * first.peak_bytes]

@@ -26,6 +26,7 @@ from benchmarks.harness.streams import fake_step
 from benchmarks.models.cases import Case
 from sacplan._offload.executor.parcels import Parcel
 from sacplan._techniques import rewritten
+from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of, mean_square
 from tests.zoo import language_models as models
 from tests.zoo.layers import Shared
@@ -102,7 +103,7 @@ def assert_right(case: Case, profile: sacplan.Profile, plan: sacplan.Plan) -> No
             assert bit_equal(plain, grads_of(case.model, case.batch, case.loss_fn))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_after(2, CASES))
 def test_bits_and_peaks(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import sacplan
 from sacplan._device.device_memory import expandable_segments, reserved_bytes
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT, outside_allocator, outside_text
-from sacplan._plan.limits import OF_DEVICE, ROUNDS, Room, Try, allocator_room, next_budget
+from sacplan._plan.limits import OF_DEVICE, allocator_room
 from sacplan._plan.make import outcome_of
 from sacplan._plan.request import Request
 from sacplan.testing import assert_step_fits
@@ -43,34 +42,7 @@ def whole() -> sacplan.Profile:
     return profile_with_room(2**40)
 
 
-NOTHING: Any = None  # the rule looks at figures alone
-
-
 # --- the rule ------------------------------------------------------------------------------------------------
-
-
-@given(
-    room=st.integers(1, 10**6),
-    holes=st.lists(st.integers(0, 10**5), min_size=1, max_size=9),
-    smallest=st.integers(1, 10**6),
-)
-def test_what_is_called_fitting_fits_and_the_tries_are_few(
-    room: int, holes: list[int], smallest: int
-) -> None:
-    """Whatever the holes are: plans use their budget up, down to a smallest peak."""
-    allowed = Room(room, is_reserved=True)
-    tries: list[Try] = []
-    while (budget := next_budget(allowed, tries)) is not None:
-        peak = max(budget, smallest)
-        tries.append(Try(NOTHING, budget, peak, peak + holes[len(tries) % len(holes)] * (peak <= room)))
-    asked = [one.budget_bytes for one in tries]
-    assert len(asked) <= ROUNDS
-    assert asked == sorted(asked, reverse=True)
-    *before, last = tries
-    assert all(one.needs > room for one in before)  # the first that fits is the answer
-    assert not before or all(one.peak_bytes <= room for one in tries)
-    # It ends too early only where no smaller budget could help.
-    assert last.needs <= room or last.peak_bytes > last.budget_bytes or len(tries) == ROUNDS
 
 
 @settings(max_examples=8, deadline=None)

@@ -24,6 +24,7 @@ from sacplan._program.pins import resolve_pins
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.rewrite import discarded_ops, recomputed
 from sacplan._technique.step import PlanStep
+from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction, Stack
@@ -156,11 +157,16 @@ def smallest_of(case: str, solver: str = "best", objective: Any = "time") -> sac
     return sacplan.plan(profile_of(name), "smallest", solver, objective, **pins)
 
 
+SOLVERS = (("best", "time"), ("milp", "time"), ("milp", "flops"), ("greedy", "flops"), ("uniform", "time"))
+
+
 @pytest.mark.parametrize(
-    ("solver", "objective"),
-    [("best", "time"), ("milp", "time"), ("milp", "flops"), ("greedy", "flops"), ("uniform", "time")],
+    ("case", "solver", "objective"),
+    [
+        *(("both", *solver) for solver in SOLVERS),
+        *((case, *SOLVERS[i % len(SOLVERS)]) for i, case in enumerate(PINS) if case != "both"),
+    ],
 )
-@pytest.mark.parametrize("case", PINS)
 def test_no_plan_touches_what_is_pinned(case: str, solver: str, objective: Any) -> None:
     name, pins, _, _ = PINS[case]
     profile, smallest = profile_of(name), smallest_of(case, solver, objective)
@@ -313,7 +319,7 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("case", PINS)
+@pytest.mark.parametrize("case", slow_after(6, PINS))
 def test_gradients_are_bit_equal_and_the_fake_step_has_the_peak(case: str) -> None:
     name = PINS[case][0]
     model, batch, loss_fn = model_and_batch(name)

@@ -18,8 +18,7 @@ import sacplan
 from sacplan._cli.app import app
 from sacplan._plan.difference import difference
 from sacplan._plan.layers import read_layers, together
-from sacplan._program.names import braced, folded_names
-from sacplan._program.notebook import Section
+from sacplan._program.names import braced
 from tests.support.plans import discarding
 from tests.zoo.layers import FeedForward, Stack
 
@@ -207,29 +206,6 @@ def test_show_and_diff(profile: sacplan.Profile, gelus: sacplan.Plan, tmp_path) 
     facts = json.loads(run("diff", "a.json", "b.json", "--json"))
     assert not facts["equal"]
     assert facts["layers"]
-
-
-def test_text_folds_beside_its_label() -> None:
-    text = Section("title", (("a", "one two three four"), ("longer", "x"))).text(20)
-    assert text == "title\n  a       one two\n          three four\n  longer  x"
-
-
-def test_modules_that_are_alike_have_one_name() -> None:
-    mlps = [f"model.layers.{i}.mlp" for i in range(32)]
-    assert folded_names(["lm_head", *mlps, ""]) == ("lm_head", "model.layers.0-31.mlp", "")
-    assert folded_names([*mlps[:2], mlps[5]]) == ("model.layers.{0-1,5}.mlp",)
-
-
-def test_names_that_differ_in_one_part_are_one_line() -> None:
-    """An adapter has a name of its own in every projection."""
-    ups = [f"attn.{name}_proj.lora_A.default" for name in "qkv"]
-    assert braced([*ups, "mlp", "attn.o_proj"]) == [
-        "attn.{q_proj,k_proj,v_proj}.lora_A.default",
-        "mlp",
-        "attn.o_proj",
-    ]
-    assert braced(["q_proj", "k_proj"]) == ["q_proj", "k_proj"]
-    assert braced([]) == []
 
 
 @given(

@@ -19,7 +19,7 @@ from sacplan._device.links import Link
 from sacplan._profile.optimizer_names import OPTIMIZERS, named_optimizer
 from sacplan._profile.optimizer_table import BY_NAME, AdamW8bitSizes
 from sacplan._profile.optimizers import recorded_step, state_bytes
-from sacplan._record.host_state import PAGED_FROM, CPUOffloadSizes
+from sacplan._record.host_state import PAGED_FROM
 
 GPU = "rtx-4090"
 
@@ -182,36 +182,6 @@ def test_the_time_of_an_optimizer_on_the_host(link_bytes_per_s: float) -> None:
     updates, copies = [n / 100e9 for n in reads], [n / link_bytes_per_s for n in large]
     seconds = updates[0] + sum(copies) if link_bytes_per_s < 1e9 else sum(updates) + copies[-1]
     assert step.time_ms == pytest.approx(1e3 * seconds)
-
-
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_low_bit_state_is_that_of_the_class(name: str) -> None:
-    """The state that a real step makes, run op by op."""
-    optim = pytest.importorskip("torchao.optim")
-    model = net("cpu")
-    real = getattr(optim, name)(model.parameters())
-    loss(model, batch()).backward()
-    with torch.compiler.set_stance("force_eager"):
-        real.step()
-    parts: dict[int, torch.Tensor] = {}
-    for state in real.state.values():
-        for value in (state["exp_avg"], state["exp_avg_sq"]):
-            names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
-            inner = [getattr(value, n) for n in names] or [value]
-            parts |= {t.data_ptr(): t for t in inner}
-    profile = on(GPU, getattr(optim, name))
-    round_up = profile.spec.round_up
-    assert state_bytes(profile.recorded) == sum(round_up(t.nbytes) for t in parts.values())
-    assert profile.fingerprint.setup.optimizer == name
-
-
-def test_the_class_of_torchao_is_known_by_itself() -> None:
-    optim = pytest.importorskip("torchao.optim")
-    given = functools.partial(optim.CPUOffloadOptimizer, offload_gradients=True)
-    assert figures(on(GPU, given)) == figures(on(GPU, "adamw-offload-gradients"))
-    assert figures(on(GPU, optim.CPUOffloadOptimizer)) == figures(on(GPU, CPUOffloadSizes))
-    with pytest.raises(sacplan.TraceError, match=r"functools\.partial"):
-        on(GPU, lambda params: optim.CPUOffloadOptimizer(params))
 
 
 # --- Muon

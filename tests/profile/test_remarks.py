@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import sacplan
 from sacplan._cli.app import app
-from sacplan._device.devices import known_devices, resolve_device
+from sacplan._device.devices import resolve_device
 from sacplan._profile.remarks import adamw_state_bytes
 from sacplan._program.budget import format_bytes
 from sacplan._program.elements import StorageKind
@@ -77,16 +77,6 @@ def test_the_state_is_what_torch_makes() -> None:
     state = [value for values in optimizer.state.values() for value in values.values()]
     trained = [p.nbytes for p in real.parameters() if p.grad is not None]
     assert adamw_state_bytes(trained, resolve_device("cpu")) == sum(value.nbytes for value in state)
-
-
-def test_repr_says_that_there_is_none() -> None:
-    assert repr(sacplan.profile(model(), batch(), loss)).endswith(", no optimizer)")
-    assert "no optimizer" not in repr(sacplan.profile(model(), batch(), loss, torch.optim.SGD))
-    assert "no optimizer" not in repr(sacplan.profile(model(), batch(), mode="inference"))
-
-
-def test_inference_misses_no_optimizer() -> None:
-    assert sacplan.profile(model(), batch(), mode="inference").assumptions == ()
 
 
 @pytest.mark.parametrize("run", ["fake", "real"])
@@ -191,10 +181,6 @@ def test_a_sum_that_was_asked_for_is_not_said() -> None:
 
 
 # --- bfloat16 -----------------------------------------------------------------------------------------------
-
-
-def test_devices_without_bfloat16_are_those_before_ampere() -> None:
-    assert [name for name in known_devices() if not resolve_device(name).has_bfloat16] == ["t4", "v100-32gb"]
 
 
 def test_a_bfloat16_step_on_a_device_without_it_warns() -> None:

@@ -67,7 +67,6 @@ SLOW = {
 
 NOT_RUN = {
     ("alternatives.md", "python -m benchmarks.frontier", "takes ten minutes"),
-    ("alternatives.md", "python -m benchmarks.rotor", "takes minutes"),
     ("compatibility.md", "python -m benchmarks.compatibility", "takes an hour"),
     ("figures.md", "python -m benchmarks.gpu", "needs a CUDA device"),
     (README, "pip install", "installs packages"),

@@ -43,19 +43,6 @@ def overhead() -> Iterator[tuple[str, str]]:
     )
 
 
-def capacity() -> Iterator[tuple[str, str]]:
-    rows = results("capacity")["rows"]
-    found = row(rows, model="gpt2-medium", device="h100")
-    fastest, largest = found["fastest"], found["largest"]
-    assert fastest["batch_size"] == found["unplanned"]["batch_size"]
-    yield (
-        "docs/alternatives.md",
-        f"predicted to be fastest at {fastest['batch_size']} sequences of 1024 tokens, the most that fit without "
-        f"a plan ({fastest['samples_per_s']:.0f} samples/s), and slower at {largest['batch_size']}, the most that fit "
-        f"with one ({largest['samples_per_s']:.0f} samples/s;",
-    )
-
-
 def planning() -> Iterator[tuple[str, str]]:
     rows = results("planning_time")["rows"]
     stopped = row(rows, who="prototype", layers=32)
@@ -64,14 +51,6 @@ def planning() -> Iterator[tuple[str, str]]:
         "docs/alternatives.md",
         "with 32 layers it was stopped after 120 s, where sacplan took "
         f"{row(rows, who='sacplan', layers=32)['all']:.2f} s",
-    )
-
-
-def rotor() -> Iterator[tuple[str, str]]:
-    found = row(results("rotor")["rows"], stages=150, engine="fast")
-    yield (
-        "docs/alternatives.md",
-        f"A chain of 150 stages with 500 slots takes {found['seconds']:.2f} s and {found['peak_growth_mb']:.0f} MB",
     )
 
 
@@ -129,17 +108,17 @@ def rivals() -> Iterator[tuple[str, str]]:
     )
 
 
-def real_models() -> Iterator[tuple[str, str]]:
-    rows = [each for each in results("real_models")["rows"] if not each["variant"]]
-    planned = [each for each in rows if each["budget"] != "none"]
-    worst = max(abs(each["predicted_bytes"] / each["measured_bytes"] - 1) for each in rows)
-    within = sum(each["measured_bytes"] <= each["budget_bytes"] for each in planned)
-    assert within == len(planned) == sum(each["bit_equal"] for each in planned)
+def architectures() -> Iterator[tuple[str, str]]:
+    rows = [each for each in results("compatibility")["rows"] if each["status"] == "trained"]
+    steps = [step for each in rows for step in each["steps"]]
+    planned = [step for step in steps if step["budget"] != "none"]
+    assert all(step["predicted_bytes"] == step["measured_bytes"] for step in steps)
+    assert all(step["measured_bytes"] <= step["budget_bytes"] and step["bit_equal"] for step in planned)
     yield (
         "README.md",
-        f"In {len(rows)} real steps of {len({each['model'] for each in rows})} architectures, predicted and measured "
-        f"peaks differ by {100 * worst:.3f} % at most. All {len(planned)} steps with a plan stay within the budget, "
-        "with the same loss and gradients, bit by bit",
+        f"In {len(steps):,} real steps of {len(rows)} architectures, predicted and measured peaks are the same to the "
+        f"byte. All {len(planned):,} steps with a plan stay within the budget, with the same loss and gradients, bit "
+        "by bit",
     )
 
 
@@ -232,8 +211,7 @@ def verdicts() -> Iterator[tuple[str, str]]:
 
 
 SOURCES: tuple[Callable[[], Iterator[tuple[str, str]]], ...] = (
-    overhead, capacity, planning, rotor, bound, frontier, rivals, real_models, fit_time, published,
-    verdicts,
+    overhead, planning, bound, frontier, rivals, architectures, fit_time, published, verdicts,
 )  # fmt: skip
 
 

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from benchmarks.capacity import LimitedAllocator, OutOfMemory, needed_bytes, runs_in
-from sacplan._device.device_memory import device_memory, reserved_bytes
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT
 from sacplan._plan.limits import DEFAULT_HEADROOM
@@ -145,39 +143,6 @@ def test_a_fake_step_with_the_plan_is_within_the_budget(name: str) -> None:
         assert seen.within_budget
         assert seen.peak_bytes == found.plan.peak_bytes
         assert seen.budget_bytes == case.budget == found.budget_bytes
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "devices", [("rtx-4090",), pytest.param(("rtx-4090", "h200"), marks=pytest.mark.exhaustive)], ids="-".join
-)
-def test_few_traces_for_a_gpt_on_whole_devices(devices: tuple[str, ...]) -> None:
-    with torch.device("meta"):
-        model = LM(layers=2, dim=512, heads=8, vocab=8192)
-
-    def batch(n: int) -> torch.Tensor:
-        return torch.empty(n, 512, dtype=torch.long, device="meta")
-
-    how: Any = {"loss_fn": cross_entropy, "optimizer": torch.optim.AdamW}
-    assert len(max_batch(model, batch, "20GiB", device="rtx-4090", **how).points) <= 12
-    last = 0
-    for device in devices:
-        # What is reserved grows by whole segments, so that lines through two sizes say less.
-        found = max_batch(model, batch, device=device, **how)
-        assert len(found.points) <= 20
-        memory = resolve_device(device).memory_bytes
-        assert found.outside == (CUDA_CONTEXT,)
-        assert found.headroom_bytes == CUDA_CONTEXT.n_bytes == memory - found.budget_bytes
-        assert found.plan.device_memory is not None
-        assert found.plan.device_memory.reserved_bytes() <= found.budget_bytes
-        assert last < found.unplanned_batch_size < found.batch_size
-        for n, fits in ((found.unplanned_batch_size, True), (found.unplanned_batch_size + 1, False)):
-            step = sacplan.profile(model, batch(n), cross_entropy, torch.optim.AdamW, device)
-            assert (reserved_bytes(step.program) <= found.budget_bytes) == fits
-        beyond = next(p for p in found.points if p.batch_size == found.batch_size + 1)
-        assert not beyond.feasible
-        last = found.unplanned_batch_size
 
 
 # --- throughput -------------------------------------------------------------------------------------------
@@ -321,26 +286,6 @@ def test_without_a_budget_or_a_headroom(kind: str) -> None:
     assert (found.headroom_bytes, found.budget_bytes) == (left, spec.memory_bytes - left)
     assert ("CUDA context" in repr(found)) == (kind == "cuda")
     assert ("left free" in repr(found)) == (kind == "cpu")
-
-
-def test_an_allocator_with_little_memory_gives_free_segments_back() -> None:
-    limited = LimitedAllocator(60 * MIB)
-    small = [limited.allocate(20 * MIB) for _ in range(2)]
-    for block in small:
-        limited.free(block)
-    limited.allocate(60 * MIB)  # neither segment is large enough, both have to go
-    assert limited.given_back_bytes == 40 * MIB
-    with pytest.raises(OutOfMemory):
-        limited.allocate(MIB)
-
-
-def test_what_a_step_needs_lies_between_its_peak_and_what_it_reserves() -> None:
-    program = sacplan.profile(perceptron(), torch.empty(1000, 130, 64, device="meta")).program
-    peaks = device_memory(program).steps
-    needed = needed_bytes(program, peaks.max_memory_allocated)
-    assert peaks.max_memory_allocated <= needed <= peaks.max_memory_reserved
-    assert runs_in(program, needed)
-    assert not runs_in(program, peaks.max_memory_allocated - 1)
 
 
 def test_a_batch_that_is_not_the_fastest_says_which_is() -> None:

@@ -17,19 +17,12 @@ from sacplan._chunk import rest
 from sacplan._device import device_memory
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT
-from sacplan._plan.limits import Limit
 from sacplan._plan.request import Request
-from sacplan._plan.search import PlanSearch
-from sacplan._profile import tracing
 from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.program import Program
-from sacplan._program.progress import stages_go_to
-from sacplan._questions.fit import _Sweep
 from sacplan._questions.largest import largest
 from sacplan._questions.scaled import sized
-from sacplan._questions.ways import host_ways, long_ways, quick_ways
-from sacplan._techniques import DEFAULT_TECHNIQUES
 from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import Then
@@ -133,29 +126,6 @@ def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
         assert row.fits == (row.peak_bytes <= parse_budget(budget, 0))
 
 
-def test_nothing_is_recorded_or_searched_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows of the verdict share one recording of the step, and rows of one program share their searches."""
-    recorded: list[str] = []
-    asked: list[tuple[int, str, int, int]] = []
-    traced, closed = tracing.trace_step, PlanSearch._close_loop
-
-    def trace_step(model: nn.Module, *args: Any, **options: Any) -> sacplan.Profile:
-        recorded.append(type(model).__name__)
-        return traced(model, *args, **options)
-
-    def close_loop(self: PlanSearch, solver: Any, effects: Any, budget_bytes: int) -> None:
-        asked.append((id(effects), solver.name, budget_bytes, len(effects.regions)))
-        closed(self, solver, effects, budget_bytes)
-
-    monkeypatch.setattr(tracing, "trace_step", trace_step)
-    monkeypatch.setattr(PlanSearch, "_close_loop", close_loop)
-    found = fitted.__wrapped__("8MiB", batch=8, sizes=False)  # not an answer that another test has asked for
-    assert {row.way for row in found.rows} >= {"plan", "chunked loss", "plan + chunked loss"}
-    assert sorted(recorded) == ["LM", *["_Parameters"] * 3]  # the step, and that of each optimizer
-    assert asked
-    assert len(set(asked)) == len(asked)
-
-
 def test_a_loss_in_slices_alone_needs_no_larger_regions() -> None:
     """Nothing is recomputed there, so joining layers changes nothing."""
     profile = profiled("adamw")
@@ -214,30 +184,6 @@ def test_no_program_is_played_or_rehearsed_twice(monkeypatch: pytest.MonkeyPatch
     assert len(set(rehearsed)) == len(rehearsed)
 
 
-def test_the_verdict_is_told_before_sizes_are_computed() -> None:
-    """It is the one without sizes, and the last one but for them."""
-    told: list[Any] = []
-    found = fitted("8MiB", batch=8, on_verdict=told.append)
-    (first,) = told
-    assert first == fitted("8MiB", batch=8, sizes=False)
-    assert {row.largest_batch for row in first.rows} == {None}
-    assert None not in {row.largest_batch for row in found.rows}
-    assert (first.sentence, first.advice, first.code) == (found.sentence, found.advice, found.code)
-    assert first.rows == tuple(replace(row, largest_batch=None) for row in found.rows)
-
-
-def test_stages_are_told_in_the_order_in_which_they_begin() -> None:
-    told: list[str] = []
-    with stages_go_to(told.append):
-        found = fitted("8MiB", batch=8)
-    fitted("8MiB", batch=8, sizes=False)  # nobody listens any more
-    rows = [f"{row.optimizer}, {row.way}" for row in found.rows]
-    assert told[0] == "the step"
-    assert [stage for stage in told if stage in rows] == rows
-    last = [f"largest sizes: {row}" for row in rows]
-    assert [stage for stage in told if stage in last] == last
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["6MiB", "20MiB", "100MiB"])
 def test_the_largest_batches_are_those_of_max_batch(budget: str) -> None:
@@ -294,16 +240,6 @@ def test_a_budget_is_not_called_headroom() -> None:
     left = fitted(None, headroom="20%", sizes=False)
     assert left.headroom_bytes == left.memory_bytes - left.budget_bytes
     assert left.sentence.endswith("that 20% headroom leaves.")
-
-
-def test_every_way_is_tried_with_every_optimizer() -> None:
-    found = fitted("8MiB", batch=8, sizes=False)
-    ways = {row.way for row in found.rows}
-    assert {"as it is", "plan", "chunked loss", "plan + chunked loss"} <= ways
-    tried = [(row.optimizer, row.way) for row in found.rows]
-    assert sorted(tried) == sorted(
-        (name, way) for name in ("adamw", "adamw-fused", "adamw-8bit") for way in ways
-    )
 
 
 def test_a_remedy_that_cannot_be_compiled_says_so() -> None:
@@ -388,21 +324,6 @@ def test_where_there_is_one_length_none_is_the_longest() -> None:
     assert row.longest_seq is None
 
 
-def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
-    """What lets one search for plans serve all optimizers: its state is added, or its own step is the peak."""
-    model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")
-    made, budget = lambda n: tokens(n, 64, 1024), 2**30
-    search = _Sweep(
-        model, made, cross_entropy, "adamw", spec, Limit.exactly(budget), Limit.exactly(budget),
-        batch=8, seq=None, accumulation_steps=1, routing="balanced", longest=None,
-        host_budget_bytes=spec.host_memory_bytes,
-    )  # fmt: skip
-    for name, (state, own, ms) in search.own.items():
-        whole = search.recorded(8, None, BY_NAME[name].make)
-        assert max(search.base.peak_bytes + state, own) == whole.peak_bytes
-        assert search.base.step_ms + ms == pytest.approx(whole.step_ms)
-
-
 # --- memory of the host
 
 
@@ -427,21 +348,6 @@ def profiled_on_gpu(optimizer: str, batch: int) -> sacplan.Profile:
 
 def on_host(found: sacplan.Verdict) -> list[sacplan.FitRow]:
     return [row for row in found.rows if row.host_bytes]
-
-
-def test_ways_follow_from_what_the_registry_says_of_techniques() -> None:
-    ways = [*quick_ways(lambda way: True), *long_ways()]
-    assert [way.name for way in ways] == [
-        "as it is", "plan", "chunked loss", "plan + chunked loss", "plan + chunks",
-    ]  # fmt: skip
-    assert ways[1].techniques == DEFAULT_TECHNIQUES
-    assert not any(way.takes_host for way in ways)
-    (with_slices,) = host_ways(ways)
-    (without,) = host_ways(quick_ways(lambda way: False))
-    assert (with_slices.name, with_slices.techniques) == (
-        "plan + chunked loss + offload", ("recompute", "chunk", "offload"),
-    )  # fmt: skip
-    assert (without.name, without.techniques) == ("plan + offload", ("recompute", "offload"))
 
 
 def test_what_fits_on_the_device_takes_nothing_of_the_host() -> None:
@@ -494,23 +400,6 @@ def with_host(host_budget: str, budget: str) -> sacplan.Verdict:
         wide(), lambda n: tokens(n, 256, 4096), "h100 without workspaces", cross_entropy, "adamw-offload", budget,
         batch=16, sizes=False, host_budget=host_budget,
     )  # fmt: skip
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_one_host_budget_holds_the_optimizer_and_what_waits() -> None:
-    """The optimizer has 68 MiB there; with all of the host, what waits would take 44 more."""
-    rows = {row.way: row for row in with_host("77MiB", "80MiB").rows if row.optimizer == "adamw-offload"}
-    row = rows["plan + chunked loss + offload"]
-    assert 75 * 2**20 < row.host_bytes <= 77 * 2**20
-    assert row.over_host_bytes == 0
-    free = sacplan.fit(
-        wide(), lambda n: tokens(n, 256, 4096), "h100 without workspaces", cross_entropy, "adamw-offload", "80MiB",
-        batch=16, sizes=False,
-    )  # fmt: skip
-    larger = next(one for one in free.rows if (one.optimizer, one.way) == (row.optimizer, row.way))
-    assert larger.host_bytes > 77 * 2**20
-    assert larger.peak_bytes < row.peak_bytes < rows["plan + chunked loss"].peak_bytes
 
 
 def test_a_host_that_is_too_small_for_the_optimizer() -> None:

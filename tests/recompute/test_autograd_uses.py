@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import itertools
-import pickle
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -561,21 +559,6 @@ def test_reverse_mode_transforms_name_the_unit(name: str) -> None:
     REVERSE[name](model.eval(), batch())
 
 
-def test_what_torch_jit_script_is_told() -> None:
-    with pytest.raises(sacplan.PlanError, match=r"unit 'blocks\.0'.*torch\.jit\.script.*handle\.remove\(\)"):
-        torch.jit.script(discarding(net()))
-
-
-def test_inference_tensors_in_training_are_pytorchs_own_error() -> None:
-    model = net()
-    with torch.inference_mode():
-        x = batch() * 2
-    for run in (model, discarding(model)):
-        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-            run.head(run.blocks[1](x)).mean().backward()
-        assert_nothing_is_on()
-
-
 # --- parameters that are computed -----------------------------------------------------------------
 
 
@@ -719,30 +702,3 @@ def test_a_backward_pass_that_broke_off_can_be_asked_again() -> None:
 
 
 # --- copies ---------------------------------------------------------------------------------------
-
-
-def _pickled(model: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-def _saved(model: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, _pickled, _saved], ids=["deepcopy", "pickle", "torch.save"])
-def test_copies_keep_the_plan_and_their_own_weights(again: Callable[[nn.Module], Any]) -> None:
-    model = net()
-    planned = discarding(model)
-    assert bit_equal(two_losses(model), two_losses(planned))  # what was learned of the calls is not copied
-    other = again(planned)
-    with recomputed_ops() as ops:
-        assert bit_equal(two_losses(model), two_losses(other))
-    assert ops
-    with torch.no_grad():
-        other.stem.weight.mul_(2)
-    assert bit_equal(two_losses(model), two_losses(planned))
-    with pytest.raises(sacplan.PlanError, match="applied to this model already"):
-        sacplan.apply(other, plan_for(net(), BLOCKS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from fractions import Fraction
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from sacplan._recompute import closure
 from sacplan._recompute.closure import ClosureOp, ClosureProblem, TradeoffPoint, evaluate, tradeoff
-from sacplan.errors import PlanError
 
 # Few different values make ties; 0.1 and 0.3 are no short binary fractions.
 COSTS = st.sampled_from([0.0, 0.1, 0.3, 1.0, 2.0, 7.5])
@@ -134,124 +132,8 @@ def test_points_are_reachable_and_none_dominates_another(
     assert set(vertices) <= set(tradeoff(problem, max_points=1000))
 
 
-def chain(
-    costs: list[float], sizes: list[int], saved: set[int], free: frozenset[int] = frozenset()
-) -> ClosureProblem:
-    """Storage 0 is the input; op i reads storage i and writes storage i + 1."""
-    ops = tuple(ClosureOp(cost, (i,), (i + 1,), True) for i, cost in enumerate(costs))
-    return ClosureProblem(ops, tuple(sizes), frozenset(saved), free)
-
-
 def figures(points: tuple[TradeoffPoint, ...]) -> list[tuple[int, float, list[int]]]:
     return [(point.kept_bytes, point.recompute_ms, sorted(point.discarded)) for point in points]
-
-
-def test_chain_by_hand() -> None:
-    # input 10 bytes (saved, nobody else keeps it), then a cheap op of 40 bytes and a dear one of 30.
-    problem = chain([1.0, 6.0], [10, 40, 30], saved={0, 1, 2})
-    assert figures(tradeoff(problem)) == [(80, 0.0, []), (40, 1.0, [0]), (10, 7.0, [0, 1])]
-    # Discarding the second op alone would hold 50 bytes for 6 ms.
-    assert evaluate(problem, {1}) == TradeoffPoint(50, 6.0, frozenset({1}))
-
-
-def test_a_held_input_costs_its_bytes_once() -> None:
-    # Autograd wants storages 2 and 3 only; both are made from 1, which it does not keep.
-    ops = (
-        ClosureOp(5.0, (0,), (1,), True),
-        ClosureOp(1.0, (1,), (2,), True),
-        ClosureOp(1.0, (1,), (3,), True),
-    )
-    problem = ClosureProblem(ops, (0, 7, 10, 10), frozenset({2, 3}), frozenset())
-    assert evaluate(problem, {1}) == TradeoffPoint(17, 1.0, frozenset({1}))
-    assert evaluate(problem, {1, 2}) == TradeoffPoint(7, 2.0, frozenset({1, 2}))
-    assert evaluate(problem, {0, 1, 2}) == TradeoffPoint(0, 7.0, frozenset({0, 1, 2}))
-    assert figures(tradeoff(problem)) == [(20, 0.0, []), (7, 2.0, [1, 2]), (0, 7.0, [0, 1, 2])]
-
-
-def test_diamond_pays_the_shared_op_once() -> None:
-    # 0 -> a -> (b, c) -> d; nothing but d's inputs is saved, the input is alive anyway.
-    ops = (
-        ClosureOp(4.0, (0,), (1,), True),
-        ClosureOp(1.0, (1,), (2,), True),
-        ClosureOp(1.0, (1,), (3,), True),
-        ClosureOp(9.0, (2, 3), (4,), True),
-    )
-    problem = ClosureProblem(ops, (50, 100, 8, 8, 8), frozenset({2, 3}), frozenset({0}))
-    assert evaluate(problem, {0, 1}) == TradeoffPoint(8, 5.0, frozenset({0, 1}))
-    # One branch alone (8 bytes for 5 ms) lies above the line from nothing to both (16 bytes for 6 ms).
-    assert figures(tradeoff(problem)) == [(16, 0.0, []), (0, 6.0, [0, 1, 2])]
-    assert figures(tradeoff(problem, between=3)) == [(16, 0.0, []), (8, 5.0, [0, 1]), (0, 6.0, [0, 1, 2])]
-
-
-def test_an_op_of_several_outputs_is_paid_once() -> None:
-    ops = (ClosureOp(3.0, (0,), (1, 2), True),)
-    problem = ClosureProblem(ops, (1, 5, 6), frozenset({1, 2}), frozenset({0}))
-    assert figures(tradeoff(problem)) == [(11, 0.0, []), (0, 3.0, [0])]
-
-
-def test_ops_that_save_nothing_never_appear() -> None:
-    # Op 1's result is saved but alive anyway, op 2's is not saved, op 3 must not run again.
-    ops = (
-        ClosureOp(1.0, (0,), (1,), True),
-        ClosureOp(0.0, (0,), (2,), True),
-        ClosureOp(0.0, (0,), (3,), True),
-        ClosureOp(0.0, (0,), (4,), False),
-    )
-    problem = ClosureProblem(ops, (1, 9, 9, 9, 9), frozenset({1, 2, 4}), frozenset({0, 2}))
-    assert figures(tradeoff(problem)) == [(18, 0.0, []), (9, 1.0, [0])]
-
-
-def test_what_is_needed_but_not_asked_for_is_left_out() -> None:
-    problem = chain([1.0, 1.0, 1.0], [0, 5, 5, 5], saved={1, 2})
-    assert evaluate(problem, {1, 2}).discarded == {1}
-
-
-def test_of_equal_figures_the_fewer_ops() -> None:
-    # Op 0 is free of cost, and its input would have to be held in place of its output: nothing gained.
-    problem = chain([0.0, 1.0], [5, 5, 20], saved={2})
-    assert figures(tradeoff(problem)) == [(20, 0.0, []), (5, 1.0, [1])]
-
-
-def test_calls_that_feed_each_other_may_make_a_cycle() -> None:
-    # Merged over two calls, the first op reads what the second wrote in the call before.
-    ops = (ClosureOp(1.0, (0, 2), (1,), True), ClosureOp(2.0, (1,), (2,), True))
-    problem = ClosureProblem(ops, (3, 10, 10), frozenset({1, 2}), frozenset())
-    assert figures(tradeoff(problem)) == [(20, 0.0, []), (13, 1.0, [0]), (3, 3.0, [0, 1])]
-    assert evaluate(problem, {0}) == TradeoffPoint(13, 1.0, frozenset({0}))
-
-
-def test_nothing_to_discard() -> None:
-    empty = ClosureProblem((), (), frozenset(), frozenset())
-    assert tradeoff(empty, between=3) == (TradeoffPoint(0, 0.0, frozenset()),)
-    kept = ClosureProblem((ClosureOp(1.0, (0,), (1,), False),), (4, 5), frozenset({1}), frozenset())
-    assert tradeoff(kept) == (TradeoffPoint(5, 0.0, frozenset()),)
-
-
-def test_prices_that_only_exact_arithmetic_tells_apart() -> None:
-    # Three ops whose prices per byte differ in the last bit of a double, at gigabytes.
-    size = 3 * 2**30
-    costs = [0.1, math.nextafter(0.1, 1.0), math.nextafter(math.nextafter(0.1, 1.0), 1.0)]
-    ops = tuple(ClosureOp(cost, (), (i,), True) for i, cost in enumerate(reversed(costs)))
-    problem = ClosureProblem(ops, (size,) * 3, frozenset({0, 1, 2}), frozenset())
-    assert [sorted(point.discarded) for point in tradeoff(problem)] == [[], [2], [1, 2], [0, 1, 2]]
-
-
-def test_the_cap_takes_the_vertices_furthest_under_the_chord() -> None:
-    # Independent storages: the hull discards them by price; the second step is the sharpest bend.
-    costs = [1.0, 1.1, 30.0, 33.0]
-    ops = tuple(ClosureOp(cost, (), (i,), True) for i, cost in enumerate(costs))
-    problem = ClosureProblem(ops, (10,) * 4, frozenset(range(4)), frozenset())
-    assert [len(point.discarded) for point in tradeoff(problem, max_points=3)] == [0, 2, 4]
-    assert [len(point.discarded) for point in tradeoff(problem)] == [0, 1, 2, 3, 4]
-
-
-def test_points_between_fill_a_straight_edge() -> None:
-    # Equal prices: the hull is one edge, and all points on it are reachable.
-    ops = tuple(ClosureOp(1.0, (), (i,), True) for i in range(8))
-    problem = ClosureProblem(ops, (10,) * 8, frozenset(range(8)), frozenset())
-    assert len(tradeoff(problem)) == 2
-    assert [point.kept_bytes for point in tradeoff(problem, between=3)] == [80, 60, 40, 20, 0]
-    assert len(tradeoff(problem, between=99)) == 9
 
 
 def random_unit(n_ops: int, seed: int) -> ClosureProblem:
@@ -288,38 +170,3 @@ def test_the_cuts_of_a_large_unit_shrink(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(edges) < 8 * edges[0], edges
     monkeypatch.undo()
     assert tradeoff(problem, between=2) == points
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((ClosureOp(1.0, (7,), (0,), True),), (1,), frozenset(), frozenset()), "storage 7"),
-        (((), (-1,), frozenset(), frozenset()), "-1 bytes"),
-        (((ClosureOp(-1.0, (), (0,), True),), (1,), frozenset(), frozenset()), r"-1\.0 ms"),
-        (((ClosureOp(math.nan, (), (0,), True),), (1,), frozenset(), frozenset()), "nan ms"),
-        (
-            (
-                (ClosureOp(1.0, (), (0,), True), ClosureOp(1.0, (), (0,), False)),
-                (1,),
-                frozenset(),
-                frozenset(),
-            ),
-            "by op 0 and by op 1",
-        ),
-    ],
-)
-def test_problems_that_make_no_sense(arguments: tuple, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        ClosureProblem(*arguments)
-
-
-def test_wrong_questions() -> None:
-    problem = ClosureProblem((ClosureOp(1.0, (), (0,), False),), (1,), frozenset(), frozenset())
-    with pytest.raises(PlanError, match="not discardable"):
-        evaluate(problem, {0})
-    with pytest.raises(PlanError, match="op 3"):
-        evaluate(problem, {3})
-    with pytest.raises(PlanError, match="max_points=1"):
-        tradeoff(problem, max_points=1)
-    with pytest.raises(PlanError, match="between=-1"):
-        tradeoff(problem, between=-1)

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan._program.program import Event, Phase, Program
-from sacplan._recompute.in_place_groups import in_place_groups, without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 from sacplan._record.step import Step
 from sacplan._torch.ops import op_traits
@@ -118,67 +117,6 @@ def test_frozen_batch_norm_runs_again_with_its_statistics() -> None:
         model.norms[0].running_mean.add_(1)
         with pytest.raises(sacplan.RecipeError, match="written in place since"):
             total.backward()
-
-
-def tied(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
-    """The old version is read by another op before it is overwritten."""
-    y = self.lin(x)
-    early = y.sigmoid()
-    y.mul_(2)
-    return self.out(y.relu_() * early)
-
-
-def test_readers_of_an_old_version_are_tied_to_its_maker() -> None:
-    model = FromFunction(tied, lin=nn.Linear(16, 64), out=nn.Linear(64, 4))
-    profile = sacplan.profile(model, torch.randn(8, 16), device="cpu")
-    program = profile.program
-    maker = forward_ops(program, "aten.addmm.default")[0]
-    (early,) = forward_ops(program, "aten.sigmoid.default")
-    (twice,) = forward_ops(program, "aten.mul_.Tensor")
-    (relu,) = forward_ops(program, "aten.relu_.default")
-    assert in_place_groups(program, [(i,) for i in (maker, early, twice, relu)]) == (
-        (maker, early, twice, relu),
-    )
-    sites = program.sites(program.calls[""][0])
-    loose = without_missing_versions(program, {"": [sites[early], sites[relu]]})
-    assert loose == {"": ()}
-    whole = [sites[i] for i in (maker, early, twice, relu)]
-    assert without_missing_versions(program, {"": whole}) == {"": tuple(whole)}
-
-
-def test_what_cannot_be_told_apart_is_kept() -> None:
-    def through(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        y.data.add_(1)  # counts no version of y
-        w = torch.zeros_like(x)
-        w.add_(x)  # what a factory made
-        return (y.exp() * w).sum()
-
-    x = torch.randn(8, 16, requires_grad=True)
-    program = sacplan.profile(FromFunction(through), x, device="cpu").program
-    writes = [op for op in program.ops if op.mutates and op.phase == Phase.FORWARD]
-    assert len(writes) == 2
-    assert not program.overwritten
-    assert not any(op.recomputable for op in writes)
-
-
-@pytest.mark.parametrize(
-    ("func", "in_place"),
-    [
-        (aten.relu_.default, True),
-        (aten.add_.Tensor, True),
-        (aten.masked_fill_.Scalar, True),
-        (aten.relu.default, False),
-        (aten.index_add_.default, True),
-        (aten.transpose_.default, False),
-        (aten.native_batch_norm.default, False),
-        (aten.add.out, False),
-    ],
-)
-def test_traits(func: torch._ops.OpOverload, in_place: bool) -> None:
-    traits = op_traits(func)
-    assert traits.in_place == in_place
-    assert traits.rerunnable == (func not in (aten.index_add_.default, aten.transpose_.default, aten.add.out))
 
 
 def test_statistics_are_left_out_only_where_they_are_not_read() -> None:

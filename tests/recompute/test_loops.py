@@ -111,50 +111,6 @@ def autocast_and_scaler(model: LM) -> list[torch.Tensor]:
     return found
 
 
-def overflowing_scaler(model: LM) -> list[torch.Tensor]:
-    """The step is skipped while the scale is too large."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-60)
-    found = []
-    for batch in batches(8, 8, 8):
-        optimizer.zero_grad()
-        loss = cross_entropy(model, batch) * 1e3
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        found += [loss.detach(), torch.tensor(scaler.get_scale())]
-    assert found[1] == found[3] == 2.0**66
-    return found
-
-
-def clipping(model: LM) -> list[torch.Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    found = []
-    for batch in batches(8, 8):
-        optimizer.zero_grad()
-        cross_entropy(model, batch).backward()
-        found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-    return found
-
-
-def several_optimizers(model: LM) -> list[torch.Tensor]:
-    head = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
-    rest = torch.optim.AdamW([p for n, p in model.named_parameters() if not n.startswith("head")], lr=0.01)
-    found = []
-    for i, batch in enumerate(batches(8, 8, 8)):
-        loss = cross_entropy(model, batch)
-        loss.backward()
-        found.append(loss.detach())
-        rest.step()
-        rest.zero_grad()
-        if i % 2:
-            head.step()
-            head.zero_grad()
-    return found
-
-
 def gradients_that_stay(model: LM) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches(8, 8):
@@ -290,21 +246,10 @@ def two_losses(model: LM) -> list[torch.Tensor]:
     return [loss.detach()]
 
 
-def double_precision_from_here(model: LM) -> list[torch.Tensor]:
-    found = grads_of(model, batches(8)[0], cross_entropy)
-    model.double()
-    found += grads_of(model, batches(8)[0], cross_entropy)
-    model.float()
-    return found
-
-
 LOOPS: list[Loop] = [
     accumulation,
     accumulation_in_one_backward,
     autocast_and_scaler,
-    overflowing_scaler,
-    clipping,
-    several_optimizers,
     gradients_that_stay,
     optimizer_in_the_backward_pass,
     closures,
@@ -315,7 +260,6 @@ LOOPS: list[Loop] = [
     layers_frozen_on_the_way,
     weights_loaded_on_the_way,
     two_losses,
-    double_precision_from_here,
 ]
 
 

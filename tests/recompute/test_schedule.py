@@ -16,22 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._executor.alignment import Alignment, RecordedOp
+from benchmarks.models.random_blocks import net_of
 from sacplan._profile.tracing import trace_step
-from sacplan._program.places import op_of
-from sacplan._program.program import CallSite
-from sacplan._recompute.executor import slots
 from sacplan._recompute.executor.lookup import Lookup
-from sacplan._recompute.executor.nodes import RecipeNode
 from sacplan._recompute.executor.recorder import UnitRecorder
 from sacplan._recompute.executor.slots import SlotTable
 from sacplan._record.step import Step as TrainingStep
-from sacplan._torch.ops import can_run_again
 from sacplan._verify.measure import measured_step
 from tests.support.recomputing import discard_all, fitting_sites, plan_of, same_bits, state, step
 from tests.support.storages import Storages, no_collector
 from tests.zoo.layers import FromFunction
-from tests.zoo.random_nets import DIM, STEPS, Outer, RandomNet, Unit, batch, outer
+from tests.zoo.units import DIM, Outer, Unit, batch, outer
 
 
 @contextmanager
@@ -92,32 +87,6 @@ def test_a_unit_that_discards_nothing_costs_nothing(monkeypatch: pytest.MonkeyPa
         assert handled == len(profile.program.sites(scope))  # those of the other unit, and no more
 
 
-def test_ops_are_looked_up_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where autograd detaches the outputs that it keeps itself."""
-    some = applied(
-        outer(lambda x: x.exp().sigmoid().tanh().sin().exp()), {"units.0": [("aten.sin.default", 0)]}
-    )
-    for planned in (discard_all(outer())[0], some):
-        assert calls_in_step(Lookup._module_calls, planned, monkeypatch) > 0
-        for _ in range(2):
-            assert calls_in_step(Lookup._module_calls, planned, monkeypatch) == 0
-
-
-def test_only_what_is_discarded_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = applied(outer(), {"units.0": [("aten.exp.default", 0), ("aten.gelu.default", 0)]})
-    for _ in range(3):
-        assert calls_in_step(SlotTable.note, planned, monkeypatch) == 2
-    writes = calls_in_step(SlotTable.note_write, planned, monkeypatch)
-    assert writes == 2  # dropout's bernoulli_ and div_, after the GELU
-
-
-def test_writes_are_noted_where_nothing_is_discarded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier call of this unit or another may have discarded what was made from what they overwrite."""
-    planned = applied(outer(), {"units.0": [("aten.exp.default", 0)]})
-    for _ in range(2):
-        assert calls_in_step(SlotTable.note_write, planned, monkeypatch) == 2  # dropout's bernoulli_ and div_
-
-
 def test_autograd_asks_only_where_it_takes_a_discarded_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The unit saves tensors in ten places, and one of them is the discarded one."""
 
@@ -175,10 +144,9 @@ def test_recomputed_values_are_gone_when_the_step_has_its_next_peak() -> None:
 @pytest.mark.parametrize("kind", ["gelu", "dropout", "attention", "norm", "sorting", "index_put", "relu_"])
 def test_the_replayed_peak_is_that_of_the_second_step(kind: str) -> None:
     """With an optimizer two steps are traced, and the second one counts."""
-    torch.manual_seed(0)
-    model = RandomNet([([kind, "linear"], "plain"), (["norm"], "twice")], share=False, tie=True)
+    model = net_of([kind, "linear"], ["norm"], order=[0, 1, 1], tie=True)
     profile = sacplan.profile(model, batch(), device="cpu", optimizer=torch.optim.SGD)
-    plan = plan_of(profile, {f"groups.{i}": sorted(fitting_sites(profile, f"groups.{i}")) for i in range(2)})
+    plan = plan_of(profile, {f"blocks.{i}": sorted(fitting_sites(profile, f"blocks.{i}")) for i in range(2)})
     seen = trace_step(
         model, batch(), None, torch.optim.SGD, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
@@ -351,49 +319,6 @@ def test_a_parameter_that_is_frozen_and_trained_in_turns(monkeypatch: pytest.Mon
             assert torch.equal(x.grad, expected)
         sines = [t for (t,) in packed if torch.equal(t, batch().sin())]
         assert len(sines) == trained
-
-
-@pytest.mark.parametrize("kind", STEPS)
-def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``SlotTable.note`` keeps what ``can_run_again`` says is to be kept."""
-    note, seen = SlotTable.note, []
-    made: list[RecipeNode] = []  # by the call that is looked at
-
-    def node(*args: Any) -> RecipeNode:
-        made.append(RecipeNode(*args))
-        return made[-1]
-
-    def compared(
-        self: SlotTable,
-        op: Any,
-        site: Any,
-        times: Any,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        rng: Any,
-        over: Any,
-    ) -> None:
-        made.clear()
-        note(self, op, site, times, args, kwargs, out, rng, over)
-        may = can_run_again(op.func, args, kwargs, out) and (over is not None or not op.in_place)
-        seen.append((op.name, bool(made), may))
-
-    monkeypatch.setattr(SlotTable, "note", compared)
-    monkeypatch.setattr(slots, "RecipeNode", node)
-    monkeypatch.setattr(Alignment, "next", _discarded)
-    torch.manual_seed(0)
-    model = RandomNet([([kind, "linear"], "plain")], share=False, tie=False)
-    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
-    sacplan.apply(model, plan_of(profile, {"": sorted(fitting_sites(profile, ""))[:1]}))
-    model(batch())
-    assert seen
-    for name, noted, thorough in seen:
-        assert noted == thorough, name
-
-
-def _discarded(self: Alignment, caller: str, place: str, description: str) -> RecordedOp:
-    return RecordedOp(caller, place, description, CallSite(op_of(description), 0, place), 1)
 
 
 # --- the same safety ------------------------------------------------------------------------------

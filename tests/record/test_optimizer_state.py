@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -253,31 +252,3 @@ def test_an_optimizer_around_another() -> None:
 
 
 # --- a whole package
-
-_NAMES = """
-    a2grad accsgd adabelief adabound adadelta adafactor adai adalite adam adamax adamc adamg adamod adams
-    adamw adamwsn adan adanorm adapnm adashift adasmooth adatam ademamix adopt aggmo aida amos ano apollo
-    apollodqn asgd avagrad bcos came conda dadaptadagrad dadaptadam dadaptlion dadaptsgd dash diffgrad
-    dualadam emofact emolynx emonavi exadam fadam fira flashadamw focus fromage ftrl galore grams gravity
-    grokfastadamw kate lamb laprop lars lion lorarite madgrad magma mars msvag nadam nero novograd padam
-    pid pnm prodigy qhadam qhm radam ranger rmsprop rose schedulefreeadamw
-    schedulefreeradam schedulefreesgd scion scionlight sgd sgdsai sgdw shampoo signsgd simplifiedademamix
-    sm3 soap srmm stableadamw tam tiger vsgd yogi
-"""
-_LONGER = ("sara", "spam", "splus")
-"""Those whose largest step comes later than the twelfth."""
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::sacplan.SacplanWarning")  # some branch on numbers of their own
-@pytest.mark.skipif(
-    importlib.util.find_spec("pytorch_optimizer") is None,
-    reason="pytorch_optimizer is not installed: pip install pytorch_optimizer",
-)
-@pytest.mark.parametrize("name", [*_NAMES.split(), *_LONGER])
-def test_optimizers_of_a_package(name: str) -> None:
-    """Against the largest of the second to the twelfth step, which has every period of theirs up to ten."""
-    load = importlib.import_module("pytorch_optimizer").load_optimizer(name)
-    make = functools.partial(load, lr=1e-4)
-    seen = max(peaks(make, 12)[1:])
-    assert predicted(make) > seen if name in _LONGER else predicted(make) == seen

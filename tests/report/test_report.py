@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import sys
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,25 +17,19 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
 from sacplan._program.budget import format_bytes
-from sacplan._program.elements import pattern_of
-from sacplan._program.names import numbers_of, pattern_over, short_op
 from sacplan._program.places import ops_of
-from sacplan._program.program import ROOT_SCOPE, Event, Phase, StorageKind
-from sacplan._questions.alive import alive_at
+from sacplan._program.program import ROOT_SCOPE, Phase
 from sacplan._recompute.rewrite import discarded_ops, recompute_ops, recomputed
 from sacplan._report.alive import alive_at_peak
-from sacplan._report.curves import distinct_curves
-from sacplan._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
+from sacplan._report.figures import frontier_figure, memory_figure, save_figures
 from sacplan._report.kept import KeptAndDiscarded
-from sacplan._report.modules import grouped, module_rows, module_table
+from sacplan._report.modules import module_rows, module_table
 from sacplan._report.page import report_html, write_report
-from sacplan._report.timeline import Timeline, buckets_of, timeline_of
+from sacplan._report.timeline import timeline_of
 from sacplan._report.trace_events import write_memory_trace
 from tests.support.plans import discarding
 from tests.zoo.language_models import LM, cross_entropy, tokens
@@ -86,40 +80,6 @@ def test_what_is_alive_adds_up_to_the_peak(case: SimpleNamespace) -> None:
         assert whole["bytes"].is_monotonic_decreasing
 
 
-def test_kinds_at_the_peak_are_those_of_the_fold(case: SimpleNamespace) -> None:
-    for plan in _plans(case):
-        peak = recomputed(case.profile.program, plan.discarded if plan else {}).liveness.peak
-        frame = alive_at_peak(case.profile, plan, None)
-        found = frame.groupby("kind")["bytes"].sum().to_dict()
-        found["temporary"] = found.get("temporary", 0) + found.pop("workspace", 0)
-        found["other"] = found.get("other", 0) + found.pop("generator state", 0)
-        expected = {k.name.lower().replace("_", " "): peak.by_kind[k] for k in StorageKind}
-        assert {k: v for k, v in found.items() if v} == {k: v for k, v in expected.items() if v}
-
-
-def test_without_a_plan_the_storages_are_those_that_somebody_holds(case: SimpleNamespace) -> None:
-    """Counted anew from the events: whoever holds a storage when the peak's op runs."""
-    program = case.profile.program
-    peak_op = program.footprint.peak_op
-    holders: Counter[int] = Counter(program.initial)
-    for code, arg in program.events:
-        if code == Event.OP:
-            holders.update(program.ops[arg].writes)
-            if arg == peak_op:
-                break
-        elif code == Event.ALLOC:
-            holders[arg] += 1
-        elif code == Event.FREE:
-            holders[arg] -= 1
-        elif code in (Event.PACK, Event.RELEASE):
-            holders[program.handle_storages[arg]] += 1 if code == Event.PACK else -1
-        elif code in (Event.UNPACK, Event.DROP):
-            storage = program.handle_storages[program.instance_handles[arg]]
-            holders[storage] += 1 if code == Event.UNPACK else -1
-    alive = {s for s, n in holders.items() if n > 0 and s != program.ops[peak_op].replaces}
-    assert alive_at(program, peak_op) == alive
-
-
 def _first_ops_discarded(profile: sacplan.Profile, count: int | None = None) -> sacplan.Plan:
     """A plan that keeps nothing that the model's first ops make, or all of them, whatever that does to the peak."""
     program = profile.program
@@ -167,11 +127,6 @@ def test_a_recomputed_tensor_is_called_one() -> None:
     frame = alive_at_peak(profile, plan, None)
     assert frame["bytes"].sum() == plan.peak_bytes
     assert frame[frame["recomputed"]]["bytes"].sum() > 0
-
-
-def test_top_must_be_positive(gpu: SimpleNamespace) -> None:
-    with pytest.raises(sacplan.PlanError, match="top=0"):
-        alive_at_peak(gpu.profile, top=0)
 
 
 def test_a_plan_of_another_profile_is_refused(gpu: SimpleNamespace, tmp_path: Path) -> None:
@@ -296,28 +251,6 @@ def test_a_tensor_written_in_place_is_said_to_be() -> None:
     assert why["a"] == "kept: mul_ writes it in place"
 
 
-def test_equal_layers_are_one_row(gpu: SimpleNamespace) -> None:
-    rows = module_rows(gpu.profile)
-    groups = {g.module: g for g in grouped(rows)}
-    assert groups["layers.*.qkv"].count == LAYERS
-    assert sum(g.count for g in groups.values()) == len(rows)
-    total = sum(g.count * g.row.kept_bytes for g in grouped(rows))
-    assert total == sum(r.kept_bytes for r in rows)
-
-
-def test_names() -> None:
-    assert pattern_of("layers.3.mlp.10") == "layers.*.mlp.*"
-    assert pattern_of("h2.conv1") == "h2.conv1"
-    assert pattern_over(["layers.0.mlp.1", "layers.5.mlp.1"]) == "layers.*.mlp.1"
-    assert pattern_over(["0", "2"]) == "0, 2"
-    assert numbers_of(["h.0", "h.1", "h.2", "h.5"]) == "0–2, 5"
-    assert numbers_of(["a.0.b.1", "a.1.b.2"]) == ""
-    assert short_op("aten.mm.default") == "matmul"
-    assert short_op("aten._scaled_dot_product_flash_attention_backward.default") == "attention backward"
-    assert short_op("aten.add_.Tensor") == "add_"
-    assert short_op("mylib.fused.default") == "mylib.fused"
-
-
 # --- timeline -----------------------------------------------------------------------------------------------
 
 
@@ -335,29 +268,6 @@ def test_the_timeline_is_the_step_on_a_time_axis(case: SimpleNamespace) -> None:
         assert (np.diff(line.start_ms) >= 0).all()
         spans = line.phase_spans()
         assert [phase for phase, _, _ in spans] == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
-
-
-@given(
-    times=st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0]), min_size=1, max_size=60),
-    count=st.integers(1, 30),
-    seed=st.integers(0, 99),
-)
-def test_buckets_show_the_highest_moment_in_each(times: list[float], count: int, seed: int) -> None:
-    live = np.random.default_rng(seed).integers(0, 1000, len(times))
-    starts = np.cumsum([0.0, *times])
-    n = len(times)
-    line = Timeline(
-        np.arange(n), np.arange(n), np.zeros(n, bool), starts[:-1], float(starts[-1]), live,
-        np.zeros((n, len(StorageKind)), np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64),
-    )  # fmt: skip
-    width = line.end_ms / count or 1.0
-    entries = buckets_of(line, width)
-    assert 1 <= len(entries) <= count
-    assert max(live[e] for e in entries) == live.max()
-    for i, entry in enumerate(entries):
-        start, end = i * width, (i + 1) * width
-        inside = [live[j] for j in range(n) if starts[j] >= start + 1e-9 and starts[j] < end - 1e-9]
-        assert live[entry] >= max(inside, default=0)
 
 
 # --- figures ------------------------------------------------------------------------------------------------
@@ -381,15 +291,6 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
     assert len(memory_figure(gpu.profile).axes) == 1
 
 
-def test_several_plans_stand_side_by_side(gpu: SimpleNamespace) -> None:
-    tighter = sacplan.plan(gpu.profile, "smallest")
-    axes = memory_figure(gpu.profile, [gpu.plan, tighter]).axes
-    titles = [axis.get_title(loc="left").split(":")[0] for axis in axes]
-    assert titles == ["Without a plan", "Recompute", "Recompute"]
-    peaks = [{a.get_label(): a for a in axis.lines}["peak"].get_ydata()[0] * 2**20 for axis in axes]
-    assert peaks == pytest.approx([gpu.profile.peak_bytes, gpu.plan.peak_bytes, tighter.peak_bytes])
-
-
 def test_the_frontier_shows_every_row(gpu: SimpleNamespace) -> None:
     figure = frontier_figure(gpu.profile, gpu.frame, gpu.plan)
     (axis,) = figure.axes
@@ -407,26 +308,6 @@ def test_the_frontier_shows_every_row(gpu: SimpleNamespace) -> None:
     solvers = named - {"lower bound", "this plan", *policies}
     assert solvers == {*gpu.frame["solver"][gpu.frame["status"] != "policy"]}
     assert drawn["this plan"].get_xdata()[0] * 2**20 == pytest.approx(gpu.plan.peak_bytes)
-
-
-def test_equal_layers_have_one_curve(gpu: SimpleNamespace) -> None:
-    curves = distinct_curves(gpu.profile)
-    by_name = {curve.name: curve for curve in curves}
-    assert len(by_name["layers.*"].members) == LAYERS
-    for curve in curves:
-        reachable = [
-            (p.discard_ratio, p.recompute_ms) for p in gpu.profile.tradeoffs[curve.members[0]].points
-        ]
-        assert list(curve.points) == [(0.0, 0.0), *reachable]
-        line = curve.line(curve.hull)
-        for share, ms in curve.points:  # no reachable point is under the hull
-            assert np.interp(share, *zip(*line, strict=True)) <= ms + 1e-9
-    figure = tradeoff_figure(gpu.profile)
-    shown = [axis for axis in figure.axes if axis.lines]
-    assert len(shown) == min(6, len(curves))
-    for axis, curve in zip(shown, curves, strict=False):
-        points = {str(line.get_label()): line for line in axis.lines}["reachable"]
-        assert list(points.get_ydata()) == pytest.approx([ms for _, ms in curve.points])
 
 
 @pytest.mark.slow
@@ -595,15 +476,6 @@ def _ends(paths: list[str]) -> tuple[float, float]:
     return min(ys), max(ys)
 
 
-def test_colours_follow_the_theme(gpu: SimpleNamespace) -> None:
-    html = report_html(gpu.profile, gpu.plan, gpu.frame)
-    names = set(re.findall(r"--([a-z-]+): light-dark\(", html))
-    for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
-        assert not re.search(r"(fill|stroke): (?!none|var)", svg)
-        assert set(re.findall(r"var\(--([a-z-]+)\)", svg)) <= names
-    assert set(re.findall(r"var\(--([a-z-]+)\)", html)) <= names
-
-
 def test_the_drawn_area_reaches_the_peak(gpu: SimpleNamespace) -> None:
     html = report_html(gpu.profile, gpu.plan)
     heights = []
@@ -633,11 +505,3 @@ def test_names_of_modules_are_text() -> None:
 def test_assumptions_are_shown(gpu: SimpleNamespace) -> None:
     profile = dataclasses.replace(gpu.profile, rules=("a mask is taken to select half of its values",))
     assert "a mask is taken to select half" in _read(report_html(profile))[1]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_deep_model_stays_a_small_file() -> None:
-    profile = sacplan.profile(LM(layers=24), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.SGD)
-    html = report_html(profile, sacplan.plan(profile, "smallest"))
-    assert len(html.encode()) < 1_500_000

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sacplan
-from benchmarks.rotor_reference import ENGINES, reference_tables, rotor_by_reference
 from sacplan._rotor.rotor import (
     INFEASIBLE,
     KEEP_ALL,
@@ -27,6 +26,8 @@ from sacplan._rotor.rotor import (
     _least_slots,
     tables_of,
 )
+from tests.support.rotor_reference import ENGINES, reference_tables, rotor_by_reference
+from tests.support.slow import slow_after
 
 K = OperationKind
 DATA = Path(__file__).parents[1] / "data" / "rotor_chains"
@@ -190,7 +191,7 @@ def all_operations(stages: int, back: int) -> Iterator[Operation]:
             yield Operation(kind, i)
 
 
-@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", slow_after(4, sorted(DATA.glob("*.json"))), ids=lambda p: p.stem)
 def test_engines_agree_on_real_chains(path: Path) -> None:
     chain = load(path)
     budget = 500

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
-from benchmarks.rotor_reference import ENGINES
 from sacplan._recompute.rewrite import recomputed
+from tests.support.rotor_reference import ENGINES
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import convnets
@@ -83,7 +83,6 @@ def test_resnet18_for_real(resnet18: tuple[nn.Module, torch.Tensor, sacplan.Prof
     ("make", "budget_bytes"),
     [
         (convnets.resnet50, 4000 * MB),
-        pytest.param(convnets.densenet121, 8080 * MB, marks=pytest.mark.exhaustive),
     ],
 )
 def test_large_convnets_on_a_fake_device(make, budget_bytes: int) -> None:  # type: ignore[no-untyped-def]

@@ -7,16 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import event, given, settings
-from hypothesis import strategies as st
 
 import sacplan
 from sacplan._solve.alike import Alike, TiedProblem
-from sacplan._solve.local import by_price, descend, give_back
+from sacplan._solve.local import descend
 from sacplan._solve.mip import LinearProgram, LinearSolution
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, PairCost, Problem, Solution
 from sacplan._solve.solvers import Solver
 from sacplan.errors import SolverError
-from tests.support.problems import Options, all_picks, cheapest, choice_of, problem_of, problems, rows_of
+from tests.support.problems import Options, cheapest, choice_of, problem_of, problems, rows_of
 
 SOLVERS: list[Solver] = [sacplan.Milp(gap=0.0), sacplan.Greedy(), sacplan.Uniform()]
 TIED = Alike(groups=1, milp=sacplan.Milp(gap=0.0))
@@ -39,25 +38,6 @@ def test_heuristics_keep_the_limits(solver: Solver, problem: Problem) -> None:
     assert problem.peak(smallest.picks) <= problem.peak({})
 
 
-@settings(max_examples=100, deadline=None)
-@given(problem=problems(), data=st.data())
-def test_giving_back_never_breaks_a_limit_nor_costs(problem: Problem, data: st.DataObject) -> None:
-    picks = data.draw(st.sampled_from(all_picks(problem)))
-    before = problem.excess(picks)
-    found = give_back(problem, picks)
-    assert (problem.excess(found) <= np.maximum(before, 0)).all()
-    assert problem.cost(found) <= problem.cost(picks) + 1e-9
-
-
-@given(st.lists(st.sampled_from([0.5, 1.0, 2.0]), max_size=9), st.data())
-def test_moves_come_by_price_and_of_equal_ones_the_first(price: list[float], data: st.DataObject) -> None:
-    group = data.draw(st.lists(st.booleans(), min_size=len(price), max_size=len(price)))
-    wanted = sorted((i for i in range(len(price)) if group[i]), key=lambda i: (price[i], i))
-    others = sorted((i for i in range(len(price)) if not group[i]), key=lambda i: (price[i], i))
-    of_group = np.array(group, dtype=bool)
-    assert list(by_price(np.array(price), (of_group, ~of_group))) == [*wanted, *others]
-
-
 def test_the_descent_is_not_misled_by_a_move_that_only_shifts_the_peak() -> None:
     problem = problem_of(
         [1000, 1000],
@@ -67,12 +47,6 @@ def test_the_descent_is_not_misled_by_a_move_that_only_shifts_the_peak() -> None
     found = sacplan.Greedy().solve(problem)
     assert found is not None
     assert found.picks == {0: 1, 1: 1}
-
-
-def test_the_descent_takes_what_costs_nothing() -> None:
-    """Slices of a loss may even save time, which is worth nothing."""
-    problem = problem_of([1000, 1000], [[(0.0, [-700, 0])], [(1.0, [0, -400])]], 650)
-    assert descend(problem) == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.name)

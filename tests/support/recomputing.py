@@ -24,7 +24,7 @@ from sacplan._program.program import CallSite, Phase
 from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 from tests.support.plans import Sites, times_of
-from tests.zoo.random_nets import batch
+from tests.zoo.units import batch
 
 
 def plan_of(profile: sacplan.Profile, sites: Mapping[str, Sites]) -> Plan:
@@ -105,9 +105,9 @@ def fuzz(examples: int) -> settings:
     )  # fmt: skip
 
 
-def assert_peak_is_replayed(model: nn.Module, plan: Plan) -> None:
+def assert_peak_is_replayed(model: nn.Module, plan: Plan, x: Any = None, loss_fn: Any = None) -> None:
     seen = trace_step(
-        model, batch(), None, None, "cpu", "cost-model", "fake",
+        model, batch() if x is None else x, loss_fn, None, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
     )  # fmt: skip
     assert seen.program.footprint.peak_bytes == plan.peak_bytes
