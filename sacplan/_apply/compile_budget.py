@@ -94,8 +94,8 @@ class CompileBudget:
             left = budget - tried[saved]
             if 0 <= left <= _CLOSE * budget:
                 break
-            low, high = (saved.weight, high) if left > 0 else (low, saved.weight)
-            limit = saved.weight + left / self._calls
+            low, high = (saved.n_bytes, high) if left > 0 else (low, saved.n_bytes)
+            limit = saved.n_bytes + left / self._calls
             if not low < limit < high:
                 limit = (low + high) / 2
         if all(needed > budget for needed in tried.values()):

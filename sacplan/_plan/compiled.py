@@ -120,15 +120,16 @@ class _Partitions:
                 profile.run_again()
 
     def saving(self, limit_of: Callable[[JointGraph], float]) -> tuple[Plan, Profile]:
-        """Return the plan, and the step, in which each graph saves no more weighted bytes than a limit."""
+        """Return the plan, and the step, in which each graph saves no more bytes than a limit."""
         how: Any = self._profile.fingerprint.setup.compiled
         unit = how.modules[0]
-        names = [cheapest_saved(graph.values, limit_of(graph)).names for graph in self._graphs.values()]
+        found = [cheapest_saved(graph.values, limit_of(graph)) for graph in self._graphs.values()]
         decisions = tuple(
-            Partition(unit, key, tuple(sorted(saved))) for key, saved in zip(self._graphs, names, strict=True)
+            Partition(unit, key, tuple(sorted(saved.names)))
+            for key, saved in zip(self._graphs, found, strict=True)
         )
         before = sum(graph.own_bytes for graph in self._graphs.values())
-        left = sum(graph.n_bytes(saved) for graph, saved in zip(self._graphs.values(), names, strict=True))
+        left = sum(saved.n_bytes for saved in found)
         ratio = max(0.0, 1 - left / max(1, before))
         plan = structs.replace(
             self._unplanned, decisions=decisions, units={unit: UnitPlan(ratio, 0.0)}, status="feasible"

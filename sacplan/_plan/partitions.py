@@ -16,7 +16,7 @@ import torch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernels import active_device
-from sacplan._plan.saved_values import SavedValues
+from sacplan._plan.saved_values import SavedValues, bytes_of
 from sacplan._torch import partitioning
 from sacplan._torch.partitioning import ForwardValue, GraphPeaks
 
@@ -33,14 +33,10 @@ class JointGraph:
     values: Sequence[ForwardValue]
     own: frozenset[str]
 
-    def n_bytes(self, names: frozenset[str]) -> int:
-        """Return the bytes of values with these names."""
-        return sum(value.nbytes for value in self.values if value.name in names)
-
     @property
     def own_bytes(self) -> int:
         """The bytes that PyTorch saves."""
-        return self.n_bytes(self.own)
+        return bytes_of(self.values, self.own)
 
 
 Peaks = Callable[[SavedValues | None], GraphPeaks]

@@ -5,11 +5,9 @@ there and is not made again is saved (s = a - r):
 
     minimise    sum of rerun_ms r + save_ms s
     subject to  a >= r;  a = 1 for what the backward pass reads;  a of an input >= r of what is made of it
-                sum of weight * bytes s <= limit
+                sum of bytes s <= limit
 
-Without the last row it is a minimum cut. Its weight is 3/2 less the share of the forward pass before the value: 1/2 for
-the peak, where all that is saved is alive, and 1/2 on average for how long it is. So early layers run again first,
-which they do when the later ones have freed what they hold.
+Without the last row it is a minimum cut.
 
 There are no rows for moments inside the backward pass: what fusion leaves of them is known only once inductor has
 lowered it. The caller does that, and moves the limit.
@@ -35,38 +33,34 @@ class SavedValues:
 
     Attributes:
         names: of the nodes.
-        weight: their weighted bytes.
+        n_bytes: their bytes.
         rerun_ms: time of what runs again.
     """
 
     names: frozenset[str]
-    weight: float
+    n_bytes: int
     rerun_ms: float
 
 
-def weight_of(values: Sequence[ForwardValue], names: Collection[str]) -> float:
-    """Return the weighted bytes of some values."""
-    return math.fsum(_weight(values, i) for i, value in enumerate(values) if value.name in names)
-
-
-def _weight(values: Sequence[ForwardValue], number: int) -> float:
-    return (1.5 - number / len(values)) * values[number].nbytes
+def bytes_of(values: Sequence[ForwardValue], names: Collection[str]) -> int:
+    """Return the bytes of the values with these names."""
+    return sum(value.nbytes for value in values if value.name in names)
 
 
 def cheapest_saved(values: Sequence[ForwardValue], limit: float) -> SavedValues:
-    """Return what to save so that it costs least, within a limit of weighted bytes; what weighs least if none does."""
+    """Return what to save so that it costs least, within a limit of bytes; the least bytes if none does."""
     found = _solved(values, limit) or _solved(values, None)
     assert found is not None, "to save all that the backward pass reads is always possible"
     return found
 
 
 def _solved(values: Sequence[ForwardValue], limit: float | None) -> SavedValues | None:
-    """Return the cheapest choice within a limit, None if there is none; without a limit, that of the least weight."""
+    """Return the cheapest choice within a limit, None if there is none; without a limit, that of the least bytes."""
     program = LinearProgram()
     there, again, row = list[int](), list[int](), list[tuple[int, float]]()
-    for number, value in enumerate(values):
+    for value in values:
         may = value.rerun_ms < math.inf
-        megabytes = _weight(values, number) / 1e6
+        megabytes = value.nbytes / 1e6
         save, rerun = (value.save_ms, value.rerun_ms) if limit is not None else (megabytes, 0.0)
         a = program.variable(lower=float(value.is_read), upper=1.0, cost=save)
         r = program.variable(upper=float(may), integer=may, cost=rerun - save if may else 0.0)
@@ -84,4 +78,4 @@ def _solved(values: Sequence[ForwardValue], limit: float | None) -> SavedValues 
     on = [value > 0.5 for value in found.values]
     names = frozenset(v.name for v, a, r in zip(values, there, again, strict=True) if on[a] and not on[r])
     rerun_ms = math.fsum(v.rerun_ms for v, r in zip(values, again, strict=True) if on[r])
-    return SavedValues(names, weight_of(values, names), rerun_ms)
+    return SavedValues(names, bytes_of(values, names), rerun_ms)

@@ -44,6 +44,11 @@ class GraphPeaks:
         return max(self.forward_bytes, self.backward_bytes)
 
 
+_FUSED = 0.1
+"""Time of a pointwise op that runs again, as a share of that to write what it makes: the kernel that reads it runs it.
+With 1, plans for BERT (``benchmarks.compiled_budgets``) run products again in its place, and steps take longer."""
+
+
 class _Lowered(BaseException):
     """Ends lowering before code is generated. No ``Exception``, since inductor wraps those."""
 
@@ -148,7 +153,17 @@ def _rerun_ms(node: Any, ms_of: Callable[..., float], byte_ms: float) -> float:
         return math.inf
     if is_heavy(func):
         return ms_of(func, *torch.fx.map_arg((node.args, node.kwargs), _known), _known(node))
-    return 0.0 if is_view else byte_ms * _size(node)
+    if is_view:
+        return 0.0
+    reads = max(node.all_input_nodes, key=_elements, default=node)
+    if _elements(reads) > _elements(node):  # a reduction, which no other kernel takes in
+        return byte_ms * _size(reads)
+    return _FUSED * byte_ms * _size(node)
+
+
+def _elements(node: Any) -> int:
+    value = _known(node) if "val" in node.meta else None
+    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
 
 
 def _known(node: Any) -> Any:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from sacplan._plan.saved_values import cheapest_saved, weight_of
+from sacplan._plan.saved_values import bytes_of, cheapest_saved
 from sacplan._torch.partitioning import ForwardValue
 
 
@@ -37,7 +37,7 @@ def all_costs(values: list[ForwardValue], limit: float) -> list[float]:
             for state, value in zip(states, values, strict=True)
         )
         names = {value.name for state, value in zip(states, values, strict=True) if state == "saved"}
-        if may and weight_of(values, names) <= limit:
+        if may and bytes_of(values, names) <= limit:
             again = (v.rerun_ms for state, v in zip(states, values, strict=True) if state == "again")
             found.append(math.fsum(again))
     return found
@@ -46,13 +46,13 @@ def all_costs(values: list[ForwardValue], limit: float) -> list[float]:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_choice_within_the_limit_costs_less(seed: int) -> None:
     values = some_values(seed)
-    most = weight_of(values, {value.name for value in values if value.is_read})
+    most = bytes_of(values, {value.name for value in values if value.is_read})
     for share in (1.0, 0.6, 0.3, 0.0):
         costs = all_costs(values, share * most)
         found = cheapest_saved(values, share * most)
         if costs:
-            assert found.weight <= share * most * (1 + 1e-6)
+            assert found.n_bytes <= share * most * (1 + 1e-6)
             assert found.rerun_ms <= min(costs) * 1.01  # the solver's gap
         else:
-            assert found.weight > share * most
-            assert not all_costs(values, found.weight * (1 - 1e-6))  # nothing weighs less
+            assert found.n_bytes > share * most
+            assert not all_costs(values, found.n_bytes * (1 - 1e-6))  # nothing has fewer
