@@ -198,15 +198,17 @@ class _Unwatched:
                 hook(self._module, args, kwargs)
             else:
                 hook(self._module, args)
+        hooked_now = [(vars(module)[name], theirs[name]) for module, theirs in self._own for name in theirs]
         with contextlib.ExitStack() as stack:
             for hooked in (before, after):
                 stack.enter_context(_emptied(hooked, {}))
-            for module, theirs in self._own:
-                for name, hooked in theirs.items():
-                    if vars(module)[name].keys() != hooked.keys():
-                        stack.enter_context(_emptied(vars(module)[name], hooked))
+            for found, hooked in hooked_now:
+                if found.keys() != hooked.keys():
+                    stack.enter_context(_emptied(found, hooked))
             stack.enter_context(function_modes_off())
             output = self._compiled(*args, **kwargs)
+            for found, hooked in hooked_now:
+                hooked.update(found)  # what the model has registered is its own
         for hook in list(after.values()):
             hook(self._module, args, output)
         return output
@@ -220,8 +222,9 @@ def _emptied(hooks: dict[Any, Any], left: Mapping[Any, Any]) -> Iterator[None]:
     try:
         yield
     finally:
+        now = dict(hooks)
         hooks.clear()
-        hooks.update(found)
+        hooks.update(found | now)
 
 
 def _gpu(spec: DeviceSpec) -> SimpleNamespace:

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from sacplan._torch.fake_tensors import active_fake_mode, fake_empty_strided
@@ -127,6 +127,7 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
         wait = kernels.wait
         whole = compile_fx.compile_fx
         inner = compile_fx.compile_fx_inner
+        copy_graph: Any = torch.fx.GraphModule.__deepcopy__
 
     def make_kernel(_: Any, *args: Any, **__: Any) -> _Kernel:
         return _Kernel(args[0] if isinstance(args[0], str) else "cpp_fused")
@@ -143,6 +144,11 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
         patches = {k: v for k, v in (config_patches or {}).items() if k not in (*MEASURES, *POOLS)}
         return whole(*args, config_patches=patches or None, **kwargs)
 
+    def copied(self: Any, memo: Any) -> Any:
+        # What a graph has for constants are real tensors, whose copies would be fake.
+        with _disable_current_modes():
+            return copy_graph(self, memo)
+
     torch.compiler.reset()
     try:
         with (
@@ -154,6 +160,7 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
             replaced(guards, **dict.fromkeys(names, _allocate), _reinterpret_tensor=_reinterpret),
             replaced(compile_fx, compile_fx=without_measuring),
             replaced(debugging, boxed_nop=_noted(debugging.boxed_nop)),
+            replaced(torch.fx.GraphModule, __deepcopy__=copied),
             inductor_config.patch(
                 force_disable_caches=True,
                 compile_threads=1,

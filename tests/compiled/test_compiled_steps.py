@@ -123,6 +123,32 @@ def test_what_cannot_be_compiled_so_is_said(compile: Any, says: str) -> None:
         sacplan.profile(model(), BATCH, cross_entropy, device="cpu", compile=compile)
 
 
+def test_hooks_that_a_model_registers_as_it_runs_stay() -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def listen(self: FromFunction) -> None:
+        if not self.listens:
+            self.listens = True
+            self.inner.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        listen(self)
+        self.seen = []
+        return self.inner(x).sum() + self.seen[0].square().sum()
+
+    found = FromFunction(forward, inner=torch.nn.Linear(64, 64))
+    found.listens = False
+    profile = sacplan.profile(found, torch.randn(256, 64), device="cpu", compile=WHOLE)
+    assert profile.peak_bytes > 2 * 4 * 256 * 64
+
+
+def test_numbers_in_the_code_are_constants_of_the_graphs() -> None:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * torch.tensor([0.5, 2.0])).exp().sum()
+
+    found = FromFunction(forward, inner=torch.nn.Linear(8, 2))
+    assert sacplan.profile(found, torch.randn(16, 8), device="cpu", compile=WHOLE).peak_bytes
+
+
 def test_a_step_of_which_nothing_is_compiled_is_an_error() -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
