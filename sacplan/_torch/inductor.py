@@ -127,6 +127,7 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
         wait = kernels.wait
         whole = compile_fx.compile_fx
         inner = compile_fx.compile_fx_inner
+        is_fake: Any = torch._subclasses.fake_tensor.is_fake
         copy_graph: Any = torch.fx.GraphModule.__deepcopy__
 
     def make_kernel(_: Any, *args: Any, **__: Any) -> _Kernel:
@@ -145,7 +146,9 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
         return whole(*args, config_patches=patches or None, **kwargs)
 
     def copied(self: Any, memo: Any) -> Any:
-        # What a graph has for constants are real tensors, whose copies would be fake.
+        # Constants of a graph may be real tensors, whose copies would be fake; fake ones are not copied.
+        held = (*vars(self).values(), *self._buffers.values(), *self._parameters.values())
+        memo |= {id(value): value for value in held if is_fake(value)}
         with _disable_current_modes():
             return copy_graph(self, memo)
 
