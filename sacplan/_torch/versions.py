@@ -121,6 +121,7 @@ LATE: tuple[str, ...] = (
     "torch._dynamo.exc.BackendCompilerFailed",
     "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
     "torch._dynamo.utils.counters",
+    "torch._functorch.config",
     "torch._functorch.partitioners._remove_symbols_without_guarding",
     "torch._functorch.partitioners._size_of",
     "torch._functorch.partitioners.choose_saved_values_set",

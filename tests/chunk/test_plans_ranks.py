@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan._program.decisions import Chunk
-from tests.chunk.test_ranks import RANKS, Wrap, replicated, sharded, sharded_with_head
 from tests.support.processes import gloo, run_ranks
 from tests.zoo.language_models import LM, cross_entropy, tokens
+
+RANKS = 2
+Wrap = Callable[[LM], nn.Module]
+
+
+def replicated(model: LM) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def sharded(model: LM) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def sharded_with_head(model: LM) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.head, mesh=dist.device_mesh.init_device_mesh("cpu", (RANKS,)))
+    return sharded(model)
+
 
 BOTH = ("recompute", "chunk")
 VOCAB = 1001
