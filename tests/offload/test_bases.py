@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
+import pytest
 import torch
 
 import sacplan
-from sacplan._offload.options import offloads
+from sacplan._offload.options import _along_hull, offloads
 from sacplan._program.program import Phase
+from sacplan._technique.regions import Option
 from sacplan._technique.step import PlanStep
 from sacplan._techniques import regions
 from tests.zoo import language_models as models
+
+
+def options_at(points: list[tuple[float, int]]) -> list[Option]:
+    return [Option(cost, kept, (), "recompute") for cost, kept in sorted(points)]
+
+
+def lower_hull(options: list[Option]) -> list[Option]:
+    """Return by brute force the options that are below every line between two others, and both ends."""
+
+    def above_a_line(i: int) -> bool:
+        one = options[i]
+        return any(
+            one.kept_bytes
+            >= a.kept_bytes + (b.kept_bytes - a.kept_bytes) * (one.cost - a.cost) / (b.cost - a.cost)
+            for a, b in itertools.product(options[:i], options[i + 1 :])
+        )
+
+    ends = (0, len(options) - 1)
+    return [one for i, one in enumerate(options) if i in ends or not above_a_line(i)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_vertices_of_the_hull_come_first(seed: int) -> None:
+    draw = random.Random(seed)
+    points = [(cost, draw.randrange(10**6)) for cost in draw.sample(range(10**6), 40)]
+    options = options_at([(float(cost), kept) for cost, kept in points])
+    vertices = lower_hull(options)
+    assert _along_hull(options, len(vertices)) == vertices
+    assert _along_hull(options, 100) == options
+    # Fewer are the same vertices, however many other options there are.
+    fewer = min(4, len(vertices))
+    assert _along_hull(options, fewer) == _along_hull(vertices, fewer)
+
+
+def test_equal_options_and_few_options() -> None:
+    same = options_at([(1.0, 5)] * 4)
+    assert len(_along_hull(same, 3)) == 3
+    assert _along_hull(same[:1], 3) == same[:1]
 
 
 def test_what_the_heaviest_backward_op_reads_can_be_away_beside_recomputation() -> None:
