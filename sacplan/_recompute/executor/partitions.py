@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +36,8 @@ class InstalledPartitions:
         # Of a graph with other sizes than any that was planned for, the ops decide.
         self._saved = {one.graph.partition("-")[0]: one.saved for one in decisions}
         self._saved |= {one.graph: one.saved for one in decisions}
-        self._partitioner = as_partitioner(self._partition, ("sacplan", *decisions))
+        # Out of a cache, a graph that the plan does not know would come without a word.
+        self._partitioner = as_partitioner(self._partition, uuid.uuid4().hex)
         torch.compiler.reset()
         self._before = swap_partitioner(self._partitioner)
 
