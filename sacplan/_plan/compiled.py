@@ -134,7 +134,9 @@ class _Partitions:
         plan = structs.replace(
             self._unplanned, decisions=decisions, units={unit: UnitPlan(ratio, 0.0)}, status="feasible"
         )
-        return plan, self._profile.run_with(plan)
+        seen = self._profile.run_with(plan)
+        again_ms = max(0.0, seen.step_ms - self._profile.step_ms)
+        return structs.replace(plan, units={unit: UnitPlan(ratio, again_ms)}), seen
 
     def within(self, budget: int) -> tuple[Plan, Profile]:
         """Return the plan and the step that should need no more than a budget."""

@@ -182,9 +182,8 @@ class Offload(SiteDecision, frozen=True, kw_only=True, tag="offload", omit_defau
         return tuple(dict.fromkeys((self.unit, *others)))
 
 
-Decision: TypeAlias = (
-    Recompute | Partition | Chunk | Offload
-)  # a further one is a class above, and a member here
+# A further one is a class above, and a member here.
+Decision: TypeAlias = Recompute | Partition | Chunk | Offload
 
 Discarded = Mapping[str, Mapping[CallSite, int]]
 """By unit, the call sites that it discards, each with the number of times that its values are dropped."""

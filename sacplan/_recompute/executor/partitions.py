@@ -43,7 +43,7 @@ class InstalledPartitions:
 
     def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
         key = graph_key(module)
-        saved = self._saved.get(key) or self._saved.get(key.partition("-")[0])
+        saved = self._saved.get(key, self._saved.get(key.partition("-")[0]))
         if saved is not None:
             return partitioned(module, inputs, arguments, saving(saved))
         if self._saved:
