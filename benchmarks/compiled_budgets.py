@@ -2,10 +2,10 @@
 
     python -m benchmarks.compiled_budgets [--names nanogpt bert] [--json FILE]
 
-Both are run dry, compiled as a whole with inductor, on models of ``models/compiled_models.py``. The setting of PyTorch
-is a share of the saved bytes, and bounds no peak; each row's plan of sacplan is asked for the peak that the setting
-leads to. FLOPs are those of matrix products, attention and convolutions, over those of the step that is only compiled;
-times are predicted. Rows that the file has are not run again.
+Both are run dry for an H100, compiled as a whole with inductor, on models of ``models/compiled_models.py``. The setting
+of PyTorch is a share of the saved bytes, and bounds no peak; each row's plan of sacplan is asked for the peak that the
+setting leads to. FLOPs are those of matrix products, attention and convolutions, over those of the step that is only
+compiled; times are predicted. Rows that the file has are not run again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rows_of(name: str, settings: list[float]) -> Iterator[Row]:
     seed_everything(0)
     case, _ = MODELS[name]()
     case.model.train()
-    alone = case.profile("cpu", compile=True)
+    alone = case.profile("h100", compile=True)
 
     def figures(step: sacplan.Profile) -> dict[str, Any]:
         more = {"recompute_flops": step.program.flops - alone.program.flops, "step_ms": step.step_ms}
@@ -45,7 +45,7 @@ def rows_of(name: str, settings: list[float]) -> Iterator[Row]:
 
     for setting in settings:
         with functorch_config.patch(activation_memory_budget=setting):
-            rival = case.profile("cpu", compile=True)
+            rival = case.profile("h100", compile=True)
         row: Row = {"case": f"{name} {setting}", "model": name, "setting": setting}
         row |= {"unplanned": alone.peak_bytes, "theirs": figures(rival), "plan": None}
         try:

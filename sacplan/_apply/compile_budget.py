@@ -1,27 +1,18 @@
 """``compile_budget``: a budget in bytes for ``torch.compile``, in the place of ``activation_memory_budget``.
 
-Of each graph that is compiled for training, PyTorch's own partition into forward and backward is tried first, and then
-what ``saved_values`` chooses for a limit of saved bytes. Inductor lowers the two graphs, fuses and orders them, and
-says how much is alive at most; no kernel is compiled. The limit moves by what is over the budget, or left. The cheapest
-that fits is taken.
+Of each graph that is compiled for training, the cheapest of the ways to split it that ``partitions`` compares is taken
+whose peak fits. Inductor lowers, fuses and orders each, and says how much is alive at most; no kernel is compiled.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from sacplan._plan.partitions import JointGraph, Partitioner, Peaks
-from sacplan._plan.saved_values import SHARES, SavedValues, cheapest_saved
+from sacplan._plan.partitions import JointGraph, Partitioner, Split
 from sacplan._program.arguments import checked
 from sacplan._program.budget import exact_bytes, format_bytes, parse_budget
-from sacplan._torch.partitioning import GraphPeaks
 from sacplan.errors import InfeasibleBudget, PlanError
-
-_ROUNDS = 6
-_CLOSE = 0.01
-"""Share of the budget that may stay unused without a cheaper partition being sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +23,7 @@ class CompiledGraph:
         budget_bytes: its budget.
         needs_bytes: most that is alive while it runs, with what its other calls have saved.
         default_bytes: the same with PyTorch's own partition.
-        recompute_ms: predicted time of what runs again; None: PyTorch's own partition was taken.
+        recompute_ms: predicted time that it takes more; None: PyTorch's own partition was taken.
     """
 
     budget_bytes: int
@@ -54,55 +45,27 @@ class CompileBudget:
         self._calls = calls
         self._partitioner = Partitioner(self._choose, ("sacplan", str(budget), calls))
 
-    def _choose(self, key: str, graph: JointGraph, peaks: Peaks) -> SavedValues | None:
-        first = peaks(None)
-        default = self._needs(first)
+    def _choose(self, graph: JointGraph) -> Split:
+        default = graph.own.lowered.needs_bytes(self._calls)
         budget = parse_budget(self._budget, default)
         if default <= budget:
             self.graphs.append(CompiledGraph(budget, default, default, None))
-            return None
-        tried = self._search(graph, first, budget, peaks)
-        fitting = (saved for saved in tried if tried[saved] <= budget)
-        if best := min(fitting, key=lambda saved: saved.rerun_ms, default=None):
-            self.graphs.append(CompiledGraph(budget, tried[best], default, best.rerun_ms))
+            return graph.own
+        needs = {split: split.lowered.needs_bytes(self._calls) for split in graph.splits}
+        fitting = [split for split in needs if needs[split] <= budget]
+        if best := min(fitting, key=lambda split: split.lowered.ms, default=None):
+            more_ms = max(0.0, best.lowered.ms - graph.own.lowered.ms)
+            self.graphs.append(CompiledGraph(budget, needs[best], default, more_ms))
             return best
-        least = min([default, *tried.values()])
+        least = min(needs.values())
         raise InfeasibleBudget(
             f"a compiled graph does not fit {format_bytes(budget)}: PyTorch's own partition takes "
-            f"{format_bytes(default)}, and the smallest of {len(tried)} others {format_bytes(least)}. "
+            f"{format_bytes(default)}, and the smallest of the {len(needs)} that were compared {format_bytes(least)}. "
             f"Give at least {exact_bytes(least)}, or make the batch smaller.",
             budget_bytes=budget,
             smallest_feasible_bytes=least,
             binding="a compiled graph",
         )
-
-    def _needs(self, found: GraphPeaks) -> int:
-        return found.peak_bytes + (self._calls - 1) * found.saved_bytes
-
-    def _search(
-        self, graph: JointGraph, first: GraphPeaks, budget: int, peaks: Peaks
-    ) -> dict[SavedValues, int]:
-        """Return what was tried, and what it needs; ``first`` is PyTorch's own partition."""
-        tried: dict[SavedValues, int] = {}
-        low, high = 0.0, math.inf  # limits between which to search
-        limit = first.saved_bytes - (self._needs(first) - budget) / self._calls
-        for _ in range(_ROUNDS):
-            saved = cheapest_saved(graph.values, limit)
-            if saved in tried:
-                break
-            tried[saved] = self._needs(peaks(saved))
-            left = budget - tried[saved]
-            if 0 <= left <= _CLOSE * budget:
-                break
-            low, high = (saved.n_bytes, high) if left > 0 else (low, saved.n_bytes)
-            limit = saved.n_bytes + left / self._calls
-            if not low < limit < high:
-                limit = (low + high) / 2
-        if all(needed > budget for needed in tried.values()):
-            # The same for every budget, so that what an error names is found again.
-            found = dict.fromkeys(cheapest_saved(graph.values, share * first.saved_bytes) for share in SHARES)
-            tried = {saved: self._needs(peaks(saved)) for saved in found}
-        return tried
 
     def remove(self) -> None:
         """Have ``torch.compile`` partition graphs as it did before. What is compiled stays as it is."""

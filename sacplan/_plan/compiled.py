@@ -3,8 +3,7 @@
 The compiler saves less than an eager step, or more; it recomputes what fuses for nothing, and reuses buffers. None of
 that is modelled here. There are two kinds of proposals, and one search, whose budget moves by what is left, or over:
 
-- With inductor, partitions of the joint graphs (``partitions.py``): of each graph, the cheapest that saves no more than
-  a share of what PyTorch would save.
+- With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest.
 - If none holds the budget, with another backend, and where the user has a say in what is recomputed: plans for the
   eager step, whose ops are tags in the graph.
 
@@ -23,10 +22,9 @@ from msgspec import structs
 
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.limits import ROUNDS, Limit, Room
-from sacplan._plan.partitions import JointGraph, Partitioner
+from sacplan._plan.partitions import JointGraph, Partitioner, Split
 from sacplan._plan.plan import Plan
 from sacplan._plan.request import Request
-from sacplan._plan.saved_values import SHARES, cheapest_saved
 from sacplan._plan.value import UnitPlan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes
@@ -34,7 +32,8 @@ from sacplan._program.decisions import Partition
 from sacplan.errors import InfeasibleBudget
 
 _CLOSE = 0.01
-"""Share of the budget that a plan may leave unused without a dearer one being sought."""
+"""Share of the budget that a plan may leave unused without a cheaper one being sought, and by which a proposal may be
+over it before it is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,52 +107,114 @@ def splits_graphs(request: Request, profile: Profile) -> bool:
 class _Partitions:
     """Proposals for a compiled step that split its graphs otherwise.
 
-    Each graph saves the same share of what PyTorch would save of it.
+    Attributes:
+        splits: the proposals: of each graph one.
     """
 
     def __init__(self, profile: Profile, unplanned: Plan) -> None:
+        how: Any = profile.fingerprint.setup.compiled
         self._profile = profile
         self._unplanned = unplanned
-        self._graphs: dict[str, JointGraph] = profile.joint_graphs
-        if not self._graphs:
-            with Partitioner(lambda key, graph, peaks: self._graphs.update({key: graph}), ("sacplan",)):
-                profile.run_again()
+        self._unit = how.modules[0]
+        self._calls = len(how.modules)  # alike modules share a graph, which each of them calls
+        graphs = profile.joint_graphs
+        if not graphs:
 
-    def saving(self, limit_of: Callable[[JointGraph], float]) -> tuple[Plan, Profile]:
-        """Return the plan, and the step, in which each graph saves no more bytes than a limit."""
-        how: Any = self._profile.fingerprint.setup.compiled
-        unit = how.modules[0]
-        found = [cheapest_saved(graph.values, limit_of(graph)) for graph in self._graphs.values()]
+            def note(graph: JointGraph) -> Split:
+                graphs[graph.key] = graph.splits
+                return graph.own
+
+            with Partitioner(note, ("sacplan",)):
+                profile.run_again()
+        self._graphs: dict[str, tuple[Split, ...]] = graphs
+        self.splits = _combined(list(graphs.values()), self._calls)
+
+    def run(self, splits: Sequence[Split]) -> tuple[Plan, Profile]:
+        """Return the plan with one split of each graph, and the step with it."""
         decisions = tuple(
-            Partition(unit, key, tuple(sorted(saved.names)))
-            for key, saved in zip(self._graphs, found, strict=True)
+            Partition(self._unit, key, tuple(sorted(split.saved)))
+            for key, split in zip(self._graphs, splits, strict=True)
         )
-        before = sum(graph.own_bytes for graph in self._graphs.values())
-        left = sum(saved.n_bytes for saved in found)
+        before = sum(own.lowered.saved_bytes for own, *_ in self._graphs.values())
+        left = sum(split.lowered.saved_bytes for split in splits)
         ratio = max(0.0, 1 - left / max(1, before))
         plan = structs.replace(
-            self._unplanned, decisions=decisions, units={unit: UnitPlan(ratio, 0.0)}, status="feasible"
+            self._unplanned,
+            decisions=decisions,
+            units={self._unit: UnitPlan(ratio, 0.0)},
+            status="feasible",
         )
         seen = self._profile.run_with(plan)
         again_ms = max(0.0, seen.step_ms - self._profile.step_ms)
-        return structs.replace(plan, units={unit: UnitPlan(ratio, again_ms)}), seen
+        return structs.replace(plan, units={self._unit: UnitPlan(ratio, again_ms)}), seen
 
-    def within(self, budget: int) -> tuple[Plan, Profile]:
-        """Return the plan and the step that should need no more than a budget."""
-        how: Any = self._profile.fingerprint.setup.compiled
-        # Alike modules share a graph, which each of them calls.
-        before = len(how.modules) * sum(graph.own_bytes for graph in self._graphs.values())
-        share = max(0.0, 1 - (self._profile.peak_bytes - budget) / max(1, before))
-        return self.saving(lambda graph: share * graph.own_bytes)
+    def n_bytes(self, splits: Sequence[Split]) -> int:
+        """Return about what graphs take that are split so, without all else that is there."""
+        saved = self._calls * sum(split.lowered.saved_bytes for split in splits)
+        return saved + max(split.lowered.needs_bytes(0) for split in splits)
+
+    def within(self, room: Room, over: int) -> list[_Try]:
+        """Return those that were run to find the fastest within some room; ``over``: what the step takes too much."""
+        own = tuple(splits[0] for splits in self._graphs.values())
+        beside = room.n_bytes + over - self.n_bytes(own)  # what is there besides, corrected by each run
+        tries: list[_Try] = []
+        left = set(self.splits)
+        while left and len(tries) < ROUNDS:
+            needs = {splits: self.n_bytes(splits) + beside for splits in left}
+            close = [splits for splits in left if needs[splits] <= (1 + _CLOSE) * room.n_bytes]
+            fits = [splits for splits in close if needs[splits] <= room.n_bytes]
+            if fits:
+                splits = min(fits, key=_order)
+            elif close or not any(one.needs <= room.n_bytes for one in tries):
+                splits = min(close or left, key=lambda splits: (needs[splits], _order(splits)))
+            else:
+                break
+            plan, seen = self.run(splits)
+            tries.append(_Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program)))
+            beside = tries[-1].needs - self.n_bytes(splits)
+            left.remove(splits)
+            if tries[-1].needs <= room.n_bytes:
+                left = {other for other in left if _order(other) < _order(splits)}
+        return tries
 
     @property
     def small(self) -> list[tuple[Plan, Profile]]:
-        """Plans that save little, and the steps with them: the same for every budget."""
+        """The plans that should take least, and the steps with them: the same for every budget."""
+        return [
+            self.run(splits) for splits in sorted(self.splits, key=lambda s: (self.n_bytes(s), _order(s)))[:2]
+        ]
 
-        def limit_of(share: float, graph: JointGraph) -> float:
-            return share * graph.own_bytes
 
-        return [self.saving(functools.partial(limit_of, share)) for share in SHARES]
+def _order(splits: Sequence[Split]) -> tuple[float, list[list[str]]]:
+    """The faster first, and always in the same order."""
+    return sum(split.lowered.ms for split in splits), [sorted(split.saved) for split in splits]
+
+
+def _combined(graphs: Sequence[Sequence[Split]], calls: int) -> list[tuple[Split, ...]]:
+    """Return some ways to split all graphs: all that there are of a single one.
+
+    Of several, they go from the fastest to those that take least, one graph at a time, where it costs least for a byte.
+    """
+    if len(graphs) == 1:
+        return [(split,) for split in graphs[0]]
+    stairs: list[list[Split]] = []
+    for splits in graphs:
+        stair: list[Split] = []
+        for split in sorted(splits, key=lambda one: (one.lowered.ms, one.lowered.needs_bytes(calls))):
+            if not stair or split.lowered.needs_bytes(calls) < stair[-1].lowered.needs_bytes(calls):
+                stair.append(split)
+        stairs.append(stair)
+
+    def price(i: int) -> float:
+        now, then = (stairs[i][at[i] + k].lowered for k in (0, 1))
+        return (then.ms - now.ms) / (now.needs_bytes(calls) - then.needs_bytes(calls))
+
+    at = [0] * len(stairs)
+    found = [tuple(stair[0] for stair in stairs)]
+    while left := [i for i, stair in enumerate(stairs) if at[i] + 1 < len(stair)]:
+        at[min(left, key=price)] += 1
+        found.append(tuple(stair[i] for stair, i in zip(stairs, at, strict=True)))
+    return found
 
 
 def smallest_compiled(
@@ -174,14 +235,7 @@ def smallest_compiled(
 
 def _partitions(profile: Profile, room: Room, over: int, unplanned: Plan) -> list[_Try]:
     proposals = _Partitions(profile, unplanned)
-    tries: list[_Try] = []
-    budget: int | None = profile.peak_bytes - over
-    while budget is not None and len(tries) < ROUNDS:
-        plan, seen = proposals.within(budget)
-        if any(one.plan.decisions == plan.decisions for one in tries):
-            break
-        tries.append(_Try(budget, plan, budget, seen, room.needs(seen.program)))
-        budget = _next_budget(room, tries, profile.peak_bytes)
+    tries = proposals.within(room, over)
     if not any(one.needs <= room.n_bytes for one in tries):
         # What an error names is then found again.
         tries = [

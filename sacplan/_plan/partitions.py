@@ -1,14 +1,19 @@
-"""What there is to save of the graphs that ``torch.compile`` makes, and a partitioner that asks what is.
+"""The ways to split the graphs that ``torch.compile`` makes into forward and backward, each lowered by inductor.
 
-Of each graph that is compiled for training, it is noted what PyTorch would save, and what else there is to choose from;
-``saved_values`` has the cheapest choice for a limit of saved bytes.
+Of each graph that is compiled for training, these are compared:
+
+- what PyTorch saves by itself, and with some settings of its ``activation_memory_budget``;
+- what ``saved_values`` finds cheapest for shares of the bytes that PyTorch saves.
+
+Prices before lowering are rough: fusion decides what an op costs that runs again. After it, inductor knows what each
+kernel reads and writes, and what is alive. So each is lowered, without a kernel being compiled, and judged by that.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,68 +21,101 @@ import torch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernels import active_device
-from sacplan._plan.saved_values import SavedValues, bytes_of
+from sacplan._plan.saved_values import bytes_of, cheapest_saved, without_forbidden
 from sacplan._torch import partitioning
-from sacplan._torch.partitioning import ForwardValue, GraphPeaks
+from sacplan._torch.partitioning import ForwardValue, LoweredGraphs, Prices
+
+_SETTINGS = (0.75, 0.5, 0.25)
+_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)
+"""Fewer bytes cost more and more time; below a tenth, what runs again is alive at once and takes what is not saved."""
 
 
 @dataclass(frozen=True, slots=True)
-class JointGraph:
-    """What there is to choose from in a graph.
+class Split:
+    """A way to split a joint graph.
 
     Attributes:
-        values: those that may be saved, in the order of the graph.
-        own: names of those that PyTorch saves.
+        saved: names of the nodes that are saved.
+        lowered: what it takes.
     """
 
-    values: Sequence[ForwardValue]
-    own: frozenset[str]
-
-    @property
-    def own_bytes(self) -> int:
-        """The bytes that PyTorch saves."""
-        return bytes_of(self.values, self.own)
+    saved: frozenset[str]
+    lowered: LoweredGraphs
 
 
-Peaks = Callable[[SavedValues | None], GraphPeaks]
-"""Has inductor lower the two graphs that save these values, without compiling a kernel, and returns what is alive at
-most. None: what PyTorch saves."""
+class JointGraph:
+    """A joint graph while it is compiled.
 
-Choose = Callable[[str, JointGraph, Peaks], SavedValues | None]
-"""Says what a graph, which has a key, saves; None: what PyTorch saves."""
+    Args:
+        module, inputs, arguments: as a partitioner gets them.
+    """
+
+    def __init__(self, module: Any, inputs: Sequence[Any], arguments: dict[str, Any]) -> None:
+        self.key = partitioning.graph_key(module)
+        self._module, self._inputs, self._arguments = module, inputs, arguments
+        self._prices = _prices(module)
+        self._values: list[ForwardValue] = []
+        self._theirs: list[frozenset[str]] = []
+        self._partitioned(partitioning.copied(module), self._note)
+
+    def _note(self, graph: Any, info: Any, own: Callable[[float], list[Any]]) -> list[Any]:
+        n_outputs = self._arguments["num_fwd_outputs"]
+        self._values += partitioning.forward_values(graph, info, n_outputs, self._prices)
+        chosen = own(1.0)
+        self._theirs += [frozenset(n.name for n in nodes) for nodes in (chosen, *map(own, _SETTINGS))]
+        return chosen
+
+    def _partitioned(self, module: Any, choose: partitioning.Choose) -> tuple[Any, Any]:
+        return partitioning.partitioned(module, self._inputs, self._arguments, choose)
+
+    @cached_property
+    def own(self) -> Split:
+        """What PyTorch does by itself."""
+        return self._lowered(self._theirs[0])
+
+    @cached_property
+    def splits(self) -> tuple[Split, ...]:
+        """All ways that are compared; PyTorch's own is the first."""
+        own, *others = self._theirs
+        most = bytes_of(self._values, own)
+        # PyTorch draws random numbers anew: pytorch#190758.
+        found = [without_forbidden(self._values, names) for names in others]
+        found += [cheapest_saved(self._values, share * most) for share in _SHARES]
+        return self.own, *map(self._lowered, dict.fromkeys(names for names in found if names != own))
+
+    def _lowered(self, saved: frozenset[str]) -> Split:
+        module, n_outputs = partitioning.copied(self._module), self._arguments["num_fwd_outputs"]
+        graphs = self._partitioned(module, partitioning.saving(saved))
+        static = self._arguments["static_lifetime_input_indices"] or ()
+        return Split(saved, partitioning.lowered(module, graphs, n_outputs, static, self._prices))
+
+    def split(self, chosen: Split) -> tuple[Any, Any]:
+        """Split the graph itself, and return its two parts."""
+        return self._partitioned(self._module, partitioning.saving(chosen.saved))
+
+
+def _prices(module: Any) -> Prices:
+    device = next(v.device for n in module.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
+    model = CostModel(active_device() or resolve_device(device))
+    byte_ms = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
+    return Prices(lambda *call: model.cost(*call)[1], byte_ms)
 
 
 class Partitioner:
     """What inductor asks for partitions, until ``remove()`` or to the end of a ``with``.
 
     Args:
-        choose: says what each graph saves. It is asked when the graph is compiled.
+        choose: says how each graph is split. It is asked when the graph is compiled.
         key: tells it from others, for the compiler's caches.
     """
 
-    def __init__(self, choose: Choose, key: object) -> None:
+    def __init__(self, choose: Callable[[JointGraph], Split], key: object) -> None:
         self._choose = choose
         self._before = partitioning.swap_partitioner(partitioning.as_partitioner(self._partition, key))
 
     def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
-        partitioned = functools.partial(partitioning.partitioned, inputs=inputs, arguments=arguments)
-        n_outputs, static = arguments["num_fwd_outputs"], arguments["static_lifetime_input_indices"] or ()
-        values: list[ForwardValue] = []
-        own: set[str] = set()
-        noting = functools.partial(_note, values, own, n_outputs)
-        partitioned(partitioning.copied(module), choose=noting)
-        graph = JointGraph(values, frozenset(own))
-
-        def choice(saved: SavedValues | None) -> partitioning.Choose:
-            return partitioning.saving(graph.own if saved is None else saved.names)
-
-        def peaks(saved: SavedValues | None) -> GraphPeaks:
-            copy = partitioning.copied(module)
-            return partitioning.lowered_peaks(
-                copy, partitioned(copy, choose=choice(saved)), n_outputs, static
-            )
-
-        return partitioned(module, choose=choice(self._choose(partitioning.graph_key(module), graph, peaks)))
+        graph = JointGraph(module, inputs, arguments)
+        return graph.split(self._choose(graph))
 
     def remove(self) -> None:
         """Have ``torch.compile`` partition graphs as it did before. What is compiled stays as it is."""
@@ -88,23 +126,3 @@ class Partitioner:
 
     def __exit__(self, *exc_info: Any) -> None:
         self.remove()
-
-
-def _note(
-    values: list[ForwardValue],
-    own: set[str],
-    n_outputs: int,
-    graph: Any,
-    info: Any,
-    choose: Callable[[], list[Any]],
-) -> list[Any]:
-    """Choose what PyTorch chooses, and note it, and what else there is to choose from."""
-    device = next(v.device for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
-    model = CostModel(active_device() or resolve_device(device))
-    ms_per_byte = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
-    values += partitioning.forward_values(
-        graph, info, n_outputs, lambda *call: model.cost(*call)[1], ms_per_byte
-    )
-    chosen = choose()
-    own.update(node.name for node in chosen)
-    return chosen

@@ -10,36 +10,16 @@ there and is not made again is saved (s = a - r):
 Without the last row it is a minimum cut.
 
 There are no rows for moments inside the backward pass: what fusion leaves of them is known only once inductor has
-lowered it. The caller does that, and moves the limit.
+lowered it. The caller does that, for several limits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from sacplan._solve.mip import LinearProgram
 from sacplan._torch.partitioning import ForwardValue
-
-SHARES = (0.4, 0.3, 0.2, 0.15, 0.1, 0.05, 0.0)
-"""Limits, as shares of the bytes that PyTorch saves. The smallest peak is sought among them if nothing fits; it may lie
-between, since what runs again is alive at once where little is saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedValues:
-    """A choice of values to save.
-
-    Attributes:
-        names: of the nodes.
-        n_bytes: their bytes.
-        rerun_ms: time of what runs again.
-    """
-
-    names: frozenset[str]
-    n_bytes: int
-    rerun_ms: float
 
 
 def bytes_of(values: Sequence[ForwardValue], names: Collection[str]) -> int:
@@ -47,14 +27,35 @@ def bytes_of(values: Sequence[ForwardValue], names: Collection[str]) -> int:
     return sum(value.nbytes for value in values if value.name in names)
 
 
-def cheapest_saved(values: Sequence[ForwardValue], limit: float) -> SavedValues:
-    """Return what to save so that it costs least, within a limit of bytes; the least bytes if none does."""
-    found = _solved(values, limit) or _solved(values, None)
+def without_forbidden(values: Sequence[ForwardValue], names: Collection[str]) -> frozenset[str]:
+    """Return what to save so that nothing runs again that must not, and else what these names leave to run again."""
+    saved = set(names)
+    missing = [i for i, value in enumerate(values) if value.is_read]
+    seen = set[int]()
+    while missing:
+        i = missing.pop()
+        if i in seen or values[i].name in saved:
+            continue
+        seen.add(i)
+        inputs = [values[j] for j in values[i].inputs]
+        # Of an op with several results, these are saved, and not the op.
+        if any(v.rerun_ms == math.inf for v in (values[i], *(v for v in inputs if not v.is_savable))):
+            saved.add(values[i].name)
+        else:
+            missing += values[i].inputs
+    return frozenset(saved)
+
+
+def cheapest_saved(values: Sequence[ForwardValue], limit: float) -> frozenset[str]:
+    """Return the names of what to save so that it costs least, in a limit of bytes; the least bytes if none does."""
+    found = _solved(values, limit)
+    if found is None:
+        found = _solved(values, None)
     assert found is not None, "to save all that the backward pass reads is always possible"
     return found
 
 
-def _solved(values: Sequence[ForwardValue], limit: float | None) -> SavedValues | None:
+def _solved(values: Sequence[ForwardValue], limit: float | None) -> frozenset[str] | None:
     """Return the cheapest choice within a limit, None if there is none; without a limit, that of the least bytes."""
     program = LinearProgram()
     there, again, row = list[int](), list[int](), list[tuple[int, float]]()
@@ -76,6 +77,4 @@ def _solved(values: Sequence[ForwardValue], limit: float | None) -> SavedValues 
     if not found.values:
         return None
     on = [value > 0.5 for value in found.values]
-    names = frozenset(v.name for v, a, r in zip(values, there, again, strict=True) if on[a] and not on[r])
-    rerun_ms = math.fsum(v.rerun_ms for v, r in zip(values, again, strict=True) if on[r])
-    return SavedValues(names, bytes_of(values, names), rerun_ms)
+    return frozenset(v.name for v, a, r in zip(values, there, again, strict=True) if on[a] and not on[r])

@@ -27,37 +27,58 @@ Graph = Any
 
 
 @dataclass(frozen=True, slots=True)
-class GraphPeaks:
-    """Memory of the two graphs of a compiled region.
+class LoweredGraphs:
+    """What inductor's lowering says of the two graphs of a compiled region.
 
     Attributes:
         forward_bytes, backward_bytes: most that is alive while either runs, inputs and outputs included.
         saved_bytes: what the forward pass leaves for the backward pass, without parameters.
+        ms: predicted time of both: of heavy ops, and of fused kernels by what they read and write.
     """
 
     forward_bytes: int
     backward_bytes: int
     saved_bytes: int
+    ms: float
 
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.forward_bytes, self.backward_bytes)
+    def needs_bytes(self, calls: int) -> int:
+        """Return the most that is alive if so many forward passes come before the first backward pass."""
+        return max(self.forward_bytes, self.backward_bytes) + (calls - 1) * self.saved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What ops cost on a device.
+
+    Attributes:
+        op_ms: the time of an op by itself: ``(op, args, kwargs, result)``.
+        byte_ms: the time to read or write a byte.
+    """
+
+    op_ms: Callable[..., float]
+    byte_ms: float
 
 
 _FUSED = 0.1
 """Time of a pointwise op that runs again, as a share of that to write what it makes: the kernel that reads it runs it.
 With 1, plans for BERT (``benchmarks.compiled_budgets``) run products again in its place, and steps take longer."""
 
+_FURTHER = 1.1
+"""What saving a value costs grows by this for each op between it and the backward pass: what lies far from there is
+made again by a longer chain, which inductor splits into more kernels. From PyTorch's partitioner."""
+
 
 class _Lowered(BaseException):
     """Ends lowering before code is generated. No ``Exception``, since inductor wraps those."""
 
-    def __init__(self, peak_bytes: int) -> None:
+    def __init__(self, peak_bytes: int, moved_bytes: int) -> None:
         self.peak_bytes = peak_bytes
+        self.moved_bytes = moved_bytes
 
 
-Choose = Callable[[Any, Any, Callable[[], list[Any]]], list[Any]]
-"""From a joint graph, what PyTorch's partitioner knows of its nodes, and PyTorch's own choice, to the nodes to save."""
+Choose = Callable[[Any, Any, Callable[[float], list[Any]]], list[Any]]
+"""From a joint graph, what PyTorch's partitioner knows of its nodes, and what PyTorch saves with an
+``activation_memory_budget``, to the nodes to save."""
 
 
 def partitioned(
@@ -75,7 +96,7 @@ def partitioned(
         from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 
     def chosen(graph: Any, info: Any, memory_budget: float = 1.0) -> list[Any]:
-        return choose(graph, info, functools.partial(own, graph, info, 1.0))
+        return choose(graph, info, functools.partial(own, graph, info))
 
     with replaced(partitioners, choose_saved_values_set=chosen):
         found: tuple[Graph, Graph] = partition(module, inputs, **arguments)
@@ -105,16 +126,13 @@ class ForwardValue:
     rerun_ms: float
 
 
-def forward_values(
-    graph: Any, info: Any, n_outputs: int, ms_of: Callable[..., float], byte_ms: float
-) -> list[ForwardValue]:
+def forward_values(graph: Any, info: Any, n_outputs: int, prices: Prices) -> list[ForwardValue]:
     """Return the values among which a partition chooses, in the order of the graph.
 
     Args:
         graph, info: as ``Choose`` gets them.
         n_outputs: of the forward pass; the others of the graph are gradients.
-        ms_of: the time of an op by itself: ``(op, args, kwargs, result)``.
-        byte_ms: the time to write a byte. It is what a light op costs: it is fused with those that read it.
+        prices: of the device.
     """
     nodes = [n for n in graph.nodes if n.op != "output" and n not in info.tangents_closure]
     number = {node: i for i, node in enumerate(nodes)}
@@ -126,9 +144,12 @@ def forward_values(
         is_value = isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt))
         is_savable = node.op == "placeholder" or (is_value and not _must(node, "RECOMPUTE"))
         # What the forward pass does not need runs once in any case.
-        rerun_ms = _rerun_ms(node, ms_of, byte_ms) if info.is_required_fw(node) else 0.0
+        rerun_ms = _rerun_ms(node, prices) if info.is_required_fw(node) else 0.0
         inputs = tuple(number[i] for i in node.all_input_nodes)
-        made.append(ForwardValue(node.name, inputs, nbytes, is_read, is_savable, nbytes * byte_ms, rerun_ms))
+        # It is read there, and written for that if no op in the forward pass has it in memory anyway.
+        passes = 1 if _is_written(node, info) else 2
+        save_ms = passes * nbytes * prices.byte_ms * _FURTHER ** min(max(node.dist_from_bw, 1), 100)
+        made.append(ForwardValue(node.name, inputs, nbytes, is_read, is_savable, save_ms, rerun_ms))
     return made
 
 
@@ -136,7 +157,24 @@ def _must(node: Any, what: str) -> bool:
     return bool(node.meta.get("recompute") == CheckpointPolicy[f"MUST_{what}"])
 
 
-def _rerun_ms(node: Any, ms_of: Callable[..., float], byte_ms: float) -> float:
+def _is_written(node: Any, info: Any) -> bool:
+    """Whether the forward pass has what a node makes in memory, because it is not fused with all that read it."""
+    users = [user for user in node.users if info.is_required_fw(user)]
+    return node.op == "placeholder" or _has_own_kernel(node) or any(map(_has_own_kernel, users))
+
+
+def _has_own_kernel(node: Any) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and is_heavy(node.target)
+
+
+def _is_view(node: Any) -> bool:
+    func = node.target
+    return isinstance(func, torch._ops.OpOverload) and any(
+        r.alias_info is not None for r in func._schema.returns
+    )
+
+
+def _rerun_ms(node: Any, prices: Prices) -> float:
     func = node.target
     if node.op == "placeholder" or _must(node, "SAVE"):
         return math.inf
@@ -144,7 +182,7 @@ def _rerun_ms(node: Any, ms_of: Callable[..., float], byte_ms: float) -> float:
         func, torch._ops.OpOverload
     ):  # parts of tuples, arithmetic with sizes; else a graph of its own
         return math.inf if isinstance(func, torch._ops.HigherOrderOperator) else 0.0
-    is_view = any(result.alias_info is not None for result in func._schema.returns)
+    is_view = _is_view(node)
     if not _must(node, "RECOMPUTE") and (
         func._schema.is_mutable
         or draws_numbers(func, node.args, node.kwargs)  # PyTorch's own budget draws others: pytorch#190758
@@ -152,13 +190,18 @@ def _rerun_ms(node: Any, ms_of: Callable[..., float], byte_ms: float) -> float:
     ):
         return math.inf
     if is_heavy(func):
-        return ms_of(func, *torch.fx.map_arg((node.args, node.kwargs), _known), _known(node))
+        return _op_ms(node, prices)
     if is_view:
         return 0.0
     reads = max(node.all_input_nodes, key=_elements, default=node)
     if _elements(reads) > _elements(node):  # a reduction, which no other kernel takes in
-        return byte_ms * _size(reads)
-    return _FUSED * byte_ms * _size(node)
+        return prices.byte_ms * _size(reads)
+    # A random number takes some twenty instructions: about the time to write it.
+    return (1.0 if "random" in func._opname else _FUSED) * prices.byte_ms * _size(node)
+
+
+def _op_ms(node: Any, prices: Prices) -> float:
+    return prices.op_ms(node.target, *torch.fx.map_arg((node.args, node.kwargs), _known), _known(node))
 
 
 def _elements(node: Any) -> int:
@@ -186,9 +229,9 @@ def saving(names: Collection[str]) -> Choose:
     return lambda graph, *_: [node for node in graph.nodes if node.name in names]
 
 
-def as_pytorch(graph: Any, info: Any, own: Callable[[], list[Any]]) -> list[Any]:
+def as_pytorch(graph: Any, info: Any, own: Callable[[float], list[Any]]) -> list[Any]:
     """Choose what PyTorch chooses."""
-    return own()
+    return own(1.0)
 
 
 def copied(module: Graph) -> Graph:
@@ -203,16 +246,17 @@ def _size(node: Any) -> int:
     return int(_size_of(node)) if "val" in node.meta else 0
 
 
-def lowered_peaks(
-    module: Graph, graphs: tuple[Graph, Graph], n_outputs: int, static: Collection[int]
-) -> GraphPeaks:
-    """Have inductor lower two graphs, without generating code, and return what is alive at most.
+def lowered(
+    module: Graph, graphs: tuple[Graph, Graph], n_outputs: int, static: Collection[int], prices: Prices
+) -> LoweredGraphs:
+    """Have inductor lower two graphs, without generating code, and return what they take.
 
     Args:
         module: the joint graph.
         graphs: the forward and the backward graph, which are changed.
         n_outputs: outputs of the forward graph that are not there for the backward graph.
         static: numbers of the inputs that stay alive from step to step: parameters.
+        prices: of the device.
     """
     forward, backward = graphs
     inputs = [node for node in module.graph.find_nodes(op="placeholder") if "tangents" not in node.name]
@@ -222,16 +266,20 @@ def lowered_peaks(
     held = {node for node in results[:n_outputs] if node.op != "placeholder"} - saved
     forward.graph.output_node().meta["user_visible_output_idxs"] = list(range(n_outputs))
     backward.graph.output_node().meta["user_visible_output_idxs"] = []
-    given = sum(map(_size, inputs))
-    return GraphPeaks(
-        given + _lowered(forward, False),
-        given + sum(map(_size, held)) + _lowered(backward, True),
+    given, kept = sum(map(_size, inputs)), sum(map(_size, held))
+    heavy = [node for graph in graphs for node in graph.graph.nodes if _has_own_kernel(node)]
+    heavy_ms = math.fsum(_op_ms(node, prices) for node in heavy)
+    first, second = _lowered(forward, False), _lowered(backward, True)
+    return LoweredGraphs(
+        given + first.peak_bytes,
+        given + kept + second.peak_bytes,
         sum(map(_size, saved)),
+        heavy_ms + prices.byte_ms * (first.moved_bytes + second.moved_bytes),
     )
 
 
-def _lowered(graph: Graph, is_backward: bool) -> int:
-    """Return the most that a graph has alive of what it may free and what it makes, in bytes."""
+def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
+    """Return the most that a graph has alive of what it may free and what it makes, and what fused kernels move."""
     with torch_names():
         from torch._inductor import compile_fx
         from torch._inductor import config as inductor_config
@@ -244,8 +292,9 @@ def _lowered(graph: Graph, is_backward: bool) -> int:
         self._update_scheduler()
         plan = self.scheduler
         names = OrderedSet(self.graph_inputs.keys()), OrderedSet(self.get_output_names())
+        peak = prepare_planning_info(plan.nodes, plan.name_to_buf, plan.name_to_fused_node, *names)[0]
         raise _Lowered(
-            prepare_planning_info(plan.nodes, plan.name_to_buf, plan.name_to_fused_node, *names)[0]
+            peak, sum(node.get_read_write_buffers_sizes() for node in plan.nodes if not node.is_extern())
         )
 
     values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
@@ -257,7 +306,7 @@ def _lowered(graph: Graph, is_backward: bool) -> int:
         ):
             compile_fx.compile_fx_inner(graph, values, is_backward=is_backward)
     except _Lowered as found:
-        return found.peak_bytes
+        return found
     raise AssertionError("inductor compiled a graph without lowering it")
 
 
