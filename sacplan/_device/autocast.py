@@ -27,8 +27,8 @@ import torch
 from torch.amp.autocast_mode import autocast
 
 from sacplan._device.devices import torch_version
-from sacplan._torch.ops import arguments_by_name, tensors_in
-from sacplan._torch.private import COMPOSITE, replaced, run_composite
+from sacplan._torch.ops import COMPOSITE, arguments_by_name, run_composite, tensors_in
+from sacplan._torch.private import replaced
 from sacplan.errors import DeviceError
 
 Policy = Literal["lower", "fp32", "fp32_dtype", "fp32_norm", "promote", "banned", "none"]

@@ -22,8 +22,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec, torch_version
 from sacplan._device.overrides import fake_kernel, override
-from sacplan._torch.ops import arguments_by_name
-from sacplan._torch.private import run_composite
+from sacplan._torch.ops import arguments_by_name, run_composite
 
 aten = torch.ops.aten
 

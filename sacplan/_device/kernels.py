@@ -52,8 +52,7 @@ from sacplan._device.overrides import fake_kernel, override
 from sacplan._torch.fake_kernels import FakeKernel, fake_kernels, forget_kernels
 from sacplan._torch.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
 from sacplan._torch.local_tensors import local_part
-from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import run_composite
+from sacplan._torch.ops import run_composite, tensors_in
 
 # The registrations belong to the process: the first context that is entered anywhere makes them, and the last one
 # that is left removes them. Which device is active belongs to the thread. An overridden op that is called with

@@ -28,8 +28,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._torch.fake_kernels import FakeKernel
-from sacplan._torch.ops import RuleTable
-from sacplan._torch.private import run_composite
+from sacplan._torch.ops import RuleTable, run_composite
 
 aten = torch.ops.aten
 

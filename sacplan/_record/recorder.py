@@ -49,7 +49,7 @@ from sacplan._torch.distributed_modules import unwrapped
 from sacplan._torch.fake_tensors import ZERO_TENSOR, FakeTensorMode, active_fake_mode, fake_device_of
 from sacplan._torch.host_memory import TO_DEVICE, TO_HOST
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred
-from sacplan._torch.ops import OpTraits, can_run_again, draws_numbers, op_traits
+from sacplan._torch.ops import OpTraits, can_run_again, draws_numbers, is_composite, op_traits, run_in_parts
 from sacplan._torch.private import (
     dispatch_modes,
     noted_generator_states,
@@ -296,6 +296,8 @@ class Recorder(Watching):
                 if not self._paused and self._phase() is Phase.FORWARD:
                     self._calls.note_dtensors()
             return NotImplemented
+        if is_composite(func):
+            return run_in_parts(self, func, args, kwargs)
         # At the first op behind the one that kept a number: only now has its output got its node.
         if self._numbers.has_latest:
             try:

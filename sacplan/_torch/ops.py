@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from sacplan._torch.private import is_plain, storage_key
@@ -152,8 +153,11 @@ def _split_list(
     return tuple(None if isinstance(value, torch.Tensor) else value for value in values)
 
 
-_GATHERS = frozenset(("_c10d_functional.all_gather_into_tensor.default",))
-"""Collectives that may run again: all ranks have the same plan, and so gather in the same order."""
+_COLLECTIVES = frozenset(
+    f"_c10d_functional.{name}.default"
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
+)
+"""Collectives that may run again: all ranks have the same plan, and so run them in the same order."""
 
 _COMPUTES_ONLY = frozenset((
     "bitsandbytes.gemm_4bit.default", "bitsandbytes.dequantize_4bit.default",
@@ -201,7 +205,7 @@ def op_traits(func: Any) -> OpTraits:
     # - without a tensor that comes out there is nothing to make again.
     # Random ops may run again: the executor puts the generator's state back first (``random``).
     rerunnable = (
-        (func.namespace in ("aten", "prims") or str(func) in _GATHERS | _COMPUTES_ONLY)
+        (func.namespace in ("aten", "prims") or str(func) in _COLLECTIVES | _COMPUTES_ONLY)
         and (not names or batch_norm or in_place)
         and (not aliases or in_place)
         and reads_tensors
@@ -276,9 +280,9 @@ READS_NUMBER = "aten._local_scalar_dense.default"
 
 @functools.cache
 def is_computation(name: str) -> bool:
-    """Whether an op, by the name of its overload, makes or writes values: no view, and of collectives gathers alone."""
+    """Whether an op, by the name of its overload, makes or writes values: no view, and of collectives those that may run again."""
     if name.partition(".")[0] in _SETS_UP:
-        return name in _GATHERS
+        return name in _COLLECTIVES
     func = op_named(name)
     # An op whose library is not imported here may be anything; one that writes changes values without a new tensor.
     if func is None or op_traits(func).written_names:
@@ -286,12 +290,37 @@ def is_computation(name: str) -> bool:
     return not func.is_view and any("Tensor" in str(r.type) for r in func._schema.returns)
 
 
+_FUSED_ON_GPUS = "_fused_rms_norm"
+"""A composite, and its backward op, with kernels of their own on CUDA, which a build for the CPU does not know of."""
+
+
 @functools.cache
 def is_composite(func: Any) -> bool:
     """Whether an op is made of others whatever the device, and has formulas of autograd through them alone."""
-    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    )
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":  # no ops of the dispatcher
+        return False
+    return func.has_kernel_for_dispatch_key(COMPOSITE) and not func._opname.startswith(_FUSED_ON_GPUS)
+
+
+# torch's own kernel for one key. Not ``op.decompose``: for dropout that is a Python decomposition.
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def run_composite(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run PyTorch's own C++ kernel of a composite op, below any Python kernel that replaces it."""
+    return op._op_dk(COMPOSITE, *args, **kwargs)
+
+
+def run_in_parts(mode: TorchDispatchMode, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Run a composite op that a dispatch mode has got, so that the mode sees what it is made of.
+
+    Below autograd, which else takes it apart, it comes whole: in inference mode and inside of custom functions.
+    """
+    TorchDispatchMode.__enter__(mode)
+    try:
+        return run_composite(op, *args, **(kwargs or {}))
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 # Not a view by its schema, but one in memory: autograd alone takes its result for a new tensor.

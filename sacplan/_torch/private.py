@@ -180,15 +180,6 @@ def counts_writes_of(whole: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return whole is not None and (tensor is whole or tensor._base is whole)
 
 
-# torch's own kernel for one key. Not ``op.decompose``: for dropout that is a Python decomposition.
-COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
-def run_composite(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run PyTorch's own C++ kernel of a composite op, below any Python kernel that replaces it."""
-    return op._op_dk(COMPOSITE, *args, **kwargs)
-
-
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` has been called on the module."""
     room = sys.modules.get("torch.distributed.fsdp")

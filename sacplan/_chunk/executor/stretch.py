@@ -33,8 +33,8 @@ from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import CallSites, OpSequence, StepDifference, described
 from sacplan._torch.fake_tensors import fake_device_of
 from sacplan._torch.local_tensors import Watching, has_local_parts
-from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
-from sacplan._torch.private import dispatch_modes, is_plain, module_calls, run_composite
+from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, run_in_parts, tensors_in
+from sacplan._torch.private import dispatch_modes, is_plain, module_calls
 
 
 class _ThreadStretch(threading.local):
@@ -164,10 +164,8 @@ class StretchMode(Watching):
             return device  # the device of a fake tensor was asked for, which runs nothing
         if self.paused:
             return func(*args, **kwargs)
-        # Inference mode leaves out the keys of autograd, at which composite ops are otherwise taken apart.
-        if torch.is_inference_mode_enabled() and is_composite(func):
-            with self:  # elsewhere it would have come in parts
-                return run_composite(func, *args, **kwargs)
+        if is_composite(func):
+            return run_in_parts(self, func, args, kwargs)
         tensors = list(tensors_in((args, kwargs)))
         name = str(func)
         # Views have no site of their own. One of what is put off is put off as well.

@@ -49,7 +49,7 @@ from sacplan._recompute.executor.slots import SlotTable
 from sacplan._record.calls import plain_tensors
 from sacplan._torch.autograd import autograd_sequence_number, in_backward
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
-from sacplan._torch.ops import tensors_in
+from sacplan._torch.ops import is_composite, run_in_parts, tensors_in
 from sacplan._torch.private import is_plain
 from sacplan.errors import RecipeError
 
@@ -184,6 +184,8 @@ class UnitRecorder(Watching):
             return NotImplemented  # the ops on the tensors that these stand for come here, too
         if self.paused:
             return func(*args, **(kwargs or {}))
+        if is_composite(func):
+            return run_in_parts(self, func, args, kwargs)
         given = with_lent_number(args) if func in TAKES_A_NUMBER else args
         # From cheap to expensive: the schedule's next op, another schedule that began alike, a lookup.
         expected, op = self._ops[self._at]
