@@ -35,15 +35,7 @@ from ._questions.layouts import Layout, Layouts, layouts
 from ._questions.parts import Part
 from ._questions.verdict import FitRow, Verdict
 from ._ranks.ranks import DDP, FSDP2
-from ._report.alive import alive_at_peak
-from ._report.blocked import blocked_ops
-from ._report.chunks import chunk_table
-from ._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
-from ._report.losses import loss_table
-from ._report.modules import module_table
-from ._report.page import write_report
-from ._report.snapshot import write_snapshot
-from ._report.trace_events import write_memory_trace
+from ._report.report import Report
 from ._rotor.chain import Chain
 from ._rotor.rotor import RotorResult, rotor
 from ._rotor.sequences import Rotor
@@ -112,6 +104,7 @@ __all__ = [
     "RecipeError",
     "Remedy",
     "Replicated",
+    "Report",
     "Rotor",
     "RotorResult",
     "RuntimeEstimator",
@@ -132,25 +125,18 @@ __all__ = [
     "Verification",
     "advise",
     "aggregate_stats",
-    "alive_at_peak",
     "apply",
-    "blocked_ops",
     "calibrate",
-    "chunk_table",
     "compile_budget",
     "devices",
     "fake_device",
     "fit",
     "fit_tradeoff",
     "frontier",
-    "frontier_figure",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
     "layouts",
-    "loss_table",
     "max_batch",
-    "memory_figure",
-    "module_table",
     "parse_module_info",
     "plan",
     "policy",
@@ -158,14 +144,9 @@ __all__ = [
     "ranks",
     "rotor",
     "sac_milp",
-    "save_figures",
     "strategies",
     "throughput",
-    "tradeoff_figure",
     "verify",
     "with_lora",
-    "write_memory_trace",
-    "write_report",
-    "write_snapshot",
 ]
 __version__: str

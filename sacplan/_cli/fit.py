@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Column, Table
 
 from sacplan._cli import options as o
-from sacplan._cli import show, sources
+from sacplan._cli import sources
 from sacplan._cli.command import command
 from sacplan._cli.exits import INFEASIBLE, TargetError
 from sacplan._cli.output import CommandResult, number, stage, table
 from sacplan._cli.targets import load_target, users_code
+from sacplan._program.budget import format_bytes
 
 if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
@@ -186,7 +187,7 @@ def _table(found: Verdict, sizes: bool) -> Table:
         ("", True, lambda row: row.way),
         (number("peak"), True, lambda row: _size(row, row.peak_bytes) or "the same"),
         (number("reserved"), has_reserved, lambda row: _size(row, row.reserved_bytes)),
-        (number("limit"), has_limits, lambda row: show.rounded_size(row.limit_bytes)),
+        (number("limit"), has_limits, lambda row: format_bytes(row.limit_bytes)),
         (number("host"), any(row.host_bytes for row in rows), lambda row: _size(row, row.host_bytes)),
         ("fits", True, lambda row: "yes" if row.fits else f"no, by {row.over}"),
         (number("step ms"), True, _step_ms),
@@ -198,7 +199,7 @@ def _table(found: Verdict, sizes: bool) -> Table:
 
 
 def _size(row: FitRow, n_bytes: int | None) -> str:
-    return show.rounded_size(n_bytes) if n_bytes and row.same_as is None else ""
+    return format_bytes(n_bytes) if n_bytes and row.same_as is None else ""
 
 
 def _step_ms(row: FitRow) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from sacplan._cli import show
 from sacplan._cli.output import table
+from sacplan._program.budget import format_bytes
 
 
 def rows_table(
@@ -38,7 +38,7 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name.endswith("_bytes"):
-        return show.rounded_size(int(value))
+        return format_bytes(int(value))
     if name.endswith("_share"):
         return f"{value:.1%}"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -112,14 +112,26 @@ class Capacity:
         """Return a table with one row for each size that was tried, by size."""
         return frame(self.points).set_index("batch_size")
 
-    def _repr_html_(self) -> str:
-        rows = (
+    def in_words(self) -> Section:
+        """Return the answer and its figures, for people."""
+        limit = " (at_most)" if self.bounded_by == "at_most" else ""
+        added = f", {self.plan.added_ms:.2f} ms for chunks" if self.plan.chunks else ""
+        rows = [
             ("budget", f"{format_bytes(self.budget_bytes)}, {self.left}"),
-            ("largest", f"{self.unplanned_batch_size} without a plan, {self.largest_batch_size} with one"),
+            (
+                "largest",
+                f"{self.unplanned_batch_size} without a plan, {self.largest_batch_size} with one{limit}",
+            ),
             ("samples/s", f"{self.samples_per_s:.2f} (predicted)"),
-        )
+            ("faster", f"{self.faster}; see sacplan.throughput" if self.faster else ""),
+            ("peak", ", ".join(filter(None, (format_bytes(self.plan.peak_bytes), self.reserved)))),
+            ("step", f"{self.step_ms:.2f} ms, {self.plan.recompute_ms:.2f} ms of it recomputation{added}"),
+        ]
         title = f"Batch of {self.batch_size}: {self.plan.fingerprint.model_class} on {self.device}"
-        return as_html([Section(title, rows)]) + frame_html(self.to_frame())
+        return Section(title, tuple(row for row in rows if row[1]))
+
+    def _repr_html_(self) -> str:
+        return as_html([self.in_words()]) + frame_html(self.to_frame())
 
     def __repr__(self) -> str:
         at_most = " (at_most)" if self.bounded_by == "at_most" else ""

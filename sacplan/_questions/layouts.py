@@ -140,10 +140,13 @@ class Layouts:
         """Return a table with one row for each layout, in bytes and ms."""
         return frame(self.rows)
 
+    def in_words(self) -> Section:
+        """Return what was asked, for people."""
+        title = f"A batch of {self.batch_size}, of all ranks together, on {self.devices} x {self.device}"
+        return Section(title, (("budget", f"{format_bytes(self.budget_bytes)} on each rank"),))
+
     def _repr_html_(self) -> str:
-        rows = [("budget", f"{format_bytes(self.budget_bytes)} on each rank")]
-        title = f"A batch of {self.batch_size} on {self.devices} x {self.device}"
-        return as_html([Section(title, tuple(rows))]) + frame_html(self.to_frame())
+        return as_html([self.in_words()]) + frame_html(self.to_frame())
 
     def __repr__(self) -> str:
         """One line: how many layouts fit, and the fastest."""

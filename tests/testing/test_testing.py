@@ -82,7 +82,7 @@ def test_the_message_is_the_report(profile: sacplan.Profile, message: str) -> No
     # the first row is the first of alive_at_peak, and the rows are the peak
     rows = message.partition("Alive then:\n")[2].partition("\nWhat would help")[0].splitlines()
     sizes = [parse_budget(row.strip().partition("  ")[0].replace(" ", ""), 1) for row in rows]
-    assert sizes[0] == pytest.approx(sacplan.alive_at_peak(profile)["bytes"][0], rel=0.01)
+    assert sizes[0] == pytest.approx(sacplan.Report(profile).alive_at_peak()["bytes"][0], rel=0.01)
     assert sum(sizes) == pytest.approx(profile.peak_bytes, rel=0.01)
 
 
