@@ -10,12 +10,12 @@ from rich.table import Column
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
-from sacplan._cli.exits import TargetError
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
 from sacplan._cli.output import CommandResult, number, stage
 from sacplan._cli.rows import rows_table
 from sacplan._cli.targets import load_target, users_code
+from sacplan.integrations._hf.target import ModelOptions, TargetError
 
 _FACTS = (
     "batch_size", "samples_per_s", "step_ms", "budget_bytes", "headroom_bytes", "unplanned_batch_size",
@@ -82,7 +82,7 @@ def throughput(
 
 
 def _search(
-    question: str, name: str, asked: o.CapacityOptions, output: Path | None, hf: o.HfOptions, force: bool
+    question: str, name: str, asked: o.CapacityOptions, output: Path | None, hf: ModelOptions, force: bool
 ) -> CommandResult:
     import sacplan
 

@@ -12,10 +12,11 @@ from rich.table import Column, Table
 from sacplan._cli import options as o
 from sacplan._cli import sources
 from sacplan._cli.command import command
-from sacplan._cli.exits import INFEASIBLE, TargetError
+from sacplan._cli.exits import INFEASIBLE
 from sacplan._cli.output import CommandResult, number, stage, table
 from sacplan._cli.targets import load_target, users_code
 from sacplan._program.budget import format_bytes
+from sacplan.integrations._hf.target import ModelOptions, TargetError
 
 if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
@@ -72,9 +73,9 @@ def fit(
     """
     import sacplan
     from sacplan._cli.answers import fit_answer
-    from sacplan._cli.hf import positions
     from sacplan._program.progress import stages_go_to
     from sacplan._questions.on_ranks import read_devices
+    from sacplan.integrations._hf.models import positions
 
     one, number = read_devices(device or o.DEFAULT_DEVICE, devices or 1)
     spec = sources.device_of(one)
@@ -132,7 +133,7 @@ def fit(
     return CommandResult(fit_answer(found, loaded, line), shown, found.computed, exit_code)
 
 
-def _named(target: str, hf: o.HfOptions) -> str:
+def _named(target: str, hf: ModelOptions) -> str:
     """Return what the verdict calls the model: its name, and the adapters and 4-bit weights that it was given."""
     adapters = [] if hf.lora is None else [f"LoRA {hf.lora}"]
     return ", ".join([target.removeprefix("hf:"), *adapters, *(["4-bit weights"] if hf.load_in_4bit else [])])
@@ -149,7 +150,7 @@ def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: i
     return {name: resized(tensor) for name, tensor in make_batch(batch).items()}
 
 
-def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> str:
+def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> str:
     """Return the command line that makes the recommended plan; ``""`` if there is none."""
     from sacplan._techniques import DEFAULT_TECHNIQUES
 

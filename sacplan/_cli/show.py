@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sacplan import Plan, Profile
-    from sacplan._cli.target import Target
+    from sacplan.integrations._hf.target import Target
 
 
 def size(n_bytes: int) -> str:

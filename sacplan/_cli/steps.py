@@ -11,12 +11,13 @@ import typer
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
-from sacplan._cli.exits import TargetError, VerificationFailed, hinted
+from sacplan._cli.exits import VerificationFailed
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import save
 from sacplan._cli.output import CommandResult, stage
 from sacplan._cli.targets import is_json_file, load_target, not_a_model
 from sacplan.errors import PlanMismatch, RecipeError
+from sacplan.integrations._hf.target import TargetError, hinted
 
 if TYPE_CHECKING:
     from sacplan import Plan

@@ -13,7 +13,7 @@ from rich.table import Column
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
-from sacplan._cli.exits import OutputError, TargetError
+from sacplan._cli.exits import OutputError
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
 from sacplan._cli.output import CommandResult, note, number, stage, table, warn
@@ -21,6 +21,7 @@ from sacplan._cli.rows import rows_table
 from sacplan._cli.targets import is_json_file, load_target, users_code
 from sacplan._program.writing import replacing
 from sacplan.errors import InfeasibleBudget
+from sacplan.integrations._hf.target import TargetError
 
 if TYPE_CHECKING:
     from sacplan import Plan

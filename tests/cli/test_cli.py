@@ -24,10 +24,10 @@ import sacplan
 from sacplan._cli import interrupts
 from sacplan._cli.app import app
 from sacplan._cli.command import EXAMPLES
-from sacplan._cli.exits import TargetError
 from sacplan._cli.options import dtype_name, size_in_gib
 from sacplan._device.devices import DEFAULT_DEVICE, resolve_device
 from sacplan._program.budget import format_bytes
+from sacplan.integrations._hf.target import TargetError
 from tests.support.slow import slow_after
 
 ROOT = Path(sacplan.__file__).parent.parent
