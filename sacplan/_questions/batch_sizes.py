@@ -34,6 +34,7 @@ from sacplan._program.program import Phase
 from sacplan._questions.largest import largest
 from sacplan._questions.sweep import Row
 from sacplan._record.compiled import CompileModules
+from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan._solve.solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
@@ -247,6 +248,23 @@ class BatchSizes:
             if not middles:  # both neighbours of the fastest have been tried
                 return
             self.look(max(middles)[1])
+
+
+def batches_of(make_batch: Any) -> Any:
+    """Return what makes a batch of a size: the user's function, or the longest samples of a ``DataLoader``.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    if is_loader(make_batch):
+        return LongestBatch(make_batch)
+    # A module is callable as well, but it is the model, given in the wrong place.
+    if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
+        raise PlanError(
+            f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
+            "make_batch=lambda n: torch.zeros(n, 1024, dtype=torch.long)."
+        )
+    return make_batch
 
 
 def _floor_bytes(traced: Profile, may_chunk: bool) -> int:

@@ -31,10 +31,9 @@ from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html, frame_html
 from sacplan._program.progress import Progress, reported
-from sacplan._questions.batch_sizes import BatchSizes, CapacityPoint
+from sacplan._questions.batch_sizes import BatchSizes, CapacityPoint, batches_of
 from sacplan._questions.sweep import frame
 from sacplan._record.compiled import CompileModules
-from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
 from sacplan._techniques import resolve_techniques
@@ -284,14 +283,7 @@ def _sizes(
     **options: Any,
 ) -> BatchSizes:
     """Check the arguments before anything is traced, and try the first sizes."""
-    if is_loader(make_batch):
-        make_batch = LongestBatch(make_batch)
-    # A module is callable as well, but it is the model, given in the wrong place.
-    if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
-        raise PlanError(
-            f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
-            "make_batch=lambda n: torch.randint(0, 50257, (n, 1024))."
-        )
+    make_batch = batches_of(make_batch)
     # True is an integer in Python, and would be taken for one sample.
     if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
         raise PlanError(f"at_most={at_most!r} must be a batch size, 1 or more, or None for no limit.")

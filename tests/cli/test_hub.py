@@ -21,9 +21,9 @@ pytest.importorskip("transformers")
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
+from sacplan._cli import targets
 from sacplan._cli.app import app
 from sacplan._cli.targets import load_target
-from sacplan.integrations._hf import hub
 from sacplan.integrations._hf.target import ModelOptions, TargetError
 
 CONFIG = {

@@ -94,7 +94,7 @@ def test_large_convnets_on_a_fake_device(make, budget_bytes: int) -> None:  # ty
     seen = sacplan.verify(model, batch, plan)
     assert seen.peak_bytes == plan.peak_bytes <= budget_bytes
     assert seen.recompute_flops == plan.recompute_flops
-    chain = sacplan.Chain.from_profile(profile)
+    chain = profile.chain
     fast, reference = (engine(chain, budget_bytes, 500) for engine in ENGINES.values())
     assert np.array_equal(fast.table, reference.table)
     assert np.array_equal(fast.choices, reference.choices)
