@@ -9,11 +9,10 @@ from rich.table import Column
 
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
-from sacplan._cli.command import command
+from sacplan._cli.command import CommandEntry, command
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
-from sacplan._cli.output import CommandResult, number, stage
-from sacplan._cli.rows import rows_table
+from sacplan._cli.output import CommandResult, number, rows_table, stage
 from sacplan._cli.targets import load_target, users_code
 from sacplan.integrations._hf.target import ModelOptions, TargetError
 
@@ -36,49 +35,37 @@ _POINTS: dict[str, Column | str] = {
 _POINTS_OPTIONAL = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
 
 
-@command(
+def _search_command(name: str, short: str, said: str, *examples: str) -> CommandEntry:
+    """Return a command that searches for a batch size; ``said`` is its help."""
+
+    def search(
+        target: o.Target,
+        *,
+        asked: o.CapacityOptions,
+        output: Annotated[Path | None, _OUTPUT] = None,
+        hf: o.HfOptions,
+        force: o.Force = False,
+    ) -> CommandResult:
+        return _search(name, target, asked, output, hf, force)
+
+    search.__doc__ = f"{said} Other targets than hf: need make_batch."
+    return command(name, short, examples=examples, omit=["batch"])(search)
+
+
+max_batch = _search_command(
     "max-batch",
     "The largest batch that fits with a plan.",
-    examples=[
-        "sacplan max-batch hf:gpt2 --seq 1024 --device rtx-4090 -o plan.json",
-        "sacplan max-batch train.py:make --budget 2GiB --at-most 64",
-    ],
-    omit=["batch"],
+    "The largest batch for which a plan stays under the budget.",
+    "sacplan max-batch hf:gpt2 --seq 1024 --device rtx-4090 -o plan.json",
+    "sacplan max-batch train.py:make --budget 2GiB --at-most 64",
 )
-def max_batch(
-    target: o.Target,
-    *,
-    asked: o.CapacityOptions,
-    output: Annotated[Path | None, _OUTPUT] = None,
-    hf: o.HfOptions,
-    force: o.Force = False,
-) -> CommandResult:
-    """The largest batch for which a plan stays under the budget. Other targets than hf: need make_batch."""
-    return _search("max-batch", target, asked, output, hf, force)
-
-
-@command(
+throughput = _search_command(
     "throughput",
     "The batch with the most samples per second.",
-    examples=[
-        "sacplan throughput train.py:make --budget 2GiB --at-most 8 --json",
-        "sacplan throughput hf:bert-base --seq 512 --device a100-40gb --headroom 10%",
-    ],
-    omit=["batch"],
+    "The batch and the plan, together, with the most samples per second under the budget (predicted).",
+    "sacplan throughput train.py:make --budget 2GiB --at-most 8 --json",
+    "sacplan throughput hf:bert-base --seq 512 --device a100-40gb --headroom 10%",
 )
-def throughput(
-    target: o.Target,
-    *,
-    asked: o.CapacityOptions,
-    output: Annotated[Path | None, _OUTPUT] = None,
-    hf: o.HfOptions,
-    force: o.Force = False,
-) -> CommandResult:
-    """The batch and the plan, together, with the most samples per second under the budget (predicted).
-
-    Other targets than hf: need make_batch.
-    """
-    return _search("throughput", target, asked, output, hf, force)
 
 
 def _search(

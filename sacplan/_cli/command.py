@@ -71,7 +71,8 @@ def command(
         for parameter in inspect.signature(function).parameters.values():
             hint = hints[parameter.name]
             # ``Annotated[group, options]``: a dataclass of the library, with an option for each field.
-            group, beside = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ({},))[0]
+            group: Any = getattr(hint, "__origin__", hint)
+            beside: Any = getattr(hint, "__metadata__", ({},))[0]
             if is_dataclass(group):
                 groups[parameter.name] = group
                 kept = get_type_hints(group, include_extras=True)

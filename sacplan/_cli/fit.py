@@ -29,11 +29,12 @@ if TYPE_CHECKING:
         "sacplan fit hf:gpt2 --seq 512 --batch 4 --device rtx-4090",
         "sacplan fit train.py:make --device cpu --budget 2GiB --json",
     ],
+    omit=["solver", "technique", "at_most"],
 )
 def fit(
     target: o.Target,
     *,
-    device: Annotated[str | None, o.option(metavar="NAME", help=f"{o.DEVICE}{o.DEFAULT_DEVICE}.")] = None,
+    asked: o.CapacityOptions,
     devices: Annotated[
         int | None,
         o.option(
@@ -43,28 +44,11 @@ def fit(
             "Default: 1.",
         ),
     ] = None,
-    budget: Annotated[
-        str | None,
-        o.option(
-            metavar="SIZE",
-            parser=o.size_in_gib,
-            help="Peak of the step: 22GiB. Default: the step fits the device, with what torch reserves there.",
-        ),
-    ] = None,
-    headroom: Annotated[
-        str | None,
-        o.option(
-            metavar="SIZE",
-            help="Instead of a budget: how much of the device's memory the peak leaves free, 5% or 2GiB.",
-        ),
-    ] = None,
     sizes: Annotated[
         bool,
         o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
     ] = True,
-    grad_accum: o.GradAccum = None,
     routing: o.Routed = None,
-    compile: o.Compiled = None,
     hf: o.HfOptions,
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
@@ -77,7 +61,7 @@ def fit(
     from sacplan._questions.on_ranks import read_devices
     from sacplan.integrations._hf.models import positions
 
-    one, number = read_devices(device or o.DEFAULT_DEVICE, devices or 1)
+    one, number = read_devices(asked.device or o.DEFAULT_DEVICE, devices or 1)
     spec = sources.device_of(one)
     with stage("loading"):
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
@@ -107,22 +91,22 @@ def fit(
             spec,
             loaded.loss_fn,
             optimizer,
-            budget,
-            headroom,
+            asked.budget,
+            asked.headroom,
             devices=number,
             batch=int(hf.batch or 1),
             seq=seq,
-            accumulation_steps=grad_accum or 1,
+            accumulation_steps=asked.grad_accum or 1,
             routing=routing or "balanced",
             # No sequence beyond the model's positions is tried: it could not run.
             longest=None if seq is None else positions(loaded.model),
             name=_named(target, hf),
             sizes=sizes,
-            compile=compile,
+            compile=asked.compile,
             on_verdict=lambda verdict: known.append(verdict.sentence),
         )
     more = [] if routing is None else ["--routing", routing]
-    more += [word for pattern in compile or () for word in ("--compile", pattern)]
+    more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
     line = _command(target, found, hf, more)
     shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice, *found.remarks]
     if line:

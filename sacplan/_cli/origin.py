@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import structs
 
-from sacplan._cli import options as o
 from sacplan._cli.output import note
 from sacplan._profile.optimizer_names import NONE, named_optimizer
 from sacplan.integrations._hf.target import ModelOptions, Target
@@ -64,15 +64,10 @@ class Origin:
             ValueError: a value that the command line does not offer.
         """
         # The file may be edited, or of another version.
-        if "dtype" in data and data["dtype"] not in o.DTYPES:
-            raise ValueError(f"{data['dtype']!r} is not a dtype that the command line knows")
         if data.get("optimizer", NONE) != NONE:
             named_optimizer(str(data["optimizer"]))
-        sizes = {name: int(data[name]) for name in ("batch", "seq") if name in data}
-        chosen: dict[str, Any] = {f.name: data.get(f.name) for f in fields(ModelOptions)}
-        if chosen["load_in_4bit"] is not None:
-            chosen["load_in_4bit"] = bool(chosen["load_in_4bit"])
-        return cls(data["name"], ModelOptions(**{**chosen, **sizes}))
+        given = {name: value for name, value in data.items() if name != "name"}
+        return cls(data["name"], msgspec.convert(given, ModelOptions, strict=False))
 
 
 def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None:

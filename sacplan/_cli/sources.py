@@ -141,15 +141,8 @@ def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | 
 def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: ModelOptions) -> Source:
     import sacplan
 
-    recorded = {
-        "runtime": step.runtime,
-        "trace": step.trace,
-        "mode": step.mode,
-        "grad-accum": step.grad_accum,
-        "routing": step.routing,
-        "compile": step.compile,
-    }
     # These options say how to record. They would change nothing in a recording, so they are refused.
+    recorded = {n: getattr(step, n) for n in ("runtime", "trace", "mode", "grad_accum", "routing", "compile")}
     given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
     if given:
         raise TargetError(

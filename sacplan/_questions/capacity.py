@@ -25,7 +25,7 @@ from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import Outside, outside_text
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.plan import Plan
-from sacplan._plan.request import resolve_solver
+from sacplan._plan.request import Request, resolve_solver
 from sacplan._profile.tracing import Trace
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
@@ -280,10 +280,10 @@ def _sizes(
     solver: str | Solver = "best",
     techniques: Sequence[str] | None = None,
     at_most: int | None = None,
-    **options: Any,
+    **recording: Any,
 ) -> BatchSizes:
     """Check the arguments before anything is traced, and try the first sizes."""
-    make_batch = batches_of(make_batch)
+    batches = batches_of(make_batch)
     # True is an integer in Python, and would be taken for one sample.
     if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
         raise PlanError(f"at_most={at_most!r} must be a batch size, 1 or more, or None for no limit.")
@@ -292,17 +292,8 @@ def _sizes(
     if techniques is not None:
         techniques = resolve_techniques(techniques)
     spec = resolve_device(device)
-    return BatchSizes(
-        model,
-        make_batch,
-        limit_of_device(budget, headroom, spec),
-        spec,
-        solver=solver,
-        techniques=techniques,
-        at_most=at_most,
-        progress=step,
-        **options,
-    )
+    request = Request(limit_of_device(budget, headroom, spec), solver, techniques=techniques)
+    return BatchSizes(model, batches, spec, request, at_most, step, recording=recording)
 
 
 def _capacity(sizes: BatchSizes, n: int) -> Capacity:
@@ -326,5 +317,5 @@ def _capacity(sizes: BatchSizes, n: int) -> Capacity:
         bounded_by="at_most" if largest == sizes.at_most else "memory",
         points=tuple(sizes.points[k] for k in sorted(sizes.points)),
         # With a budget or a headroom, what lies outside of the allocator is not part of the limit.
-        outside=sizes.limit.room(sizes.spec).outside,
+        outside=sizes.request.limit.room(sizes.spec).outside,
     )

@@ -153,8 +153,9 @@ def fit(
         BudgetError: The budget or headroom cannot be read, or leaves nothing.
         TraceError, DeviceError: As for ``profile``.
     """
-    make_batch = batches_of(make_batch)
-    batch = batch or (make_batch.rows if isinstance(make_batch, LongestBatch) else 1)
+    batches = batches_of(make_batch)
+    if batch is None:
+        batch = (batches.rows if isinstance(batches, LongestBatch) else None) or 1
     for what, value in (("batch", batch), ("seq", seq)):
         if value is not None and (isinstance(value, bool) or value < 1):
             raise PlanError(f"{what}={value!r} must be 1 or more.")
@@ -171,7 +172,7 @@ def fit(
         )
     sweep = _Sweep(
         model,
-        make_batch,
+        batches,
         loss_fn,
         optimizer,
         spec,

@@ -203,7 +203,7 @@ def layouts(
         PlanError: The step cannot be spread over any mesh of this many devices.
     """
     if isinstance(model, Profile):  # it has a device already, whose name is only checked
-        n = devices_of(devices, model.spec) if "x" in str(devices) else read_devices("", devices)[1]
+        n = devices_of(str(devices), model.spec) if "x" in str(devices) else read_devices("", devices)[1]
     else:
         device, n = read_devices(device, devices)
     with reported(progress, "layouts") as step:

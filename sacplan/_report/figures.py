@@ -23,7 +23,6 @@ from sacplan._report.palette import (
     SERIES,
     STACK,
     kind_colour,
-    text_colour,
 )
 from sacplan._report.timeline import Panel, Timeline, buckets_of
 from sacplan.errors import PlanError
@@ -41,7 +40,6 @@ BUCKETS = 480
 
 _FRONTIER_COLUMNS = ("solver", "peak_bytes", "recompute_share", "lower_bound_ms", "status")
 _THIN = 1 / 400  # share of the highest peak below which an area is under a pixel high and not in the legend
-_NAMED = 0.075  # share of the height that an area needs for its name to fit in it
 _LETTER = 0.62  # approximate width of a letter, in font sizes
 _FONT = 8.5
 _MARKS = ("x", "^", "s", "v", "D", "P", "*", "<", ">")  # of policies
@@ -150,7 +148,6 @@ def draw_memory(
         # The layout is only known after this: names are placed by the sizes of the axes.
         figure.draw_without_rendering()
         for axis, panel in zip(axes, panels, strict=True):
-            _name_bands(axis, panel.timeline, unit_bytes)
             _name_phases(axis, panel.timeline)
             at, top = (
                 float(panel.timeline.start_ms[panel.timeline.peak]),
@@ -306,30 +303,6 @@ def _stack(
     axis.plot(
         edges, np.append(alive, alive[-1]), drawstyle="steps-post", color=FAINT, linewidth=0.5, label="alive"
     )
-
-
-def _name_bands(axis: Axes, timeline: Timeline, unit_bytes: int) -> None:
-    """Write the name of a kind into its area, if that is thick enough.
-
-    The room for a text is a rectangle of its width inside of the area: from the highest bottom to the lowest top over
-    that width. The name goes where the rectangle is highest.
-    """
-    import pandas as pd
-
-    (_, x_ms), (_, y_max) = axis.get_xlim(), axis.get_ylim()
-    entries = list(buckets_of(timeline, x_ms / BUCKETS))
-    rows = timeline.kind_bytes[entries][:, list(STACK)] / unit_bytes
-    tops = pd.DataFrame(rows).cumsum(axis=1)
-    for i, (kind, name) in enumerate(STACK.items()):
-        # In buckets, with a few to spare at the sides.
-        width = int(_points_wide(name) / _axis_points(axis) * BUCKETS) + 8
-        ceiling = tops[i].rolling(width, center=True).min()
-        floor = (tops[i] - rows[:, i]).rolling(width, center=True).max()
-        thickness = (ceiling - floor).fillna(0.0)
-        if thickness.max() > _NAMED * y_max:
-            at = int(thickness.argmax())
-            y = (ceiling[at] + floor[at]) / 2
-            axis.text(at * x_ms / BUCKETS, y, name, color=text_colour(kind), ha="center", va="center")
 
 
 def _name_phases(axis: Axes, timeline: Timeline) -> None:

@@ -121,18 +121,20 @@ def build(
     facts = {
         "model": name_of_class,
         "parameters": whole,
-        **({} if options.lora is None else {"trained": trained, "lora": options.lora}),
-        **({"load_in_4bit": True} if options.load_in_4bit else {}),
-        **({} if stored_as is None else {"bnb_4bit_quant_storage": stored_as}),
-        **({} if loss_fn is None else {"autocast": options.dtype}),
+        "trained": None if options.lora is None else trained,
+        "lora": options.lora,
+        "load_in_4bit": options.load_in_4bit or None,
+        "bnb_4bit_quant_storage": stored_as,
+        "autocast": None if loss_fn is None else options.dtype,
         "task": task,
-        **({} if found.has_loss else {"loss": "the sum of its outputs"}),
+        "loss": None if found.has_loss else "the sum of its outputs",
         "batch": options.batch,
-        **({} if found.tokens is None else {"seq": found.tokens}),
+        "seq": found.tokens,
         "dtype": options.dtype,
         "attn": model.config._attn_implementation,
         "optimizer": options.optimizer,
     }
+    facts = {name: value for name, value in facts.items() if value is not None}
     # Recordings collect what they leave behind, and need not look through all of transformers. When Python ends, it has
     # to: of what it does not free then, libraries in C++, such as Triton, report each object as leaked.
     gc.freeze()

@@ -29,7 +29,7 @@ class ModelOptions:
 
     batch: int | None = None
     seq: int | None = None
-    dtype: str | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
     optimizer: str | None = None
     attn: Literal["sdpa", "eager"] | None = None
     lora: str | None = None
