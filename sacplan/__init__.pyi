@@ -1,5 +1,6 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
+from . import errors as errors
 from ._apply.apply import Handle, apply
 from ._apply.compile_budget import CompileBudget, CompiledGraph, compile_budget
 from ._classical.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
@@ -47,21 +48,9 @@ from ._solve.milp import Milp
 from ._solve.uniform import Uniform
 from ._verify.verify import Verification, verify
 from .errors import (
-    BudgetError,
-    ChunkError,
-    DataDependentError,
-    DeviceError,
     InfeasibleBudget,
-    OffloadError,
-    PlanError,
-    PlanMismatch,
-    RecipeError,
     SacplanError,
     SacplanWarning,
-    SolverError,
-    SumOfOutputsWarning,
-    TraceError,
-    UnsupportedTorch,
 )
 from .integrations.peft import with_lora
 
@@ -71,15 +60,11 @@ __all__ = [
     "FSDP2",
     "Advice",
     "AllocatorPeaks",
-    "BudgetError",
     "Capacity",
     "CapacityPoint",
     "Chain",
-    "ChunkError",
     "CompileBudget",
     "CompiledGraph",
-    "DataDependentError",
-    "DeviceError",
     "DeviceMemory",
     "DeviceSpec",
     "Fit",
@@ -95,13 +80,9 @@ __all__ = [
     "Milp",
     "ModuleInfo",
     "ModuleStats",
-    "OffloadError",
     "Part",
     "Plan",
-    "PlanError",
-    "PlanMismatch",
     "Profile",
-    "RecipeError",
     "Remedy",
     "Replicated",
     "Report",
@@ -113,14 +94,10 @@ __all__ = [
     "SacMilpResult",
     "SacplanError",
     "SacplanWarning",
-    "SolverError",
     "Strategies",
     "Strategy",
-    "SumOfOutputsWarning",
-    "TraceError",
     "Uniform",
     "UnitPlan",
-    "UnsupportedTorch",
     "Verdict",
     "Verification",
     "advise",
@@ -129,6 +106,7 @@ __all__ = [
     "calibrate",
     "compile_budget",
     "devices",
+    "errors",
     "fake_device",
     "fit",
     "fit_tradeoff",

@@ -120,7 +120,7 @@ def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | 
     ):
         # Both are among the assumptions that the result reports.
         warnings.filterwarnings("ignore", r".* has no bfloat16 ")
-        warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)
+        warnings.simplefilter("ignore", sacplan.errors.SumOfOutputsWarning)
         profile = sacplan.profile(
             target.model,
             target.batch,
@@ -267,7 +267,7 @@ def verified(target: Target, plan: Plan, run: o.Run, grad_accum: int | None = No
         users_code(f"the step of {target.name}"),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)  # the assumptions report it
+        warnings.simplefilter("ignore", sacplan.errors.SumOfOutputsWarning)  # the assumptions report it
         return sacplan.verify(
             target.model, target.batch, plan, loss_fn, optimizer, run=run, accumulation_steps=grad_accum
         )

@@ -222,12 +222,12 @@ def test_every_public_function_is_tried():
 def test_an_estimator_that_is_entered_twice():
     tracker = sacplan.MemTracker()
     with tracker:
-        with pytest.raises(sacplan.TraceError, match="recording already"), tracker:
+        with pytest.raises(sacplan.errors.TraceError, match="recording already"), tracker:
             pass
         make()(torch.ones(4, 8)).sum().backward()
     assert tracker.peak_bytes > 0
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    with pytest.raises(sacplan.TraceError, match="not recording"):
+    with pytest.raises(sacplan.errors.TraceError, match="not recording"):
         tracker.__exit__(None, None, None)
     with tracker:  # one after the other is fine
         make()(torch.ones(4, 8)).sum().backward()
@@ -235,9 +235,9 @@ def test_an_estimator_that_is_entered_twice():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_statistics_that_are_no_numbers(value):
-    with pytest.raises(sacplan.PlanError, match="finite number"):
+    with pytest.raises(sacplan.errors.PlanError, match="finite number"):
         sacplan.ModuleStats("a", fw_runtime_per_module=value)
-    with pytest.raises(sacplan.PlanError, match="finite number"):
+    with pytest.raises(sacplan.errors.PlanError, match="finite number"):
         sacplan.SACStats(("a",), (value,), (1,))
 
 
@@ -297,7 +297,7 @@ def test_what_cannot_be_traced_is_an_error_of_the_family(name):
     for trace in ("fake", "real"):
         try:
             profile = sacplan.profile(UNTRACEABLE[name](), torch.ones(4, 8), device="cpu", trace=trace)
-        except sacplan.TraceError:
+        except sacplan.errors.TraceError:
             continue
         assert profile.peak_bytes > 0
         assert trace == "real"
@@ -306,7 +306,7 @@ def test_what_cannot_be_traced_is_an_error_of_the_family(name):
 
 @pytest.mark.parametrize("name", ["sparse buffer", "sparse row buffer", "custom op"])
 def test_what_only_a_real_trace_can_follow_says_so(name):
-    with pytest.raises(sacplan.TraceError, match='Use trace="real"'):
+    with pytest.raises(sacplan.errors.TraceError, match='Use trace="real"'):
         sacplan.profile(UNTRACEABLE[name](), torch.ones(4, 8), lambda m, x: m(x).sum(), device="cpu")
 
 
@@ -333,7 +333,7 @@ def test_a_sparse_buffer_that_no_op_of_the_step_takes(compressed):
 
 def test_an_optimizer_that_needs_a_closure():
     for optimizer in (lbfgs, Sharpness, lbfgs((model := make()).parameters())):
-        with pytest.raises(sacplan.TraceError, match="closure"):
+        with pytest.raises(sacplan.errors.TraceError, match="closure"):
             sacplan.profile(model, torch.ones(4, 8), None, optimizer, device="cpu")
 
 
@@ -497,15 +497,15 @@ def test_paths_are_accepted(files, kind, tmp_path):
 )
 def test_a_wrong_type_gets_a_sentence(files, call, said):
     model, batch, _, _, profile, plan = files
-    with pytest.raises(sacplan.PlanError, match=said):
+    with pytest.raises(sacplan.errors.PlanError, match=said):
         call(model, batch, profile, plan)
 
 
 def test_a_path_of_something_else(files):
     model, batch, recorded, planned, *_ = files
-    with pytest.raises(sacplan.TraceError, match="holds 'plan', not a sacplan profile"):
+    with pytest.raises(sacplan.errors.TraceError, match="holds 'plan', not a sacplan profile"):
         sacplan.plan(planned, 1.0)
-    with pytest.raises(sacplan.PlanError, match="holds 'profile', not a sacplan plan"):
+    with pytest.raises(sacplan.errors.PlanError, match="holds 'profile', not a sacplan plan"):
         sacplan.apply(model, recorded)
     with pytest.raises(FileNotFoundError):
         sacplan.verify(model, batch, "nothere.json")
@@ -521,12 +521,12 @@ def test_call_sites_that_are_not_there(files):
     unit = structs.replace(plan.decisions[0], unit="9")
     known = next(iter(plan.units.values()))
     for decision in (op, far):
-        with pytest.raises(sacplan.PlanError, match=r"decision about .* but in the recorded step"):
+        with pytest.raises(sacplan.errors.PlanError, match=r"decision about .* but in the recorded step"):
             structs.replace(plan, decisions=(decision,), units={decision.unit: known})
     unknown = structs.replace(known, calls=())
     for decision, ops in ((op, unknown), (far, unknown), (unit, known)):
         wrong = structs.replace(plan, decisions=(decision,), units={decision.unit: ops})
-        with pytest.raises(sacplan.PlanMismatch, match="runs no such op there"):
+        with pytest.raises(sacplan.errors.PlanMismatch, match="runs no such op there"):
             sacplan.Report(profile, wrong)
-    with pytest.raises(sacplan.PlanMismatch, match="unit '9', but the model has no such module"):
+    with pytest.raises(sacplan.errors.PlanMismatch, match="unit '9', but the model has no such module"):
         sacplan.verify(model, batch, wrong)

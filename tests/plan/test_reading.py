@@ -113,7 +113,7 @@ def test_a_plan_without_bytes_is_read(gelus: sacplan.Plan) -> None:
     (layer,) = read_layers(structs.replace(gelus, units=units))
     assert layer.recomputed[0].n_bytes is None
     wrong = structs.replace(gelus.units["layers.0"], kept_bytes=(1, 2))
-    with pytest.raises(sacplan.PlanError, match="2 kept_bytes"):
+    with pytest.raises(sacplan.errors.PlanError, match="2 kept_bytes"):
         structs.replace(gelus, units={**gelus.units, "layers.0": wrong})
 
 

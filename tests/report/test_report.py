@@ -129,9 +129,9 @@ def test_a_plan_of_another_profile_is_refused(gpu: SimpleNamespace) -> None:
     other = sacplan.profile(LM(layers=2), tokens(), loss_fn=cross_entropy)
     no_optimizer = sacplan.profile(LM(layers=LAYERS), tokens(), loss_fn=cross_entropy)
     for profile, said in ((other, "other parameters"), (no_optimizer, "device, optimizer or loss")):
-        with pytest.raises(sacplan.PlanMismatch, match=said):
+        with pytest.raises(sacplan.errors.PlanMismatch, match=said):
             sacplan.Report(profile, gpu.plan)
-        with pytest.raises(sacplan.PlanMismatch, match=said):
+        with pytest.raises(sacplan.errors.PlanMismatch, match=said):
             sacplan.Report(profile).memory_figure([gpu.plan])
 
 
@@ -325,17 +325,17 @@ def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_pa
 def test_what_cannot_be_drawn_is_refused(
     gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(sacplan.PlanError, match="'gif'"):
+    with pytest.raises(sacplan.errors.PlanError, match="'gif'"):
         sacplan.Report(gpu.profile).save_figures(tmp_path, formats=["png", "gif"])
-    with pytest.raises(sacplan.PlanError, match="'recompute_share'"):
+    with pytest.raises(sacplan.errors.PlanError, match="'recompute_share'"):
         sacplan.Report(gpu.profile, None, gpu.frame.drop(columns="recompute_share"))
-    with pytest.raises(sacplan.PlanError, match="no rows"):
+    with pytest.raises(sacplan.errors.PlanError, match="no rows"):
         sacplan.Report(gpu.profile, frontier=gpu.frame.iloc[:0])
-    with pytest.raises(sacplan.PlanError, match="has no frontier"):
+    with pytest.raises(sacplan.errors.PlanError, match="has no frontier"):
         sacplan.Report(gpu.profile).frontier_figure()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for draw in (sacplan.Report.memory_figure, lambda report: report.html):
-        with pytest.raises(sacplan.PlanError, match=r"pip install 'sacplan\[plot\]'"):
+        with pytest.raises(sacplan.errors.PlanError, match=r"pip install 'sacplan\[plot\]'"):
             draw(sacplan.Report(gpu.profile))
 
 

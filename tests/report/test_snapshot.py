@@ -287,7 +287,7 @@ def test_in_inference() -> None:
 
 def test_a_plan_of_another_profile(case: SimpleNamespace, tmp_path: Path) -> None:
     other = sacplan.profile(LM(layers=1), tokens(), loss_fn=cross_entropy, device=case.profile.device)
-    with pytest.raises(sacplan.PlanMismatch):
+    with pytest.raises(sacplan.errors.PlanMismatch):
         sacplan.Report(other, case.plan).write_snapshot(tmp_path / "step.pickle")
     assert not list(tmp_path.iterdir())
 
