@@ -40,14 +40,14 @@ from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import GIB, RESULTS, ROOT, describe, machine, read_results, write_results
 from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models import small_configs
-from sacplan._cli import hf
-from sacplan._cli.options import HfOptions
+from sacplan.integrations._hf import models as hf
+from sacplan.integrations._hf.target import ModelOptions
 
 FIGURES = RESULTS / "hf_targets.json"
 PAGE = ROOT / "docs" / "hf_targets.md"
 DEVICE = "h100"
 _LIMITS = Limits(seconds=240.0, items=25)
-_NO_OPTIONS = HfOptions()
+_NO_OPTIONS = ModelOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,13 @@ def outcome_of(model_type: str) -> Outcome:
 
 
 _AGAINST = (
-    (r"expected scalar type|Unsupported dtype|same dtype", HfOptions(dtype="float32")),
-    (r"Expected more than 1 value per channel", HfOptions(batch=2)),
+    (r"expected scalar type|Unsupported dtype|same dtype", ModelOptions(dtype="float32")),
+    (r"Expected more than 1 value per channel", ModelOptions(batch=2)),
 )
 """What errors of models say that an option of the command line is against, and this option."""
 
 
-def _option_against(reason: str) -> HfOptions | None:
+def _option_against(reason: str) -> ModelOptions | None:
     return next((helps for said, helps in _AGAINST if re.search(said, reason)), None)
 
 
@@ -161,7 +161,7 @@ def _profiled(
     configuration: str,
     values: dict[str, Any],
     reason: str = "",
-    options: HfOptions = _NO_OPTIONS,
+    options: ModelOptions = _NO_OPTIONS,
 ) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")

@@ -149,7 +149,7 @@ def check_different(rows: list[Row], alike: frozenset[str]) -> None:
 def _is_chain(profile: sacplan.Profile) -> bool:
     try:
         sacplan.Chain.from_profile(profile)
-    except sacplan.PlanError:
+    except sacplan.errors.PlanError:
         return False
     return True
 

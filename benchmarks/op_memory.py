@@ -91,7 +91,7 @@ def _figures(model: OpStep, mode: Any, loss: Any) -> Row:
     if mode == "train":
         try:
             plan = sacplan.policy("full", profile=profile, layers=_LAYER)
-        except sacplan.PlanError:
+        except sacplan.errors.PlanError:
             return found  # nothing there that may run again
         with sacplan.apply(model, plan):
             found["planned_predicted"] = plan.peak_bytes

@@ -159,7 +159,7 @@ def decisions(
         budget = as_budget(budget_at(at, smallest.peak_bytes, profile.peak_bytes))
         yield "planned", sacplan.plan(profile, budget, "greedy") if at else smallest
     if "full" in kinds:
-        with contextlib.suppress(sacplan.PlanError):  # the blocks keep nothing that could be discarded
+        with contextlib.suppress(sacplan.errors.PlanError):  # the blocks keep nothing that could be discarded
             yield "full", sacplan.policy("full", profile=profile, layers="blocks.*")
     units = [""] if whole else [f"blocks.{i}" for i in range(len(program.net.blocks))]
     recorded, anything = profile.program, sacplan.plan(profile, "200%")
@@ -284,7 +284,7 @@ def run(seed: int, *, kinds: Collection[str] = KINDS, threads: bool | None = Non
     profiled = copy.deepcopy(program.net)
     try:
         profile = sacplan.profile(profiled, program.batch(0), program.loss, device="cpu", trace=program.trace)
-    except sacplan.TraceError:
+    except sacplan.errors.TraceError:
         if program.trace == "real":
             raise
         profile = sacplan.profile(profiled, program.batch(0), program.loss, device="cpu", trace="real")

@@ -72,7 +72,7 @@ _SAYS = {
     "_questions": "what fits, what helps",
     "_report": "tables, figures, a page",
     "testing": "for test suites",
-    "integrations": "trainers, PEFT",
+    "integrations": "trainers, models",
     "_cli": "the command line",
 }
 

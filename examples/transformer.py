@@ -183,7 +183,7 @@ def main_road(
 def picture(profile: sacplan.Profile, plan: sacplan.Plan, path: Path) -> None:
     """Draw memory over the step by kind, without and with the plan, and the budget."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sacplan.memory_figure(profile, plan, columns=1).savefig(path, dpi=180)
+    sacplan.Report(profile, plan).memory_figure(columns=1).savefig(path, dpi=180)
     print(f"   picture: {path}\n")
 
 

@@ -1,5 +1,6 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
+from . import errors as errors
 from ._apply.apply import Handle, apply
 from ._apply.compile_budget import CompileBudget, CompiledGraph, compile_budget
 from ._classical.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
@@ -35,15 +36,7 @@ from ._questions.layouts import Layout, Layouts, layouts
 from ._questions.parts import Part
 from ._questions.verdict import FitRow, Verdict
 from ._ranks.ranks import DDP, FSDP2
-from ._report.alive import alive_at_peak
-from ._report.blocked import blocked_ops
-from ._report.chunks import chunk_table
-from ._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
-from ._report.losses import loss_table
-from ._report.modules import module_table
-from ._report.page import write_report
-from ._report.snapshot import write_snapshot
-from ._report.trace_events import write_memory_trace
+from ._report.report import Report
 from ._rotor.chain import Chain
 from ._rotor.rotor import RotorResult, rotor
 from ._rotor.sequences import Rotor
@@ -55,21 +48,9 @@ from ._solve.milp import Milp
 from ._solve.uniform import Uniform
 from ._verify.verify import Verification, verify
 from .errors import (
-    BudgetError,
-    ChunkError,
-    DataDependentError,
-    DeviceError,
     InfeasibleBudget,
-    OffloadError,
-    PlanError,
-    PlanMismatch,
-    RecipeError,
     SacplanError,
     SacplanWarning,
-    SolverError,
-    SumOfOutputsWarning,
-    TraceError,
-    UnsupportedTorch,
 )
 from .integrations.peft import with_lora
 
@@ -79,15 +60,11 @@ __all__ = [
     "FSDP2",
     "Advice",
     "AllocatorPeaks",
-    "BudgetError",
     "Capacity",
     "CapacityPoint",
     "Chain",
-    "ChunkError",
     "CompileBudget",
     "CompiledGraph",
-    "DataDependentError",
-    "DeviceError",
     "DeviceMemory",
     "DeviceSpec",
     "Fit",
@@ -103,15 +80,12 @@ __all__ = [
     "Milp",
     "ModuleInfo",
     "ModuleStats",
-    "OffloadError",
     "Part",
     "Plan",
-    "PlanError",
-    "PlanMismatch",
     "Profile",
-    "RecipeError",
     "Remedy",
     "Replicated",
+    "Report",
     "Rotor",
     "RotorResult",
     "RuntimeEstimator",
@@ -120,37 +94,27 @@ __all__ = [
     "SacMilpResult",
     "SacplanError",
     "SacplanWarning",
-    "SolverError",
     "Strategies",
     "Strategy",
-    "SumOfOutputsWarning",
-    "TraceError",
     "Uniform",
     "UnitPlan",
-    "UnsupportedTorch",
     "Verdict",
     "Verification",
     "advise",
     "aggregate_stats",
-    "alive_at_peak",
     "apply",
-    "blocked_ops",
     "calibrate",
-    "chunk_table",
     "compile_budget",
     "devices",
+    "errors",
     "fake_device",
     "fit",
     "fit_tradeoff",
     "frontier",
-    "frontier_figure",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
     "layouts",
-    "loss_table",
     "max_batch",
-    "memory_figure",
-    "module_table",
     "parse_module_info",
     "plan",
     "policy",
@@ -158,14 +122,9 @@ __all__ = [
     "ranks",
     "rotor",
     "sac_milp",
-    "save_figures",
     "strategies",
     "throughput",
-    "tradeoff_figure",
     "verify",
     "with_lora",
-    "write_memory_trace",
-    "write_report",
-    "write_snapshot",
 ]
 __version__: str

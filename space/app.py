@@ -176,7 +176,7 @@ def picture(question: Question, target: str, answer: dict[str, Any], folder: Pat
         optimizer = answer["recommended"]["optimizer"]
     profile = folder / "profile.json.gz"
     run(["profile", target, *question.options(optimizer), "-o", str(profile)], folder)
-    return sacplan.memory_figure(profile, plan, columns=1)
+    return sacplan.Report(profile, plan).memory_figure(columns=1)
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------

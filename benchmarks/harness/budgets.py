@@ -75,7 +75,7 @@ def profile_of(case: Case) -> sacplan.Profile:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", sacplan.SacplanWarning)
             found = profile("fake")
-    except sacplan.DataDependentError:
+    except sacplan.errors.DataDependentError:
         return profile("real")
     # Or where the largest of an optimizer's steps depends on data.
     depends = any("depends on data" in str(warning.message) for warning in said)

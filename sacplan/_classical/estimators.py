@@ -230,10 +230,6 @@ class SACEstimator(_Estimator):
         """The ops of every module with children, as ``get_optimal_checkpointing_policy_per_module`` reads them."""
         return {fqn: sac_stats(self.program, fqn) for fqn in self.tradeoffs}
 
-    def greedy_order(self, fqn: str) -> list[int]:
-        """Return the prototype's order of discarding: ops by decreasing bytes per millisecond, without views."""
-        return greedy_order(sac_stats(self.program, fqn))
-
 
 def sac_stats(program: Program, fqn: str) -> SACStats:
     """Return the ops of a module's first call: times, bytes of new outputs, and which must be treated alike."""
@@ -268,16 +264,6 @@ def _is_random(name: str) -> bool:
     packet = getattr(torch.ops.aten, op, None)
     func = getattr(packet, overload, None)
     return func is not None and op_traits(func).random
-
-
-def greedy_order(stats: SACStats) -> list[int]:
-    """Return the ops that allocate, by decreasing bytes per millisecond (ops that take no time first)."""
-    fixed = set(stats.view_like_ops)
-    candidates = [i for i in range(len(stats.memory)) if i not in fixed and stats.memory[i]]
-    return sorted(
-        candidates,
-        key=lambda i: -(stats.memory[i] / stats.runtimes[i] if stats.runtimes[i] else float("inf")),
-    )
 
 
 @checked(TraceError)

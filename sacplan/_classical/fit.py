@@ -49,6 +49,12 @@ class Fit:
         lines = zip(self.slopes, self.intercepts, strict=True)
         return max(0.0, max((slope * ratio + intercept for slope, intercept in lines), default=0.0))
 
+    def crossings(self) -> set[float]:
+        """Return the ratios at which two of the lines cross, 0 among them: all corners of the fit, and others."""
+        lines = [(0.0, 0.0), *zip(self.slopes, self.intercepts, strict=True)]
+        pairs = itertools.combinations(lines, 2)
+        return {(y1 - y0) / (x0 - x1) for (x0, y0), (x1, y1) in pairs if x0 != x1}
+
     def optimism(self, points_xy: Iterable[tuple[float, float]]) -> float:
         """Return how far the fit lies below the lower hull of the reachable points at most, in recompute share.
 
@@ -59,12 +65,7 @@ class Fit:
         if len(hull) < 2:
             return 0.0
         # The difference is linear between neighbouring kinks of the two functions, so its maximum is at a kink.
-        # The zero line is one of the lines, since ``at`` is never below 0.
-        lines = [(0.0, 0.0), *zip(self.slopes, self.intercepts, strict=True)]
-        kinks = {x for x, _ in hull}
-        for (slope, intercept), (other_slope, other_intercept) in itertools.combinations(lines, 2):
-            if slope != other_slope:
-                kinks.add((other_intercept - intercept) / (slope - other_slope))
+        kinks = {x for x, _ in hull} | self.crossings()
         worst = max(_on(hull, x) - self.at(x) for x in kinks if 0 <= x <= hull[-1][0])
         return worst if worst > _ROUNDING * max(1.0, hull[-1][1]) else 0.0
 

@@ -12,10 +12,10 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from sacplan._cli.show import target_facts
-from sacplan._cli.target import Target
 from sacplan._device.outside_allocator import Outside
 from sacplan._program import files
 from sacplan._questions.verdict import FitRow, Verdict
+from sacplan.integrations._hf.target import Target
 
 FIT_VERSION = 1
 """Raised where a field is removed or changes its meaning, not where one is added."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sacplan._cli import capacity, fit, reading, steps, surveys
+from sacplan._cli import capacity, fit, steps, surveys
 from sacplan._cli import options as o
 from sacplan._cli.command import Command, CommandGroup
 
@@ -47,8 +47,8 @@ for _entry in (
     steps.plan,
     steps.policy,
     steps.verify,
-    reading.show_file,
-    reading.diff,
+    surveys.show_file,
+    surveys.diff,
     surveys.frontier,
     surveys.report,
     capacity.max_batch,

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from rich.table import Column, Table
+from rich.table import Column
 
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
-from sacplan._cli.command import command
-from sacplan._cli.exits import TargetError
+from sacplan._cli.command import CommandEntry, command
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
-from sacplan._cli.output import CommandResult, number, pairs, stage
-from sacplan._cli.rows import rows_table
+from sacplan._cli.output import CommandResult, number, rows_table, stage
 from sacplan._cli.targets import load_target, users_code
+from sacplan.integrations._hf.target import ModelOptions, TargetError
 
-if TYPE_CHECKING:
-    from sacplan import Capacity
-
+_FACTS = (
+    "batch_size", "samples_per_s", "step_ms", "budget_bytes", "headroom_bytes", "unplanned_batch_size",
+    "largest_batch_size", "bounded_by",
+)  # fmt: skip
 _OUTPUT = o.output("the plan for it (.json)")
 _POINTS: dict[str, Column | str] = {
     "batch_size": number("batch"),
@@ -35,53 +35,41 @@ _POINTS: dict[str, Column | str] = {
 _POINTS_OPTIONAL = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
 
 
-@command(
+def _search_command(name: str, short: str, said: str, *examples: str) -> CommandEntry:
+    """Return a command that searches for a batch size; ``said`` is its help."""
+
+    def search(
+        target: o.Target,
+        *,
+        asked: o.CapacityOptions,
+        output: Annotated[Path | None, _OUTPUT] = None,
+        hf: o.HfOptions,
+        force: o.Force = False,
+    ) -> CommandResult:
+        return _search(name, target, asked, output, hf, force)
+
+    search.__doc__ = f"{said} Other targets than hf: need make_batch."
+    return command(name, short, examples=examples, omit=["batch"])(search)
+
+
+max_batch = _search_command(
     "max-batch",
     "The largest batch that fits with a plan.",
-    examples=[
-        "sacplan max-batch hf:gpt2 --seq 1024 --device rtx-4090 -o plan.json",
-        "sacplan max-batch train.py:make --budget 2GiB --at-most 64",
-    ],
-    omit=["batch"],
+    "The largest batch for which a plan stays under the budget.",
+    "sacplan max-batch hf:gpt2 --seq 1024 --device rtx-4090 -o plan.json",
+    "sacplan max-batch train.py:make --budget 2GiB --at-most 64",
 )
-def max_batch(
-    target: o.Target,
-    *,
-    asked: o.CapacityOptions,
-    output: Annotated[Path | None, _OUTPUT] = None,
-    hf: o.HfOptions,
-    force: o.Force = False,
-) -> CommandResult:
-    """The largest batch for which a plan stays under the budget. Other targets than hf: need make_batch."""
-    return _search("max-batch", target, asked, output, hf, force)
-
-
-@command(
+throughput = _search_command(
     "throughput",
     "The batch with the most samples per second.",
-    examples=[
-        "sacplan throughput train.py:make --budget 2GiB --at-most 8 --json",
-        "sacplan throughput hf:bert-base --seq 512 --device a100-40gb --headroom 10%",
-    ],
-    omit=["batch"],
+    "The batch and the plan, together, with the most samples per second under the budget (predicted).",
+    "sacplan throughput train.py:make --budget 2GiB --at-most 8 --json",
+    "sacplan throughput hf:bert-base --seq 512 --device a100-40gb --headroom 10%",
 )
-def throughput(
-    target: o.Target,
-    *,
-    asked: o.CapacityOptions,
-    output: Annotated[Path | None, _OUTPUT] = None,
-    hf: o.HfOptions,
-    force: o.Force = False,
-) -> CommandResult:
-    """The batch and the plan, together, with the most samples per second under the budget (predicted).
-
-    Other targets than hf: need make_batch.
-    """
-    return _search("throughput", target, asked, output, hf, force)
 
 
 def _search(
-    question: str, name: str, asked: o.CapacityOptions, output: Path | None, hf: o.HfOptions, force: bool
+    question: str, name: str, asked: o.CapacityOptions, output: Path | None, hf: ModelOptions, force: bool
 ) -> CommandResult:
     import sacplan
 
@@ -119,45 +107,13 @@ def _search(
     save(found.plan, output, Origin.of(target, batch=found.batch_size))
     facts: dict[str, Any] = {"command": question, **show.target_facts(target, output)}
     facts.get("hf", {}).pop("batch", None)  # the target was loaded with this batch; the answer is another
-    found_facts = {
-        "batch_size": found.batch_size,
-        "samples_per_s": found.samples_per_s,
-        "step_ms": found.step_ms,
-        "budget_bytes": found.budget_bytes,
-        "headroom_bytes": found.headroom_bytes,
-        "outside": [one._asdict() for one in found.outside],
-        "unplanned_batch_size": found.unplanned_batch_size,
-        "largest_batch_size": found.largest_batch_size,
-        "bounded_by": found.bounded_by,
+    facts |= {
+        **show.facts_of(found, _FACTS),
         "fastest_batch_size": found.fastest.batch_size,
+        "outside": [one._asdict() for one in found.outside],
         "plan": show.plan_facts(found.plan),
         "points": [point.figures() for point in found.points],
     }
-    return CommandResult(
-        {**facts, **found_facts}, _tables(found, facts.get("hf", {})), show.saved("plan", output)
-    )
-
-
-def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
-    limit = " (--at-most)" if found.bounded_by == "at_most" else ""
-    summary = pairs(
-        [
-            show.model_row(hf, found.plan.fingerprint.model_class),
-            ("device", found.device),
-            ("budget", f"{show.size(found.budget_bytes)}, {found.left}"),
-            ("batch", str(found.batch_size)),
-            (
-                "largest",
-                f"{found.unplanned_batch_size} without a plan, {found.largest_batch_size} with one{limit}",
-            ),
-            ("samples/s", f"{found.samples_per_s:.2f} (predicted)"),
-            *([("faster", f"{found.faster}; see sacplan throughput")] if found.faster else []),
-            ("planned", show.size(found.plan.peak_bytes)),
-            *show.allocator_pairs(found.plan.device_memory),
-            ("step", f"{found.step_ms:.2f} ms, {_of_it(found)}"),
-            *show.chunk_pairs(found.plan),
-        ]
-    )
     # The order matters: if the fastest size is the answer itself, its row says the latter.
     says = {found.fastest.batch_size: "the fastest of these", found.batch_size: "the answer"}
     rows = [
@@ -169,9 +125,7 @@ def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
         }
         for point in found.points
     ]
-    return [summary, rows_table(_POINTS, rows, _POINTS_OPTIONAL)]
-
-
-def _of_it(found: Capacity) -> str:
-    said = f"{found.plan.recompute_ms:.2f} ms of it recomputation"
-    return f"{said}, {found.plan.added_ms:.2f} ms for chunks" if found.plan.chunks else said
+    shown = show.sections_shown([found.in_words()], facts.get("hf"))
+    return CommandResult(
+        facts, [*shown, "", rows_table(_POINTS, rows, _POINTS_OPTIONAL)], show.saved("plan", output)
+    )

@@ -19,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -70,10 +70,17 @@ def command(
         hints = get_type_hints(function, include_extras=True)
         for parameter in inspect.signature(function).parameters.values():
             hint = hints[parameter.name]
-            if is_dataclass(hint):
-                groups[parameter.name] = hint
-                kept = get_type_hints(hint, include_extras=True)
-                options = [(f.name, kept[f.name], f.default) for f in fields(hint) if f.name not in omit]
+            # ``Annotated[group, options]``: a dataclass of the library, with an option for each field.
+            group: Any = getattr(hint, "__origin__", hint)
+            beside: Any = getattr(hint, "__metadata__", ({},))[0]
+            if is_dataclass(group):
+                groups[parameter.name] = group
+                kept = get_type_hints(group, include_extras=True)
+                options = [
+                    (f.name, Annotated[kept[f.name], beside[f.name]] if beside else kept[f.name], f.default)
+                    for f in fields(group)
+                    if f.name not in omit
+                ]
             else:
                 options = [(parameter.name, hint, parameter.default)]
             parameters += (_parameter(*option) for option in options)

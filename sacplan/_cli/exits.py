@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 
@@ -29,12 +29,6 @@ MEANING = {
 # Since 0.26 typer bundles click; before, it used the installed one. Either way its errors derive from this class.
 _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-_Error = TypeVar("_Error", bound=Exception)
-
-
-class TargetError(SacplanError):
-    """A target that cannot be loaded, or whose own code failed."""
-
 
 class OutputError(SacplanError):
     """A file that cannot be written, or that must not be overwritten."""
@@ -46,12 +40,6 @@ class VerificationFailed(SacplanError):
     def __init__(self, message: str, answer: CommandResult) -> None:
         super().__init__(message)
         self.answer = answer
-
-
-def hinted(error: _Error, *hints: str) -> _Error:
-    """Attach hints on what to try to an error, and return it. Each hint becomes a line below the message."""
-    error.__notes__ = hints  # type: ignore[attr-defined]  # PEP 678, without add_note in Python 3.10
-    return error
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Column, Table
 
 from sacplan._cli import options as o
-from sacplan._cli import show, sources
+from sacplan._cli import sources
 from sacplan._cli.command import command
-from sacplan._cli.exits import INFEASIBLE, TargetError
+from sacplan._cli.exits import INFEASIBLE
 from sacplan._cli.output import CommandResult, number, stage, table
 from sacplan._cli.targets import load_target, users_code
+from sacplan._program.budget import format_bytes
+from sacplan.integrations._hf.target import ModelOptions, TargetError
 
 if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
@@ -27,11 +29,12 @@ if TYPE_CHECKING:
         "sacplan fit hf:gpt2 --seq 512 --batch 4 --device rtx-4090",
         "sacplan fit train.py:make --device cpu --budget 2GiB --json",
     ],
+    omit=["solver", "technique", "at_most"],
 )
 def fit(
     target: o.Target,
     *,
-    device: Annotated[str | None, o.option(metavar="NAME", help=f"{o.DEVICE}{o.DEFAULT_DEVICE}.")] = None,
+    asked: o.CapacityOptions,
     devices: Annotated[
         int | None,
         o.option(
@@ -41,28 +44,11 @@ def fit(
             "Default: 1.",
         ),
     ] = None,
-    budget: Annotated[
-        str | None,
-        o.option(
-            metavar="SIZE",
-            parser=o.size_in_gib,
-            help="Peak of the step: 22GiB. Default: the step fits the device, with what torch reserves there.",
-        ),
-    ] = None,
-    headroom: Annotated[
-        str | None,
-        o.option(
-            metavar="SIZE",
-            help="Instead of a budget: how much of the device's memory the peak leaves free, 5% or 2GiB.",
-        ),
-    ] = None,
     sizes: Annotated[
         bool,
         o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
     ] = True,
-    grad_accum: o.GradAccum = None,
     routing: o.Routed = None,
-    compile: o.Compiled = None,
     hf: o.HfOptions,
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
@@ -71,11 +57,11 @@ def fit(
     """
     import sacplan
     from sacplan._cli.answers import fit_answer
-    from sacplan._cli.hf import positions
     from sacplan._program.progress import stages_go_to
     from sacplan._questions.on_ranks import read_devices
+    from sacplan.integrations._hf.models import positions
 
-    one, number = read_devices(device or o.DEFAULT_DEVICE, devices or 1)
+    one, number = read_devices(asked.device or o.DEFAULT_DEVICE, devices or 1)
     spec = sources.device_of(one)
     with stage("loading"):
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
@@ -105,22 +91,22 @@ def fit(
             spec,
             loaded.loss_fn,
             optimizer,
-            budget,
-            headroom,
+            asked.budget,
+            asked.headroom,
             devices=number,
             batch=int(hf.batch or 1),
             seq=seq,
-            accumulation_steps=grad_accum or 1,
+            accumulation_steps=asked.grad_accum or 1,
             routing=routing or "balanced",
             # No sequence beyond the model's positions is tried: it could not run.
             longest=None if seq is None else positions(loaded.model),
             name=_named(target, hf),
             sizes=sizes,
-            compile=compile,
+            compile=asked.compile,
             on_verdict=lambda verdict: known.append(verdict.sentence),
         )
     more = [] if routing is None else ["--routing", routing]
-    more += [word for pattern in compile or () for word in ("--compile", pattern)]
+    more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
     line = _command(target, found, hf, more)
     shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice, *found.remarks]
     if line:
@@ -131,7 +117,7 @@ def fit(
     return CommandResult(fit_answer(found, loaded, line), shown, found.computed, exit_code)
 
 
-def _named(target: str, hf: o.HfOptions) -> str:
+def _named(target: str, hf: ModelOptions) -> str:
     """Return what the verdict calls the model: its name, and the adapters and 4-bit weights that it was given."""
     adapters = [] if hf.lora is None else [f"LoRA {hf.lora}"]
     return ", ".join([target.removeprefix("hf:"), *adapters, *(["4-bit weights"] if hf.load_in_4bit else [])])
@@ -148,7 +134,7 @@ def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: i
     return {name: resized(tensor) for name, tensor in make_batch(batch).items()}
 
 
-def _command(target: str, found: Verdict, hf: o.HfOptions, more: list[str]) -> str:
+def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> str:
     """Return the command line that makes the recommended plan; ``""`` if there is none."""
     from sacplan._techniques import DEFAULT_TECHNIQUES
 
@@ -186,7 +172,7 @@ def _table(found: Verdict, sizes: bool) -> Table:
         ("", True, lambda row: row.way),
         (number("peak"), True, lambda row: _size(row, row.peak_bytes) or "the same"),
         (number("reserved"), has_reserved, lambda row: _size(row, row.reserved_bytes)),
-        (number("limit"), has_limits, lambda row: show.rounded_size(row.limit_bytes)),
+        (number("limit"), has_limits, lambda row: format_bytes(row.limit_bytes)),
         (number("host"), any(row.host_bytes for row in rows), lambda row: _size(row, row.host_bytes)),
         ("fits", True, lambda row: "yes" if row.fits else f"no, by {row.over}"),
         (number("step ms"), True, _step_ms),
@@ -198,7 +184,7 @@ def _table(found: Verdict, sizes: bool) -> Table:
 
 
 def _size(row: FitRow, n_bytes: int | None) -> str:
-    return show.rounded_size(n_bytes) if n_bytes and row.same_as is None else ""
+    return format_bytes(n_bytes) if n_bytes and row.same_as is None else ""
 
 
 def _step_ms(row: FitRow) -> str:

@@ -1,24 +1,25 @@
 """Every argument and option of the command line, declared once.
 
 ``HfOptions``, ``StepOptions`` and ``CapacityOptions`` are groups of options. A command takes a group as one parameter
-(see ``command.py``), and the command line gets an option for each of its fields.
+(see ``command.py``), and the command line gets an option for each of its fields. A group is a dataclass whose fields
+are annotated with options, or one of the library with the options beside it.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import typer
 
 from sacplan._device.devices import DEFAULT_DEVICE as DEFAULT_DEVICE
 from sacplan._profile.optimizer_names import NONE, named_optimizer
+from sacplan.integrations._hf.target import ModelOptions
 
 Runtime = Literal["cost-model", "benchmark"]
 Run = Literal["fake", "real"]
 DTYPES = ("bfloat16", "float16", "float32")
-Attn = Literal["sdpa", "eager"]
 
 
 def option(*names: str, help: str, **settings: Any) -> Any:
@@ -230,8 +231,6 @@ FETCH = (
     "Fetch the config.json of a name that is neither known nor in the local cache from the hub, and no other file. "
     "Default: ask on a terminal, else do not"
 )
-ATTN = "Attention. Default: what transformers chooses"
-LORA = "Write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 LORA_HELP = (
     "Train adapters of PEFT, in float32, and freeze the model: r=16, or r=16,alpha=32,dropout=0.05,"
     "targets=q_proj+v_proj. The step runs under autocast. Default targets: all linear layers"
@@ -241,55 +240,26 @@ STORAGE = (
     "Type that 4-bit weights are stored as, with --load-in-4bit. A float, as in recipes for FSDP (bfloat16), lets "
     "Accelerate shard them; nothing is then made float32. Default: uint8"
 )
-_PLANNED = "; with a plan, the plan's."
 
 
-@dataclass(frozen=True, slots=True)
-class HfOptions:
-    """How to make an ``hf:`` target. A field is None if its option is not given."""
-
-    batch: Annotated[int | None, _hf(*BATCH_NAMES, min=1, metavar="N", help=f"{BATCH}.")] = None
-    seq: Annotated[int | None, _hf(*SEQ_NAMES, min=1, metavar="N", help=f"{SEQ}.")] = None
-    dtype: Annotated[str | None, _hf(metavar="NAME", parser=dtype_name, help=f"{DTYPE}.")] = None
-    optimizer: Annotated[str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}.")] = None
-    attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
-    lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}.")] = None
-    load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}.")] = None
-    bnb_4bit_quant_storage: Annotated[
-        str | None, _hf(metavar="NAME", parser=storage_name, help=f"{STORAGE}.")
-    ] = None
-    fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that were given, by name, but for ``fetch``: it does not change what is made."""
-        # None means "not given", which is why defaults are in ``HF_DEFAULTS`` and not in the fields: a
-        # default must not override what a plan's file says.
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fetch"}
-        return {name: value for name, value in values.items() if value is not None}
+def _hf_options(after: str) -> dict[str, Any]:
+    """Return an option for each field of ``ModelOptions``; ``after`` ends the help of each."""
+    return {
+        "batch": _hf(*BATCH_NAMES, min=1, metavar="N", help=BATCH + after),
+        "seq": _hf(*SEQ_NAMES, min=1, metavar="N", help=SEQ + after),
+        "dtype": _hf(metavar="NAME", parser=dtype_name, help=DTYPE + after),
+        "optimizer": _hf(metavar="NAME", parser=optimizer_name, help=OPTIMIZER + after),
+        "attn": _hf(help=f"Attention. Default: what transformers chooses{after}"),
+        "lora": _hf(metavar="r=N", help=LORA_HELP + after),
+        "load_in_4bit": _hf("--load-in-4bit", help=IN_4BIT + after),
+        "bnb_4bit_quant_storage": _hf(metavar="NAME", parser=storage_name, help=STORAGE + after),
+        "fetch": _hf("--fetch/--no-fetch", help=f"{FETCH}."),
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedHfOptions(HfOptions):
-    """``HfOptions`` with other help texts, for commands on a plan: its file supplies the options that are not given."""
-
-    # A subclass inherits fields, but cannot change their help alone, so each is declared again.
-    batch: Annotated[int | None, _hf(*BATCH_NAMES, min=1, metavar="N", help=f"{BATCH}{_PLANNED}")] = None
-    seq: Annotated[int | None, _hf(*SEQ_NAMES, min=1, metavar="N", help=f"{SEQ}{_PLANNED}")] = None
-    dtype: Annotated[str | None, _hf(metavar="NAME", parser=dtype_name, help=f"{DTYPE}{_PLANNED}")] = None
-    optimizer: Annotated[
-        str | None, _hf(metavar="NAME", parser=optimizer_name, help=f"{OPTIMIZER}{_PLANNED}")
-    ] = None
-    attn: Annotated[Attn | None, _hf(help=f"{ATTN}{_PLANNED}")] = None
-    lora: Annotated[str | None, _hf(metavar="r=N", help=f"{LORA_HELP}{_PLANNED}")] = None
-    load_in_4bit: Annotated[bool | None, _hf("--load-in-4bit", help=f"{IN_4BIT}{_PLANNED}")] = None
-    bnb_4bit_quant_storage: Annotated[
-        str | None, _hf(metavar="NAME", parser=storage_name, help=f"{STORAGE}{_PLANNED}")
-    ] = None
-    fetch: Annotated[bool | None, _hf("--fetch/--no-fetch", help=f"{FETCH}.")] = None
-
-
-# Only what a target cannot be made without. All other options do nothing unless they are given.
-HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")
+HfOptions = Annotated[ModelOptions, _hf_options(".")]
+PlannedHfOptions = Annotated[ModelOptions, _hf_options("; with a plan, the plan's.")]
+"""For commands on a plan: its file supplies the options that are not given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import structs
 
-from sacplan._cli import options as o
 from sacplan._cli.output import note
-from sacplan._cli.target import Target
 from sacplan._profile.optimizer_names import NONE, named_optimizer
+from sacplan.integrations._hf.target import ModelOptions, Target
 
 if TYPE_CHECKING:
     from sacplan import Plan, Profile
@@ -36,7 +36,7 @@ class Origin:
     """
 
     name: str
-    options: o.HfOptions
+    options: ModelOptions
 
     @classmethod
     def of(cls, target: Target, **chosen: Any) -> Origin | None:
@@ -48,7 +48,7 @@ class Origin:
         if not target.facts:
             return None
         facts = {**target.facts, **chosen}
-        return cls(target.name, o.HfOptions(**{f.name: facts.get(f.name) for f in fields(o.HfOptions)}))
+        return cls(target.name, ModelOptions(**{f.name: facts.get(f.name) for f in fields(ModelOptions)}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the origin as JSON-ready values."""
@@ -64,15 +64,10 @@ class Origin:
             ValueError: a value that the command line does not offer.
         """
         # The file may be edited, or of another version.
-        if "dtype" in data and data["dtype"] not in o.DTYPES:
-            raise ValueError(f"{data['dtype']!r} is not a dtype that the command line knows")
         if data.get("optimizer", NONE) != NONE:
             named_optimizer(str(data["optimizer"]))
-        sizes = {name: int(data[name]) for name in ("batch", "seq") if name in data}
-        chosen: dict[str, Any] = {f.name: data.get(f.name) for f in fields(o.HfOptions)}
-        if chosen["load_in_4bit"] is not None:
-            chosen["load_in_4bit"] = bool(chosen["load_in_4bit"])
-        return cls(data["name"], o.HfOptions(**{**chosen, **sizes}))
+        given = {name: value for name, value in data.items() if name != "name"}
+        return cls(data["name"], msgspec.convert(given, ModelOptions, strict=False))
 
 
 def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None:
@@ -100,7 +95,7 @@ def origin_of(made: Plan | Profile) -> Origin | None:
     return None if target is None else Origin.from_dict(target)
 
 
-def seen_in(fingerprint: Fingerprint) -> o.HfOptions:
+def seen_in(fingerprint: Fingerprint) -> ModelOptions:
     """Read the options of an ``hf:`` target from a fingerprint, for plans that were saved from Python.
 
     A fingerprint has everything but the optimizer and the attention.
@@ -114,4 +109,4 @@ def seen_in(fingerprint: Fingerprint) -> o.HfOptions:
     )
     dtype: Any = types.most_common(1)[0][0] if types else None
     # The first dimension of a batch is its samples, and the second one of tokens is the sequence.
-    return o.HfOptions(first[0] if first else None, tokens[1] if tokens else None, dtype)
+    return ModelOptions(first[0] if first else None, tokens[1] if tokens else None, dtype)

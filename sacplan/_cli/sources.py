@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sacplan._cli import options as o
-from sacplan._cli.exits import TargetError, hinted
 from sacplan._cli.files import kind_of
 from sacplan._cli.origin import Origin, origin_of, seen_in
 from sacplan._cli.output import note, stage, warn
-from sacplan._cli.target import Target
 from sacplan._cli.targets import is_json_file, load_target, not_a_model, users_code
 from sacplan.errors import DeviceError, InfeasibleBudget
+from sacplan.integrations._hf.target import DEFAULTS, ModelOptions, Target, TargetError, hinted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +68,7 @@ def _asked_ranks(step: o.StepOptions) -> Ranks | None:
     return None if step.world_size is None else Ranks.of(step.world_size, step.fsdp_unit or None)
 
 
-def dtype_for(spec: DeviceSpec, source: str, asked: o.HfOptions) -> o.HfOptions:
+def dtype_for(spec: DeviceSpec, source: str, asked: ModelOptions) -> ModelOptions:
     """Return the options of an ``hf:`` target. Without a dtype, a device that has no bfloat16 gets float16."""
     # Asked for, or the default will do, or the target decides.
     if asked.dtype is not None or spec.has_bfloat16 or not source.startswith("hf:"):
@@ -78,7 +77,7 @@ def dtype_for(spec: DeviceSpec, source: str, asked: o.HfOptions) -> o.HfOptions:
     return replace(asked, dtype="float16")
 
 
-def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | None = None) -> Source:
+def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | None = None) -> Source:
     """Load a saved profile, or record the step of a target.
 
     Args:
@@ -121,7 +120,7 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
     ):
         # Both are among the assumptions that the result reports.
         warnings.filterwarnings("ignore", r".* has no bfloat16 ")
-        warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)
+        warnings.simplefilter("ignore", sacplan.errors.SumOfOutputsWarning)
         profile = sacplan.profile(
             target.model,
             target.batch,
@@ -139,18 +138,11 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
     return Source(profile, target, Origin.of(target))
 
 
-def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.HfOptions) -> Source:
+def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: ModelOptions) -> Source:
     import sacplan
 
-    recorded = {
-        "runtime": step.runtime,
-        "trace": step.trace,
-        "mode": step.mode,
-        "grad-accum": step.grad_accum,
-        "routing": step.routing,
-        "compile": step.compile,
-    }
     # These options say how to record. They would change nothing in a recording, so they are refused.
+    recorded = {n: getattr(step, n) for n in ("runtime", "trace", "mode", "grad_accum", "routing", "compile")}
     given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
     if given:
         raise TargetError(
@@ -206,7 +198,7 @@ def _read(load: Callable[[Path], _Value], name: str, what: str) -> _Value:
         ) from error
 
 
-def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
+def as_planned(asked: ModelOptions, plan: Plan, plan_file: str) -> ModelOptions:
     """Return the options of an ``hf:`` target to verify: those given, else those that the plan was made with.
 
     Notes on stderr name what is taken from the plan, and where the two disagree.
@@ -221,13 +213,13 @@ def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
     if origin is None and "optimizer" not in given:
         note(
             f"{plan_file} does not say which optimizer and attention it was made with; using --optimizer "
-            f"{o.HF_DEFAULTS.optimizer} and what transformers chooses"
+            f"{DEFAULTS.optimizer} and what transformers chooses"
         )
     for name, ours in given.items():
         # The user's own options win, but a verification of another step should not pass unnoticed.
         if made.get(name, ours) != ours:
             warn(f"--{name} {ours} is used, but {plan_file} was made with --{name} {made[name]}")
-    return o.HfOptions(**{**made, **given, "fetch": asked.fetch})
+    return ModelOptions(**{**made, **given, "fetch": asked.fetch})
 
 
 def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepOptions:
@@ -275,7 +267,7 @@ def verified(target: Target, plan: Plan, run: o.Run, grad_accum: int | None = No
         users_code(f"the step of {target.name}"),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)  # the assumptions report it
+        warnings.simplefilter("ignore", sacplan.errors.SumOfOutputsWarning)  # the assumptions report it
         return sacplan.verify(
             target.model, target.batch, plan, loss_fn, optimizer, run=run, accumulation_steps=grad_accum
         )
@@ -378,4 +370,4 @@ def _other_optimizers(origin: Origin | None) -> list[str]:
         "adamw": ["--optimizer adamw-fused has no temporaries, and sgd no state"],
         "adamw-fused": ["--optimizer sgd has no state"],
     }
-    return hints.get(origin.options.optimizer or str(o.HF_DEFAULTS.optimizer), [])
+    return hints.get(origin.options.optimizer or str(DEFAULTS.optimizer), [])

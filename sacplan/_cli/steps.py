@@ -11,12 +11,13 @@ import typer
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
-from sacplan._cli.exits import TargetError, VerificationFailed, hinted
+from sacplan._cli.exits import VerificationFailed
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import save
 from sacplan._cli.output import CommandResult, stage
 from sacplan._cli.targets import is_json_file, load_target, not_a_model
 from sacplan.errors import PlanMismatch, RecipeError
+from sacplan.integrations._hf.target import TargetError, hinted
 
 if TYPE_CHECKING:
     from sacplan import Plan
@@ -48,7 +49,7 @@ def profile(
     with stage("writing"):
         save(read.profile, output, read.origin)
     facts = {**show.target_facts(read.target, output), **show.profile_facts(read.profile)}
-    shown = [show.profile_table(read.profile, facts.get("hf", {}))]
+    shown = show.sections_shown([show.profile_section(read.profile)], facts.get("hf"))
     return CommandResult(
         {"command": "profile", **facts}, shown, show.remarks(read.profile, "profile", output)
     )
@@ -163,6 +164,8 @@ def policy(
 
 def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None) -> CommandResult:
     """Save a plan, and return it as the result of a command."""
+    from sacplan._plan.reading import plan_sections
+
     save(made, output, read.origin)
     target = show.target_facts(read.target, output)
     # The plan may have chosen a mesh. Assumptions and figures are then those of a rank on it.
@@ -173,7 +176,7 @@ def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None)
         "device_memory_bytes": profile.device_memory_bytes,
         "assumptions": list(profile.assumptions),
     }
-    shown = show.plan_tables(made, profile, target.get("hf", {}))
+    shown = show.sections_shown(plan_sections(made), target.get("hf"))
     return CommandResult({"command": name, **facts}, shown, show.remarks(profile, "plan", output))
 
 
@@ -202,10 +205,12 @@ def verify(
 
     An hf: target is made as it was for the plan, whose file says how; options given here take precedence.
     """
+    from sacplan._plan.reading import ranks_text
+
     plan = sources.saved_plan(plan_file)
     if run == "real" and plan.ranks.devices > 1:
         raise TargetError(
-            f"--run real: {plan_file} is for {show.ranks_text(plan.ranks)}, but the whole model would run here. Use "
+            f"--run real: {plan_file} is for {ranks_text(plan.ranks)}, but the whole model would run here. Use "
             "--run fake, whose step is that of one rank."
         )
     options = sources.as_planned(hf, plan, plan_file) if target.startswith("hf:") else hf
@@ -220,8 +225,7 @@ def verify(
         raise VerificationFailed(str(error), CommandResult({**facts, "verified": False}, ())) from error
     answer = CommandResult(
         {**facts, "verified": seen.within_budget, **asdict(seen)},
-        [show.verification_table(seen, plan, loaded.facts)],
-        show.assumed(seen.assumptions),
+        show.sections_shown([seen.in_words()], loaded.facts),
     )
     if seen.within_budget:
         return answer

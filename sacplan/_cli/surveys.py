@@ -1,4 +1,4 @@
-"""Commands that compare or explain: ``frontier``, ``report``, ``layouts`` and ``devices``."""
+"""Commands that compare or explain: ``frontier``, ``report``, ``layouts``, ``devices``, ``show`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.table import Column
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
-from sacplan._cli.exits import OutputError, TargetError
-from sacplan._cli.files import check_output
+from sacplan._cli.exits import OutputError
+from sacplan._cli.files import check_output, is_ours
 from sacplan._cli.origin import Origin, save
-from sacplan._cli.output import CommandResult, note, number, pairs, stage, table, warn
-from sacplan._cli.rows import rows_table
+from sacplan._cli.output import CommandResult, note, number, rows_table, stage, table, warn
 from sacplan._cli.targets import is_json_file, load_target, users_code
 from sacplan._program.writing import replacing
 from sacplan.errors import InfeasibleBudget
+from sacplan.integrations._hf.target import TargetError
 
 if TYPE_CHECKING:
     from sacplan import Plan
@@ -63,6 +63,8 @@ def frontier(
     force: o.Force = False,
 ) -> CommandResult:
     """Plans of every solver at several budgets, and the policies that people use by hand."""
+    from sacplan._plan.reading import ranks_text
+
     check_output(output, "curve", force=force)
     # The frontier chooses budgets and solvers itself: of these options only the techniques are the user's.
     allowed = sources.check_early(None, "best", technique)
@@ -83,7 +85,7 @@ def frontier(
     }
     notes = show.saved("frontier", output)
     if profile.ranks.devices > 1:
-        notes.insert(0, f"all figures are those of {show.ranks_text(profile.ranks, profile.program)}")
+        notes.insert(0, f"all figures are those of {ranks_text(profile.ranks, profile.program)}")
     return CommandResult(facts, [rows_table(_FRONTIER, rows, _FRONTIER_OPTIONAL)], notes)
 
 
@@ -139,6 +141,7 @@ def report(
     Without one, a plan is made for the budget.
     """
     import sacplan
+    from sacplan._plan.reading import ranks_text
 
     if output is None and png is None and memory_trace is None and snapshot is None:
         raise OutputError(
@@ -166,7 +169,7 @@ def report(
     profile = read.profile
     if plan is not None and plan.ranks != profile.ranks:
         raise TargetError(
-            f"{plan_file} is for {show.ranks_text(plan.ranks)}, but {source} is of {show.ranks_text(profile.ranks)}."
+            f"{plan_file} is for {ranks_text(plan.ranks)}, but {source} is of {ranks_text(profile.ranks)}."
         )
     if plan is None:
         plan = _plan_to_show(read, budget, headroom, allowed)
@@ -175,19 +178,17 @@ def report(
         allowed = allowed or {"techniques": plan.provenance.techniques}
     # The trace and the snapshot show no frontier, and computing one takes long.
     curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
+    shown = sacplan.Report(profile, plan, curve)
     written: list[Path] = []
     with stage("writing"):
         if output is not None:
-            sacplan.write_report(output, profile, plan, curve)
-            written.append(output)
+            written.append(shown.write(output))
         if memory_trace is not None:
-            sacplan.write_memory_trace(memory_trace, profile, plan)
-            written.append(memory_trace)
+            written.append(shown.write_memory_trace(memory_trace))
         if snapshot is not None:
-            sacplan.write_snapshot(snapshot, profile, plan)
-            written.append(snapshot)
+            written.append(shown.write_snapshot(snapshot))
         if png is not None:
-            written += sacplan.save_figures(png, profile, plan, curve, formats=_FORMATS)
+            written += shown.save_figures(png, _FORMATS)
     facts = {
         "command": "report",
         **show.target_facts(read.target),
@@ -313,21 +314,13 @@ def layouts(
     facts = {
         "command": "layouts",
         **show.target_facts(loaded, output),
-        "device": found.device,
-        "devices": found.devices,
-        "batch_size": found.batch_size,
-        "budget_bytes": found.budget_bytes,
+        **show.facts_of(found, ("device", "devices", "batch_size", "budget_bytes", "refused")),
         "rows": rows,
-        "refused": list(found.refused),
     }
     notes = [f"not looked at: {reason}" for reason in found.refused] + show.saved("plan", output)
-    said = [
-        ("devices", f"{found.devices} x {found.device}"),
-        ("batch", f"{found.batch_size}, of all ranks together"),
-        ("budget", f"{show.size(found.budget_bytes)} on each rank"),
-    ]
+    shown = show.sections_shown([found.in_words()], loaded.facts)
     return CommandResult(
-        facts, [pairs(said), rows_table(_LAYOUTS, [_shown(row) for row in rows], _LAYOUTS_OPTIONAL)], notes
+        facts, [*shown, "", rows_table(_LAYOUTS, [_shown(row) for row in rows], _LAYOUTS_OPTIONAL)], notes
     )
 
 
@@ -371,3 +364,57 @@ def _figure(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_File = Annotated[
+    str, typer.Argument(metavar="FILE", help="A saved plan, or a saved profile.", show_default=False)
+]
+
+
+@command(
+    "show",
+    "A saved plan or profile, in words.",
+    examples=["sacplan show plan.json", "sacplan show profile.json.gz", "sacplan show plan.json --json"],
+)
+def show_file(file: _File) -> CommandResult:
+    """Say what a plan does, layer by layer: what is kept, recomputed and runs in slices; or what a profile holds.
+
+    Layers that do the same are shown once.
+    """
+    from sacplan._plan.layers import read_layers
+    from sacplan._plan.reading import kept_sections, layer_facts, plan_sections
+    from sacplan._plan.units import kept_by_layer
+
+    # Anything else is read as a plan, whose loader says what is wrong with it.
+    if is_ours(Path(file), "profile"):
+        profile = sources.saved_profile(file)
+        kept = kept_by_layer(profile.program)
+        facts = {"what": "profile", **show.profile_facts(profile), "layers": layer_facts(kept)}
+        sections = [profile.in_words(), *kept_sections(kept)]
+    else:
+        plan = sources.saved_plan(file)
+        facts = {"what": "plan", **show.plan_facts(plan), "layers": layer_facts(read_layers(plan))}
+        sections = plan_sections(plan)
+    return CommandResult({"command": "show", **facts}, show.sections_shown(sections))
+
+
+@command(
+    "diff",
+    "What two plans do otherwise.",
+    examples=["sacplan diff plan.json plan-cpu.json", "sacplan diff plan.json plan-cpu.json --json"],
+)
+def diff(first: o.PlanFile, second: o.PlanFile) -> CommandResult:
+    """Compare two plans: their figures, and by layer what one of them recomputes and the other does not.
+
+    The exit code is 0 whether they differ or not.
+    """
+    from sacplan._plan.difference import difference, difference_facts, difference_sections
+
+    found = difference(sources.saved_plan(first), sources.saved_plan(second))
+    facts = {"command": "diff", "plans": [first, second], **difference_facts(found)}
+    if found.equal:
+        return CommandResult(facts, ["the plans are equal"])
+    figures = table(["", first, second], [[label, *both] for label, both in found.figures.items()])
+    shown = [figures, "", *show.sections_shown(difference_sections(found, (first, second)))]
+    # Plans may differ in their figures alone, such as those for two devices.
+    return CommandResult(facts, shown if found.layers else [figures, "", "what they recompute is the same"])

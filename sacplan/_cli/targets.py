@@ -11,6 +11,7 @@ optionally ``loss_fn``, ``optimizer`` and ``make_batch`` (batch size to batch), 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -23,12 +24,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sacplan._cli import architectures
-from sacplan._cli.exits import TargetError, hinted
+import typer
+
 from sacplan._cli.files import kind_of
-from sacplan._cli.options import HfOptions, named
-from sacplan._cli.target import Target
+from sacplan._cli.options import named
+from sacplan._cli.output import note
 from sacplan.errors import SacplanError
+from sacplan.integrations._hf import architectures
+from sacplan.integrations._hf.target import ModelOptions, Target, TargetError, hinted
 
 _DEFAULT_NAME = "sacplan_target"
 _KEYS = ("model", "batch", "loss_fn", "optimizer", "make_batch")
@@ -40,7 +43,7 @@ def is_json_file(text: str) -> bool:
     return not text.startswith("hf:") and text.lower().endswith((".json", ".json.gz"))
 
 
-def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
+def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target:
     """Load a target.
 
     Args:
@@ -52,10 +55,10 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
         TargetError: it does not exist, or the user's code failed. The message names the line.
     """
     if text.startswith("hf:"):
-        from sacplan._cli import hf  # imports torch
+        from sacplan.integrations._hf.models import build  # imports torch
 
         with users_code(text):
-            return hf.build(text, options, place)
+            return build(text, options, place, functools.partial(_may_fetch, fetch=options.fetch))
     # Any target may make batches of a size. Everything else is up to the user's function.
     given = replace(options, batch=None).given()
     given |= {} if options.fetch is None else {"fetch": True}
@@ -80,6 +83,21 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
                 "as well, a function of the batch size."
             )
         return replace(target, batch=target.make_batch(options.batch))
+
+
+def _may_fetch(name: str, *, fetch: bool | None) -> bool:
+    """Return whether the configuration may be fetched: yes with ``--fetch``, else as the user answers on a terminal."""
+    from huggingface_hub import constants
+
+    from sacplan.integrations._hf.hub import FILE
+
+    what = f"{FILE} of {name}, and no other file, from {constants.ENDPOINT}"
+    # Nobody answers in a pipe, in a job or in CI: nothing is fetched there without the option.
+    if fetch is None and sys.stdin.isatty() and sys.stderr.isatty():
+        fetch = typer.confirm(f"Fetch {what}?", err=True)
+    if fetch:
+        note(f"fetching {what}")
+    return bool(fetch)
 
 
 def _unknown_form(text: str) -> TargetError:

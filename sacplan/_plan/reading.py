@@ -81,7 +81,12 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         ("on the GPU", device_memory_text(plan.device_memory)),
         (
             "recompute",
-            f"{plan.recompute_ms:.2f} ms, {format_share(plan.recompute_ms, plan.step_ms)} of the step",
+            f"{plan.recompute_ms:.2f} ms, {format_share(plan.recompute_ms, plan.step_ms)} of the step; no schedule "
+            f"with this peak takes less than {plan.lower_bound_ms:.2f} ms",
+        ),
+        (
+            "step",
+            f"{plan.step_ms + plan.recompute_ms + plan.added_ms:.2f} ms, {plan.step_ms:.2f} ms without a plan",
         ),
         (
             "slices",
@@ -119,13 +124,8 @@ def fills_gpu(plan: PlanValue) -> bool:
     return plan.budget_bytes is not None and plan.device_memory is not None and not asked
 
 
-def whence(plan: PlanValue, memory_bytes: int | None = None) -> str:
-    """Say how the limit for the peak came about; empty for a budget that was asked for.
-
-    Args:
-        plan: The plan.
-        memory_bytes: Memory of its device, if it is known. Then the figures add up to it.
-    """
+def whence(plan: PlanValue) -> str:
+    """Say how the limit for the peak came about; empty for a budget that was asked for."""
     # No budget, or one that the user gave.
     if plan.budget_bytes is None or plan.provenance.budget is not None:
         return ""
@@ -134,15 +134,8 @@ def whence(plan: PlanValue, memory_bytes: int | None = None) -> str:
     if not fills_gpu(plan):
         headroom = plan.provenance.headroom
         return of_device + ("15%" if headroom is None else str(headroom))
-    outside = outside_on_gpu(plan.ranks.communicators)
-    found = f"{of_device}{outside_text(outside)}"
-    if memory_bytes is None:
-        return f"{found} and what torch reserves beyond the peak"
-    # What remains between the memory and the limit is what torch reserves beyond the peak.
-    beyond = memory_bytes - sum(one.n_bytes for one in outside) - plan.budget_bytes
-    return (
-        f"{found}, and less {format_bytes(beyond)} that torch reserves beyond the peak" if beyond else found
-    )
+    outside = outside_text(outside_on_gpu(plan.ranks.communicators))
+    return f"{of_device}{outside} and what torch reserves beyond the peak"
 
 
 def amount(parts: Sequence[LayerOps], layers: int, *, with_time: bool = False) -> str:

@@ -251,24 +251,19 @@ class _Tried:
             return
         names = ("recompute",) if self.plan is None else tuple(self.plan.provenance.techniques)
         more = "Recomputing activations" if self.plan is None else "A plan that recomputes more"
-        yield from self._smallest("recompute", "recompute", more, names)
-
-    def _smallest(self, name: str, kind: Kind, what: str, techniques: tuple[str, ...]) -> Iterator[Remedy]:
-        smallest = smallest_plan(Request(techniques=techniques), self.profile, without_rotor=True)
+        smallest = smallest_plan(Request(techniques=names), self.profile, without_rotor=True)
         # Rounded up: there is no plan for a budget below the smallest peak.
-        gib = f"{math.ceil(smallest.peak_bytes / 2**30 * 100) / 100:.2f}GiB"
-        if smallest.peak_bytes < 2**30:
-            gib = f"{math.ceil(smallest.peak_bytes / 2**20 * 10) / 10:.1f}MiB"
-        plain = techniques == ("recompute",)
-        asked = "" if plain else f", techniques={techniques!r}"
-        option = "".join(f" --technique {name}" for name in techniques) if not plain else ""
+        unit, n_bytes, places = ("GiB", 2**30, 100) if smallest.peak_bytes >= 2**30 else ("MiB", 2**20, 10)
+        budget = f"{math.ceil(smallest.peak_bytes / n_bytes * places) / places:.{2 if places == 100 else 1}f}{unit}"
+        asked = "" if names == ("recompute",) else f", techniques={names!r}"
+        option = "".join(f" --technique {name}" for name in names) if asked else ""
         yield from self._remedy(
-            name,
-            kind,
-            what,
+            "recompute",
+            "recompute",
+            more,
             self.profile.with_plan(smallest),
-            f'sacplan.plan(profile, "{gib}"{asked})',
-            f"sacplan plan TARGET --budget {gib}{option}",
+            f'sacplan.plan(profile, "{budget}"{asked})',
+            f"sacplan plan TARGET --budget {budget}{option}",
         )
 
     # --- optimizers

@@ -15,27 +15,26 @@ Nothing is assumed about sizes that were not tried: a model may need less memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.data import DataLoader
 
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec
-from sacplan._plan.limits import Limit
 from sacplan._plan.make import Outcome, outcome_of
 from sacplan._plan.request import Request
 from sacplan._profile.profile import Profile
-from sacplan._profile.tracing import Trace, profile
+from sacplan._profile.tracing import profile
 from sacplan._program.budget import format_bytes
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.program import Phase
 from sacplan._questions.largest import largest
 from sacplan._questions.sweep import Row
-from sacplan._record.compiled import CompileModules
-from sacplan._record.step import LossFn, resolve_batch
-from sacplan._solve.solvers import Solver
+from sacplan._record.longest import LongestBatch, is_loader
+from sacplan._record.step import resolve_batch
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
 
 _SECOND = 8  # the size tried after 1: far enough for a slope, small enough to be quick
@@ -75,7 +74,7 @@ class CapacityPoint(Row):
 
 @dataclass(slots=True)
 class BatchSizes:
-    """Tries batch sizes, each once, and remembers the results. The arguments are those of ``max_batch``.
+    """Tries batch sizes, each once, and remembers the results.
 
     Raises:
         InfeasibleBudget: One sample does not fit.
@@ -84,17 +83,11 @@ class BatchSizes:
 
     model: torch.nn.Module
     make_batch: Callable[[int], Any]
-    limit: Limit
     spec: DeviceSpec
-    loss_fn: LossFn | None = None
-    optimizer: Any = None
-    solver: str | Solver = "best"
+    request: Request
     at_most: int | None = None
-    trace: Trace = "fake"
-    techniques: Sequence[str] | None = None
-    accumulation_steps: int = 1
-    compile: CompileModules = None
     progress: Callable[[CapacityPoint, str], None] | None = None
+    recording: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ``profile``
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     above_floor: float = 1.0
     """Ratio of the smallest peak to the floor, from the last size for which both are known."""
@@ -114,7 +107,7 @@ class BatchSizes:
     @property
     def budget_bytes(self) -> int:
         """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
-        return self.limit.room(self.spec).n_bytes
+        return self.request.limit.room(self.spec).n_bytes
 
     # --- one size -----------------------------------------------------------------------------
 
@@ -124,13 +117,12 @@ class BatchSizes:
             return self.points[n]
         traced = self._profile(n)
         self._check_batch_follows(n, traced.fingerprint)
-        may_chunk = "chunk" in (self.techniques or ())
+        may_chunk = "chunk" in (self.request.techniques or ())
         floor = _floor_bytes(traced, may_chunk)
         # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
         # name the smallest peak.
         if floor <= self.budget_bytes or may_chunk or n == 1:
-            request = Request(self.limit, self.solver, techniques=self.techniques)
-            outcome = outcome_of(request, traced)
+            outcome = outcome_of(self.request, traced)
             if outcome.error is not None:
                 if n == 1:
                     raise self._nothing_fits(outcome.error) from outcome.error
@@ -141,11 +133,11 @@ class BatchSizes:
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
         # The optimizer steps once for all micro-batches, and the recorded micro-step has that step whole.
         updates = sum(op.time_ms for op in traced.program.ops if op.phase == Phase.OPTIMIZER)
-        spared_ms = updates * (1 - 1 / self.accumulation_steps)
+        spared_ms = updates * (1 - 1 / self.recording.get("accumulation_steps", 1))
         point = CapacityPoint(batch_size=n, floor_bytes=floor, spared_ms=spared_ms, **taken)
         self.points[n] = point
         # The limit depends on the program: on a GPU, what is reserved beyond the peak counts as well.
-        self._excess[n] = traced.peak_bytes - self.limit.room_of(traced).for_peak(traced.program)
+        self._excess[n] = traced.peak_bytes - self.request.limit.room_of(traced).for_peak(traced.program)
         if self.progress is not None:
             self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
         return point
@@ -156,10 +148,7 @@ class BatchSizes:
             return resolve_batch(self.make_batch(n))
 
         try:
-            return profile(
-                self.model, batch, self.loss_fn, self.optimizer, self.spec, "cost-model", self.trace,
-                accumulation_steps=self.accumulation_steps, compile=self.compile,
-            )  # fmt: skip
+            return profile(self.model, batch, device=self.spec, **self.recording)
         except torch.OutOfMemoryError as error:
             raise TraceError(
                 f"a real step with a batch of {n} ran out of memory here. A real trace runs without a plan, so it "
@@ -247,6 +236,23 @@ class BatchSizes:
             if not middles:  # both neighbours of the fastest have been tried
                 return
             self.look(max(middles)[1])
+
+
+def batches_of(make_batch: Callable[..., Any] | DataLoader[Any]) -> Callable[..., Any]:
+    """Return what makes a batch of a size: the user's function, or the longest samples of a ``DataLoader``.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    if is_loader(make_batch):
+        return LongestBatch(make_batch)
+    # A module is callable as well, but it is the model, given in the wrong place.
+    if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
+        raise PlanError(
+            f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
+            "make_batch=lambda n: torch.zeros(n, 1024, dtype=torch.long)."
+        )
+    return make_batch
 
 
 def _floor_bytes(traced: Profile, may_chunk: bool) -> int:

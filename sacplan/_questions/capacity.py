@@ -25,16 +25,15 @@ from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import Outside, outside_text
 from sacplan._plan.limits import limit_of_device
 from sacplan._plan.plan import Plan
-from sacplan._plan.request import resolve_solver
+from sacplan._plan.request import Request, resolve_solver
 from sacplan._profile.tracing import Trace
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html, frame_html
 from sacplan._program.progress import Progress, reported
-from sacplan._questions.batch_sizes import BatchSizes, CapacityPoint
+from sacplan._questions.batch_sizes import BatchSizes, CapacityPoint, batches_of
 from sacplan._questions.sweep import frame
 from sacplan._record.compiled import CompileModules
-from sacplan._record.longest import LongestBatch, is_loader
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
 from sacplan._techniques import resolve_techniques
@@ -112,14 +111,26 @@ class Capacity:
         """Return a table with one row for each size that was tried, by size."""
         return frame(self.points).set_index("batch_size")
 
-    def _repr_html_(self) -> str:
-        rows = (
+    def in_words(self) -> Section:
+        """Return the answer and its figures, for people."""
+        limit = " (at_most)" if self.bounded_by == "at_most" else ""
+        added = f", {self.plan.added_ms:.2f} ms for chunks" if self.plan.chunks else ""
+        rows = [
             ("budget", f"{format_bytes(self.budget_bytes)}, {self.left}"),
-            ("largest", f"{self.unplanned_batch_size} without a plan, {self.largest_batch_size} with one"),
+            (
+                "largest",
+                f"{self.unplanned_batch_size} without a plan, {self.largest_batch_size} with one{limit}",
+            ),
             ("samples/s", f"{self.samples_per_s:.2f} (predicted)"),
-        )
+            ("faster", f"{self.faster}; see sacplan.throughput" if self.faster else ""),
+            ("peak", ", ".join(filter(None, (format_bytes(self.plan.peak_bytes), self.reserved)))),
+            ("step", f"{self.step_ms:.2f} ms, {self.plan.recompute_ms:.2f} ms of it recomputation{added}"),
+        ]
         title = f"Batch of {self.batch_size}: {self.plan.fingerprint.model_class} on {self.device}"
-        return as_html([Section(title, rows)]) + frame_html(self.to_frame())
+        return Section(title, tuple(row for row in rows if row[1]))
+
+    def _repr_html_(self) -> str:
+        return as_html([self.in_words()]) + frame_html(self.to_frame())
 
     def __repr__(self) -> str:
         at_most = " (at_most)" if self.bounded_by == "at_most" else ""
@@ -269,17 +280,10 @@ def _sizes(
     solver: str | Solver = "best",
     techniques: Sequence[str] | None = None,
     at_most: int | None = None,
-    **options: Any,
+    **recording: Any,
 ) -> BatchSizes:
     """Check the arguments before anything is traced, and try the first sizes."""
-    if is_loader(make_batch):
-        make_batch = LongestBatch(make_batch)
-    # A module is callable as well, but it is the model, given in the wrong place.
-    if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
-        raise PlanError(
-            f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
-            "make_batch=lambda n: torch.randint(0, 50257, (n, 1024))."
-        )
+    batches = batches_of(make_batch)
     # True is an integer in Python, and would be taken for one sample.
     if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
         raise PlanError(f"at_most={at_most!r} must be a batch size, 1 or more, or None for no limit.")
@@ -288,17 +292,8 @@ def _sizes(
     if techniques is not None:
         techniques = resolve_techniques(techniques)
     spec = resolve_device(device)
-    return BatchSizes(
-        model,
-        make_batch,
-        limit_of_device(budget, headroom, spec),
-        spec,
-        solver=solver,
-        techniques=techniques,
-        at_most=at_most,
-        progress=step,
-        **options,
-    )
+    request = Request(limit_of_device(budget, headroom, spec), solver, techniques=techniques)
+    return BatchSizes(model, batches, spec, request, at_most, step, recording=recording)
 
 
 def _capacity(sizes: BatchSizes, n: int) -> Capacity:
@@ -322,5 +317,5 @@ def _capacity(sizes: BatchSizes, n: int) -> Capacity:
         bounded_by="at_most" if largest == sizes.at_most else "memory",
         points=tuple(sizes.points[k] for k in sorted(sizes.points)),
         # With a budget or a headroom, what lies outside of the allocator is not part of the limit.
-        outside=sizes.limit.room(sizes.spec).outside,
+        outside=sizes.request.limit.room(sizes.spec).outside,
     )

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,27 +17,6 @@ from sacplan._program.program import Phase
 from sacplan._record.step import LossFn
 
 _UNFUSED = "aten._safe_softmax.default"  # only the unfused path of scaled_dot_product_attention runs this op
-
-
-class Change(Protocol):
-    """A change of a model.
-
-    ``says``, a phrase for people, and ``code``, which makes the change, may depend on what happened during the
-    recording. Read them after it.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def says(self) -> str: ...
-
-    @property
-    def code(self) -> str: ...
-
-    def made(self) -> AbstractContextManager[None]:
-        """Change the model inside the context, and undo it at the end."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +60,10 @@ class FusedAttention:
 
     def made(self) -> AbstractContextManager[None]:
         return repaired(self.found)
+
+
+Change: TypeAlias = ConfigChange | FusedAttention
+"""A change of a model. Read ``says`` and ``code`` after the recording: they may depend on what happened in it."""
 
 
 def recorded(

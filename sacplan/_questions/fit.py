@@ -61,11 +61,13 @@ from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, format_difference, parse_budget
 from sacplan._program.decisions import Decision
+from sacplan._program.derived import derived
 from sacplan._program.liveness import Footprint, bytes_at_ops
 from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
 from sacplan._program.progress import begins
 from sacplan._program.setup import Routing
+from sacplan._questions.batch_sizes import batches_of
 from sacplan._questions.largest import largest_that_fits, largest_within
 from sacplan._questions.on_ranks import RankRows, read_devices
 from sacplan._questions.scaled import Peaks, Sized, sized
@@ -74,7 +76,7 @@ from sacplan._questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, q
 from sacplan._ranks.ranks import FSDP2
 from sacplan._record.compiled import CompileModules
 from sacplan._record.fake_values import is_balanced
-from sacplan._record.longest import LongestBatch, is_loader
+from sacplan._record.longest import LongestBatch
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan.errors import PlanError, SacplanWarning
 
@@ -151,15 +153,9 @@ def fit(
         BudgetError: The budget or headroom cannot be read, or leaves nothing.
         TraceError, DeviceError: As for ``profile``.
     """
-    if is_loader(make_batch):
-        longest_of = LongestBatch(make_batch)
-        make_batch, batch = longest_of, batch or longest_of.rows
-    batch = 1 if batch is None else batch
-    if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
-        raise PlanError(
-            f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
-            "make_batch=lambda n: torch.zeros(n, 1024, dtype=torch.long)."
-        )
+    batches = batches_of(make_batch)
+    if batch is None:
+        batch = (batches.rows if isinstance(batches, LongestBatch) else None) or 1
     for what, value in (("batch", batch), ("seq", seq)):
         if value is not None and (isinstance(value, bool) or value < 1):
             raise PlanError(f"{what}={value!r} must be 1 or more.")
@@ -176,7 +172,7 @@ def fit(
         )
     sweep = _Sweep(
         model,
-        make_batch,
+        batches,
         loss_fn,
         optimizer,
         spec,
@@ -241,12 +237,10 @@ class _Sweep:
     remarks: list[str] = field(default_factory=list)
     _planners: dict[tuple[Way, int], Planner] = field(default_factory=dict)  # by way and budget
     _planned: dict[tuple[Way, int], _Choice | None] = field(default_factory=dict)  # likewise
-    _smallest: dict[Way, _Choice] = field(default_factory=dict)
     _decided: dict[tuple[str, Way], frozenset[Decision]] = field(default_factory=dict)  # by optimizer and way
     _reserved: dict[tuple[str, int, int | None, frozenset[Decision]], int] = field(default_factory=dict)
     _expandables: dict[tuple[str, frozenset[Decision]], int] = field(default_factory=dict)
     _sizes: dict[tuple[str, str, str], int] = field(default_factory=dict)  # by optimizer, way and axis
-    _known: dict[tuple[str, Way], Peaks] = field(default_factory=dict)  # by "batch" or "seq", and way
 
     @cached_property
     def room(self) -> Room:
@@ -359,23 +353,19 @@ class _Sweep:
     def _compiled(self, plan: Plan) -> _Compiled:
         return _Compiled(plan, self.base.run_with(plan).program)
 
+    @derived
     def smallest(self, way: Way) -> _Choice:
         """Return the candidate with the smallest peak at the asked size. Other sizes use its decisions, too."""
-        if way not in self._smallest:
-            begins(f"smallest peak: {way.name}")
-            if self.base.runs_compiled:
-                asked = Request(techniques=way.techniques)
-                unplanned = plan_by_hand(self.base, (), MadeBy("none"), status="unplanned")
-                found = smallest_plan(asked, self.base) if way.techniques else unplanned
-                self._smallest[way] = self._compiled(found)
-            elif way.techniques:
-                # The quick solver: a peak that is a little smaller changes no row that fits.
-                asked = Request(solver="greedy", techniques=way.techniques, host_budget=way.host_budget)
-                planner = asked.planner(self.base)
-                self._smallest[way] = planner.smallest(0, quick=not way.long)
-            else:
-                self._smallest[way] = Request().planner(self.base).search(NO_PINS).smallest
-        return self._smallest[way]
+        begins(f"smallest peak: {way.name}")
+        if self.base.runs_compiled:
+            asked = Request(techniques=way.techniques)
+            unplanned = plan_by_hand(self.base, (), MadeBy("none"), status="unplanned")
+            return self._compiled(smallest_plan(asked, self.base) if way.techniques else unplanned)
+        if not way.techniques:
+            return Request().planner(self.base).search(NO_PINS).smallest
+        # The quick solver: a peak that is a little smaller changes no row that fits.
+        asked = Request(solver="greedy", techniques=way.techniques, host_budget=way.host_budget)
+        return asked.planner(self.base).smallest(0, quick=not way.long)
 
     def row(self, name: str, way: Way) -> FitRow:
         """Return the row of one way with one optimizer, at the asked size."""
@@ -607,20 +597,21 @@ class _Sweep:
         rounding of all storages together could decide whether it is within ``left``, the peak is computed from the
         program at that size.
         """
-        peak = self._peaks(steps, axis, way).at(n)
+        peak = self._peaks(axis, way).at(n)
         margin = len(self.base.recorded.storage_bytes) * self.spec.round_up(1)
         if abs(peak - left) <= margin:
             return steps.at(n).footprint(self.smallest(way).decisions).peak_bytes
         return peak
 
-    def _peaks(self, steps: Sized, axis: str, way: Way) -> Peaks:
-        """Return the peaks of a way as a function of the size, computed when first needed.
+    @derived
+    def _peaks(self, axis: str, way: Way) -> Peaks:
+        """Return the peaks of a way as a function of the size.
 
         Memory is linear in the batch, and in a sequence at most quadratic, because of attention scores.
         """
-        if (axis, way) not in self._known:
-            self._known[axis, way] = steps.peaks(self.smallest(way).decisions, 1 if axis == "batch" else 2)
-        return self._known[axis, way]
+        steps = self.by_batch if axis == "batch" else self.by_seq
+        assert steps is not None  # ``largest`` has looked
+        return steps.peaks(self.smallest(way).decisions, 1 if axis == "batch" else 2)
 
     # --- the answer
 

@@ -24,6 +24,7 @@ from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html, frame_html
 from sacplan._program.progress import Progress, reported
+from sacplan._questions.on_ranks import read_devices
 from sacplan._questions.sweep import Row, frame
 from sacplan._record.step import LossFn
 from sacplan._shard.sharding import Sharding
@@ -140,10 +141,13 @@ class Layouts:
         """Return a table with one row for each layout, in bytes and ms."""
         return frame(self.rows)
 
+    def in_words(self) -> Section:
+        """Return what was asked, for people."""
+        title = f"A batch of {self.batch_size}, of all ranks together, on {self.devices} x {self.device}"
+        return Section(title, (("budget", f"{format_bytes(self.budget_bytes)} on each rank"),))
+
     def _repr_html_(self) -> str:
-        rows = [("budget", f"{format_bytes(self.budget_bytes)} on each rank")]
-        title = f"A batch of {self.batch_size} on {self.devices} x {self.device}"
-        return as_html([Section(title, tuple(rows))]) + frame_html(self.to_frame())
+        return as_html([self.in_words()]) + frame_html(self.to_frame())
 
     def __repr__(self) -> str:
         """One line: how many layouts fit, and the fastest."""
@@ -198,17 +202,10 @@ def layouts(
         BudgetError: The budget or headroom cannot be read.
         PlanError: The step cannot be spread over any mesh of this many devices.
     """
-    # ``8xh100`` names the device as well. A profile has one already, so there the name is only checked. ``8x``
-    # names none, and is left for ``_number`` to refuse.
-    if isinstance(devices, str) and "x" in devices and not isinstance(model, Profile):
-        number, _, device = map(str.strip, devices.partition("x"))
-        devices = number if device else devices
-    of_profile = isinstance(devices, str) and "x" in devices and isinstance(model, Profile)
-    n = (
-        devices_of(str(devices), model.spec)
-        if of_profile and isinstance(model, Profile)
-        else _number(devices)
-    )
+    if isinstance(model, Profile):  # it has a device already, whose name is only checked
+        n = devices_of(str(devices), model.spec) if "x" in str(devices) else read_devices("", devices)[1]
+    else:
+        device, n = read_devices(device, devices)
     with reported(progress, "layouts") as step:
         whole = (
             model
@@ -242,10 +239,3 @@ def layouts(
         # By time if a row fits. By peak if it does not, since the time of a step that cannot run says little.
         rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
         return Layouts(tuple(rows), tuple(refused), n, whole.device, whole.fingerprint.rows, budget_bytes)
-
-
-def _number(devices: int | str) -> int:
-    text = str(devices).strip()
-    if isinstance(devices, bool) or not text.isdigit() or int(text) < 1:
-        raise PlanError(f"devices is {devices!r}; give how many, such as 8 or '8xh100'.")
-    return int(text)

@@ -317,15 +317,21 @@ def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:
     Raises:
         PlanError: The number is none, or two are given.
     """
-    text = device.strip() if isinstance(device, str) else ""
-    # Behind the x is a name or a memory size: 8xh100, 2x24GB.
-    if found := re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", text):
-        # 1 is the default, so it need not have been given. The same number twice is no contradiction.
-        if str(devices) not in ("1", found[1]):
-            raise PlanError(
-                f"device={device!r} and devices={devices!r} are two numbers of devices; give one."
-            )
-        device, devices = found[2], found[1]
+    # In either place: ``devices="8xh100"`` names the device as well. Behind the x is a name or a memory size: 2x24GB.
+    for given, other in ((device, devices), (devices, "1")):
+        found = (
+            re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", given.strip())
+            if isinstance(given, str)
+            else None
+        )
+        if found is not None:
+            # 1 is the default, so it need not have been given. The same number twice is no contradiction.
+            if str(other) not in ("1", found[1]):
+                raise PlanError(
+                    f"device={device!r} and devices={devices!r} are two numbers of devices; give one."
+                )
+            device, devices = found[2], found[1]
+            break
     number = str(devices).strip()
     if isinstance(devices, bool) or not number.isdigit() or not 1 <= int(number) <= _MOST_DEVICES:
         raise PlanError(

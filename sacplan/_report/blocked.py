@@ -1,25 +1,18 @@
-"""``blocked_ops``: the ops that cannot run in slices."""
+"""The ops that cannot run in slices."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from sacplan._chunk.executor import losses  # noqa: F401  # fills REWRITTEN
 from sacplan._chunk.executor.lazy import REWRITTEN
 from sacplan._factors.rule import rule_of
-from sacplan._profile.profile import Profile, ProfileOrPath
-from sacplan._program.arguments import checked, opened
+from sacplan._profile.profile import Profile
 from sacplan._program.calls import Opaque, call_with
 from sacplan._program.names import shown_module
 from sacplan._program.program import Op, Phase, Program
-from sacplan._report.inputs import check_top
 from sacplan._torch.ops import draws_numbers, op_named
-from sacplan.errors import PlanError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +34,8 @@ class BlockedRow:
     why: str
 
 
-@checked(PlanError)
-def blocked_ops(profile: ProfileOrPath, top: int | None = 10) -> pd.DataFrame:
-    """List the ops that cannot run in slices, those on the most bytes first. A chunk ends before such an op.
-
-        sacplan.blocked_ops(profile, top=3)
-
-    Args:
-        profile: from ``sacplan.profile``.
-        top: how many; None for all.
-
-    Returns:
-        By ``op``: ``module`` of its largest call, ``calls``, ``most_bytes`` (that the largest call reads and returns),
-        ``why``.
-
-    Raises:
-        PlanError: ``top`` is less than 1.
-    """
-    profile = opened(profile, Profile)
-    import pandas as pd
-
-    check_top(top)
-    rows = [asdict(row) for row in blocked_rows(profile)[:top]]
-    return pd.DataFrame(rows, columns=list(BlockedRow.__dataclass_fields__)).set_index("op")
-
-
 def blocked_rows(profile: Profile) -> list[BlockedRow]:
-    """Return all rows of ``blocked_ops``."""
+    """Return the ops that cannot run in slices, those on the most bytes first."""
     program = profile.program
     known: dict[object, str | None] = {}
     found: dict[str, tuple[int, int, int, str]] = {}  # calls, bytes and index of the largest, why

@@ -1,26 +1,19 @@
-"""``chunk_table``: what a plan runs in slices, and what that costs."""
+"""What a plan runs in slices, and what that costs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from sacplan._chunk.entries import entry_size
 from sacplan._plan.layers import what_runs
-from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, ProfileOrPath
-from sacplan._program.arguments import checked, opened
-from sacplan._program.decisions import Chunk
+from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
+from sacplan._program.decisions import Chunk, Decision
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import pattern_over
 from sacplan._program.program import Program
-from sacplan._questions.planned import planned
-from sacplan.errors import PlanError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,45 +41,17 @@ class ChunkRow:
     peak_bytes: int
 
 
-@checked(PlanError)
-def chunk_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
-    """List what a plan runs in slices. Chunks of modules that are alike share a row.
-
-        sacplan.chunk_table(profile, plan)
-
-    Args:
-        profile: from ``sacplan.profile``.
-        plan: made from that profile.
-
-    Returns:
-        By ``module``: ``count``, ``what`` runs in slices, ``slices``, ``rows`` (of the axis that is sliced), ``dim``,
-        ``added_ms`` (how much longer the step takes with the chunks of the row alone), and ``peak_bytes`` of the step
-        with the rest of the plan and without them.
-
-    Raises:
-        PlanMismatch: the plan was made from another profile.
-    """
-    profile = opened(profile, Profile)
-    plan = opened(plan, Plan)
-    import pandas as pd
-
-    columns = list(ChunkRow.__dataclass_fields__)
-    rows = [asdict(row) for row in chunk_rows(profile, plan)]
-    return pd.DataFrame(rows, columns=columns).set_index("module")
-
-
-def chunk_rows(profile: Profile, plan: Plan) -> list[ChunkRow]:
-    """Return the rows of ``chunk_table``."""
-    planned(profile, plan)  # raises PlanMismatch for a plan of another profile
+def chunk_rows(profile: Profile, plan: Plan | None) -> list[ChunkRow]:
+    """Return the chunks of a plan; those of modules that are alike share a row."""
     alike: dict[tuple[object, ...], list[Chunk]] = defaultdict(list)
-    for chunk in plan.chunks:
+    for chunk in () if plan is None else plan.chunks:
         # Everything that a row shows must be equal in the chunks of a group.
         what = chunk.span, len(chunk.sites), chunk.slices, chunk.dim
         alike[pattern_of(chunk.unit), what, _rows(profile.program, chunk)].append(chunk)
-    return [_row(profile, plan, same) for same in alike.values()]
+    return [_row(profile, () if plan is None else plan.decisions, same) for same in alike.values()]
 
 
-def _row(profile: Profile, plan: Plan, same: Sequence[Chunk]) -> ChunkRow:
+def _row(profile: Profile, decisions: Sequence[Decision], same: Sequence[Chunk]) -> ChunkRow:
     program, first = profile.program, same[0]
     with_these = profile.with_plan(same)
     return ChunkRow(
@@ -97,7 +62,7 @@ def _row(profile: Profile, plan: Plan, same: Sequence[Chunk]) -> ChunkRow:
         rows=_rows(program, first),
         dim=first.dim,
         added_ms=with_these.step_ms - program.step_ms,
-        peak_bytes=profile.footprint([one for one in plan.decisions if one not in same]).peak_bytes,
+        peak_bytes=profile.footprint([one for one in decisions if one not in same]).peak_bytes,
     )
 
 

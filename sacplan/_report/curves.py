@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -36,13 +35,8 @@ class Curve:
     def line(self, fit: Fit) -> list[tuple[float, float]]:
         """Return the corners of a fit's graph, ms over share, up to the largest share that is reachable."""
         largest = self.points[-1][0]
-        lines = [(0.0, 0.0), *zip(fit.slopes, fit.intercepts, strict=True)]
-        # A fit is the maximum of lines, 0 among them. Its corners are where two lines cross; crossings below
-        # the maximum are points on the graph as well, and do no harm.
-        corners = {0.0, largest}
-        for (slope, intercept), (other_slope, other_intercept) in itertools.combinations(lines, 2):
-            if slope != other_slope:
-                corners.add(min(max((other_intercept - intercept) / (slope - other_slope), 0.0), largest))
+        # Crossings below the maximum of the lines are points on the graph as well, and do no harm.
+        corners = {0.0, largest, *(min(max(x, 0.0), largest) for x in fit.crossings())}
         return [(x, fit.at(x) * self.runtime_ms) for x in sorted(corners)]
 
     @property

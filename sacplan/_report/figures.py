@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, ProfileOrPath
-from sacplan._program.arguments import checked, opened
+from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase
-from sacplan._program.writing import replacing
-from sacplan._report.curves import Curve, distinct_curves
-from sacplan._report.inputs import check_frontier, has_chunks
+from sacplan._report.curves import Curve
 from sacplan._report.palette import (
     DASHES,
     FAINT,
@@ -27,9 +23,8 @@ from sacplan._report.palette import (
     SERIES,
     STACK,
     kind_colour,
-    text_colour,
 )
-from sacplan._report.timeline import Panel, Timeline, buckets_of, panels_of
+from sacplan._report.timeline import Panel, Timeline, buckets_of
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -38,15 +33,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     Size = tuple[float, float]
-    Label = tuple[float, float, str, str]  # x, y, text, colour
 
 GIB, MIB = 2**30, 2**20
 BUCKETS = 480
 """The number of moments of a step that a small chart shows."""
 
-_FORMATS = ("png", "svg", "pdf")
+_FRONTIER_COLUMNS = ("solver", "peak_bytes", "recompute_share", "lower_bound_ms", "status")
 _THIN = 1 / 400  # share of the highest peak below which an area is under a pixel high and not in the legend
-_NAMED = 0.075  # share of the height that an area needs for its name to fit in it
 _LETTER = 0.62  # approximate width of a letter, in font sizes
 _FONT = 8.5
 _MARKS = ("x", "^", "s", "v", "D", "P", "*", "<", ">")  # of policies
@@ -74,104 +67,25 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": FAINT,
     "ytick.color": FAINT,
 }
-_MIRRORED = {"left": "right", "right": "left", "center": "center"}
-# Positions to try for a label: points to the right and upwards, and the side of the text that is aligned there.
-_PLACES = (
-    (7, 0, "left"), (-7, 0, "right"), (0, 10, "center"), (0, -10, "center"), (7, 8, "left"), (7, -8, "left"),
-    (-7, 8, "right"), (-7, -8, "right"), (7, 16, "left"), (7, -16, "left"),
-)  # fmt: skip
 
 
-@checked(PlanError)
-def save_figures(
-    directory: str | Path,
-    profile: ProfileOrPath,
-    plan: PlanOrPath | None = None,
-    frontier: pd.DataFrame | None = None,
-    formats: Iterable[str] = ("png", "svg"),
-) -> list[Path]:
-    """Write the figures to a directory, which is created if it does not exist.
-
-        sacplan.save_figures("figures", profile, plan, sacplan.frontier(profile))
-
-    ``memory`` is always written, ``frontier`` if a frame is given, ``tradeoffs`` if any module can discard anything.
-
-    Args:
-        directory: where the files go.
-        profile: from ``sacplan.profile``.
-        plan: made from that profile; without one, the step as it is.
-        frontier: from ``sacplan.frontier(profile)``.
-        formats: of ``"png"``, ``"svg"`` and ``"pdf"``.
-
-    Returns:
-        The files that were written.
+def check_frontier(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame with a column ``cost_share``: recomputation and chunks as a share of the step's time.
 
     Raises:
-        PlanError: an unknown format, or a frame that is no frontier; matplotlib is not installed.
-        PlanMismatch: the plan was made from another profile.
+        PlanError: ``sacplan.frontier`` has not returned this frame.
     """
-    profile = opened(profile, Profile)
-    plan = opened(plan, Plan)
-    # All arguments are checked before the directory is made.
-    formats = [formats] if isinstance(formats, str) else list(formats)
-    unknown = [f for f in formats if f not in _FORMATS]
-    if unknown or not formats:
-        raise PlanError(f"formats={formats!r}: give some of {', '.join(map(repr, _FORMATS))}.")
-    figures = {"memory": memory_figure(profile, plan)}
-    if frontier is not None:
-        figures["frontier"] = frontier_figure(profile, frontier, plan)
-    if any(tradeoff.points for tradeoff in profile.tradeoffs.values()):
-        figures["tradeoffs"] = tradeoff_figure(profile)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, figure in figures.items():
-        for suffix in formats:
-            path = directory / f"{name}.{suffix}"
-            with replacing(path) as part:
-                figure.savefig(part, dpi=144)
-            written.append(path)
-    return written
+    missing = [c for c in _FRONTIER_COLUMNS if c not in getattr(frame, "columns", ())]
+    if missing or not len(frame):
+        what = f"has no column {', '.join(map(repr, missing))}" if missing else "has no rows"
+        raise PlanError(f"the frontier {what}. Give the frame that sacplan.frontier(profile) returns.")
+    added = frame.get("added_share", 0.0)  # older frames have none
+    return frame.assign(cost_share=frame["recompute_share"] + added)
 
 
-@checked(PlanError)
-def memory_figure(
-    profile: ProfileOrPath,
-    plan: PlanOrPath | Sequence[PlanOrPath] | None = None,
-    *,
-    columns: int | None = None,
-) -> Figure:
-    """Draw memory over the step, stacked by kind, without the plan and with it.
-
-        sacplan.memory_figure(profile, [recomputed, recomputed_and_chunked])
-
-    The x axis is predicted time: a step that recomputes takes longer. Every op is drawn; nothing is averaged.
-
-    Args:
-        profile: from ``sacplan.profile``.
-        plan: made from that profile, or several, side by side under the names of their techniques; without one, the
-            step as it is.
-        columns: how many panels stand side by side; by default all. One below the other can be read on a narrow page.
-
-    Raises:
-        PlanMismatch: a plan was made from another profile.
-        PlanError: a number of columns below 1; matplotlib is not installed.
-    """
-    profile = opened(profile, Profile)
-    panels = panels_of(profile, *_plans(plan))
-    if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int) or columns < 1):
-        raise PlanError(f"columns is {columns!r}; give 1 or more, or None for all panels side by side.")
-    columns = min(columns or len(panels), len(panels))
-    rows = -(-len(panels) // columns)
-    size = (5.6 * columns, 3.9) if rows == 1 else (4.8 * columns, 2.2 * rows + 0.8)
-    return draw_memory(panels, panels, size, columns=columns)
-
-
-def _plans(plan: PlanOrPath | Sequence[PlanOrPath] | None) -> Sequence[Plan]:
-    if plan is None:
-        return ()
-    several = [plan] if isinstance(plan, (Plan, str, Path)) else plan
-    return [opened(one, Plan) for one in several]
+def has_chunks(frame: pd.DataFrame) -> bool:
+    """Return whether any plan of a frontier runs something in slices."""
+    return "added_share" in frame and bool(frame["added_share"].any())
 
 
 def draw_memory(
@@ -234,38 +148,23 @@ def draw_memory(
         # The layout is only known after this: names are placed by the sizes of the axes.
         figure.draw_without_rendering()
         for axis, panel in zip(axes, panels, strict=True):
-            _name_bands(axis, panel.timeline, unit_bytes)
             _name_phases(axis, panel.timeline)
-            above = _ABOVE * axis.get_ylim()[1] * axis.figure.dpi / (72 * axis.bbox.height)
-            at, top = float(panel.timeline.start_ms[panel.timeline.peak]), panel.timeline.peak_bytes
-            axis.plot([at], [top / unit_bytes], "o", color=INK, markersize=4, label="peak")
-            labels: list[Label] = [(at, top / unit_bytes + above, f"peak {top / unit_bytes:.2f} {unit}", INK)]
-            _place(axis, labels)
+            at, top = (
+                float(panel.timeline.start_ms[panel.timeline.peak]),
+                panel.timeline.peak_bytes / unit_bytes,
+            )
+            axis.plot([at], [top], "o", color=INK, markersize=4, label="peak")
+            # To the left of a point in the right part of the figure, so that the text stays inside.
+            side, across = ("right", -7) if at > 0.6 * x_ms else ("left", 7)
+            axis.annotate(
+                f"peak {top:.2f} {unit}", (at, top), (across, _ABOVE), textcoords="offset points", ha=side, va="center",
+                color=INK, bbox={"facecolor": PAGE, "alpha": 0.72, "linewidth": 0, "pad": 0.5},
+            )  # fmt: skip
     return figure
 
 
-@checked(PlanError)
-def frontier_figure(profile: ProfileOrPath, frame: pd.DataFrame, plan: PlanOrPath | None = None) -> Figure:
-    """Draw the peak of the step against its cost: solvers as lines, policies as marks, the lower bound dotted.
-
-    The cost is that of recomputation and of chunks. With chunks there is no lower bound.
-
-    Args:
-        profile: from ``sacplan.profile``.
-        frame: from ``sacplan.frontier(profile)``.
-        plan: marked with a ring.
-
-    Raises:
-        PlanError: a frame that is no frontier; matplotlib is not installed.
-    """
-    profile = opened(profile, Profile)
-    plan = opened(plan, Plan)
-    return draw_frontier(profile, frame, plan, (7.2, 4.3))
-
-
 def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size: Size) -> Figure:
-    """Draw ``frontier_figure`` in a size in inches."""
-    frame = check_frontier(frame)
+    """Draw a frontier that ``check_frontier`` returned, in a size in inches."""
     unit, unit_bytes = _unit(int(frame["peak_bytes"].max()))
     step_ms = profile.step_ms or 1.0
     chunks = has_chunks(frame)
@@ -322,27 +221,6 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
         columns = max(1, min(4, int(size[0] * 72 / (widest * _LETTER * _FONT))))
         figure.legend(handles=axis.lines, loc="outside lower center", ncols=columns)
     return figure
-
-
-@checked(PlanError)
-def tradeoff_figure(profile: ProfileOrPath, most: int = 6) -> Figure:
-    """Draw what each kind of module can discard and at what cost, with the fits. Equal layers are drawn once.
-
-    Args:
-        profile: from ``sacplan.profile``.
-        most: how many kinds of modules to draw; those that keep the most come first.
-
-    Raises:
-        PlanError: no module has anything to trade; matplotlib is not installed.
-    """
-    profile = opened(profile, Profile)
-    curves = distinct_curves(profile, most)
-    if not curves:
-        raise PlanError(
-            "no module of this step has anything to trade: autograd keeps nothing that may run again."
-        )
-    columns = 2 if len(curves) == 4 else min(3, len(curves))
-    return draw_tradeoffs(curves, columns, (3.7, 2.9))
 
 
 def draw_tradeoffs(curves: Sequence[Curve], columns: int, size: Size) -> Figure:
@@ -427,30 +305,6 @@ def _stack(
     )
 
 
-def _name_bands(axis: Axes, timeline: Timeline, unit_bytes: int) -> None:
-    """Write the name of a kind into its area, if that is thick enough.
-
-    The room for a text is a rectangle of its width inside of the area: from the highest bottom to the lowest top over
-    that width. The name goes where the rectangle is highest.
-    """
-    import pandas as pd
-
-    (_, x_ms), (_, y_max) = axis.get_xlim(), axis.get_ylim()
-    entries = list(buckets_of(timeline, x_ms / BUCKETS))
-    rows = timeline.kind_bytes[entries][:, list(STACK)] / unit_bytes
-    tops = pd.DataFrame(rows).cumsum(axis=1)
-    for i, (kind, name) in enumerate(STACK.items()):
-        # In buckets, with a few to spare at the sides.
-        width = int(_points_wide(name) / _axis_points(axis) * BUCKETS) + 8
-        ceiling = tops[i].rolling(width, center=True).min()
-        floor = (tops[i] - rows[:, i]).rolling(width, center=True).max()
-        thickness = (ceiling - floor).fillna(0.0)
-        if thickness.max() > _NAMED * y_max:
-            at = int(thickness.argmax())
-            y = (ceiling[at] + floor[at]) / 2
-            axis.text(at * x_ms / BUCKETS, y, name, color=text_colour(kind), ha="center", va="center")
-
-
 def _name_phases(axis: Axes, timeline: Timeline) -> None:
     """Draw a line where a phase of the step begins, and write its name if there is room."""
     _, x_ms = axis.get_xlim()
@@ -469,35 +323,3 @@ def _axis_points(axis: Axes) -> float:
 
 def _points_wide(text: str) -> float:
     return len(text) * _LETTER * _FONT
-
-
-def _place(axis: Axes, labels: Sequence[Label]) -> None:
-    """Write each text beside its point, where it covers neither another text nor a marker.
-
-    The figure must be laid out already. If no position is free, the first one is taken.
-    """
-    from matplotlib.transforms import Bbox
-
-    taken = [text.get_window_extent() for text in axis.texts]
-    if legend := axis.get_legend():
-        taken.append(legend.get_window_extent())
-    for line in axis.lines:
-        if line.get_marker() != "None":
-            x, y = axis.transData.transform(line.get_xydata()).T
-            taken += [Bbox.from_extents(*sides) for sides in zip(x - 4, y - 4, x + 4, y + 4, strict=True)]
-    for x, y, text, colour in labels:
-        right = axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[0] > 0.6
-        note = axis.annotate(
-            text, (x, y), (0, 0), textcoords="offset points", va="center", color=colour,
-            bbox={"facecolor": PAGE, "alpha": 0.72, "linewidth": 0, "pad": 0.5},
-        )  # fmt: skip
-        # In the right part of the figure the left side of a point is tried first.
-        places = [(-dx, dy, _MIRRORED[side]) if right else (dx, dy, side) for dx, dy, side in _PLACES]
-        # If all are taken, the loop ends with the first one set again.
-        for dx, dy, side in (*places, places[0]):
-            note.set(position=(dx, dy), ha=side)
-            box = note.get_window_extent()
-            inside = axis.bbox.contains(box.x0, box.y0) and axis.bbox.contains(box.x1, box.y1)
-            if inside and not box.count_overlaps(taken):
-                break
-        taken.append(box)

@@ -1,64 +1,26 @@
-"""``loss_table``: the loss of a plan that runs in slices, beside the same loss by other means."""
+"""The loss of a plan that runs in slices, beside the same loss by other means."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
 
 from sacplan._chunk.alternatives import Alternative, LossRegion, liger, linear_cross_entropy
 from sacplan._chunk.entries import ChunkOptions, Refusal, entry_size, loss_chunks, most_bytes
 from sacplan._chunk.rest import training_chunk
-from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, ProfileOrPath
-from sacplan._program.arguments import checked, opened
+from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Phase, Program, StorageKind
-from sacplan._questions.planned import planned
-from sacplan.errors import PlanError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _CROSS_ENTROPY = ("aten.nll_loss_forward.", "aten.nll_loss2d_forward.", "aten.cross_entropy_loss.")
 
 
-@checked(PlanError)
-def loss_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
-    """Compare the loss in slices with the plain loss, and with the fused losses of other libraries.
-
-        sacplan.loss_table(profile, plan)
-
-    ``F.linear_cross_entropy`` (torch 2.13) and Liger's fused loss are priced by the rules in their source, for a plain
-    cross entropy of the head's size. Neither supports label smoothing, and the former no soft-capping.
-
-    Args:
-        profile: from ``sacplan.profile``.
-        plan: made from that profile.
-
-    Returns:
-        By ``name``: ``peak_bytes`` of the loss alone (hidden states, weights, targets, gradients and temporaries),
-        ``time_ms`` of forward and backward pass (predicted), ``available`` (whether it is installed here and supports
-        the device) and ``note``. Empty where no cross entropy behind a linear head runs in slices.
-
-    Raises:
-        PlanMismatch: the plan was made from another profile.
-    """
-    profile = opened(profile, Profile)
-    plan = opened(plan, Plan)
-    import pandas as pd
-
-    rows = [asdict(row) for row in loss_rows(profile, plan)]
-    return pd.DataFrame(rows, columns=list(Alternative.__dataclass_fields__)).set_index("name")
-
-
-def loss_rows(profile: Profile, plan: Plan) -> list[Alternative]:
-    """Return the rows of ``loss_table``."""
-    planned(profile, plan)
-    chunk = next((one for one in plan.chunks if one.span == "rest"), None)
+def loss_rows(profile: Profile, plan: Plan | None) -> list[Alternative]:
+    """Return the plain loss, that in slices, and the fused losses of other libraries; nothing without a chunk of it."""
+    chunk = next((one for one in (() if plan is None else plan.chunks) if one.span == "rest"), None)
     # Only a chunk to the end of the step (``rest``) has the loss in it.
     if chunk is None:
         return []

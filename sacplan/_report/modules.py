@@ -1,27 +1,20 @@
-"""``module_table``: what each module keeps and discards, what that costs, and the reason for it."""
+"""What each module keeps and discards, what that costs, and the reason for it."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, ProfileOrPath
-from sacplan._program.arguments import checked, opened
+from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes, format_difference
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import OUTSIDE, module_of, pattern_over, short_op
 from sacplan._program.program import Event, Phase
 from sacplan._questions.alive import alive_at
 from sacplan._questions.planned import planned
-from sacplan._report.inputs import in_slices
 from sacplan._report.kept import Cost, KeptAndDiscarded
-from sacplan.errors import PlanError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NOTHING = "keeps nothing for the backward pass"
 """The reason for a module that has nothing to discard."""
@@ -53,37 +46,8 @@ class ModuleRow:
     why: str
 
 
-@checked(PlanError)
-def module_table(profile: ProfileOrPath, plan: PlanOrPath | None = None) -> pd.DataFrame:
-    """List what each module keeps for the backward pass, what it discards, and why; one row per module.
-
-        sacplan.module_table(profile, plan).sort_values("recompute_ms")
-
-    A row counts what the module's own ops make; modules inside it have their own rows. So the rows add up to what the
-    step holds, and to ``plan.recompute_ms``. Ops outside the model, such as those of a loss, have a row as well.
-
-    Args:
-        profile: from ``sacplan.profile``.
-        plan: made from that profile; without one, ``why`` says what discarding would cost.
-
-    Returns:
-        By module, in the order of execution: ``kept_bytes`` (for the backward pass, or to recompute from),
-        ``discarded_bytes`` (to be recomputed; ``why`` says what runs in slices), ``recompute_ms``,
-        ``recompute_share``, ``forward_ms`` and ``why``. Costs in ``why`` are of the whole row: µs of recomputation that
-        nothing else needs, per MiB.
-
-    Raises:
-        PlanMismatch: the plan was made from another profile.
-    """
-    profile = opened(profile, Profile)
-    plan = opened(plan, Plan)
-    import pandas as pd
-
-    return pd.DataFrame(module_rows(profile, plan)).set_index("module")
-
-
 def module_rows(profile: Profile, plan: Plan | None = None) -> list[ModuleRow]:
-    """Return the rows of ``module_table``."""
+    """Return what each module keeps and discards, in the order of execution."""
     return _Rows(profile, plan).rows()
 
 
@@ -136,7 +100,8 @@ class _Rows:
         if profile.runs_compiled:  # what is compiled with a plan is another program, and has the plan in it
             self.program, plan = with_plan, None
         else:
-            self.program = in_slices(profile, plan)
+            # With the chunks of the plan, but without its recomputation.
+            self.program = profile.with_plan(() if plan is None else plan.chunks)
         program = self.program
         self.plan = plan
         self.at_peak = alive_at(with_plan, with_plan.footprint.peak_op)

@@ -1,4 +1,4 @@
-"""``write_report``: one HTML page about a profile and a plan, which needs no network."""
+"""One HTML page about a profile and a plan, which needs no network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,29 +15,33 @@ from msgspec import UNSET
 
 import sacplan
 from sacplan._chunk.alternatives import Alternative
-from sacplan._device.device_memory import DeviceMemory
-from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, ProfileOrPath
-from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import format_bytes, format_difference, format_share
+from sacplan._plan.plan import Plan
+from sacplan._plan.reading import plan_rows
+from sacplan._profile.profile import Profile
+from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import numbers_of, short_op, shown_module
 from sacplan._program.program import Phase, StorageKind
-from sacplan._program.writing import replacing
 from sacplan._questions.advise import advise
 from sacplan._questions.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan._report.blocked import BlockedRow, blocked_rows
 from sacplan._report.chunks import ChunkRow, chunk_rows
 from sacplan._report.curves import distinct_curves
-from sacplan._report.figures import BUCKETS, GIB, MIB, draw_frontier, draw_memory, draw_tradeoffs
-from sacplan._report.inputs import check_frontier, has_chunks
+from sacplan._report.figures import (
+    BUCKETS,
+    GIB,
+    MIB,
+    draw_frontier,
+    draw_memory,
+    draw_tradeoffs,
+    has_chunks,
+)
 from sacplan._report.losses import loss_refusals, loss_rows
 from sacplan._report.modules import NOTHING, RowGroup, grouped, module_rows
 from sacplan._report.palette import STACK, css_name, css_variables
 from sacplan._report.svg import inline_svg, page_style
 from sacplan._report.timeline import Panel, buckets_of, panels_of
 from sacplan._techniques import DEFAULT_TECHNIQUES
-from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,46 +56,8 @@ _COLOURS = {kind.name.lower().replace("_", " "): css_name(kind) for kind in Stor
 }
 
 
-@checked(PlanError)
-def write_report(
-    path: str | Path,
-    profile: ProfileOrPath,
-    plan: PlanOrPath | None = None,
-    frontier: pd.DataFrame | None = None,
-) -> Path:
-    """Write an HTML page about a step, and about a plan for it: one file that loads nothing from the network.
-
-        sacplan.write_report("report.html", profile, plan, sacplan.frontier(profile))
-
-    It shows the headline figures, remedies for the peak, how to use the plan, memory over the step with what is alive
-    at the peak, the frontier, what each module keeps and discards and why, and the trade-off of each kind of module. If
-    the plan may use chunks, it also shows them, the alternatives for the loss, and the ops that are in the way.
-
-    Args:
-        path: of the HTML file; its directory must exist.
-        profile: from ``sacplan.profile``.
-        plan: made from that profile; without one, the step as it is.
-        frontier: from ``sacplan.frontier(profile)``.
-
-    Returns:
-        The path.
-
-    Raises:
-        PlanMismatch: the plan was made from another profile.
-        PlanError: a frame that is no frontier; matplotlib is not installed.
-    """
-    profile = opened(profile, Profile)
-    plan = opened(plan, Plan)
-    path = Path(path)
-    with replacing(path) as part:
-        part.write_text(report_html(profile, plan, frontier), encoding="utf-8")
-    return path
-
-
 def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFrame | None = None) -> str:
-    """Return the page as text."""
-    if frontier is not None:
-        check_frontier(frontier)
+    """Return the page as text; the frontier is one that ``check_frontier`` returned."""
     # Around everything, since figures are drawn while the page's values are collected.
     with page_style():
         panels = panels_of(profile, *filter(None, [plan]))
@@ -104,11 +69,10 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
         return environment.get_template("page.html").render(
             title=f"{profile.fingerprint.model_class} on {profile.device}",
             model=profile.fingerprint.model_class,
-            summary=_summary(profile, plan),
-            facts=_facts(profile, plan),
+            figures=profile.in_words().rows if plan is None else plan_rows(plan),
+            made_with=_made_with(plan),
             code=None if plan is None else _code(profile, plan),
             colours=Markup(css_variables()),
-            cards=_cards(profile, plan, panels),
             peak=_peak(profile, panels[-1]),
             remedies=advise(profile, plan).remedies if profile.mode == "train" else (),
             assumptions=profile.assumptions,
@@ -121,60 +85,12 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
         )
 
 
-def _summary(profile: Profile, plan: Plan | None) -> str:
-    peak = format_bytes(profile.peak_bytes)
-    if plan is None:
-        return f"One training step: {peak} at its peak, {profile.step_ms:.1f} ms (predicted). No plan."
-    # The plan has nothing to do: the step fits as it is.
-    if not plan.units:
-        return f"One training step: {peak} at its peak; the plan discards nothing."
-    less = 1 - plan.peak_bytes / profile.peak_bytes
-    costs = []
-    if plan.discarded or not plan.chunks:
-        costs.append(
-            f"recomputes for {plan.recompute_ms:.2f} ms ({format_share(plan.recompute_ms, plan.step_ms)} of the step)"
-        )
-    if plan.chunks:
-        costs.append(
-            f"takes {plan.added_ms:.2f} ms ({format_share(plan.added_ms, plan.step_ms)}) longer for its chunks"
-        )
-    return (
-        f"The plan takes the peak of the step from {peak} to {format_bytes(plan.peak_bytes)} ({less:.0%} less) "
-        f"and {' and '.join(costs)}."
-    )
-
-
-def _facts(profile: Profile, plan: Plan | None) -> list[str]:
-    """Return the batch, the parameters, the setup, the date and the versions, for the header."""
-    found = profile.fingerprint
-    parameters = f"{found.n_parameters:,} parameters"
-    if plan is None:
-        # Without a plan the page is about what is installed here; a plan says what it was made with.
-        made = f"sacplan {sacplan.__version__}, torch {torch.__version__}"
-        date = datetime.now(timezone.utc)
-    else:
-        made, date = f"sacplan {plan.provenance.sacplan}, torch {plan.provenance.torch}", plan.provenance.date
-    return [
-        found.batch_in_words,
-        f"{parameters}, {found.dtype}" if found.dtype else parameters,
-        str(found.setup),
-        *([] if profile.ranks.devices == 1 else [f"one of {profile.ranks.devices} ranks"]),
-        f"{date:%Y-%m-%d}, {made}",
-    ]
-
-
-def _reserved_card(found: DeviceMemory | None) -> list[tuple[str, str, str]]:
-    """Return what torch's allocator reserves; nothing for a CPU."""
-    if found is None:
-        return []
-    expandable = format_bytes(found.reserved_bytes(expandable=True))
-    return [
-        (
-            "Reserved",
-            format_bytes(found.reserved_bytes(expandable=False)),
-            f"max_memory_reserved; {expandable} with expandable segments",
-        )
-    ]
+def _made_with(plan: Plan | None) -> str:
+    """Return the date and the versions: a plan says what it was made with, a page without one what is here."""
+    if plan is not None:
+        made = plan.provenance
+        return f"sacplan {made.sacplan}, torch {made.torch}, {made.date:%Y-%m-%d}"
+    return f"sacplan {sacplan.__version__}, torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}"
 
 
 def _code(profile: Profile, plan: Plan) -> str:
@@ -208,57 +124,6 @@ def _code(profile: Profile, plan: Plan) -> str:
     )
 
 
-def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list[tuple[str, str, str]]:
-    """Return the headline figures as name, value and note."""
-    step, planned = panels[0].timeline.end_ms, panels[-1].timeline.end_ms
-    device = ("Device", profile.device, f"{profile.trace} trace, {profile.runtime} times")
-    if plan is None:
-        return [
-            ("Peak", format_bytes(profile.peak_bytes), ""),
-            *_reserved_card(profile.device_memory()),
-            ("Step", f"{step:.2f} ms", f"forward {profile.forward_ms:.2f} ms; predicted"),
-            device,
-        ]
-    cards = [("Peak", format_bytes(plan.peak_bytes), f"{format_bytes(profile.peak_bytes)} without the plan")]
-    if plan.budget_bytes is not None:
-        budget, peak = plan.budget_bytes, plan.peak_bytes
-        over = f"exceeded by {format_difference(peak, budget)}"
-        note = f"{format_difference(budget, peak)} to spare" if peak <= budget else over
-        cards.append(("Budget", format_bytes(plan.budget_bytes), note))
-    cards += _reserved_card(plan.device_memory)
-    share, flops = (
-        format_share(plan.recompute_ms, plan.step_ms),
-        format_share(plan.recompute_flops, plan.step_flops),
-    )
-    gap = "" if plan.gap is None else f", gap {plan.gap:.2g}"
-    slices = " and these slices" if plan.chunks else ""
-    return [
-        *cards,
-        ("Recomputation", f"{plan.recompute_ms:.2f} ms", f"{share} of the step's time, {flops} of its FLOPs"),
-        *_chunk_card(plan),
-        (
-            "Lower bound",
-            f"{plan.lower_bound_ms:.2f} ms",
-            f"no schedule with this peak{slices} recomputes less",
-        ),
-        ("Step", f"{planned:.2f} ms", f"{step:.2f} ms without the plan; predicted"),
-        ("Solver", plan.solver, f"{plan.status}{gap}"),
-        device,
-    ]
-
-
-def _chunk_card(plan: Plan) -> list[tuple[str, str, str]]:
-    if not plan.chunks:
-        return []
-    share = format_share(plan.added_ms, plan.step_ms)
-    note = f"{share} of the step's time; {_what_is_close(plan)}"
-    return [("Chunks", f"{plan.added_ms:+.2f} ms", note)]
-
-
-def _what_is_close(plan: Plan) -> str:
-    return f"gradients are {plan.gradients}" if plan.provenance.mode == "train" else "the output is close"
-
-
 @dataclass(frozen=True, slots=True)
 class _Chunks:
     """The chunks of a plan, how exact they are, alternatives for the loss, and the ops that cannot run in slices."""
@@ -274,11 +139,12 @@ def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
     """Collect what the page says about chunks. None for a plan that may not use them."""
     if "chunk" not in plan.provenance.techniques:
         return None
-    why = plan.why_gradients if profile.mode == "train" else "kernels may round slices otherwise"
-    close = _what_is_close(plan)
+    exactness = f"Gradients are {plan.gradients}: {plan.why_gradients}"
+    if profile.mode != "train":
+        exactness = "The output is close: kernels may round slices otherwise"
     return _Chunks(
         rows=chunk_rows(profile, plan),
-        exactness=f"{close[0].upper()}{close[1:]}: {why}",
+        exactness=exactness,
         losses=loss_rows(profile, plan),
         refusals=[f"from {refused.unit} on: {refused.why}" for refused in loss_refusals(profile)],
         blocked=blocked_rows(profile)[:_BLOCKED_ROWS],
@@ -360,7 +226,7 @@ def _frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None) -> dict[
     return {
         "svg": Markup(inline_svg(draw_frontier(profile, frame, plan, _FRONTIER), said, "frontier")),
         "chunks": has_chunks(frame),
-        "rows": list(check_frontier(frame).sort_values(["solver", "peak_bytes"], kind="stable").itertuples()),
+        "rows": list(frame.sort_values(["solver", "peak_bytes"], kind="stable").itertuples()),
     }
 
 

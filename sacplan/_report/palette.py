@@ -24,9 +24,6 @@ COLOURS = {
     "temporary": ("#ecc65a", "#d9b650"),
     "green": ("#3d8f6f", "#5cb392"),
     "purple": ("#8d6bb0", "#b094d4"),
-    "on-activation": ("#fefefe", "#0d1013"),
-    "on-grey": ("#1c2228", "#f2f4f6"),
-    "on-colour": ("#1b2127", "#0d1013"),
 }
 """By name, on a light page and on a dark one. Figures use the light ones. No two of those are equal, so that the page
 can find the name of each colour in a figure."""
@@ -57,13 +54,6 @@ def css_name(kind: StorageKind) -> str:
 def kind_colour(kind: StorageKind) -> str:
     """Return the colour of a kind in figures."""
     return COLOURS[css_name(kind)][0]
-
-
-def text_colour(kind: StorageKind) -> str:
-    """Return the colour of text in an area of a kind's colour."""
-    bright = {StorageKind.ACTIVATION: "on-activation", StorageKind.GRADIENT: "on-colour"}
-    bright[StorageKind.TEMPORARY] = "on-colour"
-    return COLOURS[bright.get(kind, "on-grey")][0]
 
 
 def css_variables() -> str:

@@ -1,68 +1,28 @@
-"""``write_snapshot``: write the step as a memory snapshot, for the viewer at https://pytorch.org/memory_viz.
+"""The step as a memory snapshot, for the viewer at https://pytorch.org/memory_viz.
 
 The format is the pickled result of ``torch.cuda.memory._snapshot``, which ``torch/cuda/memory.py`` describes.
 """
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sacplan._device.caching_allocator import Block, CachingAllocator
-from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, ProfileOrPath
-from sacplan._program.arguments import checked, opened
+from sacplan._profile.profile import Profile
 from sacplan._program.liveness import Fold
 from sacplan._program.names import shown_module
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Program
-from sacplan._program.writing import replacing
 from sacplan._questions.alive import WORKSPACE, Origins
-from sacplan._questions.planned import planned
-from sacplan.errors import PlanError
 
 SnapshotEntry = dict[str, Any]
 Frames = list[dict[str, Any]]
 
-_PROTOCOL = 4  # the latest that the viewer can read
+PROTOCOL = 4  # the latest that the viewer can read
 _FIRST_ADDRESS = 0x7F0000000000
 _POOL = (0, 0)
 _WITHOUT_CATEGORY = "unknown"  # if there are categories, the viewer needs one of this name
 _SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "expandable_segments": False}
-
-
-@checked(PlanError)
-def write_snapshot(path: str | Path, profile: ProfileOrPath, plan: PlanOrPath | None = None) -> Path:
-    """Write the step as a predicted memory snapshot, as ``torch.cuda.memory._dump_snapshot`` writes a real one.
-
-        sacplan.write_snapshot("step.pickle", profile, plan)  # open it in https://pytorch.org/memory_viz
-
-    PyTorch's viewer shows it, and ``python -m torch.cuda._memory_viz`` reads it. Each allocation has a stack: the op
-    that makes it, the modules around it, and the part of the step. The snapshot begins with an empty device: what is
-    alive before the step (parameters, optimizer state, batch) is allocated first. The workspace of an op
-    is allocated and freed while it runs. So the highest point of the snapshot is the predicted peak.
-
-    Sizes are those of the blocks. Times are predicted, in µs from the beginning of the step. Addresses and segments
-    are those that the caching allocator with its default settings would give out; on a device they differ.
-
-    Args:
-        path: by custom, its name ends in ``.pickle``.
-        profile: from ``sacplan.profile``.
-        plan: made from that profile; without one, the step as it is.
-
-    Returns:
-        The path.
-
-    Raises:
-        PlanMismatch: the plan was made from another profile.
-    """
-    profile, plan = opened(profile, Profile), opened(plan, Plan)
-    path = Path(path)
-    contents = pickle.dumps(snapshot_of(profile, planned(profile, plan)), protocol=_PROTOCOL)
-    with replacing(path) as part:
-        part.write_bytes(contents)
-    return path
 
 
 def snapshot_of(profile: Profile, program: Program) -> dict[str, Any]:

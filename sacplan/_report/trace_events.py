@@ -1,4 +1,4 @@
-"""``write_memory_trace``: write the step as a trace for Perfetto or chrome://tracing.
+"""The step as a trace for Perfetto or chrome://tracing.
 
 The format is the "Trace Event Format":
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
@@ -7,24 +7,17 @@ Times are in microseconds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._offload.rewrite import TO_HOST
 from sacplan._offload.timing import clocked
-from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, ProfileOrPath
-from sacplan._program.arguments import checked, opened
+from sacplan._profile.profile import Profile
 from sacplan._program.names import short_op, shown_module
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
-from sacplan._program.writing import write_bytes
-from sacplan._questions.planned import planned
 from sacplan._report.palette import STACK
 from sacplan._report.timeline import Timeline, timeline_of
-from sacplan.errors import PlanError
 
 _PROCESS = 1
 _MODULES, _OPS, _AGAIN, _OUT, _BACK = 1, 2, 3, 4, 5
@@ -33,50 +26,22 @@ _LINKS = {_OUT: "copies to the host", _BACK: "copies to the device"}
 _AGAIN_COLOUR = "terrible"  # the name that chrome://tracing has for a strong red
 
 
-@checked(PlanError)
-def write_memory_trace(path: str | Path, profile: ProfileOrPath, plan: PlanOrPath | None = None) -> Path:
-    """Write the step as a trace: memory by kind as a counter, ops and module calls as slices.
-
-        sacplan.write_memory_trace("step.json.gz", profile, plan)  # open it in https://ui.perfetto.dev
-
-    Ops follow one another, each as long as it is predicted to take (views take no time). Three threads: the module
-    calls, forward and backward; the ops; and those that the plan runs a second time. A plan that offloads has two more,
-    for the copies to the host and back, each as long as it takes the link. The counter "memory" has the bytes of each
-    kind while an op runs, its outputs and its workspace included; their sum is what is alive on the device. "host
-    memory" is what waits on the host.
-
-    Args:
-        path: JSON, compressed where the name ends in ``.gz``.
-        profile: from ``sacplan.profile``.
-        plan: made from that profile; without one, the step as it is.
-
-    Returns:
-        The path.
-
-    Raises:
-        PlanMismatch: the plan was made from another profile.
-    """
-    profile = opened(profile, Profile)
-    plan = opened(plan, Plan)
-    program, model = planned(profile, plan), profile.fingerprint.model_class
-    timeline = timeline_of(program)
-    data = {
+def trace_of(profile: Profile, program: Program, budget_bytes: int | None) -> dict[str, Any]:
+    """Return the trace of a step, with a plan or without: what ``Report.write_memory_trace`` writes."""
+    model, timeline = profile.fingerprint.model_class, timeline_of(program)
+    return {
         "traceEvents": [*_names(profile, program), *_op_slices(program, timeline, model),
                         *_module_slices(program, timeline, model),
                         *_copy_slices(program, profile.spec, model),
                         *_counters(timeline)],
         "displayTimeUnit": "ms",
         "otherData": {
-            "model": profile.fingerprint.model_class,
+            "model": model,
             "device": profile.device,
             "peak_bytes": timeline.peak_bytes,
-            "budget_bytes": None if plan is None else plan.budget_bytes,
+            "budget_bytes": budget_bytes,
         },
     }  # fmt: skip
-    path = Path(path)
-    content = json.dumps(data, separators=(",", ":")).encode()
-    write_bytes(path, content)
-    return path
 
 
 def _names(profile: Profile, program: Program) -> Iterator[dict[str, Any]]:

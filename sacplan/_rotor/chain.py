@@ -6,7 +6,6 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from sacplan.errors import PlanError
 
@@ -19,15 +18,6 @@ _LENGTHS = {
     "backward_extra_bytes": 1,
 }
 """By field, how many entries it has beyond one for each stage."""
-
-
-class _HasChain(Protocol):
-    """A profile, which lies above this room."""
-
-    @property
-    def chain(self) -> Chain:
-        """Its recorded step as a chain."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +42,11 @@ class ChainSizes:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A chain of L stages and the loss behind them; the fields are f, b, x, xbar, ftmp, btmp of the literature.
+    """A chain of L stages and the loss behind them, such as ``profile.chain``.
 
-    Any sequences of numbers may be given; they are kept as tuples of float and int. Fields with L + 1 entries
-    count the loss as the last stage, or the input as the first output.
+    The fields are f, b, x, xbar, ftmp, btmp of the literature. Any sequences of numbers may be given; they are kept as
+    tuples of float and int. Fields with L + 1 entries count the loss as the last stage, or the input as the first
+    output.
 
         sacplan.Chain([1.0, 2.0], [2.0, 4.0, 0.5], [8, 16, 4], [8, 48, 12], [0, 0], [8, 16, 0])
 
@@ -84,8 +75,7 @@ class Chain:
     def __post_init__(self) -> None:
         # The class is frozen; fields get their types once, before anybody reads them.
         for field in _LENGTHS:
-            convert = _times if field.endswith("_ms") else _whole_bytes
-            object.__setattr__(self, field, convert(field, getattr(self, field)))
+            object.__setattr__(self, field, _numbers(field, getattr(self, field)))
         stages = len(self)
         if not stages:
             raise PlanError("Chain: forward_ms is empty; a chain has at least one stage before the loss")
@@ -96,21 +86,6 @@ class Chain:
                     f"Chain: {field} has {len(getattr(self, field))} entries, but forward_ms has {stages} stages; "
                     f"give {stages + more}, {why} (see sacplan.Chain)"
                 )
-
-    @classmethod
-    def from_profile(cls, profile: _HasChain) -> Chain:
-        """Return a recorded step as a chain (``profile.chain``). Stages are found from the ops that ran.
-
-            chain = sacplan.Chain.from_profile(sacplan.profile(model, batch, device="h100"))
-
-        Stages are separated where a single tensor passes from what came before to what comes after. So a residual
-        block is one stage, and values that many layers share, if parameters have a part in them, close these layers
-        into one. Parameters, buffers and optimizer state are in none of the sizes.
-
-        Raises:
-            PlanError: the forward pass has no cut, or the step calls the model more than once.
-        """
-        return profile.chain
 
     def __len__(self) -> int:
         """Return the number of stages, without the loss."""
@@ -144,26 +119,19 @@ class Chain:
         return ChainSizes(rounded(own.x), rounded(own.xbar), rounded(own.ftmp), rounded(own.btmp))
 
 
-def _numbers(field: str, values: Sequence[float]) -> list[float]:
+def _numbers(field: str, values: Sequence[float]) -> tuple[float, ...]:
+    """Return times as floats, and sizes as integers."""
+    is_time = field.endswith("_ms")
     try:
-        return [int(v) if isinstance(v, numbers.Integral) else float(v) for v in values]
+        found = [int(v) if isinstance(v, numbers.Integral) else float(v) for v in values]
     except (TypeError, ValueError, OverflowError) as error:
         raise PlanError(f"Chain: {field} must be a sequence of numbers, got {values!r} ({error})") from error
-
-
-def _times(field: str, values: Sequence[float]) -> tuple[float, ...]:
-    found = _numbers(field, values)
+    needed = (
+        "a time is finite and not negative, in milliseconds"
+        if is_time
+        else "a size is a whole number, 0 or more"
+    )
     for i, value in enumerate(found):
-        if not (math.isfinite(value) and value >= 0):
-            raise PlanError(
-                f"Chain: {field}[{i}] is {value}; a time is finite and not negative, in milliseconds"
-            )
-    return tuple(float(value) for value in found)
-
-
-def _whole_bytes(field: str, values: Sequence[float]) -> tuple[int, ...]:
-    found = _numbers(field, values)
-    for i, value in enumerate(found):
-        if not (math.isfinite(value) and value >= 0 and value == int(value)):
-            raise PlanError(f"Chain: {field}[{i}] is {value}; a size is a whole number of bytes, 0 or more")
-    return tuple(int(value) for value in found)
+        if not (math.isfinite(value) and value >= 0 and (is_time or value == int(value))):
+            raise PlanError(f"Chain: {field}[{i}] is {value}; {needed}")
+    return tuple(float(value) if is_time else int(value) for value in found)

@@ -32,7 +32,7 @@ class Rotor:
 
         plan = sacplan.plan(profile, "60%", solver=sacplan.Rotor(slots=500))
 
-    For models whose forward pass is a chain of at least two stages (``sacplan.Chain.from_profile``). Where the sequence
+    For models whose forward pass is a chain of at least two stages (``Profile.chain``). Where the sequence
     says so, stages run more than once again; no other solver does that. See ``sacplan.rotor``.
 
     Attributes:

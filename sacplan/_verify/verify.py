@@ -100,7 +100,8 @@ class Verification:
         seen = "in the peak" if self.host_bytes is None else f"{format_bytes(self.host_bytes)} seen"
         return f"{format_bytes(self.predicted_host_bytes)} planned, {seen}"
 
-    def _repr_html_(self) -> str:
+    def in_words(self) -> Section:
+        """Return the verdict and its figures, for people."""
         rows = [
             ("budget", format_bytes(self.budget_bytes)),
             ("planned", format_bytes(self.predicted_peak_bytes)),
@@ -110,10 +111,14 @@ class Verification:
             ("recompute", f"{self.recompute_flops / 1e9:.2f} GFLOP"),
             ("step", f"{self.step_ms:.2f} ms ({'wall time' if self.run == 'real' else 'predicted'})"),
             *(("not as planned", str(difference)) for difference in self.differences[:3]),
+            *(("set up otherwise", str(difference)) for difference in self.setup_differences),
             *(("assumed", sentence) for sentence in self.assumptions),
         ]
         verdict = "Within the budget" if self.within_budget else "OVER the budget"
-        return as_html([Section(verdict, tuple(rows))])
+        return Section(verdict, tuple(rows))
+
+    def _repr_html_(self) -> str:
+        return as_html([self.in_words()])
 
     def __repr__(self) -> str:
         return (

@@ -152,7 +152,7 @@ def test_a_forward_that_is_replaced_afterwards_stops_the_removal(model: LM, plan
     handle = sacplan.apply(model, plan)
     planned = model.layers[1].forward
     model.layers[1].forward = lambda x: planned(x)  # type: ignore[method-assign]
-    with pytest.raises(sacplan.PlanError, match=r"layers\.1.*replaced"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"layers\.1.*replaced"):
         handle.remove()
     assert "forward" in vars(model.layers[0])  # all or nothing
     model.layers[1].forward = planned  # type: ignore[method-assign]
@@ -162,19 +162,19 @@ def test_a_forward_that_is_replaced_afterwards_stops_the_removal(model: LM, plan
 
 def test_what_cannot_be_applied(model: LM, plan: sacplan.Plan) -> None:
     sites = plan.discarded["layers.0"]
-    with pytest.raises(sacplan.PlanError, match="must not nest"):
+    with pytest.raises(sacplan.errors.PlanError, match="must not nest"):
         sacplan.apply(model, discarding(plan, {"layers.0": sites, "layers.0.mlp": sites}))
-    with pytest.raises(sacplan.PlanError, match="must not nest"):
+    with pytest.raises(sacplan.errors.PlanError, match="must not nest"):
         sacplan.apply(model, discarding(plan, {"": sites, "layers.0": sites}))
-    with pytest.raises(sacplan.PlanMismatch, match=r"layers\.7"):
+    with pytest.raises(sacplan.errors.PlanMismatch, match=r"layers\.7"):
         sacplan.apply(model, discarding(plan, {"layers.7": sites}))
-    with pytest.raises(sacplan.PlanMismatch):
+    with pytest.raises(sacplan.errors.PlanMismatch):
         sacplan.apply(LM(layers=3, dim=16, heads=2, vocab=32), plan)
-    with pytest.raises(sacplan.PlanError, match=r"nn\.Module"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"nn\.Module"):
         sacplan.apply(torch.sin, plan)  # type: ignore[arg-type]
     assert all("forward" not in vars(m) for m in model.modules())
     handle = sacplan.apply(model, plan)
-    with pytest.raises(sacplan.PlanError, match="already"):
+    with pytest.raises(sacplan.errors.PlanError, match="already"):
         sacplan.apply(model, plan)
     handle.remove()
 

@@ -36,27 +36,27 @@ def compiled_forward(model: LM) -> LM:
 
 @pytest.mark.parametrize("change", [compiled_inside, compiled_forward])
 def test_compiled_code_inside_of_a_unit(plan: sacplan.Plan, change: Callable[[LM], LM]) -> None:
-    with pytest.raises(sacplan.PlanError, match=r"layers\.0.*compiled.*Apply the plan first"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"layers\.0.*compiled.*Apply the plan first"):
         sacplan.apply(change(make_model()), plan)
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.optim.swa_utils.AveragedModel])
 def test_wrappers(plan: sacplan.Plan, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    with pytest.raises(sacplan.PlanError, match=rf"{wrap.__name__}.*Apply the plan first.*\.module"):
+    with pytest.raises(sacplan.errors.PlanError, match=rf"{wrap.__name__}.*Apply the plan first.*\.module"):
         sacplan.apply(wrap(make_model()), plan)
 
 
 def test_checkpoint_wrapper(plan: sacplan.Plan) -> None:
     model = make_model()
     model.layers[0] = checkpoint_wrapper(model.layers[0])
-    with pytest.raises(sacplan.PlanError, match=r"layers\.0.*CheckpointWrapper"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"layers\.0.*CheckpointWrapper"):
         sacplan.apply(model, plan)
 
 
 def test_checkpointing_that_is_on(plan: sacplan.Plan) -> None:
     model = make_model()
     model.layers[0].gradient_checkpointing = True
-    with pytest.raises(sacplan.PlanError, match=r"layers\.0.*gradient_checkpointing"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"layers\.0.*gradient_checkpointing"):
         sacplan.apply(model, plan)
     assert "forward" not in vars(model.layers[1])  # nothing was changed
 
@@ -65,7 +65,7 @@ def test_a_profile_of_a_planned_model_is_refused(plan: sacplan.Plan) -> None:
     model = make_model()
     with (
         sacplan.apply(model, plan),
-        pytest.raises(sacplan.TraceError, match=r"a plan is applied to 'layers\.0'.*remove"),
+        pytest.raises(sacplan.errors.TraceError, match=r"a plan is applied to 'layers\.0'.*remove"),
     ):
         sacplan.profile(model, tokens(4, 16), cross_entropy, device="cpu")
     assert (
@@ -79,12 +79,13 @@ def test_a_profile_of_a_module_that_torch_compile_returned_is_refused() -> None:
     model: nn.Module = make_model()
     model.layers[0] = torch.compile(model.layers[0], backend="eager")  # type: ignore[index, operator]
     with pytest.raises(
-        sacplan.TraceError, match=r"module 'layers\.0' is what torch.compile returned.*compile afterwards"
+        sacplan.errors.TraceError,
+        match=r"module 'layers\.0' is what torch.compile returned.*compile afterwards",
     ):
         sacplan.profile(model, tokens(4, 16), cross_entropy, device="cpu")
 
 
 def test_a_profile_of_a_model_for_another_backend_is_refused() -> None:
     model: nn.Module = torch.compile(make_model(), backend="eager")  # type: ignore[assignment]
-    with pytest.raises(sacplan.TraceError, match=r"backend .eager. of torch.compile is not modelled"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"backend .eager. of torch.compile is not modelled"):
         sacplan.profile(model, tokens(4, 16), cross_entropy, device="cpu")

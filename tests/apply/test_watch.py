@@ -187,7 +187,7 @@ def test_what_cannot_be_compiled_is_said() -> None:
     assert "torch.compile cannot keep slices" in chunked
     assert "cannot" not in compiled_otherwise(plan_of())
     assert "recomputes a value only once" in why_uncompiled((Recompute("", "aten.mm.default", 0, times=2),))
-    assert issubclass(sacplan.ChunkError, sacplan.SacplanError)
+    assert issubclass(sacplan.errors.ChunkError, sacplan.SacplanError)
 
 
 @pytest.mark.slow

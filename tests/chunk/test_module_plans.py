@@ -249,7 +249,7 @@ def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
         assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
         peaks[accumulate] = plan.peak_bytes
     assert peaks["parameter"] < peaks["float32"]
-    with pytest.raises(sacplan.PlanError, match="known are 'parameter' and 'float32'"):
+    with pytest.raises(sacplan.errors.PlanError, match="known are 'parameter' and 'float32'"):
         sacplan.plan(profile, "smallest", accumulate="double")  # type: ignore[arg-type]
 
 
@@ -324,7 +324,7 @@ def test_a_handle_on_a_module_with_both_is_removed() -> None:
 
     handle = sacplan.apply(model, plan)
     model.layers[0].forward = lambda x: x
-    with pytest.raises(sacplan.PlanError, match="was replaced after the plan was applied"):
+    with pytest.raises(sacplan.errors.PlanError, match="was replaced after the plan was applied"):
         handle.remove()
 
 

@@ -12,7 +12,6 @@ from torch import nn
 import sacplan
 from sacplan._chunk.alternatives import LossRegion, liger, linear_cross_entropy, plain
 from sacplan._program.decisions import Chunk
-from sacplan._report.page import report_html
 from sacplan._report.timeline import timeline_of
 from sacplan.errors import PlanError, PlanMismatch
 from tests.zoo.language_models import LM
@@ -197,17 +196,20 @@ def test_what_is_alive_with_chunks_adds_up(
     profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan
 ) -> None:
     for plan in (policy, both):
-        assert sacplan.alive_at_peak(profile, plan, None)["bytes"].sum() == plan.peak_bytes
+        assert sacplan.Report(profile, plan).alive_at_peak(None)["bytes"].sum() == plan.peak_bytes
         timeline = timeline_of(profile.with_plan(plan))
         assert timeline.peak_bytes == plan.peak_bytes
         assert timeline.end_ms == pytest.approx(plan.step_ms + plan.recompute_ms + plan.added_ms)
-    assert "generator state" not in set(sacplan.alive_at_peak(profile, policy, None)["kind"])
+    assert "generator state" not in set(sacplan.Report(profile, policy).alive_at_peak(None)["kind"])
 
 
 def test_the_module_table_tells_slices_from_recomputation(
     profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan
 ) -> None:
-    sliced, mixed = sacplan.module_table(profile, policy), sacplan.module_table(profile, both)
+    sliced, mixed = (
+        sacplan.Report(profile, policy).module_table(),
+        sacplan.Report(profile, both).module_table(),
+    )
     assert sliced.loc["head", "why"] == "in slices"
     assert "never exist as a whole" in str(sliced.loc["(outside the model)", "why"])
     assert not sliced["discarded_bytes"].any()
@@ -217,20 +219,20 @@ def test_the_module_table_tells_slices_from_recomputation(
 
 
 def test_a_table_of_chunks(profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan) -> None:
-    (row,) = sacplan.chunk_table(profile, policy).itertuples()
+    (row,) = sacplan.Report(profile, policy).chunk_table().itertuples()
     assert (row.Index, row.slices, row.rows, row.dim) == ("head", 8, 64, 1)
     assert row.added_ms == pytest.approx(policy.added_ms)
     assert row.peak_bytes == profile.peak_bytes
-    (row,) = sacplan.chunk_table(profile, both).itertuples()
+    (row,) = sacplan.Report(profile, both).chunk_table().itertuples()
     assert row.peak_bytes == profile.footprint(both.discarded).peak_bytes
-    assert sacplan.chunk_table(profile, sacplan.policy("full", profile=profile)).empty
+    assert sacplan.Report(profile, sacplan.policy("full", profile=profile)).chunk_table().empty
     other = sacplan.profile(LM(layers=2, dim=64, heads=2, vocab=VOCAB), batch(), loss_fn, device="cpu")
     with pytest.raises(PlanMismatch):
-        sacplan.chunk_table(other, policy)
+        sacplan.Report(other, policy).chunk_table()
 
 
 def test_the_loss_beside_what_libraries_offer(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
-    found = sacplan.loss_table(profile, policy)
+    found = sacplan.Report(profile, policy).loss_table()
     assert list(found.index) == ["as it is", "in 8 slices", "F.linear_cross_entropy", "Liger"]
     region = LossRegion(128, 32, VOCAB, torch.float32)  # of the model above, by hand
     priced = plain(region, profile.spec)
@@ -243,7 +245,7 @@ def test_the_loss_beside_what_libraries_offer(profile: sacplan.Profile, policy: 
     assert sliced["time_ms"] - found.loc["as it is", "time_ms"] == pytest.approx(policy.added_ms)
     fewer = profile.peak_bytes - policy.peak_bytes
     assert fewer <= found.loc["as it is", "peak_bytes"] - sliced["peak_bytes"]
-    assert sacplan.loss_table(profile, sacplan.policy("full", profile=profile)).empty
+    assert sacplan.Report(profile, sacplan.policy("full", profile=profile)).loss_table().empty
 
 
 def ragged(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
@@ -258,24 +260,25 @@ def test_the_report_names_ops_that_need_whole_tensors() -> None:
 
     model = FromFunction(ragged, body=nn.Linear(8, 8), head=nn.Linear(8, 99))
     profile = sacplan.profile(model, torch.randn(4, 8, 8), loss, device="h100")
-    found = sacplan.blocked_ops(profile)
+    found = sacplan.Report(profile).blocked_ops()
     assert found.loc["aten.native_dropout.default", "why"] == "draws random numbers"
     assert found["most_bytes"].is_monotonic_decreasing
-    assert len(sacplan.blocked_ops(profile, top=1)) == 1
+    assert len(sacplan.Report(profile).blocked_ops(top=1)) == 1
     plan = sacplan.policy("chunked-loss", slices=2, profile=profile)
     region = LossRegion(32, 8, 99, torch.float32, bias=True)
     assert (
-        sacplan.loss_table(profile, plan).loc["Liger", "peak_bytes"] == liger(region, profile.spec).peak_bytes
+        sacplan.Report(profile, plan).loss_table().loc["Liger", "peak_bytes"]
+        == liger(region, profile.spec).peak_bytes
     )
-    page = report_html(profile, plan)
+    page = sacplan.Report(profile, plan).html
     for text in ("aten.native_dropout.default", "F.linear_cross_entropy", "Gradients are close", "added ms"):
         assert text in page
-    assert 'id="chunks"' not in report_html(profile, sacplan.plan(profile, "100%"))
+    assert 'id="chunks"' not in sacplan.Report(profile, sacplan.plan(profile, "100%")).html
 
 
 def test_the_page_says_why_nothing_runs_in_slices() -> None:
     profile = sacplan.profile(cumulated(), torch.randn(4, 8, 8), device="cpu")
-    page = report_html(profile, sacplan.plan(profile, "100%", techniques=BOTH))
+    page = sacplan.Report(profile, sacplan.plan(profile, "100%", techniques=BOTH)).html
     assert "Why the loss does not" in page
     assert "from head on: " in page
 
@@ -283,13 +286,13 @@ def test_the_page_says_why_nothing_runs_in_slices() -> None:
 def test_reports_in_inference(model: LM) -> None:
     profile = sacplan.profile(model, batch(), device="cpu", mode="inference")
     plan = sacplan.plan(profile, "smallest")
-    rows = sacplan.chunk_table(profile, plan)
+    rows = sacplan.Report(profile, plan).chunk_table()
     assert rows["count"].sum() == len(plan.chunks) > 0
     assert rows["what"].str.startswith("a stretch of").all()
     assert (rows["slices"] <= rows["rows"]).all()
-    assert sacplan.alive_at_peak(profile, plan, None)["bytes"].sum() == plan.peak_bytes
-    assert "in slices" in set(sacplan.module_table(profile, plan)["why"])
-    page = report_html(profile, plan, sacplan.frontier(profile, 2))
+    assert sacplan.Report(profile, plan).alive_at_peak(None)["bytes"].sum() == plan.peak_bytes
+    assert "in slices" in set(sacplan.Report(profile, plan).module_table()["why"])
+    page = sacplan.Report(profile, plan, sacplan.frontier(profile, 2)).html
     assert "The output is close" in page
     assert "Gradients" not in page
 

@@ -121,7 +121,9 @@ def test_a_gradient_that_is_handed_on_in_the_module_and_beside_it_is_refused(fun
     torch.manual_seed(0)
     model = around(lambda f, x: x + f(x).reshape_as(x), inner(function))
     profile = sacplan.profile(model, torch.randn(4, 64, 32), mean_square, device="cpu")
-    with pytest.raises(sacplan.PlanError, match="hands a gradient on to its input as it is, and others read"):
+    with pytest.raises(
+        sacplan.errors.PlanError, match="hands a gradient on to its input as it is, and others read"
+    ):
         plan_with(profile, [Chunk("1.inner", "rest", 16, 1)])
 
 

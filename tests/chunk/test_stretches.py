@@ -275,7 +275,7 @@ def test_a_step_that_differs_is_right_and_is_told(mode: str) -> None:
         with told:
             found = outputs(model, x)
         if mode == "keep":  # nothing shows that it was different: a look at what is gone is an error
-            with pytest.raises(sacplan.RecipeError, match="computed in slices"):
+            with pytest.raises(sacplan.errors.RecipeError, match="computed in slices"):
                 model.seen.sum()
         else:
             assert handle.differences

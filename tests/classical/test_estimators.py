@@ -170,9 +170,6 @@ def test_a_real_backward_after_the_sac_estimator() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
     assert sac.tradeoffs["layers.0"].points
     stats = sac.sac_mod_stats["layers.0"]
-    order = sac.greedy_order("layers.0")
-    assert order
-    assert not set(order) & set(stats.view_like_ops)
     policy = sacplan.get_optimal_checkpointing_policy_per_module(stats, 0.5)
     kept = sum(m for m, keep in zip(stats.memory, policy, strict=True) if keep)
     assert 0 < kept <= 0.5 * sum(stats.memory) + 1

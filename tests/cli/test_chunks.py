@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +71,14 @@ def test_a_plan_may_use_chunks() -> None:
 
 def test_without_chunks_nothing_is_said_about_them() -> None:
     shown = run(f"plan {TARGET} --budget 100%").stdout
-    assert "gradients" not in shown
-    assert "chunks" not in shown
-    allowed = run(f"plan {TARGET} --budget 100% {BOTH}").stdout
-    assert "gradients bit-equal, because" in " ".join(allowed.split())
-    assert "chunks none" in " ".join(allowed.split())
+    assert "slices" not in shown
+    assert "gradients bit-equal: " in " ".join(shown.split())
 
 
 def test_policies() -> None:
     shown = run(f"policy {TARGET} chunked-loss --slices 8 -o plan.json").stdout
-    assert "gradients close, because those of parameters in head" in " ".join(shown.split())
-    (row,) = [line for line in shown.splitlines() if line.startswith("head ")]
-    assert row.split()[1:4] == ["1", "8", "64"]
+    assert "gradients close: those of parameters in head" in " ".join(shown.split())
+    assert re.search(r"in slices +.*8 slices", shown)
     plan = sacplan.Plan.load("plan.json")
     assert (plan.status, plan.chunks[0].slices) == ("policy", 8)
     facts = json.loads(run(f"policy {TARGET} none --json").stdout)

@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 import transformers
 
 from benchmarks.models import hf_models, small_configs
-from sacplan._cli import hf, hf_batches
-from sacplan._cli.exits import TargetError
-from sacplan._cli.options import HfOptions
 from sacplan._device import workspace
+from sacplan.integrations._hf import batches as hf_batches
+from sacplan.integrations._hf import models as hf
+from sacplan.integrations._hf.target import ModelOptions, TargetError
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
@@ -26,7 +26,7 @@ def _small(model_type: str) -> Any:
 
 def _target(config: Any, folder: Any, **options: Any) -> Any:
     config.save_pretrained(folder)
-    return hf.build(f"hf:{folder}", HfOptions(dtype="float32", **options), "cpu")
+    return hf.build(f"hf:{folder}", ModelOptions(dtype="float32", **options), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ pytest.importorskip("transformers")
 import transformers
 
 from benchmarks.models import hf_models
-from sacplan._cli import architectures, hf, hf_batches
-from sacplan._cli.exits import TargetError
-from sacplan._cli.options import HfOptions
 from sacplan._cli.targets import load_target
+from sacplan.integrations._hf import architectures
+from sacplan.integrations._hf import batches as hf_batches
+from sacplan.integrations._hf import models as hf
+from sacplan.integrations._hf.target import ModelOptions, TargetError
 from tests.support.slow import slow_after
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
@@ -51,7 +52,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     task, arguments = FAMILIES[name]
     model_class, config, _ = hf_models.ARCHITECTURES[name]("small")
     target = load_target(
-        _saved(config, tmp_path, architectures=[model_class.__name__]), HfOptions(batch=2, dtype="float32")
+        _saved(config, tmp_path, architectures=[model_class.__name__]), ModelOptions(batch=2, dtype="float32")
     )
     assert target.facts["model"] == model_class.__name__
     assert target.facts["task"] == task
@@ -69,7 +70,7 @@ def test_rows_hold_what_the_models_of_images_make(tmp_path: Path) -> None:
     """Computed by the model itself, which refuses another number of placeholders."""
     _, config, _ = hf_models.ARCHITECTURES["qwen2_vl"]("small")
     text = _saved(config, tmp_path, architectures=["Qwen2VLForConditionalGeneration"])
-    target = load_target(text, HfOptions(batch=2, dtype="float32"), "cpu")
+    target = load_target(text, ModelOptions(batch=2, dtype="float32"), "cpu")
     side = 224 // 14
     assert target.batch["image_grid_thw"].tolist() == [[1, side, side]] * 2
     assert (target.batch["input_ids"] == config.image_token_id).sum(1).tolist() == [side * side // 4] * 2
@@ -77,12 +78,12 @@ def test_rows_hold_what_the_models_of_images_make(tmp_path: Path) -> None:
     loss.backward()
     assert torch.isfinite(loss)
     with pytest.raises(TargetError, match=f"holds {side * side // 4} of an image"):
-        load_target(text, HfOptions(seq=32))
+        load_target(text, ModelOptions(seq=32))
 
 
 def test_a_model_without_a_head_is_summed_up_and_says_so(tmp_path: Path) -> None:
     _, config, _ = hf_models.ARCHITECTURES["clip"]("small")
-    target = load_target(_saved(config.text_config, tmp_path), HfOptions(seq=8))
+    target = load_target(_saved(config.text_config, tmp_path), ModelOptions(seq=8))
     assert (target.facts["model"], target.facts["task"]) == ("CLIPTextModel", "no head")
     assert target.facts["loss"] == "the sum of its outputs"
     assert sacplan.profile(target.model, target.batch).peak_bytes > 0
@@ -93,7 +94,7 @@ def test_a_model_that_no_batch_is_known_for(tmp_path: Path, monkeypatch: pytest.
     text = _saved(config, tmp_path, architectures=["ViTForImageClassification"])
     monkeypatch.delitem(hf_batches.INPUTS, "pixel_values")
     with pytest.raises(TargetError, match=r"'ViTForImageClassification'.*no batch.*train\.py:make"):
-        load_target(text, HfOptions())
+        load_target(text, ModelOptions())
 
 
 @pytest.mark.parametrize(
@@ -113,13 +114,13 @@ def test_a_model_that_no_batch_is_known_for(tmp_path: Path, monkeypatch: pytest.
 def test_a_class_that_is_no_model_of_transformers(stated: object, tmp_path: Path) -> None:
     text = _saved(transformers.GPT2Config(), tmp_path, architectures=stated)
     with pytest.raises(TargetError, match="has no model"):
-        load_target(text, HfOptions())
+        load_target(text, ModelOptions())
 
 
 def test_a_model_that_is_too_deep_to_build(tmp_path: Path) -> None:
     text = _saved(transformers.GPT2Config(n_layer=10_000_000), tmp_path)
     with pytest.raises(TargetError, match="10,000,000 layers"):
-        load_target(text, HfOptions())
+        load_target(text, ModelOptions())
 
 
 def test_sizes_of_sound() -> None:

@@ -21,11 +21,10 @@ pytest.importorskip("transformers")
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
-from sacplan._cli import hub
+from sacplan._cli import targets
 from sacplan._cli.app import app
-from sacplan._cli.exits import TargetError
-from sacplan._cli.options import HfOptions
 from sacplan._cli.targets import load_target
+from sacplan.integrations._hf.target import ModelOptions, TargetError
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -102,14 +101,14 @@ def test_nothing_is_fetched_unasked(fake: Hub) -> None:
 
 
 def test_one_file_is_fetched_once_and_it_is_said(fake: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert of_the_config(load_target("hf:org/tiny", HfOptions(fetch=True)))
+    assert of_the_config(load_target("hf:org/tiny", ModelOptions(fetch=True)))
     said = capsys.readouterr()
     assert f"note: fetching config.json of org/tiny, and no other file, from {fake.url}" in said.err
     assert said.out == ""
     assert {line.partition(" ")[2] for line in fake.asked} == {"/org/tiny/resolve/main/config.json"}
     fake.asked.clear()
     # From the cache: no option, no request, no note.
-    assert of_the_config(load_target("hf:org/tiny", HfOptions()))
+    assert of_the_config(load_target("hf:org/tiny", ModelOptions()))
     assert fake.asked == []
     assert "fetching" not in capsys.readouterr().err
 
@@ -121,12 +120,12 @@ def test_on_a_terminal_the_user_is_asked(
     for stream in (sys.stdin, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     asked: list[str] = []
-    monkeypatch.setattr(hub.typer, "confirm", lambda text, err: asked.append(text) or answer)
+    monkeypatch.setattr(targets.typer, "confirm", lambda text, err: asked.append(text) or answer)
     if fetched:
-        load_target("hf:org/tiny", HfOptions())
+        load_target("hf:org/tiny", ModelOptions())
     else:
         with pytest.raises(TargetError, match="nothing is downloaded unasked"):
-            load_target("hf:org/tiny", HfOptions())
+            load_target("hf:org/tiny", ModelOptions())
     assert asked == [f"Fetch config.json of org/tiny, and no other file, from {fake.url}?"]
     assert bool(fake.asked) == fetched
 
@@ -141,7 +140,7 @@ def test_on_a_terminal_the_user_is_asked(
 )
 def test_what_the_hub_does_not_give_is_a_sentence(fake: Hub, name: str, message: str) -> None:
     with pytest.raises(TargetError, match=message):
-        load_target(f"hf:{name}", HfOptions(fetch=True))
+        load_target(f"hf:{name}", ModelOptions(fetch=True))
 
 
 @pytest.mark.slow  # the library tries again for a while
@@ -149,25 +148,25 @@ def test_a_hub_that_does_not_answer_is_a_sentence(fake: Hub, monkeypatch: pytest
     fake.server.shutdown()
     fake.server.server_close()
     with pytest.raises(TargetError, match="could not be reached"):
-        load_target("hf:org/tiny", HfOptions(fetch=True))
+        load_target("hf:org/tiny", ModelOptions(fetch=True))
 
 
 def test_a_cache_is_found_in_every_form(fake: Hub, tmp_path: Path) -> None:
     """As the library leaves it; copied without its branches; as a folder that is named; as a snapshot."""
-    load_target("hf:org/tiny", HfOptions(fetch=True))
+    load_target("hf:org/tiny", ModelOptions(fetch=True))
     fake.asked.clear()
     folder = tmp_path / "hub" / "models--org--tiny"
     shutil.rmtree(folder / "refs")
     shutil.rmtree(folder / ".no_exist", ignore_errors=True)
     snapshot = folder / "snapshots" / COMMIT
     for text in ("org/tiny", folder, snapshot, snapshot / "config.json"):
-        assert of_the_config(load_target(f"hf:{text}", HfOptions()))
+        assert of_the_config(load_target(f"hf:{text}", ModelOptions()))
     assert fake.asked == []
     # The newest of several.
     newer = folder / "snapshots" / "2"
     newer.mkdir()
     (newer / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 64}))
-    assert load_target("hf:org/tiny", HfOptions()).model.config.hidden_size == 64
+    assert load_target("hf:org/tiny", ModelOptions()).model.config.hidden_size == 64
 
 
 @pytest.mark.parametrize(
@@ -186,12 +185,12 @@ def test_what_is_no_configuration_is_a_sentence(tmp_path: Path, content: str, me
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "own.py").write_text("raise SystemExit('this code must not run')")
     with pytest.raises(TargetError, match=message):
-        load_target(f"hf:{tmp_path}", HfOptions())
+        load_target(f"hf:{tmp_path}", ModelOptions())
 
 
 def test_other_targets_have_nothing_to_fetch() -> None:
     with pytest.raises(TargetError, match="--fetch: only for hf: targets"):
-        load_target("train.py:make", HfOptions(fetch=True))
+        load_target("train.py:make", ModelOptions(fetch=True))
 
 
 @pytest.mark.exhaustive

@@ -16,17 +16,17 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 import sacplan
-from sacplan._cli import architectures, hf
 from sacplan._cli.app import app
 from sacplan._cli.command import EXAMPLES
-from sacplan._cli.exits import TargetError
-from sacplan._cli.hf import build
-from sacplan._cli.hf_batches import FoundBatch
-from sacplan._cli.options import HfOptions
 from sacplan._cli.origin import Origin, seen_in
 from sacplan._cli.sources import optimizer_hints
 from sacplan._cli.targets import load_target
 from sacplan._ranks.ranks import Ranks
+from sacplan.integrations._hf import architectures
+from sacplan.integrations._hf import models as hf
+from sacplan.integrations._hf.batches import FoundBatch
+from sacplan.integrations._hf.models import build
+from sacplan.integrations._hf.target import ModelOptions, TargetError
 from tests.support.slow import slow_after
 
 # From the model cards and papers, in millions as they are printed there; the exact counts in the table are of the
@@ -44,7 +44,7 @@ def test_parameters_are_the_published_ones(
     first = next(one for one in architectures.table() if one.architecture == row.architecture)
     if row is not first:  # a batch is made for one model of each class
         monkeypatch.setattr(hf, "find", lambda *args: FoundBatch({}, (), {}, None, True))
-    built = build(row.name, HfOptions(), "meta")
+    built = build(row.name, ModelOptions(), "meta")
     assert sum(p.numel() for p in built.model.parameters()) == row.parameters
     assert type(built.model).__name__ == row.architecture
     assert {p.device.type for p in built.model.parameters()} == {"meta"}
@@ -82,7 +82,7 @@ def test_each_kind_has_a_loss_that_backpropagates(tmp_path: Path, kind: str) -> 
     """With weights, on this machine: the batch is one that the model trains on."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KINDS[kind]))
-    options = HfOptions(batch=2, seq=None if kind.startswith("image") else 8, dtype="float32")
+    options = ModelOptions(batch=2, seq=None if kind.startswith("image") else 8, dtype="float32")
     built = build(str(path), options, "cpu")
     assert built.facts["task"] == kind
     loss = built.model(**built.batch).loss
@@ -101,7 +101,7 @@ def test_nothing_stays_frozen_when_python_ends(tmp_path: Path, monkeypatch: pyte
         json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 99})
     )
     gc.unfreeze()
-    build(str(path), HfOptions(seq=8), "meta")
+    build(str(path), ModelOptions(seq=8), "meta")
     assert gc.get_freeze_count()
     for ended in at_exit:
         ended()
@@ -111,41 +111,41 @@ def test_nothing_stays_frozen_when_python_ends(tmp_path: Path, monkeypatch: pyte
 
 def test_options_are_heeded() -> None:
     target = load_target(
-        "hf:gpt2", HfOptions(batch=3, seq=17, dtype="float16", optimizer="sgd", attn="eager")
+        "hf:gpt2", ModelOptions(batch=3, seq=17, dtype="float16", optimizer="sgd", attn="eager")
     )
     assert target.batch["input_ids"].shape == (3, 17)
     assert {p.dtype for p in target.model.parameters()} == {torch.float16}
     assert target.optimizer is torch.optim.SGD
     assert target.model.config._attn_implementation == "eager"
-    assert load_target("hf:gpt2", HfOptions(optimizer="none")).optimizer is None
+    assert load_target("hf:gpt2", ModelOptions(optimizer="none")).optimizer is None
 
 
 def test_a_plan_of_the_library_says_what_it_was_made_for() -> None:
     """verify finds batch, length and type in any plan."""
-    target = load_target("hf:gpt2", HfOptions(batch=3, seq=17, dtype="float16"))
+    target = load_target("hf:gpt2", ModelOptions(batch=3, seq=17, dtype="float16"))
     fingerprint = sacplan.profile(target.model, target.batch).fingerprint
-    assert seen_in(fingerprint) == HfOptions(batch=3, seq=17, dtype="float16")
-    images = load_target("hf:vit-b-16", HfOptions(batch=2, dtype="float32"))
+    assert seen_in(fingerprint) == ModelOptions(batch=3, seq=17, dtype="float16")
+    images = load_target("hf:vit-b-16", ModelOptions(batch=2, dtype="float32"))
     fingerprint = sacplan.profile(images.model, images.batch).fingerprint
-    assert seen_in(fingerprint) == HfOptions(batch=2, dtype="float32")
+    assert seen_in(fingerprint) == ModelOptions(batch=2, dtype="float32")
 
 
 def test_a_directory_with_a_configuration(tmp_path: Path) -> None:
     transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=99).save_pretrained(tmp_path)
-    assert load_target(f"hf:{tmp_path}", HfOptions(seq=8)).facts["parameters"] < 10**5
+    assert load_target(f"hf:{tmp_path}", ModelOptions(seq=8)).facts["parameters"] < 10**5
 
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("gpt22", HfOptions(), "hf:openai-community/gpt2"),
-        ("someone/unknown-to-us", HfOptions(), "meta-llama: .*Meta-Llama-3-8B"),
-        ("missing/config.json", HfOptions(), "no such file"),
-        ("gpt2", HfOptions(seq=2048), "positions for 1024"),
-        ("ViT-B/16", HfOptions(seq=64), "reads images"),
+        ("gpt22", ModelOptions(), "hf:openai-community/gpt2"),
+        ("someone/unknown-to-us", ModelOptions(), "meta-llama: .*Meta-Llama-3-8B"),
+        ("missing/config.json", ModelOptions(), "no such file"),
+        ("gpt2", ModelOptions(seq=2048), "positions for 1024"),
+        ("ViT-B/16", ModelOptions(seq=64), "reads images"),
     ],
 )
-def test_names_that_lead_nowhere(name: str, options: HfOptions, said: str) -> None:
+def test_names_that_lead_nowhere(name: str, options: ModelOptions, said: str) -> None:
     with pytest.raises(TargetError, match=said):
         load_target(f"hf:{name}", options)
 
@@ -153,7 +153,7 @@ def test_names_that_lead_nowhere(name: str, options: HfOptions, said: str) -> No
 def test_a_configuration_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TargetError, match="model_type"):
-        load_target(f"hf:{tmp_path}", HfOptions())
+        load_target(f"hf:{tmp_path}", ModelOptions())
 
 
 def _invoke(command: str) -> Any:
@@ -266,7 +266,7 @@ def test_where_the_optimizer_is_what_does_not_fit(small: Path) -> None:
     [("adamw-fused", ("--optimizer sgd has no state",)), ("sgd", ()), ("none", ())],
 )
 def test_no_optimizer_is_proposed_that_is_there(optimizer: str, hints: tuple[str, ...]) -> None:
-    origin = Origin("hf:gpt2", HfOptions(optimizer=optimizer))
+    origin = Origin("hf:gpt2", ModelOptions(optimizer=optimizer))
     with pytest.raises(sacplan.InfeasibleBudget) as caught, optimizer_hints(origin, Ranks(2)):
         raise sacplan.InfeasibleBudget(
             "no", budget_bytes=1, smallest_feasible_bytes=2, binding="optimizer step"

@@ -62,7 +62,7 @@ def test_reports_and_frontiers_are_those_of_the_compiled_step(tmp_path: Path) ->
     profile = profile_of(True)
     full = sacplan.policy("full", profile=profile)
     assert sacplan.verify(model(), BATCH, full, cross_entropy).peak_bytes == full.peak_bytes
-    sacplan.write_report(tmp_path / "report.html", profile, full)
+    sacplan.Report(profile, full).write(tmp_path / "report.html")
     assert "compiled layers.*" in (tmp_path / "report.html").read_text()
     frontier = sacplan.frontier(profile, 2, policies=False)
     assert list(frontier.peak_bytes) == [sacplan.plan(profile, "smallest").peak_bytes, profile.peak_bytes]

@@ -114,7 +114,7 @@ def test_indices_and_values_of_sparse_tensors_count(layout: torch.layout, tolera
     batch = torch.randn(500, 16)
     profile = sacplan.profile(model, batch, loss, device="cpu", trace="real")
     assert profile.peak_bytes == pytest.approx(measured(model, batch), rel=tolerance)
-    with pytest.raises(sacplan.TraceError, match='trace="real"'):
+    with pytest.raises(sacplan.errors.TraceError, match='trace="real"'):
         sacplan.profile(model, batch, loss, device="cpu")
 
 

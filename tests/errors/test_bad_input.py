@@ -121,7 +121,9 @@ def given(tmp_path_factory):
                 "budget_bytes": 100,
             },
         ),
-        "alive_at_peak": (sacplan.alive_at_peak, {"profile": profile}),
+        "Report": (sacplan.Report, {"profile": profile, "plan": plan}),
+        "Report.alive_at_peak": (sacplan.Report(profile).alive_at_peak, {}),
+        "Report.blocked_ops": (sacplan.Report(profile).blocked_ops, {}),
         "advise": (sacplan.advise, {"profile": profile}),
         "fit": (
             sacplan.fit,
@@ -132,18 +134,11 @@ def given(tmp_path_factory):
                 "sizes": False,
             },
         ),
-        "module_table": (sacplan.module_table, {"profile": profile}),
-        "chunk_table": (sacplan.chunk_table, {"profile": profile, "plan": plan}),
-        "loss_table": (sacplan.loss_table, {"profile": profile, "plan": plan}),
-        "blocked_ops": (sacplan.blocked_ops, {"profile": profile}),
-        "write_memory_trace": (
-            sacplan.write_memory_trace,
-            {"path": folder / "trace.json", "profile": profile},
+        "Report.write_memory_trace": (
+            sacplan.Report(profile).write_memory_trace,
+            {"path": folder / "trace.json"},
         ),
-        "write_snapshot": (
-            sacplan.write_snapshot,
-            {"path": folder / "step.pickle", "profile": profile},
-        ),
+        "Report.write_snapshot": (sacplan.Report(profile).write_snapshot, {"path": folder / "step.pickle"}),
         "layouts": (
             sacplan.layouts,
             {"model": torch.nn.Linear(4, 8), "batch": torch.empty(4, 4), "devices": 2, "device": "cpu"},
@@ -168,9 +163,9 @@ def given(tmp_path_factory):
 FUNCTIONS = [
     "profile", "plan", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
-    "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
-    "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies", "layouts",
-    "write_memory_trace", "write_snapshot", "advise", "fit", "fake_device", "ranks", "compile_budget",
+    "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "Report",
+    "Report.alive_at_peak", "Report.blocked_ops", "Report.write_memory_trace", "Report.write_snapshot",
+    "strategies", "layouts", "advise", "fit", "fake_device", "ranks", "compile_budget",
     "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
@@ -218,28 +213,21 @@ def test_wrong_arguments(name, given, monkeypatch, tmp_path):
 
 
 def test_every_public_function_is_tried():
-    figures = {
-        "memory_figure",
-        "tradeoff_figure",
-        "frontier_figure",
-        "save_figures",
-        "write_report",
-    }  # the same checks
     takes_nothing, slow = {"devices"}, {"calibrate"}
     changes_its_model = {"with_lora"}  # tests/integrations/test_peft.py
     functions = {n for n in sacplan.__all__ if inspect.isroutine(getattr(sacplan, n))}
-    assert functions - set(FUNCTIONS) == figures | takes_nothing | slow | changes_its_model
+    assert functions - set(FUNCTIONS) == takes_nothing | slow | changes_its_model
 
 
 def test_an_estimator_that_is_entered_twice():
     tracker = sacplan.MemTracker()
     with tracker:
-        with pytest.raises(sacplan.TraceError, match="recording already"), tracker:
+        with pytest.raises(sacplan.errors.TraceError, match="recording already"), tracker:
             pass
         make()(torch.ones(4, 8)).sum().backward()
     assert tracker.peak_bytes > 0
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    with pytest.raises(sacplan.TraceError, match="not recording"):
+    with pytest.raises(sacplan.errors.TraceError, match="not recording"):
         tracker.__exit__(None, None, None)
     with tracker:  # one after the other is fine
         make()(torch.ones(4, 8)).sum().backward()
@@ -247,9 +235,9 @@ def test_an_estimator_that_is_entered_twice():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_statistics_that_are_no_numbers(value):
-    with pytest.raises(sacplan.PlanError, match="finite number"):
+    with pytest.raises(sacplan.errors.PlanError, match="finite number"):
         sacplan.ModuleStats("a", fw_runtime_per_module=value)
-    with pytest.raises(sacplan.PlanError, match="finite number"):
+    with pytest.raises(sacplan.errors.PlanError, match="finite number"):
         sacplan.SACStats(("a",), (value,), (1,))
 
 
@@ -309,7 +297,7 @@ def test_what_cannot_be_traced_is_an_error_of_the_family(name):
     for trace in ("fake", "real"):
         try:
             profile = sacplan.profile(UNTRACEABLE[name](), torch.ones(4, 8), device="cpu", trace=trace)
-        except sacplan.TraceError:
+        except sacplan.errors.TraceError:
             continue
         assert profile.peak_bytes > 0
         assert trace == "real"
@@ -318,7 +306,7 @@ def test_what_cannot_be_traced_is_an_error_of_the_family(name):
 
 @pytest.mark.parametrize("name", ["sparse buffer", "sparse row buffer", "custom op"])
 def test_what_only_a_real_trace_can_follow_says_so(name):
-    with pytest.raises(sacplan.TraceError, match='Use trace="real"'):
+    with pytest.raises(sacplan.errors.TraceError, match='Use trace="real"'):
         sacplan.profile(UNTRACEABLE[name](), torch.ones(4, 8), lambda m, x: m(x).sum(), device="cpu")
 
 
@@ -345,7 +333,7 @@ def test_a_sparse_buffer_that_no_op_of_the_step_takes(compressed):
 
 def test_an_optimizer_that_needs_a_closure():
     for optimizer in (lbfgs, Sharpness, lbfgs((model := make()).parameters())):
-        with pytest.raises(sacplan.TraceError, match="closure"):
+        with pytest.raises(sacplan.errors.TraceError, match="closure"):
             sacplan.profile(model, torch.ones(4, 8), None, optimizer, device="cpu")
 
 
@@ -482,13 +470,15 @@ def test_paths_are_accepted(files, kind, tmp_path):
     with sacplan.apply(model, planned) as handle:
         assert handle.units
     assert sacplan.verify(model, batch, planned).peak_bytes == plan.peak_bytes
-    for function in (sacplan.alive_at_peak, sacplan.module_table):
-        assert function(recorded, planned).equals(function(profile, plan))
-    assert sacplan.write_memory_trace(tmp_path / "a.json", recorded, planned).stat().st_size
+    for table in (sacplan.Report.alive_at_peak, sacplan.Report.module_table):
+        both = (sacplan.Report(recorded, planned), sacplan.Report(profile, plan))
+        first, second = map(table, both)
+        assert first.equals(second)
+    assert sacplan.Report(recorded, planned).write_memory_trace(tmp_path / "a.json").stat().st_size
     frontier = sacplan.frontier(recorded, 2, ["uniform"], policies=False)
     assert len(frontier)
-    assert sacplan.write_report(tmp_path / "a.html", recorded, planned, frontier).stat().st_size
-    sacplan.memory_figure(recorded, [planned])
+    assert sacplan.Report(recorded, planned, frontier).write(tmp_path / "a.html").stat().st_size
+    sacplan.Report(recorded, planned).memory_figure()
 
 
 @pytest.mark.parametrize(
@@ -502,20 +492,20 @@ def test_paths_are_accepted(files, kind, tmp_path):
         (lambda m, b, r, p: sacplan.plan(None, "smallest"), "not None"),
         (lambda m, b, r, p: sacplan.apply(m, r), "plan must be a Plan.*not a Profile.*sacplan.plan"),
         (lambda m, b, r, p: sacplan.verify(m, b, None), "plan must be a Plan.*not None"),
-        (lambda m, b, r, p: sacplan.write_report("a.html", m), "profile must be a Profile"),
+        (lambda m, b, r, p: sacplan.Report(m).write("a.html"), "profile must be a Profile"),
     ],
 )
 def test_a_wrong_type_gets_a_sentence(files, call, said):
     model, batch, _, _, profile, plan = files
-    with pytest.raises(sacplan.PlanError, match=said):
+    with pytest.raises(sacplan.errors.PlanError, match=said):
         call(model, batch, profile, plan)
 
 
 def test_a_path_of_something_else(files):
     model, batch, recorded, planned, *_ = files
-    with pytest.raises(sacplan.TraceError, match="holds 'plan', not a sacplan profile"):
+    with pytest.raises(sacplan.errors.TraceError, match="holds 'plan', not a sacplan profile"):
         sacplan.plan(planned, 1.0)
-    with pytest.raises(sacplan.PlanError, match="holds 'profile', not a sacplan plan"):
+    with pytest.raises(sacplan.errors.PlanError, match="holds 'profile', not a sacplan plan"):
         sacplan.apply(model, recorded)
     with pytest.raises(FileNotFoundError):
         sacplan.verify(model, batch, "nothere.json")
@@ -531,13 +521,12 @@ def test_call_sites_that_are_not_there(files):
     unit = structs.replace(plan.decisions[0], unit="9")
     known = next(iter(plan.units.values()))
     for decision in (op, far):
-        with pytest.raises(sacplan.PlanError, match=r"decision about .* but in the recorded step"):
+        with pytest.raises(sacplan.errors.PlanError, match=r"decision about .* but in the recorded step"):
             structs.replace(plan, decisions=(decision,), units={decision.unit: known})
     unknown = structs.replace(known, calls=())
     for decision, ops in ((op, unknown), (far, unknown), (unit, known)):
         wrong = structs.replace(plan, decisions=(decision,), units={decision.unit: ops})
-        for function in (sacplan.module_table, sacplan.alive_at_peak):
-            with pytest.raises(sacplan.PlanMismatch, match="runs no such op there"):
-                function(profile, wrong)
-    with pytest.raises(sacplan.PlanMismatch, match="unit '9', but the model has no such module"):
+        with pytest.raises(sacplan.errors.PlanMismatch, match="runs no such op there"):
+            sacplan.Report(profile, wrong)
+    with pytest.raises(sacplan.errors.PlanMismatch, match="unit '9', but the model has no such module"):
         sacplan.verify(model, batch, wrong)

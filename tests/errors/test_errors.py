@@ -48,15 +48,15 @@ def test_no_module_called() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return (next(model.parameters()) ** 2).sum()
 
-    with pytest.raises(sacplan.TraceError, match="no module of the model was called"):
+    with pytest.raises(sacplan.errors.TraceError, match="no module of the model was called"):
         sacplan.profile(LM(), tokens(), loss_fn=loss_fn)
 
 
 def test_no_gradient_anywhere() -> None:
     model = LM().requires_grad_(False)
-    with pytest.raises(sacplan.TraceError, match="does not require a gradient"):
+    with pytest.raises(sacplan.errors.TraceError, match="does not require a gradient"):
         sacplan.profile(model, tokens())
-    with torch.no_grad(), pytest.raises(sacplan.TraceError, match="does not require a gradient"):
+    with torch.no_grad(), pytest.raises(sacplan.errors.TraceError, match="does not require a gradient"):
         sacplan.profile(LM(), tokens())
 
 
@@ -69,7 +69,7 @@ def test_no_gradient_anywhere() -> None:
     ],
 )
 def test_a_loss_that_is_none(loss_fn, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(sacplan.TraceError, match=message):
+    with pytest.raises(sacplan.errors.TraceError, match=message):
         sacplan.profile(LM(), tokens(), loss_fn=loss_fn)
 
 
@@ -117,9 +117,9 @@ def test_a_rejected_batch_does_not_abort_the_interpreter() -> None:
 def test_an_unknown_argument_names_the_one_that_is_meant(given: str, meant: str) -> None:
     unknown: dict[str, Any] = {given: 2}
     rest = {} if meant == "batch" else {"batch": tokens()}
-    with pytest.raises(sacplan.TraceError, match=f"Did you mean {meant}= rather than {given}="):
+    with pytest.raises(sacplan.errors.TraceError, match=f"Did you mean {meant}= rather than {given}="):
         sacplan.profile(LM(), **rest, **unknown)
-    with pytest.raises(sacplan.TraceError) as seen:
+    with pytest.raises(sacplan.errors.TraceError) as seen:
         sacplan.profile(LM(), tokens(), zzz=2)  # type: ignore[call-arg]
     assert "Did you mean" not in str(seen.value)
 
@@ -143,17 +143,17 @@ def test_a_step_that_differentiates_twice_says_what_no_plan_discards() -> None:
 
 def test_a_batch_without_tensors() -> None:
     for batch in ((), {}, 3, "text"):
-        with pytest.raises(sacplan.TraceError, match="batch holds no tensor"):
+        with pytest.raises(sacplan.errors.TraceError, match="batch holds no tensor"):
             sacplan.profile(LM(), batch)
 
 
 def test_an_optimizer_over_other_parameters() -> None:
     other = torch.optim.SGD(LM().parameters(), lr=0.1)
-    with pytest.raises(sacplan.TraceError, match="does not belong to the model"):
+    with pytest.raises(sacplan.errors.TraceError, match="does not belong to the model"):
         sacplan.profile(LM(), tokens(), optimizer=other)
-    with pytest.raises(sacplan.TraceError, match="optimizer must be"):
+    with pytest.raises(sacplan.errors.TraceError, match="optimizer must be"):
         sacplan.profile(LM(), tokens(), optimizer=3)
-    with pytest.raises(sacplan.TraceError, match="returned int"):
+    with pytest.raises(sacplan.errors.TraceError, match="returned int"):
         sacplan.profile(LM(), tokens(), optimizer=lambda params: 3)
 
 
@@ -162,46 +162,46 @@ def test_checkpointing_already_on() -> None:
         lambda self, x: torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False),
         inner=nn.Sequential(nn.Linear(8, 8), nn.GELU()),
     )
-    with pytest.raises(sacplan.TraceError, match=r"'inner.*already"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"'inner.*already"):
         sacplan.profile(model, torch.randn(2, 8, requires_grad=True))
     flagged = LM()
     flagged.layers[1].gradient_checkpointing = True
-    with pytest.raises(sacplan.TraceError, match=r"layers\.1"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"layers\.1"):
         sacplan.profile(flagged, tokens())
 
 
 def test_not_a_model() -> None:
-    with pytest.raises(sacplan.TraceError, match=r"nn\.Module"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"nn\.Module"):
         sacplan.profile(lambda x: x, tokens())  # type: ignore[arg-type]
 
 
 def test_unknown_words() -> None:
-    with pytest.raises(sacplan.TraceError, match="operator-level-cost-model"):
+    with pytest.raises(sacplan.errors.TraceError, match="operator-level-cost-model"):
         sacplan.profile(LM(), tokens(), runtime="guess")  # type: ignore[arg-type]
-    with pytest.raises(sacplan.TraceError, match=r"'fake'.*'real'"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"'fake'.*'real'"):
         sacplan.profile(LM(), tokens(), trace="imaginary")  # type: ignore[arg-type]
 
 
 def test_real_things_need_real_tensors(profile: sacplan.Profile) -> None:
     with torch.device("meta"):
         model = LM()
-    with pytest.raises(sacplan.TraceError, match="meta"):
+    with pytest.raises(sacplan.errors.TraceError, match="meta"):
         sacplan.profile(model, tokens(), device="cpu", trace="real")
-    with pytest.raises(sacplan.DeviceError, match="h100"):
+    with pytest.raises(sacplan.errors.DeviceError, match="h100"):
         sacplan.profile(LM(), tokens(), device="h100", trace="real")
 
 
 def test_a_plan_for_another_model_or_batch_names_the_first_difference(profile: sacplan.Profile) -> None:
     plan = sacplan.plan(profile, "80%")
-    with pytest.raises(sacplan.PlanMismatch, match=r"'embed.weight' \(128, 64\).*\(128, 32\)"):
+    with pytest.raises(sacplan.errors.PlanMismatch, match=r"'embed.weight' \(128, 64\).*\(128, 32\)"):
         sacplan.apply(LM(dim=32), plan)
-    with pytest.raises(sacplan.PlanMismatch, match=r"'layers.2.norm1.weight'.*here 'norm.weight'"):
+    with pytest.raises(sacplan.errors.PlanMismatch, match=r"'layers.2.norm1.weight'.*here 'norm.weight'"):
         sacplan.apply(LM(layers=2), plan)
     frozen = LM()
     frozen.head.weight.requires_grad_(False)
-    with pytest.raises(sacplan.PlanMismatch, match=r"head.weight.*frozen"):
+    with pytest.raises(sacplan.errors.PlanMismatch, match=r"head.weight.*frozen"):
         sacplan.apply(frozen, plan)
-    with pytest.raises(sacplan.PlanMismatch, match=r"\(4, 64\).*\(4, 65\)"):
+    with pytest.raises(sacplan.errors.PlanMismatch, match=r"\(4, 64\).*\(4, 65\)"):
         sacplan.verify(LM(), tokens(4, 65), plan)
 
 
@@ -209,10 +209,10 @@ def test_applying_twice_and_compiled_models(profile: sacplan.Profile) -> None:
     plan = sacplan.plan(profile, "80%")
     model = LM()
     handle = sacplan.apply(model, plan)
-    with pytest.raises(sacplan.PlanError, match="already"):
+    with pytest.raises(sacplan.errors.PlanError, match="already"):
         sacplan.apply(model, plan)
     handle.remove()
-    with pytest.raises(sacplan.PlanError, match=r"torch\.compile returned"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"torch\.compile returned"):
         sacplan.apply(torch.compile(model), plan)  # type: ignore[arg-type]
 
 
@@ -230,9 +230,9 @@ def test_files_that_are_something_else(tmp_path, profile: sacplan.Profile) -> No
 
 
 def test_estimators_before_anything_was_seen() -> None:
-    with pytest.raises(sacplan.TraceError, match="recorded nothing yet"):
+    with pytest.raises(sacplan.errors.TraceError, match="recorded nothing yet"):
         _ = sacplan.MemTracker().program
-    with pytest.raises(sacplan.TraceError, match="estimate_mode_type"):
+    with pytest.raises(sacplan.errors.TraceError, match="estimate_mode_type"):
         sacplan.RuntimeEstimator()("quantum")
 
 

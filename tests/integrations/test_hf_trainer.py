@@ -106,11 +106,15 @@ def test_a_trainer_that_compiles_is_profiled_compiled_and_keeps_no_slices(make: 
     trainer = make(torch_compile=True, torch_compile_backend="aot_eager")
     profile = profile_trainer(trainer, device="cpu")
     assert profile.fingerprint.setup.compiled == Compilation(backend="aot_eager")
-    with pytest.raises(sacplan.PlanError, match=r"compiled as a whole\. torch.compile cannot keep slices"):
+    with pytest.raises(
+        sacplan.errors.PlanError, match=r"compiled as a whole\. torch.compile cannot keep slices"
+    ):
         sacplan.policy("chunked-loss", profile=profile, slices=2)
     eager = profile_trainer(make(), device="cpu")
     trainer.add_callback(PlanCallback(sacplan.policy("chunked-loss", profile=eager, slices=2)))
-    with pytest.raises(sacplan.PlanError, match=r"torch_compile=True\). torch.compile cannot keep slices"):
+    with pytest.raises(
+        sacplan.errors.PlanError, match=r"torch_compile=True\). torch.compile cannot keep slices"
+    ):
         trainer.train()
     assert not planned_modules(trainer.model)
 
@@ -238,9 +242,9 @@ def test_what_cannot_be_measured_is_said(make: Callable[..., Any]) -> None:
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
     ):
         train(profiled)
-    with pytest.raises(sacplan.PlanError, match="watch_steps"):
+    with pytest.raises(sacplan.errors.PlanError, match="watch_steps"):
         PlanCallback(elsewhere, watch_steps=-1)
-    with pytest.raises(sacplan.PlanError, match="tolerance"):
+    with pytest.raises(sacplan.errors.PlanError, match="tolerance"):
         PlanCallback(elsewhere, tolerance=-0.1)
 
 
@@ -256,10 +260,10 @@ def test_fewer_steps_than_are_watched(make: Callable[..., Any]) -> None:
 def test_checkpointing_of_the_trainer_is_refused(make: Callable[..., Any]) -> None:
     plan = plan_for(make())
     trainer = make(gradient_checkpointing=True)
-    with pytest.raises(sacplan.TraceError, match="checkpointing=True"):
+    with pytest.raises(sacplan.errors.TraceError, match="checkpointing=True"):
         profile_trainer(trainer, device="cpu")
     trainer.add_callback(PlanCallback(plan))
-    with pytest.raises(sacplan.PlanError, match=r"checkpointing=True.*sacplan\s+chooses"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"checkpointing=True.*sacplan\s+chooses"):
         train(trainer)
     by_hand = make()
     by_hand.model.gradient_checkpointing_enable()
@@ -289,7 +293,7 @@ def test_a_plan_that_is_applied_before_the_trainer_is_made(make: Callable[..., A
     trainer = transformers.Trainer(model=spare.model, args=spare.args, train_dataset=spare.train_dataset)
     assert bit_equal(train(trainer), expected)
     trainer.add_callback(PlanCallback(plan))
-    with pytest.raises(sacplan.TraceError, match="a plan is applied"):
+    with pytest.raises(sacplan.errors.TraceError, match="a plan is applied"):
         train(trainer)
     if not bf16:
         handle.remove()
@@ -350,7 +354,7 @@ def test_a_plan_for_another_model_is_refused(make: Callable[..., Any]) -> None:
     trainer = make()
     trainer.model.lm_head = torch.nn.Linear(32, VOCAB + 1, bias=False)
     trainer.add_callback(PlanCallback(plan))
-    with pytest.raises(sacplan.PlanMismatch, match=r"lm_head\.weight"):
+    with pytest.raises(sacplan.errors.PlanMismatch, match=r"lm_head\.weight"):
         train(trainer)
 
 

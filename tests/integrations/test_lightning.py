@@ -139,7 +139,7 @@ def test_a_planned_fit_is_the_same_fit_in_the_predicted_memory(
 def test_manual_optimization(module: Module) -> None:
     module.automatic_optimization = False
     plain = copy.deepcopy(module)
-    with pytest.raises(sacplan.TraceError, match=r"optimizes manually.*loss_fn"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"optimizes manually.*loss_fn"):
         profile_trainer(trainer(), module, loader())
     profile = sacplan.profile(
         module,
@@ -168,9 +168,9 @@ def test_a_plan_for_a_part_of_the_module(module: Module) -> None:
     assert plan.units
     callback = PlanCallback(plan, submodule="model")
     assert bit_equal(fit(module, callback), fit(plain))
-    with pytest.raises(sacplan.PlanMismatch):
+    with pytest.raises(sacplan.errors.PlanMismatch):
         fit(module, PlanCallback(plan))
-    with pytest.raises(sacplan.PlanError, match=r"no submodule 'net'; its children are 'model'"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"no submodule 'net'; its children are 'model'"):
         fit(module, PlanCallback(plan, submodule="net"))
 
 
@@ -222,7 +222,7 @@ def test_a_step_that_takes_more_than_the_plan_says_is_a_warning(module: Module, 
     with pytest.warns(sacplan.SacplanWarning, match=r"step 2 took .*\+11\.1%.*\(8, 32\).*profile_trainer"):
         fit(module, PlanCallback(small))
     fit(module, PlanCallback(small, watch_steps=0))
-    with pytest.raises(sacplan.PlanError, match="watch_steps"):
+    with pytest.raises(sacplan.errors.PlanError, match="watch_steps"):
         PlanCallback(plan, watch_steps=1.5)  # type: ignore[arg-type]
 
 
@@ -292,17 +292,17 @@ def test_forms_of_modules_and_batches() -> None:
         scheduled - profile_trainer(fitting, Without(), [next(iter(loader()))], device="cpu").peak_bytes
         >= momenta
     )
-    with pytest.raises(sacplan.TraceError, match="made 2 optimizers"):
+    with pytest.raises(sacplan.errors.TraceError, match="made 2 optimizers"):
         profile_trainer(fitting, Two(), loader())
-    with pytest.raises(sacplan.TraceError, match="returned NoneType without a loss"):
+    with pytest.raises(sacplan.errors.TraceError, match="returned NoneType without a loss"):
         profile_trainer(fitting, Skipping(), loader())
-    with pytest.raises(sacplan.TraceError, match="no batch"):
+    with pytest.raises(sacplan.errors.TraceError, match="no batch"):
         profile_trainer(fitting, Module(), [])
 
 
 def test_a_module_that_lightning_converts() -> None:
     fitting = trainer(precision="bf16-true")
-    with pytest.raises(sacplan.TraceError, match=r"bf16-true.*model\.embed\.weight.*module\.to"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"bf16-true.*model\.embed\.weight.*module\.to"):
         profile_trainer(fitting, Module(), loader())
     module = Module().to(torch.bfloat16)
     plan = sacplan.plan(profile_trainer(fitting, module, loader(), device="cpu"), "70%", solver="greedy")

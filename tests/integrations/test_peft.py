@@ -26,12 +26,12 @@ import peft
 import transformers
 
 from sacplan._cli.app import app
-from sacplan._cli.exits import TargetError
-from sacplan._cli.lora import ALL_LINEAR, parse
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._program.budget import format_bytes
 from sacplan._torch.allocations import allocation_deltas
+from sacplan.integrations._hf.lora import ALL_LINEAR, parse
+from sacplan.integrations._hf.target import TargetError
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -176,23 +176,23 @@ def test_temporaries_of_a_product_are_those_of_the_cuda_code(nested: bool) -> No
 
 
 def test_models_and_quantizations_that_are_not_modelled() -> None:
-    with pytest.raises(sacplan.TraceError, match="only models of transformers"):
+    with pytest.raises(sacplan.errors.TraceError, match="only models of transformers"):
         sacplan.with_lora(torch.nn.Linear(4, 4), None, NF4)
     in_8 = transformers.BitsAndBytesConfig(load_in_8bit=True)
-    with pytest.raises(sacplan.TraceError, match="load_in_4bit=True"):
+    with pytest.raises(sacplan.errors.TraceError, match="load_in_4bit=True"):
         sacplan.with_lora(llama("meta"), LORA, in_8)
 
 
 @pytest.mark.parametrize("wrong", [1, "r=16", [], torch.nn.Linear, 2**80])
 def test_arguments_of_another_type(wrong: Any) -> None:
-    with pytest.raises(sacplan.TraceError, match=r"must be an nn\.Module"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"must be an nn\.Module"):
         sacplan.with_lora(wrong, LORA)
-    with pytest.raises(sacplan.TraceError, match=r"must be a peft\.LoraConfig"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"must be a peft\.LoraConfig"):
         sacplan.with_lora(llama("meta"), wrong)
 
 
 def test_modules_that_are_not_there() -> None:
-    with pytest.raises(sacplan.TraceError, match="nowhere"):
+    with pytest.raises(sacplan.errors.TraceError, match="nowhere"):
         sacplan.with_lora(llama("meta"), peft.LoraConfig(target_modules=["nowhere"]))
 
 
@@ -206,7 +206,7 @@ def test_weights_can_be_quantized_after_a_model_without_any(monkeypatch: pytest.
 
 def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(sacplan.TraceError, match=r"pip install 'sacplan\[lora\]'"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"pip install 'sacplan\[lora\]'"):
         sacplan.with_lora(llama("meta"), LORA)
 
 

@@ -109,7 +109,7 @@ def on_rank(rank: int, directory: str, port: int, settings: tuple[str, ...]) -> 
 
         trainer = make_sharded(directory)
         trainer.add_callback(PlanCallback(sacplan.Plan.load(f"{directory}/one_device.json")))
-        with pytest.raises(sacplan.PlanError, match=r"not one of a rank.*sacplan\.ranks\(2\)"):
+        with pytest.raises(sacplan.errors.PlanError, match=r"not one of a rank.*sacplan\.ranks\(2\)"):
             train(trainer)
         for setting, value, said in (
             ("activation_checkpointing", True, "sacplan chooses what to recompute"),
@@ -117,7 +117,7 @@ def on_rank(rank: int, directory: str, port: int, settings: tuple[str, ...]) -> 
         ):
             trainer = make_sharded(directory)
             setattr(trainer.accelerator.state.fsdp_plugin, setting, value)
-            with pytest.raises(sacplan.TraceError, match=said):
+            with pytest.raises(sacplan.errors.TraceError, match=said):
                 profile_trainer(trainer, device="cpu")
     finally:
         if dist.is_initialized():

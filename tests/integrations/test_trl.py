@@ -123,15 +123,19 @@ def test_profiling_does_not_touch_the_metrics(make: Callable[..., Any]) -> None:
 
 
 def test_what_is_not_supported_is_refused_by_name(make: Callable[..., Any]) -> None:
-    with pytest.raises(sacplan.TraceError, match="checkpointing=True"):
+    with pytest.raises(sacplan.errors.TraceError, match="checkpointing=True"):
         profile_trainer(make(gradient_checkpointing=True), device="cpu")
     with pytest.warns(FutureWarning, match="label_smoothing_factor"):
         smoothed = make(label_smoothing_factor=0.1)
-    with pytest.raises(sacplan.TraceError, match="label_smoothing_factor or compute_loss_func with TRL"):
+    with pytest.raises(
+        sacplan.errors.TraceError, match="label_smoothing_factor or compute_loss_func with TRL"
+    ):
         profile_trainer(smoothed, device="cpu")
     offloading = make()
     offloading.args.activation_offloading = True  # TRL itself wants an accelerator for it
-    with pytest.raises(sacplan.TraceError, match="activation_offloading"):
+    with pytest.raises(sacplan.errors.TraceError, match="activation_offloading"):
         profile_trainer(offloading, device="cpu")
-    with pytest.raises(sacplan.TraceError, match=r"a reference model of TRL \(precompute_ref_log_probs"):
+    with pytest.raises(
+        sacplan.errors.TraceError, match=r"a reference model of TRL \(precompute_ref_log_probs"
+    ):
         profile_trainer(make("DPO", beside=True), device="cpu")

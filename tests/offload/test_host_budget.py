@@ -39,7 +39,7 @@ def test_the_optimizers_state_is_part_of_the_budget() -> None:
 
 
 def test_a_budget_below_what_the_optimizer_takes_is_refused() -> None:
-    with pytest.raises(sacplan.PlanError, match="without a plan the step takes"):
+    with pytest.raises(sacplan.errors.PlanError, match="without a plan the step takes"):
         sacplan.plan(
             profile(), "40%", techniques=TECHNIQUES, host_budget=f"{profile().optimizer_host_bytes - 1}B"
         )

@@ -93,7 +93,7 @@ def test_what_cannot_be_carried_out_is_refused(op: str, tensor: int, why: str) -
     *sites, last = profile.program.sites(scope).values()
     site = next(site for site in sites if site.op == op)
     decision = Offload("1", *site, tensor=tensor, let_go=Site("1", *last))
-    with pytest.raises(sacplan.PlanError, match=why) as error:
+    with pytest.raises(sacplan.errors.PlanError, match=why) as error:
         plan_with(profile, [decision])
     assert f"tensor {tensor} of {op} #0 of unit '1', place " in str(error.value)
 

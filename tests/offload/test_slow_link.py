@@ -56,7 +56,7 @@ def a_step(planned: Planned, without: Without = ()) -> bool:
     with sacplan.apply(model, plan), slow_link(without) as link:
         try:
             found = grads_of(model, batch, models.cross_entropy)
-        except sacplan.RecipeError:  # what is recomputed is not what the forward pass had
+        except sacplan.errors.RecipeError:  # what is recomputed is not what the forward pass had
             return False
     assert link.copies >= 2 * len(plan.offloaded)
     return bit_equal(plain, found) and not link.broken

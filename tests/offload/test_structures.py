@@ -189,7 +189,7 @@ def test_checkpointing_in_the_model_is_refused() -> None:
     case = language_model()
     layer = case.model.layers[1]
     layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
-    with pytest.raises(sacplan.TraceError, match="checkpointing is already switched on"):
+    with pytest.raises(sacplan.errors.TraceError, match="checkpointing is already switched on"):
         case.profile("cpu")
 
 

@@ -110,7 +110,7 @@ def test_on_a_mesh_it_is_that_of_each_rank(unplanned: int) -> None:
 
 
 def test_a_budget_and_a_headroom_contradict_each_other() -> None:
-    with pytest.raises(sacplan.BudgetError, match="give one of them"):
+    with pytest.raises(sacplan.errors.BudgetError, match="give one of them"):
         sacplan.plan(profile_on(MIB), "60%", headroom=0.1)
 
 
@@ -189,7 +189,7 @@ def test_a_share_is_one_of_the_unplanned_peak(unplanned: int) -> None:
 )
 def test_a_share_of_several_steps_is_refused(look: Callable[[], object]) -> None:
     with pytest.raises(
-        sacplan.BudgetError, match=r"'90 ?%'.*unplanned peak.*budget=\"20GiB\".*headroom=\"10%\""
+        sacplan.errors.BudgetError, match=r"'90 ?%'.*unplanned peak.*budget=\"20GiB\".*headroom=\"10%\""
     ):
         look()
 

@@ -215,7 +215,7 @@ def test_schema_and_loader_reject_the_same(contents: bytes, path: Path, change: 
     CHANGES[change](data)
     assert not VALIDATOR.is_valid(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(sacplan.PlanError, match=r"plan\.json .*[Mm]ake the plan again"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"plan\.json .*[Mm]ake the plan again"):
         sacplan.Plan.load(path)
 
 
@@ -225,7 +225,7 @@ def test_plans_that_mean_nothing(contents: bytes, path: Path, change: str) -> No
     MEANINGS[change](data)
     plain = {k: v for k, v in data.items() if k not in ("what", "schema_version", "sha256")}
     path.write_text(json.dumps(data | {"sha256": _digest(plain)}))
-    with pytest.raises(sacplan.PlanError, match="not a sacplan plan") as info:
+    with pytest.raises(sacplan.errors.PlanError, match="not a sacplan plan") as info:
         sacplan.Plan.load(path)
     assert "checksum" not in str(info.value)
 
@@ -235,7 +235,7 @@ def test_where_it_is_wrong_is_said(contents: bytes, path: Path) -> None:
     data["decisions"][1]["occurrence"] = "first"
     path.write_text(json.dumps(data))
     with pytest.raises(
-        sacplan.PlanError, match=r"Expected `int`, got `str` - at `\$\.decisions\[1\]\.occurrence`"
+        sacplan.errors.PlanError, match=r"Expected `int`, got `str` - at `\$\.decisions\[1\]\.occurrence`"
     ):
         sacplan.Plan.load(path)
 
@@ -246,14 +246,14 @@ def test_an_edited_plan_is_not_what_it_says(contents: bytes, path: Path, plan: s
     assert sacplan.Plan.load(path) == plan
     data["peak_bytes"] += 1
     path.write_text(json.dumps(data))
-    with pytest.raises(sacplan.PlanError, match="damaged or edited"):
+    with pytest.raises(sacplan.errors.PlanError, match="damaged or edited"):
         sacplan.Plan.load(path)
 
 
 def test_plans_that_cannot_be_saved(plan: sacplan.Plan, path: Path) -> None:
     path.write_text("before")
     for change in ({"peak_bytes": -1}, {"step_ms": math.nan}, {"step_ms": math.inf}, {"device": path}):
-        with pytest.raises(sacplan.PlanError, match="cannot be saved"):
+        with pytest.raises(sacplan.errors.PlanError, match="cannot be saved"):
             structs.replace(plan, **change).save(path)
     assert path.read_text() == "before"
 
@@ -264,23 +264,25 @@ def test_half_of_a_character_in_a_name_is_refused_where_it_is_written(tmp_path: 
     profile = sacplan.profile(
         model, torch.randn(64, 8), lambda model, x: model(x).square().sum(), device="cpu"
     )
-    with pytest.raises(sacplan.TraceError, match="surrogates not allowed"):
+    with pytest.raises(sacplan.errors.TraceError, match="surrogates not allowed"):
         profile.save(tmp_path / "saved.json")
-    with pytest.raises(sacplan.PlanError, match="surrogates not allowed"):
+    with pytest.raises(sacplan.errors.PlanError, match="surrogates not allowed"):
         sacplan.plan(profile, "100%").save(tmp_path / "saved.json")
     assert not list(tmp_path.iterdir())
 
 
 def test_plans_that_mean_nothing_are_not_even_made(plan: sacplan.Plan) -> None:
     sites = plan.discarded["layers.0"]
-    with pytest.raises(sacplan.PlanError, match=r"must not nest, but 'layers\.0\.mlp' is inside 'layers\.0'"):
+    with pytest.raises(
+        sacplan.errors.PlanError, match=r"must not nest, but 'layers\.0\.mlp' is inside 'layers\.0'"
+    ):
         discarding(plan, {"layers.0": sites, "layers.0.mlp": sites})
-    with pytest.raises(sacplan.PlanError, match="must not nest"):
+    with pytest.raises(sacplan.errors.PlanError, match="must not nest"):
         discarding(plan, {"layers.0": sites, "": sites})
     assert list(discarding(plan, {"layers.1": sites, "layers.10": sites}).units) == ["layers.1", "layers.10"]
-    with pytest.raises(sacplan.PlanError, match="two decisions"):
+    with pytest.raises(sacplan.errors.PlanError, match="two decisions"):
         structs.replace(plan, decisions=(*plan.decisions, plan.decisions[0]))
-    with pytest.raises(sacplan.PlanError, match="no unit"):
+    with pytest.raises(sacplan.errors.PlanError, match="no unit"):
         structs.replace(plan, units={})
 
 
@@ -297,9 +299,9 @@ def test_call_sites_that_the_units_do_not_run(plan: sacplan.Plan) -> None:
         ({"place": "nowhere"}, f"no such place, but .*'{first.place}'"),
     ):
         wrong = structs.replace(first, **change)
-        with pytest.raises(sacplan.PlanError, match=said):
+        with pytest.raises(sacplan.errors.PlanError, match=said):
             structs.replace(plan, decisions=(wrong, *plan.decisions[1:]))
-        with pytest.raises(sacplan.PlanError, match=said):
+        with pytest.raises(sacplan.errors.PlanError, match=said):
             structs.replace(
                 plan, decisions=(*plan.decisions, Chunk("layers.0", "stretch", 2, 0, sites=wrong.sites))
             )
@@ -313,7 +315,7 @@ def test_call_sites_that_the_units_do_not_run(plan: sacplan.Plan) -> None:
 def loads_equal_or_raises(path: Path, plan: sacplan.Plan) -> bool:
     try:
         loaded = sacplan.Plan.load(path)
-    except sacplan.PlanError as error:
+    except sacplan.errors.PlanError as error:
         message = str(error)
     else:
         assert loaded == plan
@@ -326,14 +328,14 @@ def loads_equal_or_raises(path: Path, plan: sacplan.Plan) -> bool:
 
 def test_other_files_of_ours(profile: sacplan.Profile, path: Path) -> None:
     profile.save(path)
-    with pytest.raises(sacplan.PlanError, match="holds 'profile', not a sacplan plan"):
+    with pytest.raises(sacplan.errors.PlanError, match="holds 'profile', not a sacplan plan"):
         sacplan.Plan.load(path)
 
 
 def test_files_of_schema_1(path: Path) -> None:
     path.write_text('{"what": "plan", "schema_version": 1, "units": {"layers.0": {"discarded": []}}}')
     with pytest.raises(
-        sacplan.PlanError,
+        sacplan.errors.PlanError,
         match=r"schema_version 1; this sacplan reads 4\. Make the plan again with this version",
     ):
         sacplan.Plan.load(path)

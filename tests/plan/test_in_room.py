@@ -130,7 +130,7 @@ def test_tensors_that_fit_and_segments_that_do_not() -> None:
 
 
 def test_nothing_is_left_beside_the_context() -> None:
-    with pytest.raises(sacplan.BudgetError, match="nothing is left"):
+    with pytest.raises(sacplan.errors.BudgetError, match="nothing is left"):
         allocator_room(dataclasses.replace(resolve_device("h100"), memory_bytes=CONTEXT))
 
 

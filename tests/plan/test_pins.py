@@ -185,7 +185,7 @@ def test_rotor_keeps_what_is_pinned_and_refuses_never(case: str) -> None:
     """It has one unit, around everything."""
     name, pins, _, _ = PINS[case]
     if "never" in pins:
-        with pytest.raises(sacplan.PlanError, match=r"'rotor'.*never="):
+        with pytest.raises(sacplan.errors.PlanError, match=r"'rotor'.*never="):
             sacplan.plan(profile_of(name), "smallest", "rotor", **pins)
     else:
         assert_pinned(profile_of(name), sacplan.plan(profile_of(name), "smallest", "rotor", **pins), case)
@@ -214,7 +214,7 @@ def test_no_policy_touches_what_is_pinned(case: str, mode: str, option: Any) -> 
     name, pins, _, _ = PINS[case]
     profile = profile_of(name)
     if (case, option) in LAYERS_PINNED:
-        with pytest.raises(sacplan.PlanError, match="pinned by keep or never"):
+        with pytest.raises(sacplan.errors.PlanError, match="pinned by keep or never"):
             sacplan.policy(mode, option, profile=profile, **pins)
     else:
         plan = sacplan.policy(mode, option, profile=profile, **pins)
@@ -392,7 +392,7 @@ def test_what_an_error_says_to_pin_makes_the_step_run() -> None:
     profile = sacplan.profile(model, x, loss_fn=lambda m, x: m(x).pow(2).mean(), device="cpu")
     planned = copy.deepcopy(model)
     sacplan.apply(planned, sacplan.policy("full", profile=profile, layers="0"))
-    with pytest.raises(sacplan.RecipeError, match=r"unit '0'.*written in place") as info:
+    with pytest.raises(sacplan.errors.RecipeError, match=r"unit '0'.*written in place") as info:
         grads_of(planned, x, moved_on)
     named = re.search(r"(aten\.\w+)\.\w+ #\d+ of unit", str(info.value))
     assert named is not None
@@ -504,5 +504,5 @@ def test_patterns_that_match_nothing_are_quoted(call: str, pins: Any, message: s
         "policy": lambda: sacplan.policy("none", profile=profile, **pins),
         "frontier": lambda: sacplan.frontier(profile, **pins),
     }
-    with pytest.raises(sacplan.PlanError, match=message):
+    with pytest.raises(sacplan.errors.PlanError, match=message):
         calls[call]()

@@ -72,7 +72,7 @@ def test_fewest_flops_or_least_time(profile: sacplan.Profile) -> None:
         assert flops.peak_bytes <= time.budget_bytes
         assert flops.recompute_flops <= time.recompute_flops
         assert time.recompute_ms <= flops.recompute_ms * 1.01
-    with pytest.raises(sacplan.PlanError, match=r"objective 'watts'.*'time' and 'flops'"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"objective 'watts'.*'time' and 'flops'"):
         sacplan.plan(profile, "75%", objective="watts")  # type: ignore[arg-type]
 
 
@@ -188,7 +188,7 @@ def test_ranks_may_be_said_to_plan() -> None:
         assert late.ranks == early.ranks
         assert late.baseline_peak_bytes == early.peak_bytes
         assert sacplan.plan(whole, "smallest", "greedy", ranks=early.ranks) == late
-    with pytest.raises(sacplan.TraceError, match="no module matches"):
+    with pytest.raises(sacplan.errors.TraceError, match="no module matches"):
         sacplan.plan(whole, "50%", ranks=sacplan.FSDP2(2, ["nowhere"]))
 
 

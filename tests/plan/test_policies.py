@@ -168,24 +168,24 @@ def test_gradients_are_bit_equal(mode: str, option: Any) -> None:
 
 @pytest.mark.parametrize("option", [0, -1, "-2", True, 2.0, "2.5", "every-op", "", None, LAYERS + 1])
 def test_options_that_make_no_sense_list_those_that_do(profile: sacplan.Profile, option: Any) -> None:
-    with pytest.raises(sacplan.PlanError, match=r"(?s)integer.*'op', 'op-keep-matmuls'"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"(?s)integer.*'op', 'op-keep-matmuls'"):
         sacplan.policy("selective", option, profile=profile)
 
 
 def test_modes_are_listed(profile: sacplan.Profile) -> None:
-    with pytest.raises(sacplan.PlanError, match="'none', 'full', 'selective'"):
+    with pytest.raises(sacplan.errors.PlanError, match="'none', 'full', 'selective'"):
         sacplan.policy("everything", profile=profile)
     for mode in ("none", "full"):
-        with pytest.raises(sacplan.PlanError, match="takes no option"):
+        with pytest.raises(sacplan.errors.PlanError, match="takes no option"):
             sacplan.policy(mode, 2, profile=profile)
 
 
 def test_layers_by_pattern(profile: sacplan.Profile) -> None:
     assert layers_of(profile.program, "layers.*") == [f"layers.{i}" for i in range(LAYERS)]
     assert layers_of(profile.program, "layers.[13].mlp") == ["layers.1.mlp", "layers.3.mlp"]
-    with pytest.raises(sacplan.PlanError, match=r"matches layers='h\.\*'.*'layers\.\*'"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"matches layers='h\.\*'.*'layers\.\*'"):
         sacplan.policy("full", profile=profile, layers="h.*")
-    with pytest.raises(sacplan.PlanError, match=r"discard nothing in the layers 'embed'"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"discard nothing in the layers 'embed'"):
         sacplan.policy("full", profile=profile, layers="embed")
 
 
@@ -240,6 +240,6 @@ def test_layers_may_differ_in_a_part() -> None:
 
 def test_without_layers_nothing_is_done_silently() -> None:
     parallel = profiled(mixture())
-    with pytest.raises(sacplan.PlanError, match=r"no layers found.*'experts\.0'"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"no layers found.*'experts\.0'"):
         sacplan.policy("full", profile=parallel)
     assert not sacplan.policy("none", profile=parallel).units

@@ -72,7 +72,7 @@ def test_a_whole_model_is_read_layer_by_layer(profile: sacplan.Profile) -> None:
 
 def test_bytes_add_up_to_what_autograd_keeps(profile: sacplan.Profile, gelus: sacplan.Plan) -> None:
     """Against the table of modules, which is made from the recording with the plan applied."""
-    table = sacplan.module_table(profile, gelus)
+    table = sacplan.Report(profile, gelus).module_table()
     (layer,) = read_layers(gelus)
     own = table[[name == "layers.0" or name.startswith("layers.0.") for name in table.index]]
     assert sum(part.n_bytes or 0 for part in layer.recomputed) == own["discarded_bytes"].sum()
@@ -113,7 +113,7 @@ def test_a_plan_without_bytes_is_read(gelus: sacplan.Plan) -> None:
     (layer,) = read_layers(structs.replace(gelus, units=units))
     assert layer.recomputed[0].n_bytes is None
     wrong = structs.replace(gelus.units["layers.0"], kept_bytes=(1, 2))
-    with pytest.raises(sacplan.PlanError, match="2 kept_bytes"):
+    with pytest.raises(sacplan.errors.PlanError, match="2 kept_bytes"):
         structs.replace(gelus, units={**gelus.units, "layers.0": wrong})
 
 
@@ -199,7 +199,7 @@ def test_show_and_diff(profile: sacplan.Profile, gelus: sacplan.Plan, tmp_path) 
     facts = json.loads(run("show", "profile.json.gz", "--json"))
     assert facts["what"] == "profile"
     kept = sum(part["bytes"] * len(one["layers"]) for one in facts["layers"] for part in one["kept"])
-    own = sacplan.module_table(profile)
+    own = sacplan.Report(profile).module_table()
     assert kept == own[own.index != "(outside the model)"]["kept_bytes"].sum()
     assert run("diff", "a.json", "a.json") == "the plans are equal\n"
     assert "recompute" in run("diff", "a.json", "b.json")

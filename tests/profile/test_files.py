@@ -30,8 +30,8 @@ PROFILES = jsonschema.Draft202012Validator(SCHEMAS["profile-4"])
 DEVICES = jsonschema.Draft202012Validator(SCHEMAS["device-1"])
 
 LOADERS: dict[str, tuple[Callable[[Path], Any], type[SacplanError]]] = {
-    "plan": (sacplan.Plan.load, sacplan.PlanError),
-    "profile": (sacplan.Profile.load, sacplan.TraceError),
+    "plan": (sacplan.Plan.load, sacplan.errors.PlanError),
+    "profile": (sacplan.Profile.load, sacplan.errors.TraceError),
     "device": (sacplan.DeviceSpec.load, DeviceError),
 }
 
@@ -229,7 +229,7 @@ def test_schema_and_loader_reject_the_same(change: str, saved: dict[str, bytes],
     CHANGES[change](data)
     assert not PROFILES.is_valid(data)
     (tmp_path / "profile.json").write_text(json.dumps(data))
-    with pytest.raises(sacplan.TraceError, match=r"profile\.json .*[Mm]ake the profile again"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"profile\.json .*[Mm]ake the profile again"):
         sacplan.Profile.load(tmp_path / "profile.json")
 
 
@@ -239,7 +239,7 @@ def test_profiles_that_mean_nothing(change: str, saved: dict[str, bytes], tmp_pa
     MEANINGS[change](data)
     PROFILES.validate(data)
     (tmp_path / "profile.json").write_text(json.dumps(signed(data)))
-    with pytest.raises(sacplan.TraceError, match="not a sacplan profile") as info:
+    with pytest.raises(sacplan.errors.TraceError, match="not a sacplan profile") as info:
         sacplan.Profile.load(tmp_path / "profile.json")
     assert "checksum" not in str(info.value)
 
@@ -248,7 +248,7 @@ def test_an_edited_profile_is_not_what_it_says(saved: dict[str, bytes], tmp_path
     data, path = json.loads(saved["profile"]), tmp_path / "profile.json"
     data["recorded"]["ops"][0][3] += 1.0
     path.write_text(json.dumps(data))
-    with pytest.raises(sacplan.TraceError, match="damaged or edited"):
+    with pytest.raises(sacplan.errors.TraceError, match="damaged or edited"):
         sacplan.Profile.load(path)
     path.write_text(json.dumps(signed(data)))
     assert sacplan.Profile.load(path).step_ms > 1.0
@@ -324,7 +324,7 @@ def test_damaged_recordings_on_a_mesh(
         return
     path = tmp_path_factory.getbasetemp() / "damaged-recording.json"
     path.write_text(json.dumps(contents))
-    with contextlib.suppress(sacplan.TraceError, sacplan.PlanError):
+    with contextlib.suppress(sacplan.errors.TraceError, sacplan.errors.PlanError):
         sacplan.Profile.load(path).on_ranks(Ranks.of(2))
 
 
@@ -333,7 +333,7 @@ def _equal_or_error(text: bytes, profile: sacplan.Profile, factory: pytest.TempP
     path.write_bytes(text)
     try:
         loaded = sacplan.Profile.load(path)
-    except sacplan.TraceError as error:
+    except sacplan.errors.TraceError as error:
         said = str(error)
     else:
         said = f"{path}"

@@ -181,12 +181,12 @@ def test_it_is_said_where_a_step_accumulates_and_the_plan_does_not() -> None:
 
 @pytest.mark.parametrize("steps", [0, -1, True, 2.0, "4"])
 def test_a_number_that_is_none_is_refused(steps: Any) -> None:
-    with pytest.raises(sacplan.TraceError, match="accumulation_steps"):
+    with pytest.raises(sacplan.errors.TraceError, match="accumulation_steps"):
         record(MODEL(), BATCH, device="cpu", accumulation_steps=steps)
 
 
 def test_inference_accumulates_nothing() -> None:
-    with pytest.raises(sacplan.TraceError, match="makes no gradients"):
+    with pytest.raises(sacplan.errors.TraceError, match="makes no gradients"):
         sacplan.profile(MODEL(), BATCH, device="cpu", mode="inference", accumulation_steps=2)
 
 

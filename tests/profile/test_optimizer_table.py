@@ -68,9 +68,9 @@ def test_names_as_people_write_them(text: str, name: str) -> None:
 
 
 def test_names_that_are_none() -> None:
-    with pytest.raises(sacplan.TraceError, match=r"'adamw-9bit'. Did you mean adamw-8bit"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"'adamw-9bit'. Did you mean adamw-8bit"):
         on(GPU, "adamw-9bit")
-    with pytest.raises(sacplan.PlanError, match="Known are adamw, "):
+    with pytest.raises(sacplan.errors.PlanError, match="Known are adamw, "):
         sacplan.fit(net(), lambda n: torch.ones(n, 64), GPU, loss, "shampoo")
 
 
@@ -88,7 +88,7 @@ def test_names_take_no_torch() -> None:
 def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(sacplan.TraceError, match="pip install torchao"):
+    with pytest.raises(sacplan.errors.TraceError, match="pip install torchao"):
         on(GPU, "adamw-4bit")
 
 
@@ -164,7 +164,7 @@ def test_an_optimizer_on_the_host() -> None:
     assert dropped.optimizer_host_bytes == profile.optimizer_host_bytes
     assert profile.fingerprint.setup.optimizer == "CPUOffloadOptimizer"
     # Its gradients go one by one, in a backward pass that the step of another optimizer does not have.
-    with pytest.raises(sacplan.TraceError, match="Record the whole step"):
+    with pytest.raises(sacplan.errors.TraceError, match="Record the whole step"):
         recorded_step(
             sacplan.profile(net(), batch(), loss, None, GPU), BY_NAME["adamw-offload-gradients"].make
         )

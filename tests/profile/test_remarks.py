@@ -154,14 +154,14 @@ def test_a_real_step_trains_it_too() -> None:
 def test_the_sum_of_the_outputs_is_said(losses: int) -> None:
     net, batch = LogitsAndLoss(losses=losses), pair()
     with pytest.warns(
-        sacplan.SumOfOutputsWarning, match=r"sum of its float outputs.* loss_fn=lambda"
+        sacplan.errors.SumOfOutputsWarning, match=r"sum of its float outputs.* loss_fn=lambda"
     ) as caught:
         profile = sacplan.profile(net, batch, optimizer=torch.optim.SGD, device="cpu")
     assert caught[0].filename == __file__
     assert profile.assumptions == (str(caught[0].message).rstrip("."),)
     plan = sacplan.policy("none", profile=profile)
     for run in ("fake", "real"):
-        with pytest.warns(sacplan.SumOfOutputsWarning) as again:
+        with pytest.warns(sacplan.errors.SumOfOutputsWarning) as again:
             seen = sacplan.verify(net, batch, plan, optimizer=torch.optim.SGD, run=run)
         assert [warning.filename for warning in again] == [__file__]
         assert seen.assumptions == profile.assumptions

@@ -253,9 +253,9 @@ def test_plans_for_inference() -> None:
 
 def test_inference_takes_no_optimizer() -> None:
     model, batch = made("lm")
-    with pytest.raises(sacplan.TraceError, match="optimizer"):
+    with pytest.raises(sacplan.errors.TraceError, match="optimizer"):
         sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", mode="inference")
-    with pytest.raises(sacplan.TraceError, match="unknown mode 'serve'"):
+    with pytest.raises(sacplan.errors.TraceError, match="unknown mode 'serve'"):
         sacplan.profile(model, batch, device="cpu", mode="serve")  # type: ignore[arg-type]
     with torch.no_grad():
         assert F.relu(torch.ones(1)).item() == 1
@@ -299,5 +299,5 @@ def test_a_program_with_wrong_indices_is_refused(change: dict[str, Any], says: s
     assert says in (first_problem(broken) or "")
     path = tmp_path / "profile.json"
     sacplan.Profile(broken, profile.fingerprint, profile.spec, profile.trace, profile.runtime).save(path)
-    with pytest.raises(sacplan.TraceError, match="damaged"):
+    with pytest.raises(sacplan.errors.TraceError, match="damaged"):
         sacplan.Profile.load(path)

@@ -72,7 +72,7 @@ def test_a_function_gets_each_result(profile: sacplan.Profile) -> None:
 
 @pytest.mark.parametrize("wrong", ["yes", 1, int])
 def test_anything_else_is_refused(profile: sacplan.Profile, wrong: object) -> None:
-    with pytest.raises(sacplan.PlanError, match="progress"):
+    with pytest.raises(sacplan.errors.PlanError, match="progress"):
         sacplan.frontier(profile, 2, progress=wrong)
-    with pytest.raises(sacplan.PlanError, match="progress"):
+    with pytest.raises(sacplan.errors.PlanError, match="progress"):
         sacplan.max_batch(nn.Linear(8, 8), lambda n: torch.randn(n, 8), device="cpu", progress=wrong)

@@ -29,10 +29,10 @@ WRITERS: dict[str, Callable[[sacplan.Profile, Path], Any]] = {
     "plan.json.gz": lambda profile, path: sacplan.plan(profile, 50).save(path),
     "profile.json": lambda profile, path: profile.save(path),
     "device.json": lambda profile, path: profile.spec.save(path),
-    "trace.json": lambda profile, path: sacplan.write_memory_trace(path, profile),
-    "memory.pickle": lambda profile, path: sacplan.write_snapshot(path, profile),
-    "report.html": lambda profile, path: sacplan.write_report(path, profile),
-    "memory.png": lambda profile, path: sacplan.save_figures(path.parent, profile, formats="png"),
+    "trace.json": lambda profile, path: sacplan.Report(profile).write_memory_trace(path),
+    "memory.pickle": lambda profile, path: sacplan.Report(profile).write_snapshot(path),
+    "report.html": lambda profile, path: sacplan.Report(profile).write(path),
+    "memory.png": lambda profile, path: sacplan.Report(profile).save_figures(path.parent, formats="png"),
 }
 
 

@@ -39,7 +39,7 @@ def test_it_has_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFil
     assert {
         "sacplan/py.typed",
         "sacplan/_device/devices.csv",
-        "sacplan/_cli/architectures.json",
+        "sacplan/integrations/_hf/architectures.json",
         "sacplan/schemas/fit-1.json",
     } <= there
 

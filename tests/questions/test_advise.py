@@ -184,13 +184,13 @@ def test_a_configuration_saves_what_a_model_with_the_other_one_saves(
 
 
 def test_a_plan_of_another_profile_is_refused() -> None:
-    with pytest.raises(sacplan.PlanMismatch):
+    with pytest.raises(sacplan.errors.PlanMismatch):
         sacplan.advise(language(), sacplan.policy("none", profile=wide(None)))
 
 
 def test_what_is_no_model_and_no_batch() -> None:
     for model, batch, said in ((3, 4, "model must be an nn.Module, not int"), (LM(), 4, "holds no tensor")):
-        with pytest.raises(sacplan.TraceError, match=said):
+        with pytest.raises(sacplan.errors.TraceError, match=said):
             sacplan.advise(language(), None, model, batch)
 
 

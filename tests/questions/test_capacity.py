@@ -317,29 +317,29 @@ def test_one_sample_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"make_batch": torch.zeros(2, 64)}, sacplan.PlanError, "make_batch must be a function"),
+        ({"make_batch": torch.zeros(2, 64)}, sacplan.errors.PlanError, "make_batch must be a function"),
         (
             {"make_batch": lambda n: rows(4)},
-            sacplan.PlanError,
+            sacplan.errors.PlanError,
             r"make_batch\(1\) and make_batch\(8\).*same shapes",
         ),
-        ({"make_batch": lambda n: "text"}, sacplan.TraceError, "holds no tensor"),
-        ({"device": "h1000"}, sacplan.DeviceError, "unknown device"),
-        ({"budget": "200GiB"}, sacplan.BudgetError, "more than h100 has"),
-        ({"budget": "-1GiB"}, sacplan.BudgetError, "must be positive"),
-        ({"budget": "1GiB", "headroom": 0.1}, sacplan.BudgetError, "give one of them"),
-        ({"headroom": 1.0}, sacplan.BudgetError, "from 0 to below 1"),
-        ({"headroom": -0.1}, sacplan.BudgetError, "from 0 to below 1"),
-        ({"headroom": float("nan")}, sacplan.BudgetError, "from 0 to below 1"),
-        ({"headroom": True}, sacplan.BudgetError, "from 0 to below 1"),
-        ({"headroom": "much"}, sacplan.BudgetError, "headroom: .*cannot be read"),
-        ({"headroom": "80GiB"}, sacplan.BudgetError, "all that h100 has"),
-        ({"headroom": "100%"}, sacplan.BudgetError, "all that h100 has"),
-        ({"at_most": 0}, sacplan.PlanError, "at_most=0"),
-        ({"at_most": 2.5}, sacplan.PlanError, "at_most=2.5"),
-        ({"at_most": True}, sacplan.PlanError, "at_most=True"),
-        ({"solver": "simplex"}, sacplan.PlanError, "unknown solver"),
-        ({"trace": "dream"}, sacplan.TraceError, "unknown trace"),
+        ({"make_batch": lambda n: "text"}, sacplan.errors.TraceError, "holds no tensor"),
+        ({"device": "h1000"}, sacplan.errors.DeviceError, "unknown device"),
+        ({"budget": "200GiB"}, sacplan.errors.BudgetError, "more than h100 has"),
+        ({"budget": "-1GiB"}, sacplan.errors.BudgetError, "must be positive"),
+        ({"budget": "1GiB", "headroom": 0.1}, sacplan.errors.BudgetError, "give one of them"),
+        ({"headroom": 1.0}, sacplan.errors.BudgetError, "from 0 to below 1"),
+        ({"headroom": -0.1}, sacplan.errors.BudgetError, "from 0 to below 1"),
+        ({"headroom": float("nan")}, sacplan.errors.BudgetError, "from 0 to below 1"),
+        ({"headroom": True}, sacplan.errors.BudgetError, "from 0 to below 1"),
+        ({"headroom": "much"}, sacplan.errors.BudgetError, "headroom: .*cannot be read"),
+        ({"headroom": "80GiB"}, sacplan.errors.BudgetError, "all that h100 has"),
+        ({"headroom": "100%"}, sacplan.errors.BudgetError, "all that h100 has"),
+        ({"at_most": 0}, sacplan.errors.PlanError, "at_most=0"),
+        ({"at_most": 2.5}, sacplan.errors.PlanError, "at_most=2.5"),
+        ({"at_most": True}, sacplan.errors.PlanError, "at_most=True"),
+        ({"solver": "simplex"}, sacplan.errors.PlanError, "unknown solver"),
+        ({"trace": "dream"}, sacplan.errors.TraceError, "unknown trace"),
     ],
 )
 def test_bad_input(
@@ -355,7 +355,7 @@ def test_memory_that_does_not_depend_on_the_batch() -> None:
 
     with torch.device("meta"):
         model = nn.Linear(4, 4)
-    with pytest.raises(sacplan.PlanError, match=r"still fits.*at_most"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"still fits.*at_most"):
         max_batch(model, lambda n: torch.empty(n, 4, device="meta"), loss_fn=first)
 
 
@@ -366,5 +366,5 @@ def test_a_real_step_out_of_memory_is_explained() -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().forward(x)
 
-    with pytest.raises(sacplan.TraceError, match=r"batch of 8 ran out of memory.*trace=\"fake\""):
+    with pytest.raises(sacplan.errors.TraceError, match=r"batch of 8 ran out of memory.*trace=\"fake\""):
         max_batch(Hungry(8, 8), lambda n: torch.randn(n, 8), "1MiB", "cpu", trace="real")

@@ -293,9 +293,9 @@ def test_what_is_recommended_holds_the_budget_in_a_step_that_is_run() -> None:
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
-    with pytest.raises(sacplan.PlanError, match="Did you mean adamw-8bit"):
+    with pytest.raises(sacplan.errors.PlanError, match="Did you mean adamw-8bit"):
         fitted("1GiB", optimizer="adamw-9bit")
-    with pytest.raises(sacplan.PlanError, match="batch"):
+    with pytest.raises(sacplan.errors.PlanError, match="batch"):
         fitted("1GiB", batch=0)
 
 
@@ -309,7 +309,9 @@ def test_what_cannot_be_asked_is_refused() -> None:
 )
 def test_a_batch_that_does_not_follow_the_size_is_refused(make_batch: Any, said: str) -> None:
     model = LM(layers=1, vocab=1024, dropout=0.0)
-    with pytest.raises(sacplan.PlanError, match=f"same shapes for {said}.*of the size that it is asked for"):
+    with pytest.raises(
+        sacplan.errors.PlanError, match=f"same shapes for {said}.*of the size that it is asked for"
+    ):
         sacplan.fit(model, make_batch, "cpu", cross_entropy, "sgd", "1GiB", seq=64)
 
 
@@ -411,7 +413,7 @@ def test_a_host_that_is_too_small_for_the_optimizer() -> None:
     assert found.recommended is not None
     assert found.recommended.optimizer != "adamw-offload"
     profile = profiled_on_gpu("adamw-offload", 16)
-    with pytest.raises(sacplan.PlanError, match=r"takes 68\.00 MiB of the host"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"takes 68\.00 MiB of the host"):
         sacplan.plan(profile, "2GiB", host_budget="40MiB")
 
 

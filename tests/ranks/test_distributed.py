@@ -106,7 +106,7 @@ def on_rank(rank: int, directory: str) -> None:
                     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), what
                     assert keys_found == keys, what
                     assert compile or flops_found > flops, what
-        with pytest.raises(sacplan.PlanError, match=r"\.module"):
+        with pytest.raises(sacplan.errors.PlanError, match=r"\.module"):
             sacplan.apply(replicated(copy.deepcopy(base)), plan)
 
 

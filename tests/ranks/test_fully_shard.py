@@ -313,5 +313,5 @@ def test_the_road_from_profile_to_a_verified_plan(units: list[str] | None, tmp_p
         loaded = sacplan.Plan.load(tmp_path / "plan.json")
         assert loaded == plan
         assert sacplan.verify(model, batch, loaded, optimizer=OPTIMIZER).peak_bytes == plan.peak_bytes
-    with pytest.raises(sacplan.PlanError, match="one of 4 ranks"):
+    with pytest.raises(sacplan.errors.PlanError, match="one of 4 ranks"):
         sacplan.verify(model, batch, plan, optimizer=OPTIMIZER, run="real")

@@ -422,7 +422,9 @@ def test_a_plan_on_ranks_is_that_of_a_profile_on_them(tmp_path: Path) -> None:
     assert sacplan.plan(rank, "80%", ranks=plain) == sacplan.plan(whole, "80%", ranks=plain)
     path = tmp_path / "profile.json"
     whole.save(path)
-    with pytest.raises(sacplan.PlanError, match=r"which a profile from a file does not have: give ranks="):
+    with pytest.raises(
+        sacplan.errors.PlanError, match=r"which a profile from a file does not have: give ranks="
+    ):
         sacplan.plan(path, "80%", ranks=plain)
 
 
@@ -515,7 +517,7 @@ def test_a_unit_that_is_not_called() -> None:
 
 
 def test_a_real_step_is_not_that_of_a_rank() -> None:
-    with pytest.raises(sacplan.PlanError, match='trace="fake"'):
+    with pytest.raises(sacplan.errors.PlanError, match='trace="fake"'):
         sacplan.profile(lm(), tokens(), device="cpu", trace="real", ranks=sacplan.FSDP2(8))
 
 

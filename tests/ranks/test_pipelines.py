@@ -105,11 +105,11 @@ def test_a_stage_that_does_not_know_its_shapes() -> None:
 
     with (
         sacplan.ranks(2, device="cpu"),
-        pytest.raises(sacplan.TraceError, match="input_args= and output_args="),
+        pytest.raises(sacplan.errors.TraceError, match="input_args= and output_args="),
     ):
         sacplan.profile(layers(), batch(), asks)
 
 
 def test_a_loss_that_is_forgotten() -> None:
-    with pytest.raises(sacplan.TraceError, match="loss_fn must return a scalar tensor"):
+    with pytest.raises(sacplan.errors.TraceError, match="loss_fn must return a scalar tensor"):
         sacplan.profile(layers(), batch(), lambda model, given: None, device="cpu")

@@ -550,7 +550,7 @@ def test_reverse_mode_transforms_name_the_unit(name: str) -> None:
     model = net()
     planned = discarding(model)
     for _ in range(2):
-        with pytest.raises(sacplan.RecipeError, match=r"unit 'blocks\.0' .*hooks.*handle\.remove\(\)"):
+        with pytest.raises(sacplan.errors.RecipeError, match=r"unit 'blocks\.0' .*hooks.*handle\.remove\(\)"):
             REVERSE[name](planned, batch())
         assert_nothing_is_on()
         assert bit_equal(two_losses(model), two_losses(planned))
@@ -602,7 +602,8 @@ def test_a_parameter_that_was_written_is_refused_and_the_next_step_is_right(
         loss = planned(started(planned))
         write(planned)
         with pytest.raises(
-            sacplan.RecipeError, match=r"aten\..* of unit 'blocks\.0'.*written in place.*keep=\['aten\."
+            sacplan.errors.RecipeError,
+            match=r"aten\..* of unit 'blocks\.0'.*written in place.*keep=\['aten\.",
         ):
             loss.backward()
         write(model)

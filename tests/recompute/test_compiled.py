@@ -320,7 +320,7 @@ def test_a_graph_break_inside_of_a_unit_is_an_error(
     broken = planned(model, plan)
     for layer in broken.layers:  # type: ignore[union-attr]
         layer.norm1.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-    with pytest.raises(sacplan.PlanError, match="broke the graph inside a unit"):
+    with pytest.raises(sacplan.errors.PlanError, match="broke the graph inside a unit"):
         step(broken, tokens, "aot_eager", fullgraph=False)
 
 
@@ -338,9 +338,9 @@ def test_a_unit_left_uncompiled_keeps_its_plan(
 
 
 def test_wrappers_are_refused_by_name(model: nn.Module, plan: sacplan.Plan) -> None:
-    with pytest.raises(sacplan.PlanError, match=r"this model is what torch\.compile returned"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"this model is what torch\.compile returned"):
         sacplan.apply(torch.compile(copy.deepcopy(model)), plan)  # type: ignore[arg-type]
     partly = copy.deepcopy(model)
     partly.layers[1] = torch.compile(partly.layers[1])  # type: ignore[assignment]
-    with pytest.raises(sacplan.PlanError, match=r"module 'layers\.1' is what torch.compile returned"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"module 'layers\.1' is what torch.compile returned"):
         sacplan.apply(partly, plan)

@@ -115,7 +115,7 @@ def test_frozen_batch_norm_runs_again_with_its_statistics() -> None:
         assert bit_equal(expected, grads_of(model, batch, loss))
         total = model(batch)
         model.norms[0].running_mean.add_(1)
-        with pytest.raises(sacplan.RecipeError, match="written in place since"):
+        with pytest.raises(sacplan.errors.RecipeError, match="written in place since"):
             total.backward()
 
 

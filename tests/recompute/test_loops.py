@@ -311,7 +311,7 @@ def test_batches_of_many_lengths(pair: tuple[LM, LM]) -> None:
 def test_frozen_from_the_start_is_another_plan(plan: sacplan.Plan) -> None:
     model = make_model()
     model.layers[0].requires_grad_(False)
-    with pytest.raises(sacplan.PlanMismatch, match=r"layers\.0\.norm1\.weight.*frozen"):
+    with pytest.raises(sacplan.errors.PlanMismatch, match=r"layers\.0\.norm1\.weight.*frozen"):
         sacplan.apply(model, plan)
 
 

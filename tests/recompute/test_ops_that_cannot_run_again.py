@@ -30,7 +30,7 @@ def test_random_decisions_are_predicted_or_refused() -> None:
         for _, drawn in decisions(program, profile, ("random", "everything", "adversarial")):
             why = TECHNIQUES["recompute"].why_not(profile.program, drawn.decisions, profile.spec)
             if why:
-                with pytest.raises(sacplan.PlanError, match="cannot run again in this step"):
+                with pytest.raises(sacplan.errors.PlanError, match="cannot run again in this step"):
                     plan_with(profile, drawn.decisions)
                 refused += 1
                 continue
@@ -70,7 +70,7 @@ def test_the_error_says_which_op_and_why(
     (scope,) = program.calls["1"]
     site = next(site for site in program.sites(scope).values() if site.op == op)
     decision = Recompute("1", *site)
-    with pytest.raises(sacplan.PlanError, match=why) as error:
+    with pytest.raises(sacplan.errors.PlanError, match=why) as error:
         plan_with(profile, [decision])
     assert f"{op} #0 of unit '1', place " in str(error.value)
     assert "Leave out this decision" in str(error.value)

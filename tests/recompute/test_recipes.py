@@ -287,7 +287,7 @@ def test_a_weight_that_changed_before_the_backward_pass() -> None:
     loss = planned(batch())
     with torch.no_grad():
         planned.units[0].first.weight.mul_(2)
-    with pytest.raises(sacplan.RecipeError, match="written in place"):
+    with pytest.raises(sacplan.errors.RecipeError, match="written in place"):
         loss.backward()
 
 
@@ -296,7 +296,7 @@ def test_an_input_that_changed_before_the_backward_pass() -> None:
     x = batch()
     loss = planned(x)
     x.add_(1)
-    with pytest.raises(sacplan.RecipeError, match="written in place"):
+    with pytest.raises(sacplan.errors.RecipeError, match="written in place"):
         loss.backward()
 
 
@@ -310,7 +310,7 @@ def test_an_activation_that_changed_before_the_backward_pass(discarded: str) -> 
     sacplan.apply(model, plan_of(profile, {"units.0": [(discarded, 0)]}))
     loss = model(batch())
     held[0].detach().mul_(2)
-    with pytest.raises(sacplan.RecipeError, match="written in place"):
+    with pytest.raises(sacplan.errors.RecipeError, match="written in place"):
         loss.backward()
 
 
@@ -327,7 +327,7 @@ def test_a_write_through_data_in_the_forward(discarded: list[tuple[str, int]]) -
     model = outer(write_data)
     plan = plan_of(sacplan.profile(model, batch(), device="cpu", trace="real"), {"units.0": discarded})
     sacplan.apply(model, plan, check=False)
-    with pytest.raises(sacplan.RecipeError, match="written in place"):
+    with pytest.raises(sacplan.errors.RecipeError, match="written in place"):
         step(model, batch())
 
 
@@ -360,13 +360,13 @@ def test_a_buffer_that_the_next_forward_writes() -> None:
     planned, _ = discard_all(model)
     first = planned(batch())
     planned(batch())
-    with pytest.raises(sacplan.RecipeError, match="written in place"):
+    with pytest.raises(sacplan.errors.RecipeError, match="written in place"):
         first.backward()
 
 
 def test_transforms_that_forbid_hooks() -> None:
     planned, _ = discard_all(outer())
-    with pytest.raises(sacplan.RecipeError, match="hooks"):
+    with pytest.raises(sacplan.errors.RecipeError, match="hooks"):
         torch.func.grad(lambda x: planned(x))(batch())
     assert len(_get_current_dispatch_mode_stack()) == 0
 
@@ -410,7 +410,7 @@ def test_the_first_step_finds_what_was_written_unseen(
 ) -> None:
     model = outer(middle)
     planned, _ = discard_all(model)
-    with pytest.raises(sacplan.RecipeError, match=message):
+    with pytest.raises(sacplan.errors.RecipeError, match=message):
         step(planned, batch())
     unchecked, _ = discard_all(model, check=False)  # or the test above would prove nothing
     assert not same_bits(step(model, batch()), step(unchecked, batch()))
@@ -452,7 +452,7 @@ def test_every_step_finds_what_autograd_cannot_see(write: str, what: str, shape:
     model, x = scaled(*shape)
     loss = model(x)
     UNSEEN[write](x if what == "input" else next(model.parameters()))
-    with pytest.raises(sacplan.RecipeError, match=rf"{shape[0]}, {shape[1]}\) holds other values"):
+    with pytest.raises(sacplan.errors.RecipeError, match=rf"{shape[0]}, {shape[1]}\) holds other values"):
         loss.backward()
     model(x).backward()  # what is written before the forward pass is no concern
 
@@ -585,5 +585,5 @@ def test_running_statistics_that_a_later_call_writes_are_refused_without_the_che
     reads_statistics = [s for s in sites if s[0] in ("aten.add.Tensor", "aten.sigmoid.default")]
     planned = copy.deepcopy(model)
     sacplan.apply(planned, plan_of(profile, {unit: reads_statistics}), check=False)
-    with pytest.raises(sacplan.RecipeError, match="written in place since"):
+    with pytest.raises(sacplan.errors.RecipeError, match="written in place since"):
         step(planned, batch())

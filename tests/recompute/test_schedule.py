@@ -294,7 +294,7 @@ def test_a_write_that_no_call_before_made_is_seen() -> None:
         planned.units[0].flow = flow
         step(planned, batch())
     planned.units[0].flow = "written"
-    with pytest.raises(sacplan.RecipeError, match="written in place"):
+    with pytest.raises(sacplan.errors.RecipeError, match="written in place"):
         step(planned, batch())
 
 
@@ -341,14 +341,16 @@ def test_a_weight_that_changes_before_the_backward_pass_of_a_later_step() -> Non
     loss = planned(batch())
     with torch.no_grad():
         planned.units[0].first.weight.mul_(2)
-    with pytest.raises((sacplan.RecipeError, RuntimeError), match=r"written in place|modified by an inplace"):
+    with pytest.raises(
+        (sacplan.errors.RecipeError, RuntimeError), match=r"written in place|modified by an inplace"
+    ):
         loss.backward()
 
 
 def test_transforms_that_forbid_hooks_are_refused_in_a_later_step() -> None:
     planned, _ = discard_all(outer())
     step(planned, batch())
-    with pytest.raises(sacplan.RecipeError, match="hooks"):
+    with pytest.raises(sacplan.errors.RecipeError, match="hooks"):
         torch.func.grad(lambda x: planned(x))(batch())
     assert len(_get_current_dispatch_mode_stack()) == 0
 

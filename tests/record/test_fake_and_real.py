@@ -69,7 +69,7 @@ def test_a_comparison_of_anything_else_is_still_refused() -> None:
         y = self.observed(x)
         return y if y.mean() > 0 else -y
 
-    with pytest.raises(sacplan.DataDependentError):
+    with pytest.raises(sacplan.errors.DataDependentError):
         sacplan.profile(FromFunction(asks, observed=Observed()), torch.randn(4, 8), device="cpu")
 
 

@@ -151,5 +151,5 @@ class Stream(IterableDataset[torch.Tensor]):
     ("data", "why"), [(Stream(), "no length"), (Texts([]), "empty")], ids=["stream", "empty"]
 )
 def test_what_cannot_be_looked_at_is_said(data: Any, why: str) -> None:
-    with pytest.raises(sacplan.TraceError, match=f"{why}.*largest size"):
+    with pytest.raises(sacplan.errors.TraceError, match=f"{why}.*largest size"):
         sacplan.profile(torch.nn.Linear(3, 3), DataLoader(data), device="cpu")

@@ -86,7 +86,7 @@ def test_files_reports_and_snapshots_have_the_sizes_of_the_moment(how: str, tmp_
     program = again.program
     assert again == profile
     assert program.footprint == profile.program.footprint
-    rows = sacplan.alive_at_peak(again)
+    rows = sacplan.Report(again).alive_at_peak()
     assert int(rows["bytes"].sum()) == program.footprint.peak_bytes
     # The snapshot is of the same blocks in the same order: its highest point is the peak.
     live = highest = 0

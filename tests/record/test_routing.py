@@ -137,5 +137,5 @@ def test_fit_says_what_the_worst_costs_on_a_rank() -> None:
 
 @pytest.mark.parametrize("options", [{"routing": "fair"}, {"routing": "worst", "trace": "real"}], ids=str)
 def test_what_cannot_be_asked_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(sacplan.TraceError, match="routing"):
+    with pytest.raises(sacplan.errors.TraceError, match="routing"):
         profile_of(MoE(), **options)

@@ -327,7 +327,7 @@ def test_an_index_of_single_numbers_is_the_one_of_a_real_step():
 
 
 def test_an_index_of_numbers_that_are_not_known_is_refused():
-    with pytest.raises(sacplan.DataDependentError):
+    with pytest.raises(sacplan.errors.DataDependentError):
         ask(lambda x: x[tuple((x[:2, 0] > 0).long()), 0])
 
 
@@ -337,7 +337,7 @@ def test_writing_something_unknown_makes_it_unknown():
         mask[2:5] = x[2:5, 0] > 0
         return bool(mask[0])
 
-    with pytest.raises(sacplan.DataDependentError):
+    with pytest.raises(sacplan.errors.DataDependentError):
         ask(question)
 
 
@@ -403,7 +403,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_no_rule_is_an_error_that_says_where(name):
     with pytest.raises(
-        sacplan.DataDependentError, match=r'test_trace, line \d+, in <lambda>.*aten.*trace="real"'
+        sacplan.errors.DataDependentError, match=r'test_trace, line \d+, in <lambda>.*aten.*trace="real"'
     ):
         ask(REFUSED[name])
 
@@ -413,7 +413,7 @@ def test_a_refusal_inside_a_model_is_an_error_of_the_profile():
         return y if y.mean() > 0 else y * 2
 
     model = Then(forward, 4)
-    with pytest.raises(sacplan.DataDependentError, match="in forward"):
+    with pytest.raises(sacplan.errors.DataDependentError, match="in forward"):
         sacplan.profile(model, torch.randn(2, 4))
     assert sacplan.profile(model, torch.randn(2, 4), device="cpu", trace="real").peak_bytes > 0
 
@@ -650,7 +650,7 @@ class Pool(nn.Module):
 def test_a_step_in_several_threads_is_refused(trace: str, as_functions: bool) -> None:
     model, x = Pool(as_functions), torch.randn(24, 16)
     for _ in range(3):  # threads meet now and then
-        with pytest.raises(sacplan.TraceError, match="another thread") as refused:
+        with pytest.raises(sacplan.errors.TraceError, match="another thread") as refused:
             sacplan.profile(model, x, lambda m, b: m(b).pow(2).mean(), device="cpu", trace=trace)
         assert ("module 'parts." in str(refused.value)) is not as_functions
     model(x).sum().backward()  # nothing is left behind
@@ -714,7 +714,7 @@ def test_jagged_tensors() -> None:
     planned = real_step(model, batch, plan=plan)
     assert planned.peak_bytes == plan.peak_bytes
     assert planned.same_bits(plain)
-    with pytest.raises(sacplan.TraceError, match="nested"):
+    with pytest.raises(sacplan.errors.TraceError, match="nested"):
         sacplan.profile(model, batch, device="cpu")
 
 
@@ -725,7 +725,7 @@ def test_scripted_modules(made_by: str) -> None:
     scripted = torch.jit.script(inner) if made_by == "script" else torch.jit.trace(inner, (batch,))
     others = [m for _ in range(3) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
     model = torch.nn.Sequential(scripted, torch.nn.Sequential(*others))
-    with pytest.raises(sacplan.TraceError, match=r"module '0' was made by torch\.jit.*trace=\"real\""):
+    with pytest.raises(sacplan.errors.TraceError, match=r"module '0' was made by torch\.jit.*trace=\"real\""):
         sacplan.profile(model, batch, device="cpu")
     with pytest.warns(sacplan.SacplanWarning, match=r"module '0' was made by torch\.jit"):
         profile = sacplan.profile(model, batch, device="cpu", trace="real")
@@ -737,7 +737,7 @@ def test_scripted_modules(made_by: str) -> None:
     planned = real_step(model, batch, plan=plan)
     assert planned.peak_bytes == plan.peak_bytes < plain.peak_bytes
     assert planned.same_bits(plain)
-    with pytest.raises(sacplan.TraceError, match="the model was made by"):
+    with pytest.raises(sacplan.errors.TraceError, match="the model was made by"):
         sacplan.profile(scripted, batch, device="cpu", trace="real")
 
 
@@ -761,7 +761,7 @@ def test_ops_that_refuse_the_zeros_of_a_fake_step() -> None:
 
     try:
         with pytest.raises(
-            sacplan.TraceError, match=r"sum_of_rows.* no kernel for fake.* positive.*\"real\""
+            sacplan.errors.TraceError, match=r"sum_of_rows.* no kernel for fake.* positive.*\"real\""
         ):
             sacplan.profile(model, torch.randn(4, 8), loss_fn, device="cpu")
         assert sacplan.profile(model, torch.randn(4, 8), loss_fn, device="cpu", trace="real").peak_bytes

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._report.page import write_report
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 _BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -29,7 +28,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = sacplan.profile(LM(), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.AdamW)
     plan = sacplan.plan(profile, "smallest")
     path = tmp_path_factory.mktemp("page") / "report.html"
-    return write_report(path, profile, plan, sacplan.frontier(profile, points=3))
+    return sacplan.Report(profile, plan, sacplan.frontier(profile, points=3)).write(path)
 
 
 def _browse(page: Path, user: Path, fragment: str, width: int, *flags: str) -> str:

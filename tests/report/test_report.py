@@ -24,13 +24,9 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.places import ops_of
 from sacplan._program.program import ROOT_SCOPE, Phase
 from sacplan._recompute.rewrite import discarded_ops, recompute_ops, recomputed
-from sacplan._report.alive import alive_at_peak
-from sacplan._report.figures import frontier_figure, memory_figure, save_figures
 from sacplan._report.kept import KeptAndDiscarded
-from sacplan._report.modules import module_rows, module_table
-from sacplan._report.page import report_html, write_report
+from sacplan._report.modules import module_rows
 from sacplan._report.timeline import timeline_of
-from sacplan._report.trace_events import write_memory_trace
 from tests.support.plans import discarding
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
@@ -72,10 +68,10 @@ def test_what_is_alive_adds_up_to_the_peak(case: SimpleNamespace) -> None:
     for plan in _plans(case):
         peak_bytes = case.profile.peak_bytes if plan is None else plan.peak_bytes
         for top in (None, 3, 20):
-            frame = alive_at_peak(case.profile, plan, top)
+            frame = sacplan.Report(case.profile, plan).alive_at_peak(top)
             assert frame["bytes"].sum() == peak_bytes
             assert len(frame) <= (top or len(frame)) + 1
-        whole = alive_at_peak(case.profile, plan, None)
+        whole = sacplan.Report(case.profile, plan).alive_at_peak(None)
         assert (whole["bytes"] == whole["count"] * whole["each_bytes"]).all()
         assert whole["bytes"].is_monotonic_decreasing
 
@@ -102,7 +98,7 @@ def test_generator_states_have_their_own_row_on_a_cpu() -> None:
     model = nn.Sequential(nn.Linear(64, 256), noise(), nn.GELU(), noise(), nn.Linear(256, 8))
     profile = sacplan.profile(model, torch.randn(4096, 64), device="cpu")
     plan = _first_ops_discarded(profile, 3)  # up to the first draw
-    frame = alive_at_peak(profile, plan, None)
+    frame = sacplan.Report(profile, plan).alive_at_peak(None)
     states = frame[frame["kind"] == "generator state"]["bytes"]
     (size,) = {op.state_bytes for op in profile.program.ops if op.state_bytes}
     assert frame["bytes"].sum() == plan.peak_bytes
@@ -110,7 +106,7 @@ def test_generator_states_have_their_own_row_on_a_cpu() -> None:
 
 
 def test_layers_share_a_row(gpu: SimpleNamespace) -> None:
-    frame = alive_at_peak(gpu.profile, None, None)
+    frame = sacplan.Report(gpu.profile).alive_at_peak(None)
     activations = frame[(frame["kind"] == "activation") & frame["module"].str.startswith("layers.*")]
     assert (activations["count"] % LAYERS == 0).any()
     parameters = frame[(frame["kind"] == "parameter") & (frame["module"] == "layers.*.qkv")]
@@ -124,24 +120,19 @@ def test_a_recomputed_tensor_is_called_one() -> None:
     )
     profile = sacplan.profile(model, torch.randn(8192, 64))
     plan = _first_ops_discarded(profile)
-    frame = alive_at_peak(profile, plan, None)
+    frame = sacplan.Report(profile, plan).alive_at_peak(None)
     assert frame["bytes"].sum() == plan.peak_bytes
     assert frame[frame["recomputed"]]["bytes"].sum() > 0
 
 
-def test_a_plan_of_another_profile_is_refused(gpu: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_plan_of_another_profile_is_refused(gpu: SimpleNamespace) -> None:
     other = sacplan.profile(LM(layers=2), tokens(), loss_fn=cross_entropy)
     no_optimizer = sacplan.profile(LM(layers=LAYERS), tokens(), loss_fn=cross_entropy)
     for profile, said in ((other, "other parameters"), (no_optimizer, "device, optimizer or loss")):
-        for report in (
-            lambda p: alive_at_peak(p, gpu.plan),
-            lambda p: module_table(p, gpu.plan),
-            lambda p: report_html(p, gpu.plan),
-            lambda p: memory_figure(p, gpu.plan),
-            lambda p: write_memory_trace(tmp_path / "trace.json", p, gpu.plan),
-        ):
-            with pytest.raises(sacplan.PlanMismatch, match=said):
-                report(profile)
+        with pytest.raises(sacplan.errors.PlanMismatch, match=said):
+            sacplan.Report(profile, gpu.plan)
+        with pytest.raises(sacplan.errors.PlanMismatch, match=said):
+            sacplan.Report(profile).memory_figure([gpu.plan])
 
 
 # --- modules ------------------------------------------------------------------------------------------------
@@ -152,12 +143,12 @@ def test_the_table_adds_up(case: SimpleNamespace) -> None:
     saved = {s for s in program.handle_storages if s in program.writer}
     saved = {s for s in saved if program.ops[program.writer[s]].phase == Phase.FORWARD}
     saved_bytes = sum(program.storage_bytes[s] for s in saved)
-    without = module_table(case.profile)
+    without = sacplan.Report(case.profile).module_table()
     assert without["kept_bytes"].sum() == saved_bytes
     assert without["discarded_bytes"].sum() == 0
     assert without["forward_ms"].sum() == pytest.approx(case.profile.forward_ms)
     for plan in (case.plan, case.smallest):
-        table = module_table(case.profile, plan)
+        table = sacplan.Report(case.profile, plan).module_table()
         assert table["recompute_ms"].sum() == pytest.approx(plan.recompute_ms)
         assert table["recompute_share"].sum() == pytest.approx(1)
         # what recipes start from is held besides what autograd asked for
@@ -179,9 +170,9 @@ def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: Sim
             before -= 1
         return int(line.live_bytes[before - 1])
 
-    table = module_table(case.profile, case.plan)
+    table = sacplan.Report(case.profile, case.plan).module_table()
     states = sum(program.ops[i].state_bytes for i in discarded_ops(program, case.plan.discarded))
-    without = module_table(case.profile)
+    without = sacplan.Report(case.profile).module_table()
     saved = int(without["kept_bytes"].sum() - table["kept_bytes"].sum())
     assert abs(alive({}) - alive(case.plan.discarded) - saved) <= states
 
@@ -229,11 +220,11 @@ def test_reasons() -> None:
         "out": nn.Linear(256, 8),
     }
     profile = sacplan.profile(nn.Sequential(OrderedDict(parts)), torch.randn(4096, 64))
-    why = module_table(profile, sacplan.plan(profile, "smallest"))["why"]
+    why = sacplan.Report(profile, sacplan.plan(profile, "smallest")).module_table()["why"]
     assert why["drop"] == "keeps nothing for the backward pass"
     assert why["sum"] == "kept: cumsum must not run a second time"
     assert re.match(r"(kept|discarded): running gelu again (would take|takes) ", why["act"])
-    free = module_table(profile)["why"]
+    free = sacplan.Report(profile).module_table()["why"]
     assert re.match(
         r"could be discarded: running gelu again would take .* and save .* MiB \(.* µs per MiB\)", free["act"]
     )
@@ -274,7 +265,7 @@ def test_the_timeline_is_the_step_on_a_time_axis(case: SimpleNamespace) -> None:
 
 
 def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
-    figure = memory_figure(gpu.profile, gpu.plan)
+    figure = sacplan.Report(gpu.profile, gpu.plan).memory_figure()
     assert len(figure.axes) == 2
     for axis, decisions in zip(figure.axes, ({}, gpu.plan.discarded), strict=True):
         line = timeline_of(recomputed(gpu.profile.program, decisions))
@@ -288,11 +279,11 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
         )
         assert drawn["peak"].get_ydata()[0] * 2**20 == pytest.approx(line.peak_bytes)
         assert axis.get_xlim()[1] >= gpu.profile.step_ms + gpu.plan.recompute_ms
-    assert len(memory_figure(gpu.profile).axes) == 1
+    assert len(sacplan.Report(gpu.profile).memory_figure().axes) == 1
 
 
 def test_the_frontier_shows_every_row(gpu: SimpleNamespace) -> None:
-    figure = frontier_figure(gpu.profile, gpu.frame, gpu.plan)
+    figure = sacplan.Report(gpu.profile, gpu.plan, gpu.frame).frontier_figure()
     (axis,) = figure.axes
     drawn = {str(artist.get_label()): artist for artist in axis.lines}
     for solver, rows in gpu.frame[gpu.frame["status"] != "policy"].groupby("solver"):
@@ -315,7 +306,7 @@ def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_pa
     import matplotlib.pyplot as plt
 
     before = plt.get_fignums()
-    written = save_figures(tmp_path / "new", gpu.profile, gpu.plan, gpu.frame)
+    written = sacplan.Report(gpu.profile, gpu.plan, gpu.frame).save_figures(tmp_path / "new")
     assert sorted(p.name for p in written) == sorted(
         f"{name}.{suffix}" for name in ("memory", "frontier", "tradeoffs") for suffix in ("png", "svg")
     )
@@ -325,7 +316,7 @@ def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_pa
         else:
             assert ElementTree.parse(path).getroot().tag.endswith("svg")
     assert plt.get_fignums() == before
-    assert [p.name for p in save_figures(tmp_path, gpu.profile, formats=["svg"])] == [
+    assert [p.name for p in sacplan.Report(gpu.profile).save_figures(tmp_path, formats=["svg"])] == [
         "memory.svg",
         "tradeoffs.svg",
     ]
@@ -334,16 +325,18 @@ def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_pa
 def test_what_cannot_be_drawn_is_refused(
     gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(sacplan.PlanError, match="'gif'"):
-        save_figures(tmp_path, gpu.profile, formats=["png", "gif"])
-    with pytest.raises(sacplan.PlanError, match="'recompute_share'"):
-        frontier_figure(gpu.profile, gpu.frame.drop(columns="recompute_share"))
-    with pytest.raises(sacplan.PlanError, match="no rows"):
-        report_html(gpu.profile, frontier=gpu.frame.iloc[:0])
+    with pytest.raises(sacplan.errors.PlanError, match="'gif'"):
+        sacplan.Report(gpu.profile).save_figures(tmp_path, formats=["png", "gif"])
+    with pytest.raises(sacplan.errors.PlanError, match="'recompute_share'"):
+        sacplan.Report(gpu.profile, None, gpu.frame.drop(columns="recompute_share"))
+    with pytest.raises(sacplan.errors.PlanError, match="no rows"):
+        sacplan.Report(gpu.profile, frontier=gpu.frame.iloc[:0])
+    with pytest.raises(sacplan.errors.PlanError, match="has no frontier"):
+        sacplan.Report(gpu.profile).frontier_figure()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    for draw in (memory_figure, report_html):
-        with pytest.raises(sacplan.PlanError, match=r"pip install 'sacplan\[plot\]'"):
-            draw(gpu.profile)
+    for draw in (sacplan.Report.memory_figure, lambda report: report.html):
+        with pytest.raises(sacplan.errors.PlanError, match=r"pip install 'sacplan\[plot\]'"):
+            draw(sacplan.Report(gpu.profile))
 
 
 # --- trace --------------------------------------------------------------------------------------------------
@@ -352,7 +345,7 @@ def test_what_cannot_be_drawn_is_refused(
 @pytest.mark.parametrize("name", ["step.json", "step.json.gz"])
 def test_the_trace_keeps_the_rules_of_the_format(case: SimpleNamespace, tmp_path: Path, name: str) -> None:
     for plan in _plans(case):
-        path = write_memory_trace(tmp_path / name, case.profile, plan)
+        path = sacplan.Report(case.profile, plan).write_memory_trace(tmp_path / name)
         opener = gzip.open if name.endswith("gz") else open
         with opener(path, "rt") as file:
             data = json.load(file)
@@ -438,7 +431,7 @@ def _read(html: str) -> tuple[_Checker, str]:
 
 
 def test_the_page_is_whole_and_fetches_nothing(gpu: SimpleNamespace, tmp_path: Path) -> None:
-    path = write_report(tmp_path / "report.html", gpu.profile, gpu.plan, gpu.frame)
+    path = sacplan.Report(gpu.profile, gpu.plan, gpu.frame).write(tmp_path / "report.html")
     html = path.read_text(encoding="utf-8")
     checker, text = _read(html)
     assert not checker.fetched
@@ -452,7 +445,7 @@ def test_the_page_is_whole_and_fetches_nothing(gpu: SimpleNamespace, tmp_path: P
         "Memory over the step",
         "Frontier",
         "Modules",
-        "Lower bound",
+        "no schedule with this peak takes less",
         "Alive at the peak",
         "layers.*",
     ):
@@ -462,12 +455,12 @@ def test_the_page_is_whole_and_fetches_nothing(gpu: SimpleNamespace, tmp_path: P
 
 
 def test_the_page_needs_neither_plan_nor_frontier(gpu: SimpleNamespace) -> None:
-    _, text = _read(report_html(gpu.profile))
-    assert "No plan." in text
+    _, text = _read(sacplan.Report(gpu.profile).html)
+    assert "without a plan" not in text.partition("Modules")[0]
     assert "Frontier" not in text
     unplanned = sacplan.plan(gpu.profile, "100%")
-    _, text = _read(report_html(gpu.profile, unplanned))
-    assert "the plan discards nothing" in text
+    _, text = _read(sacplan.Report(gpu.profile, unplanned).html)
+    assert "0.0% less than" in text
 
 
 def _ends(paths: list[str]) -> tuple[float, float]:
@@ -477,7 +470,7 @@ def _ends(paths: list[str]) -> tuple[float, float]:
 
 
 def test_the_drawn_area_reaches_the_peak(gpu: SimpleNamespace) -> None:
-    html = report_html(gpu.profile, gpu.plan)
+    html = sacplan.Report(gpu.profile, gpu.plan).html
     heights = []
     for svg in re.findall(r'<div class="chart memory"><svg.*?</svg>', html, flags=re.DOTALL):
         _, floor = _ends(re.findall(r'<g class="plot"> <path d="([^"]+)"', svg))
@@ -495,7 +488,7 @@ def test_names_of_modules_are_text() -> None:
     model.add_module("<script>alert(1)</script>", nn.Linear(64, 64))
     model.add_module("a&b", nn.GELU())
     model.add_module("out", nn.Linear(64, 8))
-    html = report_html(sacplan.profile(model, torch.randn(4096, 64)))
+    html = sacplan.Report(sacplan.profile(model, torch.randn(4096, 64))).html
     _, text = _read(html)
     assert "<script>alert(1)</script>" in text
     assert "<script>alert" not in html
@@ -504,4 +497,4 @@ def test_names_of_modules_are_text() -> None:
 
 def test_assumptions_are_shown(gpu: SimpleNamespace) -> None:
     profile = dataclasses.replace(gpu.profile, rules=("a mask is taken to select half of its values",))
-    assert "a mask is taken to select half" in _read(report_html(profile))[1]
+    assert "a mask is taken to select half" in _read(sacplan.Report(profile).html)[1]

@@ -50,7 +50,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     plan = sacplan.plan(profile, "smallest")
     folder = tmp_path_factory.mktemp("snapshots")
     paths = [
-        sacplan.write_snapshot(folder / f"{i}.pickle", profile, one) for i, one in enumerate((None, plan))
+        sacplan.Report(profile, one).write_snapshot(folder / f"{i}.pickle")
+        for i, one in enumerate((None, plan))
     ]
     snapshots = [pickle.loads(path.read_bytes()) for path in paths]
     programs = [profile.program, profile.with_plan(plan)]
@@ -229,7 +230,7 @@ def test_the_peak_of_a_real_step(tmp_path: Path) -> None:
         return m(batch).sum()
 
     profile = sacplan.profile(model, x, loss_fn=loss, device="cpu")
-    path = sacplan.write_snapshot(tmp_path / "step.pickle", profile)
+    path = sacplan.Report(profile).write_snapshot(tmp_path / "step.pickle")
     predicted = played_back(pickle.loads(path.read_bytes()))
     with torch.profiler.profile(profile_memory=True) as recorded:
         loss(model, x).backward()
@@ -286,8 +287,8 @@ def test_in_inference() -> None:
 
 def test_a_plan_of_another_profile(case: SimpleNamespace, tmp_path: Path) -> None:
     other = sacplan.profile(LM(layers=1), tokens(), loss_fn=cross_entropy, device=case.profile.device)
-    with pytest.raises(sacplan.PlanMismatch):
-        sacplan.write_snapshot(tmp_path / "step.pickle", other, case.plan)
+    with pytest.raises(sacplan.errors.PlanMismatch):
+        sacplan.Report(other, case.plan).write_snapshot(tmp_path / "step.pickle")
     assert not list(tmp_path.iterdir())
 
 

@@ -233,7 +233,7 @@ def test_engines_agree_on_random_chains(chain: sacplan.Chain, slots: int, budget
 def outcome(chain: sacplan.Chain, budget: int, slots: int, engine: str) -> RotorResult | sacplan.SacplanError:
     try:
         return ENGINES[engine](chain, budget, slots)
-    except (sacplan.InfeasibleBudget, sacplan.PlanError) as error:
+    except (sacplan.InfeasibleBudget, sacplan.errors.PlanError) as error:
         return error
 
 
@@ -276,7 +276,7 @@ def test_sequences_are_legal_and_within_the_budget(chain: sacplan.Chain, slots: 
         result = sacplan.rotor(chain, budget, slots)
     except sacplan.InfeasibleBudget as error:
         result = sacplan.rotor(chain, error.smallest_feasible_bytes, slots)
-    except sacplan.PlanError:  # too few slots
+    except sacplan.errors.PlanError:  # too few slots
         return
     total_ms, peak = simulate(result, chain.in_slots(result.budget_bytes, slots))
     assert peak <= slots
@@ -290,7 +290,7 @@ def test_sequences_are_legal_and_within_the_budget(chain: sacplan.Chain, slots: 
 def test_optimal_among_persistent_sequences(chain: sacplan.Chain, slots: int) -> None:
     best = cheapest_persistent(chain, chain.in_slots(slots, slots), slots)
     if best == float("inf"):
-        with pytest.raises((sacplan.InfeasibleBudget, sacplan.PlanError)):
+        with pytest.raises((sacplan.InfeasibleBudget, sacplan.errors.PlanError)):
             sacplan.rotor(chain, slots, slots)
     else:
         assert sacplan.rotor(chain, slots, slots).total_ms == best
@@ -362,7 +362,7 @@ def test_half_the_budget_is_half_the_slots() -> None:
 @settings(max_examples=100)
 @given(chains(max_stages=5, saved_any=True), st.integers(8, 40), st.integers(-3, 10**6))
 def test_the_named_budget_is_the_smallest_that_works(chain: sacplan.Chain, slots: int, scale: int) -> None:
-    with pytest.raises((sacplan.InfeasibleBudget, sacplan.PlanError)) as caught:
+    with pytest.raises((sacplan.InfeasibleBudget, sacplan.errors.PlanError)) as caught:
         sacplan.rotor(chain, min(0, scale), slots)
     if not isinstance(caught.value, sacplan.InfeasibleBudget):
         assert "too few" in str(caught.value)
@@ -432,7 +432,7 @@ def test_bad_chains(change: dict[str, Any], message: str) -> None:
         "forward_ms": [1], "backward_ms": [2, 3], "output_bytes": [1, 2],
         "saved_bytes": [1, 4], "forward_extra_bytes": [1], "backward_extra_bytes": [2, 5],
     }  # fmt: skip
-    with pytest.raises(sacplan.PlanError, match=message):
+    with pytest.raises(sacplan.errors.PlanError, match=message):
         sacplan.Chain(**(fields | change))
 
 
@@ -450,14 +450,14 @@ def test_chain_takes_arrays() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"slots": 0}, sacplan.PlanError, "slots is 0"),
-        ({"slots": 2.5}, sacplan.PlanError, "slots is 2.5"),
-        ({"slots": True}, sacplan.PlanError, "slots is True"),
-        ({"slots": 3}, sacplan.PlanError, "slots=3 is too few"),
-        ({"chain": [1, 2]}, sacplan.PlanError, "chain is a list; give a sacplan.Chain"),
-        ({"budget_bytes": "2GiB"}, sacplan.BudgetError, "budget_bytes is '2GiB'"),
-        ({"budget_bytes": math.nan}, sacplan.BudgetError, "budget_bytes is nan"),
-        ({"budget_bytes": math.inf}, sacplan.BudgetError, "budget_bytes is inf"),
+        ({"slots": 0}, sacplan.errors.PlanError, "slots is 0"),
+        ({"slots": 2.5}, sacplan.errors.PlanError, "slots is 2.5"),
+        ({"slots": True}, sacplan.errors.PlanError, "slots is True"),
+        ({"slots": 3}, sacplan.errors.PlanError, "slots=3 is too few"),
+        ({"chain": [1, 2]}, sacplan.errors.PlanError, "chain is a list; give a sacplan.Chain"),
+        ({"budget_bytes": "2GiB"}, sacplan.errors.BudgetError, "budget_bytes is '2GiB'"),
+        ({"budget_bytes": math.nan}, sacplan.errors.BudgetError, "budget_bytes is nan"),
+        ({"budget_bytes": math.inf}, sacplan.errors.BudgetError, "budget_bytes is inf"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

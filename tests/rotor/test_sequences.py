@@ -94,7 +94,7 @@ def test_large_convnets_on_a_fake_device(make, budget_bytes: int) -> None:  # ty
     seen = sacplan.verify(model, batch, plan)
     assert seen.peak_bytes == plan.peak_bytes <= budget_bytes
     assert seen.recompute_flops == plan.recompute_flops
-    chain = sacplan.Chain.from_profile(profile)
+    chain = profile.chain
     fast, reference = (engine(chain, budget_bytes, 500) for engine in ENGINES.values())
     assert np.array_equal(fast.table, reference.table)
     assert np.array_equal(fast.choices, reference.choices)
@@ -159,7 +159,7 @@ def test_no_chain_is_an_error() -> None:
         return model(batch).sum() + model(batch * 2).sum()
 
     profile = sacplan.profile(deep_mlp(3), torch.randn(256, 64), device="cpu", loss_fn=twice)
-    with pytest.raises(sacplan.PlanError, match="called 2 times"):
+    with pytest.raises(sacplan.errors.PlanError, match="called 2 times"):
         sacplan.plan(profile, "80%", solver="rotor")
     assert "rotor" not in set(sacplan.frontier(profile, points=2).solver)
 
@@ -170,7 +170,7 @@ def test_pins() -> None:
     plan = sacplan.plan(profile, "90%", solver="rotor", keep=["3"])
     kept = {i for i, op in enumerate(profile.program.ops) if profile.program.scopes[op.scope].fqn == "3.1"}
     assert kept.isdisjoint(recomputed(profile.program, plan.discarded).footprint.again)
-    with pytest.raises(sacplan.PlanError, match="never"):
+    with pytest.raises(sacplan.errors.PlanError, match="never"):
         sacplan.plan(profile, "90%", solver="rotor", never=["3"])
 
 

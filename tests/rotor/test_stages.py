@@ -322,7 +322,7 @@ def test_what_only_backward_needs_is_dropped_once() -> None:
 
 def test_two_calls_of_the_model_are_no_chain() -> None:
     profile = profile_of(mlp(), torch.randn(4, 8), loss_fn=lambda m, b: (m(b) + m(2 * b)).sum())
-    with pytest.raises(sacplan.PlanError, match=r"called 2 times.*loss_fn that calls the model once"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"called 2 times.*loss_fn that calls the model once"):
         stages_of(profile.program)
 
 
@@ -337,7 +337,7 @@ def test_a_model_without_a_cut() -> None:
         FromFunction(total, layers=linear_layers()), torch.randn(4, 16), loss_fn=lambda m, b: m(b)
     )
     with pytest.raises(
-        sacplan.PlanError,
+        sacplan.errors.PlanError,
         match=r"is one stage: .*made by aten.new_zeros.default in the model itself, .*another solver",
     ):
         stages_of(profile.program)

@@ -147,11 +147,11 @@ def test_the_module_is_left_as_it_is() -> None:
 def test_thousands_of_ways_are_refused() -> None:
     weights = nn.ParameterList(torch.empty(4, 4) for _ in range(12))
     many = FromFunction(lambda self, x: [w * 2 for w in self.weights], weights=weights)
-    with pytest.raises(sacplan.PlanError, match="smaller module"):
+    with pytest.raises(sacplan.errors.PlanError, match="smaller module"):
         sacplan.strategies(many, torch.empty(4), 2)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp": 0}, 0, "8"])
 def test_wrong_meshes(mesh: object) -> None:
-    with pytest.raises(sacplan.PlanError, match="mesh"):
+    with pytest.raises(sacplan.errors.PlanError, match="mesh"):
         sacplan.strategies(nn.Linear(4, 4), torch.empty(4, 4), mesh)

@@ -117,7 +117,7 @@ def _rows(
             plan = sacplan.plan(profile, f"{budget}B", solvers[solver], techniques=names, **more)
         except sacplan.InfeasibleBudget as error:
             yield key, {"smallest_feasible_bytes": error.smallest_feasible_bytes}
-        except sacplan.PlanError as error:
+        except sacplan.errors.PlanError as error:
             yield key, {"refused": str(error).split(".")[0]}
         else:
             yield key, _figures(profile, plan)

@@ -250,11 +250,11 @@ def test_the_solver_weighs_it_against_recomputation(profile: sacplan.Profile) ->
 
 def test_techniques_are_checked(profile: sacplan.Profile) -> None:
     with pytest.raises(
-        sacplan.PlanError,
+        sacplan.errors.PlanError,
         match=r"unknown technique 'other'; known are 'chunk', 'recompute', 'offload', 'half'",
     ):
         sacplan.plan(profile, "80%", techniques=("other",))
-    with pytest.raises(sacplan.PlanError, match="is the string"):
+    with pytest.raises(sacplan.errors.PlanError, match="is the string"):
         sacplan.plan(profile, "80%", techniques="recompute")
 
 

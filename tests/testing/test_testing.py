@@ -82,7 +82,7 @@ def test_the_message_is_the_report(profile: sacplan.Profile, message: str) -> No
     # the first row is the first of alive_at_peak, and the rows are the peak
     rows = message.partition("Alive then:\n")[2].partition("\nWhat would help")[0].splitlines()
     sizes = [parse_budget(row.strip().partition("  ")[0].replace(" ", ""), 1) for row in rows]
-    assert sizes[0] == pytest.approx(sacplan.alive_at_peak(profile)["bytes"][0], rel=0.01)
+    assert sizes[0] == pytest.approx(sacplan.Report(profile).alive_at_peak()["bytes"][0], rel=0.01)
     assert sum(sizes) == pytest.approx(profile.peak_bytes, rel=0.01)
 
 
@@ -131,7 +131,7 @@ def test_a_plan_that_the_model_has_left_behind(profile: sacplan.Profile) -> None
     ],
 )
 def test_a_plan_of_another_step(plan: sacplan.Plan, other: dict[str, Any], said: str) -> None:
-    with pytest.raises(sacplan.PlanMismatch, match=said):
+    with pytest.raises(sacplan.errors.PlanMismatch, match=said):
         assert_step_fits(**({"model": model(), "batch": tokens(), "plan": plan} | STEP | other))
 
 
@@ -157,16 +157,16 @@ def test_a_share_is_one_of_the_unplanned_peak(plan: sacplan.Plan) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"device": None}, sacplan.PlanError),
-        ({"device": "abacus"}, sacplan.DeviceError),
-        ({"budget": "12 parsecs"}, sacplan.BudgetError),
-        ({"budget": -1}, sacplan.BudgetError),
-        ({"budget": "1GiB", "headroom": 0.1}, sacplan.BudgetError),
+        ({"device": None}, sacplan.errors.PlanError),
+        ({"device": "abacus"}, sacplan.errors.DeviceError),
+        ({"budget": "12 parsecs"}, sacplan.errors.BudgetError),
+        ({"budget": -1}, sacplan.errors.BudgetError),
+        ({"budget": "1GiB", "headroom": 0.1}, sacplan.errors.BudgetError),
         ({"model": "gpt2"}, sacplan.SacplanError),
-        ({"plan": 3}, sacplan.PlanError),
-        ({"mode": "tarin"}, sacplan.TraceError),
-        ({"nonsense": 1}, sacplan.PlanError),
-        ({"model": nn.Linear(4, 4).requires_grad_(False), "optimizer": None}, sacplan.TraceError),
+        ({"plan": 3}, sacplan.errors.PlanError),
+        ({"mode": "tarin"}, sacplan.errors.TraceError),
+        ({"nonsense": 1}, sacplan.errors.PlanError),
+        ({"model": nn.Linear(4, 4).requires_grad_(False), "optimizer": None}, sacplan.errors.TraceError),
     ],
 )
 def test_wrong_arguments_are_no_failures_of_the_test(wrong: dict[str, Any], error: type[Exception]) -> None:
@@ -198,7 +198,7 @@ def test_a_missing_optimizer_is_said() -> None:
 
 def test_a_missing_loss_is_said() -> None:
     net, x = nn.Linear(4, 4), torch.ones(1, 4)
-    with pytest.warns(sacplan.SumOfOutputsWarning, match="loss_fn=lambda") as seen:
+    with pytest.warns(sacplan.errors.SumOfOutputsWarning, match="loss_fn=lambda") as seen:
         assert_step_fits(net, x, DEVICE, optimizer=torch.optim.SGD)
     assert [warning.filename for warning in seen] == [__file__]
 

@@ -64,7 +64,7 @@ def test_the_torch_that_runs_has_them() -> None:
 def test_a_missing_name_is_an_error_that_names_it_and_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "NEEDED", (*NEEDED, "torch._C._gone", "torch._gone.name"))
     with pytest.raises(
-        sacplan.UnsupportedTorch, match=r"lacks .*: torch\._C\._gone, torch\._gone\.name\."
+        sacplan.errors.UnsupportedTorch, match=r"lacks .*: torch\._C\._gone, torch\._gone\.name\."
     ) as e:
         check_torch()
     assert f"torch {torch.__version__}" in str(e.value)

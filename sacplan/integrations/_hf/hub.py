@@ -3,22 +3,17 @@
     cached("Qwen/Qwen3-8B")         # the path of the file, or None
     fetched("Qwen/Qwen3-8B")        # the same, from the hub: no weights, no tokenizer, no code
 
-Nothing is fetched that was not asked for: with ``--fetch``, or with a yes to the question on a terminal. The file stays
-in the cache, so the question comes once for each model.
+The caller has asked the user. The file stays in the cache, so the question comes once for each model.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
-import typer
+from sacplan.integrations._hf.target import TargetError
 
-from sacplan._cli.exits import TargetError
-from sacplan._cli.output import note
-
-_FILE = "config.json"
+FILE = "config.json"
 
 
 def is_name(name: str) -> bool:
@@ -38,23 +33,11 @@ def cached(name: str) -> Path | None:
     # Models from the first years of the hub have no owner in the cache.
     if not is_name(name) and re.fullmatch(r"[\w.-]+", name) is None:
         return None
-    found = huggingface_hub.try_to_load_from_cache(name, _FILE, cache_dir=constants.HF_HUB_CACHE)
+    found = huggingface_hub.try_to_load_from_cache(name, FILE, cache_dir=constants.HF_HUB_CACHE)
     if isinstance(found, str):
         return Path(found)
     folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
-    return max(folder.glob(f"*/{_FILE}"), key=lambda path: (path.stat().st_mtime, path), default=None)
-
-
-def agreed(name: str, fetch: bool | None) -> bool:
-    """Return whether the file may be fetched: yes with ``--fetch``, else as the user answers on a terminal."""
-    if fetch is not None:
-        return fetch
-    # Nobody answers in a pipe, in a job or in CI: nothing is fetched there without the option.
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return False
-    from huggingface_hub import constants
-
-    return typer.confirm(f"Fetch {_FILE} of {name}, and no other file, from {constants.ENDPOINT}?", err=True)
+    return max(folder.glob(f"*/{FILE}"), key=lambda path: (path.stat().st_mtime, path), default=None)
 
 
 def fetched(name: str) -> Path:
@@ -66,13 +49,12 @@ def fetched(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub import constants, errors
 
-    note(f"fetching {_FILE} of {name}, and no other file, from {constants.ENDPOINT}")
-    instead = f"Or give the file itself: hf:{_FILE}."
+    instead = f"Or give the file itself: hf:{FILE}."
     telemetry = constants.HF_HUB_DISABLE_TELEMETRY
     # Otherwise the library also asks the hub which tools there are, to name the one that calls it.
     constants.HF_HUB_DISABLE_TELEMETRY = True
     try:
-        return Path(huggingface_hub.hf_hub_download(name, _FILE, cache_dir=constants.HF_HUB_CACHE))
+        return Path(huggingface_hub.hf_hub_download(name, FILE, cache_dir=constants.HF_HUB_CACHE))
     except errors.GatedRepoError as error:  # before the next: it is one of these
         raise TargetError(
             f"{name} is closed to those who have not accepted its terms. Accept them on the hub and log in with "
@@ -83,11 +65,11 @@ def fetched(name: str) -> Path:
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):  # offline, or the hub did not answer
             raise TargetError(
-                f"{constants.ENDPOINT} could not be reached for {_FILE} of {name}. {instead}"
+                f"{constants.ENDPOINT} could not be reached for {FILE} of {name}. {instead}"
             ) from error
-        raise TargetError(f"{name} has no {_FILE} on the hub, so it is no model of transformers.") from error
+        raise TargetError(f"{name} has no {FILE} on the hub, so it is no model of transformers.") from error
     except (errors.HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise TargetError(f"{_FILE} of {name} could not be fetched: {reason}. {instead}") from error
+        raise TargetError(f"{FILE} of {name} could not be fetched: {reason}. {instead}") from error
     finally:
         constants.HF_HUB_DISABLE_TELEMETRY = telemetry

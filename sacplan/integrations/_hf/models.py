@@ -9,15 +9,17 @@ import gc
 import inspect
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sacplan._cli import architectures, hub
-from sacplan._cli.exits import TargetError, hinted
-from sacplan._cli.hf_batches import (
+from sacplan._profile.optimizer_names import NONE
+from sacplan._profile.optimizer_table import candidate_named
+from sacplan.integrations._hf import architectures, hub
+from sacplan.integrations._hf.batches import (
     BatchDimensions,
     FoundBatch,
     NoBatch,
@@ -28,11 +30,8 @@ from sacplan._cli.hf_batches import (
     reads_tokens,
     text_config,
 )
-from sacplan._cli.lora import adapted
-from sacplan._cli.options import HF_DEFAULTS, HfOptions
-from sacplan._cli.target import Target
-from sacplan._profile.optimizer_names import NONE
-from sacplan._profile.optimizer_table import candidate_named
+from sacplan.integrations._hf.lora import adapted
+from sacplan.integrations._hf.target import DEFAULTS, ModelOptions, Target, TargetError, hinted
 
 HEADS = (
     "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
@@ -68,13 +67,16 @@ _KNOWN = ("names that are known, with or without their owner:", *architectures.b
 """Hints, a line each."""
 
 
-def build(target: str, asked: HfOptions, place: str) -> Target:
+def build(
+    target: str, asked: ModelOptions, place: str, may_fetch: Callable[[str], bool] = lambda name: False
+) -> Target:
     """Make the model that a name or a configuration file describes, in training mode, with a batch and an optimizer.
 
     Args:
         target: ``hf:`` and a name in our table, a directory, a file, or a configuration in the local cache.
         asked: sizes and types.
         place: the device of the tensors. On ``"meta"`` there are no weights; elsewhere they are random.
+        may_fetch: whether the configuration of a name may be fetched from the hub.
 
     Raises:
         TargetError: transformers is missing, there is no such configuration here, or no batch for its model.
@@ -89,8 +91,8 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     if not name.strip():
         needed = "hf: needs a name, a configuration file or a directory behind it: hf:gpt2, hf:config.json."
         raise hinted(TargetError(needed), *_KNOWN)
-    options = replace(HF_DEFAULTS, **asked.given())
-    config = _config(name, asked.fetch)
+    options = replace(DEFAULTS, **asked.given())
+    config = _config(name, may_fetch)
     dtype = getattr(torch, str(options.dtype))
     # The text configuration of a model with several parts is an object of its own, with its own flag.
     for part in (config, text_config(config)):
@@ -119,18 +121,20 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     facts = {
         "model": name_of_class,
         "parameters": whole,
-        **({} if options.lora is None else {"trained": trained, "lora": options.lora}),
-        **({"load_in_4bit": True} if options.load_in_4bit else {}),
-        **({} if stored_as is None else {"bnb_4bit_quant_storage": stored_as}),
-        **({} if loss_fn is None else {"autocast": options.dtype}),
+        "trained": None if options.lora is None else trained,
+        "lora": options.lora,
+        "load_in_4bit": options.load_in_4bit or None,
+        "bnb_4bit_quant_storage": stored_as,
+        "autocast": None if loss_fn is None else options.dtype,
         "task": task,
-        **({} if found.has_loss else {"loss": "the sum of its outputs"}),
+        "loss": None if found.has_loss else "the sum of its outputs",
         "batch": options.batch,
-        **({} if found.tokens is None else {"seq": found.tokens}),
+        "seq": found.tokens,
         "dtype": options.dtype,
         "attn": model.config._attn_implementation,
         "optimizer": options.optimizer,
     }
+    facts = {name: value for name, value in facts.items() if value is not None}
     # Recordings collect what they leave behind, and need not look through all of transformers. When Python ends, it has
     # to: of what it does not free then, libraries in C++, such as Triton, report each object as leaked.
     gc.freeze()
@@ -247,7 +251,7 @@ def task_of(model_class: type[Any]) -> str:
     return words.lower()
 
 
-def _config(name: str, fetch: bool | None) -> Any:
+def _config(name: str, may_fetch: Callable[[str], bool]) -> Any:
     import transformers
 
     # The order: a file or directory of the user wins; then our table, which needs no cache; then the local
@@ -264,7 +268,7 @@ def _config(name: str, fetch: bool | None) -> Any:
     if name.lower().endswith(".json"):
         raise TargetError(f"{name}: there is no such file.")
     found = hub.cached(name)
-    if found is None and hub.is_name(name) and hub.agreed(name, fetch):
+    if found is None and hub.is_name(name) and may_fetch(name):
         found = hub.fetched(name)
     if found is not None:
         return _read(name, found)
@@ -324,7 +328,7 @@ def _seq(name: str, model: Any, asked: int | None) -> int:
     limit = positions(model)
     if asked is not None and limit is not None and asked > limit:
         raise TargetError(f"--seq {asked}: {name} has positions for {limit} tokens.")
-    default = int(HF_DEFAULTS.seq or 0)
+    default = int(DEFAULTS.seq or 0)
     # Axial positions are a grid that a sequence fills in training (Reformer).
     if first_of(model.config, "axial_pos_embds"):
         default = limit = math.prod(model.config.axial_pos_shape)

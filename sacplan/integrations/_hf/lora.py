@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from sacplan._cli.exits import TargetError
-from sacplan._cli.options import LORA
 from sacplan._record.step import DefaultLoss
+from sacplan.integrations._hf.target import LORA, TargetError
 from sacplan.integrations.peft import library, with_lora
 
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer but the head."""
 
 _TASKS = {"causal LM": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
-"""Tasks for which PEFT has a class of its own, by how they are called in ``hf.task_of``."""
+"""Tasks for which PEFT has a class of its own, by how they are called in ``models.task_of``."""
 
 
 def parse(text: str) -> dict[str, Any]:
