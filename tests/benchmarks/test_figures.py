@@ -52,14 +52,16 @@ def _modes() -> str:
 
 
 PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
-    "compatibility": (compatibility.PAGE, lambda: compatibility.page(*compatibility.read())),
+    "compatibility": (compatibility.PAGE, lambda: compatibility.block(*compatibility.read())),
+    "compatibility, all": (compatibility.TABLE, lambda: compatibility.table(compatibility.read()[1])),
     "compiled": (compiled.PAGE, lambda: compiled.table(COMPILED)),
     "compiled budgets": (
         ROOT / "docs/alternatives.md",
         lambda: compiled_budgets.table(_rows("compiled_budgets")),
     ),
     "foreign packages": (zoo.PAGE, lambda: zoo.table(compatibility.read(zoo.FOREIGN_FIGURES)[1])),
-    "hf targets": (hf_targets.PAGE, lambda: hf_targets.page(*hf_targets.read())),
+    "hf targets": (hf_targets.PAGE, lambda: hf_targets.block(*hf_targets.read())),
+    "hf targets, all": (hf_targets.TABLE, lambda: hf_targets.table(*hf_targets.read())),
     "layouts": (ROOT / "docs/which-parallelism.md", lambda: layouts.markdown(_rows("layouts"))),
     "modes": (ROOT / "docs/modes.md", _modes),
     "offload": (ROOT / "docs/offload.md", lambda: offload.table(OFFLOAD)),
@@ -73,8 +75,8 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "verdicts": (verdicts.PAGE, lambda: verdicts.with_table(verdicts.PAGE.read_text("utf-8"), VERDICTS)),
 }
 
-WHOLE = {"compatibility", "hf targets", "published", "verdicts"}
-"""Those that are all of the page."""
+WHOLE = {"compatibility, all", "hf targets, all", "published", "verdicts"}
+"""Those that are all of the file."""
 
 
 @pytest.mark.parametrize("name", PAGES)
