@@ -56,7 +56,6 @@ SLOW = {
     "loop.md",
     "lora.md",
     "no_gpu.md",
-    "order.md",
     "reports.md",
     "start.md",
     "testing.md",
