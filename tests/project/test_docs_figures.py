@@ -134,7 +134,8 @@ def fit_time() -> Iterator[tuple[str, str]]:
     with_sizes, without = (f"{min(each):.0f} to {max(each):.0f}" for each in both.values())
     yield (
         "docs/fit.md",
-        f"takes for Llama-3-8B, on a machine with two cores: {with_sizes}, and {without} with `--no-sizes`.",
+        f"For Llama-3-8B, on a machine with two cores, the command takes {with_sizes} s, and {without} s with "
+        "`--no-sizes`",
     )
     seconds = [
         row(results("fit_time")["rows"], version="now", device="h100", seq=8192, sizes=sizes)["seconds"]
