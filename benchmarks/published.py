@@ -150,7 +150,8 @@ def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
 
 _RATES = """The predicted rate is that of one GPU's share of a step by the cost model. Where the CPU issues kernels more
 slowly than the GPU runs them, the GPU waits: 20 us are taken for an op. Where the last column says `torch.compile`,
-what it saves is left out. For the card with 500 W, the rate of matrix products is fitted to `titan822-default`."""
+what it saves is left out. The H100 with 96 GB draws at
+most 500 W; its rate of matrix products is fitted to `titan822-default`."""
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
@@ -300,7 +301,7 @@ def _source(row: Mapping[str, Any]) -> str:
 
 def _device(row: Mapping[str, Any]) -> str:
     gpus, device = row.get("gpus", 1), row.get("device", "")
-    name = "not stated" if not device or device == "not stated" else device
+    name = device.partition(",")[0] or "not stated"
     return f"{gpus} x {name}" if gpus > 1 else name
 
 
