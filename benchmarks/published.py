@@ -285,13 +285,13 @@ def _ops_summary(rows: Sequence[Row]) -> str:
 
 
 def _left_out(published: Mapping[str, Any]) -> list[str]:
-    lines = markdown_head(("figure", "measured by", "why, or which part"))
+    lines = markdown_head(("figure", "why, or which part"))
     for name, source in published.items():
         why = source.get("not_built") or source.get("not_compared")
         if why:
             in_part = "not_built" not in source
             shown = f"`{name}`" + (", in part" if in_part else "")
-            lines.append(markdown_line((shown, _source(source), why)))
+            lines.append(markdown_line((shown, why)))
     return lines
 
 

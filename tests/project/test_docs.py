@@ -54,6 +54,7 @@ SLOW = {
     "loop.md",
     "lora.md",
     "no_gpu.md",
+    "offload.md",
     "reports.md",
     "start.md",
     "testing.md",
