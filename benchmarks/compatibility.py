@@ -1,9 +1,9 @@
 """Do plans hold on every architecture that transformers can build small, and is every predicted peak exact?
 
-    python -m benchmarks.compatibility                  # all; into benchmarks/results, and the page of the docs
+    python -m benchmarks.compatibility                  # all; into benchmarks/results, and published in the docs
     python -m benchmarks.compatibility llama vit        # these alone, printed
     python -m benchmarks.compatibility --resume         # what an interrupted run has not done yet
-    python -m benchmarks.compatibility --table          # the page again, from the figures that are there
+    python -m benchmarks.compatibility --table          # publish the figures that are there
 
 Each architecture (``models/small_configs.py``: its config made small, a head to train, a batch from the signature of
 its forward) is profiled, planned for three budgets (``harness/budgets.py``), and run for real on one CPU thread.
@@ -18,6 +18,8 @@ Architectures run in processes of their own, with a limit on time and memory.
 
 from __future__ import annotations
 
+import csv
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -33,12 +35,13 @@ from benchmarks.harness.budgets import Row, steps_of
 from benchmarks.harness.command import Parser
 from benchmarks.harness.processes import in_workers
 from benchmarks.harness.results import MIB, RESULTS, ROOT, describe, machine, read_results, write_results
-from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
 from benchmarks.models import small_configs, zoo_models
 from benchmarks.models.cases import Case
 
 FIGURES = RESULTS / "compatibility.json"
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE, COMMAND = ROOT / "docs" / "compatibility.md", "python -m benchmarks.compatibility"
+TABLE = ROOT / "docs" / "data" / "compatibility.csv"
 
 TRAINED, NOT_BUILT, FAILED = "trained", "not built", "failed"
 
@@ -197,103 +200,55 @@ def read(path: Path = FIGURES) -> tuple[dict[str, Any], list[Outcome]]:
     return about, [Outcome.from_dict(row) for row in rows]
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
-
-_HEAD = """\
-# Architectures of transformers
-
-<!-- Written by `python -m benchmarks.compatibility --table` from benchmarks/results/compatibility.json. -->
-
-This page shows for which architectures of `transformers` plans were checked, and with what result. It has every
-architecture that can be built small from its config, without weights. Each runs a training step without a plan and at
-three budgets on the CPU, and predicted peaks are compared with measured ones. One command makes the figures and this
-page:
-
-<!-- not run by the tests: takes an hour -->
-```bash
-python -m benchmarks.compatibility
-```
-"""
-
-_WORKFLOW = """\
-## Made by a scheduled workflow
-
-`.github/workflows/compatibility.yml` makes this table, the one of [models by name](hf_targets.md) and the one of
-[trainers](trainers.md#with-which-versions) again each week, with the newest versions of `transformers` and the trainers
-that pip takes. It changes nothing by itself: the files are artifacts of the run, and its log has the lines that differ.
-On a public runner it needs:
-
-- **Time.** This table took about an hour and the one of models by name about half an hour on two cores with two
-  processes. A public runner has four cores. The workflow allows six hours, which is what a job may take there.
-- **Memory.** Each process is limited to 16 GiB of address space. The models of this table are small, and those of the
-  other one have no weights. The runner has 16 GB for the four processes together.
-- **Disk.** The CPU build of torch and the packages of the extra `zoo` take about 3 GB. Nothing else is downloaded: no
-  weights, no data, no configuration from a hub. No secret is needed.
-- **A person.** A row that turns from *trained* to *failed* is a bug of sacplan or of the library. Commit the figures
-  only after looking at these rows; `tests/benchmarks/test_figures.py` keeps the page and the figures together.
-"""
-
-_COLUMNS = """\
-- **class**: the class that was trained: the first one of the architecture whose training step runs. Classes with a loss
-  of their own are tried first.
-- **trace**: `fake`, or `real` if sizes depend on data (routing, matching, masks drawn at random).
-- **peak**: the measured peak of the unplanned step, in MiB.
-- **predicted**: `exact` if the predicted peaks of all four steps equal the measured ones to the byte. Otherwise the
-  largest difference; the end of the page says why.
-- **budgets**: shares of the unplanned peak: 85, 70 and 55 %, or the smallest feasible one (`≥`) and two above it.
-- **within**: the number of planned steps whose measured peak is at most the budget.
-- **bits**: the number of planned steps with the same loss, gradients and buffers as the unplanned step, bit by bit.
-"""
+# --- what the docs publish -------------------------------------------------------------------------------------------
 
 
-def page(about: dict[str, Any], found: list[Outcome]) -> str:
-    """Write the page of the docs."""
-    trained = [o for o in found if o.status == TRAINED]
-    failed = [o for o in found if o.status == FAILED]
-    rest = [o for o in found if o.status == NOT_BUILT]
-    lines = [_HEAD, f"{summary(found)}.", "", f"{describe(about['machine'])}; {about['date']}.", "", _COLUMNS]
-    heads = ("architecture", "class", "trace", "peak", "predicted", "budgets", "within", "bits")
-    lines += [*markdown_head(heads), *(markdown_line(_cells(o)) for o in trained)]
-    inexact = sorted((o for o in trained if not o.exact), key=lambda o: -abs(o.worst_error))
-    if inexact:
-        lines += ["", "## Not exact", "", "The largest share first.", ""]
-        lines += markdown_head(("architecture", "predicted", "budget", "why"))
-        lines += [
-            markdown_line((f"`{o.model_type}`", o.difference, o.worst.budget, o.why_not_exact))
-            for o in inexact
-        ]
-    if failed:
-        lines += ["", "## Refused or failed", "", *markdown_head(("architecture", "class", "why"))]
-        lines += [markdown_line((f"`{o.model_type}`", o.model_class, escaped(o.reason))) for o in failed]
-    if rest:
-        lines += [
-            "",
-            "## Not built",
-            "",
-            "Not counted above. These need a package that was not installed, a config that the benchmark's rules do "
-            "not find,",
-            "or a step that `transformers` does not run in training.",
-            "",
-            *markdown_head(("architecture", "why")),
-        ]
-        lines += [markdown_line((f"`{o.model_type}`", escaped(o.reason))) for o in rest]
-    lines += ["", _WORKFLOW.rstrip()]
+def table(found: Iterable[Outcome]) -> str:
+    """Write one row per architecture, as CSV."""
+    heads = (
+        "architecture", "outcome", "class", "trace", "peak_mib", "predicted", "budgets", "within_budget", "bit_equal",
+        "reason",
+    )  # fmt: skip
+    return csv_text(heads, (_cells(o) for o in found))
+
+
+def _cells(o: Outcome) -> list[object]:
+    if o.status != TRAINED:
+        return [o.model_type, o.status, o.model_class, "", "", "", "", "", "", o.reason]
+    budgets = ", ".join(s.budget for s in o.planned)
+    peak = f"{o.steps[0].measured_bytes / MIB:.1f}"
+    return [
+        *(o.model_type, o.status, o.model_class, o.trace, peak, o.difference, budgets),
+        *(o.within_budget, o.bit_equal, o.why_not_exact),
+    ]
+
+
+def block(about: dict[str, Any], found: list[Outcome]) -> str:
+    """Write the part of the page that is made of the figures: the sum, and every exception."""
+    lines = [f"{summary(found)}.", "", f"{describe(about['machine'])}; {about['date']}."]
+    wrong = [o for o in found if o.status == FAILED or (o.status == TRAINED and not (o.good and o.exact))]
+    if wrong:
+        lines += ["", *markdown_head(("exception", "predicted", "why"))]
+    for o in wrong:
+        said = (o.difference, o.why_not_exact) if o.status == TRAINED else (FAILED, escaped(o.reason))
+        lines.append(markdown_line((f"`{o.model_type}`", *said)))
     return "\n".join(lines) + "\n"
 
 
-def _cells(o: Outcome) -> list[str]:
-    unplanned = o.steps[0]
-    budgets = [s.budget.replace("smallest ", "≥ ") for s in o.planned]
-    return [
-        f"`{o.model_type}`",
-        o.model_class,
-        o.trace,
-        f"{unplanned.measured_bytes / MIB:.1f}",
-        o.difference,
-        ", ".join(budgets),
-        f"{o.within_budget} of {len(o.planned)}",
-        f"{o.bit_equal} of {len(o.planned)}",
-    ]
+def csv_text(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """Write a table as CSV."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(heads)
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def publish() -> None:
+    """Write the table beside the page, and the sum on it."""
+    about, found = read()
+    TABLE.write_text(table(found), encoding="utf-8")
+    put_on_page(PAGE, COMMAND, block(about, found))
 
 
 def escaped(text: str) -> str:
@@ -369,10 +324,12 @@ def run_all(
 def main(argv: list[str] | None = None) -> int:
     """Run; the exit status is 1 where a budget was broken, bits differ, or sacplan failed."""
     parser = sweep_parser(__doc__, "model types")
-    parser.add_argument("--table", action="store_true", help="write the page from the file, run nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="publish the figures that are there, run nothing"
+    )
     arguments = parser.parse_args(argv)
     if arguments.table:
-        PAGE.write_text(page(*read(arguments.json or FIGURES)))
+        publish()
         return 0
     unknown = sorted(set(arguments.names) - set(small_configs.architectures()))
     if unknown:
@@ -384,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     ordered = run_all(arguments.names or small_configs.architectures(), path, found, jobs=arguments.jobs)
     print(summary(ordered))
     if path == FIGURES:
-        PAGE.write_text(page(*read(path)))
+        publish()
     return int(not all(o.good for o in ordered))
 
 

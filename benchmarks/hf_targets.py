@@ -1,10 +1,10 @@
 """Which model types of transformers can be named as an ``hf:`` target, and profiled?
 
-    python -m benchmarks.hf_targets                  # all; into benchmarks/results, and the page of the docs
+    python -m benchmarks.hf_targets                  # all; into benchmarks/results, and published in the docs
     python -m benchmarks.hf_targets llama vit        # these alone, printed
     python -m benchmarks.hf_targets --resume         # what an interrupted run has not done yet
     python -m benchmarks.hf_targets --failed         # those that had no step, again
-    python -m benchmarks.hf_targets --table          # the page again, from the figures that are there
+    python -m benchmarks.hf_targets --table          # publish the figures that are there
 
 For each model type the default configuration of its class is saved as a folder, and given to the command line's own
 loader as ``hf:FOLDER``, with no other option. Nothing is computed and nothing is downloaded: a batch is made, and one
@@ -25,8 +25,10 @@ import re
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +37,17 @@ import transformers
 from transformers.models.auto import configuration_auto
 
 import sacplan
-from benchmarks.compatibility import escaped, sweep_parser
+from benchmarks.compatibility import csv_text, sweep_parser
 from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import GIB, RESULTS, ROOT, describe, machine, read_results, write_results
-from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
 from benchmarks.models import small_configs
 from sacplan.integrations._hf import models as hf
 from sacplan.integrations._hf.target import ModelOptions
 
 FIGURES = RESULTS / "hf_targets.json"
-PAGE = ROOT / "docs" / "hf_targets.md"
+PAGE, COMMAND = ROOT / "docs" / "hf_targets.md", "python -m benchmarks.hf_targets"
+TABLE = ROOT / "docs" / "data" / "hf_targets.csv"
 DEVICE = "h100"
 _LIMITS = Limits(seconds=240.0, items=25)
 _NO_OPTIONS = ModelOptions()
@@ -218,56 +221,48 @@ def read(path: Path = FIGURES) -> tuple[dict[str, Any], list[Outcome]]:
     return about, [Outcome(**row) for row in rows]
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
-
-_HEAD = """\
-# Models of transformers by name
-
-<!-- Written by `python -m benchmarks.hf_targets --table` from benchmarks/results/hf_targets.json. -->
-
-`hf:` takes any configuration of `transformers`: a name, a `config.json`, or a folder
-([Hugging Face](huggingface.md#hf-targets)). This page goes through the model types that an auto class of the library
-builds, each with the default configuration of its class, and says whether a batch was made and a training step
-profiled. Whether plans of these architectures hold in real steps is on [another page](compatibility.md). One command
-makes the figures and this page:
-
-<!-- not run by the tests: takes half an hour -->
-```bash
-python -m benchmarks.hf_targets
-```
-"""
-
-_COLUMNS = """\
-- **class**: the class that was taken: the first one of the model type with a loss of its own that a batch runs with.
-- **configuration**: `default`, as the class has it, with two of the layers that are alike; or `small`: the defaults do
-  not run, since sizes of their parts do not agree, and a configuration that is made of them by rule does. A published
-  `config.json` states these sizes. Behind it is the option that a model needs: `--dtype float32` where it does not
-  train in bfloat16, `--batch 2` where it does not train on a single sample.
-- **reads**: the arguments of its forward that the batch has, besides labels.
-- **loss**: of the model, or the sum of its outputs.
-"""
+# --- what the docs publish -------------------------------------------------------------------------------------------
 
 
-def page(about: dict[str, Any], found: list[Outcome]) -> str:
-    """Write the page of the docs."""
-    done = [o for o in found if o.profiled]
-    rest = [o for o in found if not o.profiled]
-    left = about["model_types"] - len(found)
-    lines = [_HEAD, f"{summary(found)}.{f' {left} others were not tried yet.' if left else ''}", ""]
-    lines += [f"{describe(about['machine'])}; {about['date']}.", "", _COLUMNS]
-    heads = ("model type", "class", "configuration", "reads", "loss")
-    lines += [*markdown_head(heads), *(markdown_line(_cells(o)) for o in done)]
-    lines += ["", "## No step", "", "Why, and the error of the default configuration.", ""]
-    lines += [*markdown_head(("model type", "why", "error"))]
-    lines += [markdown_line((f"`{o.model_type}`", why(o.reason), escaped(o.reason))) for o in rest]
-    lines += [
-        "",
-        "## Parts of others",
-        "",
-        "No auto class builds these. They run as parts of the models above.",
+def table(about: dict[str, Any], found: Iterable[Outcome]) -> str:
+    """Write one row per model type, as CSV."""
+    heads = ("model_type", "class", "configuration", "options", "reads", "loss", "why_no_step", "error")
+    rows = [(*_cells(o), *(("", "") if o.profiled else (why(o.reason), o.reason))) for o in found]
+    parts = [
+        (name, *[""] * 5, "no auto class builds it: it is a part of other models", "")
+        for name in about["parts"]
     ]
-    lines += ["", ", ".join(f"`{name}`" for name in about["parts"]) + "."]
+    return csv_text(heads, [*rows, *parts])
+
+
+def _cells(o: Outcome) -> tuple[str, ...]:
+    return o.model_type, o.model_class, o.configuration, o.options, o.inputs, o.loss
+
+
+def block(about: dict[str, Any], found: list[Outcome]) -> str:
+    """Write the part of the page that is made of the figures: the sum, options, and why there is no step."""
+    left = about["model_types"] - len(found)
+    lines = [f"{summary(found)}.{f' {left} others were not tried yet.' if left else ''}", ""]
+    lines += [f"{describe(about['machine'])}; {about['date']}.", ""]
+    for option, names in groupby(sorted((o for o in found if o.options), key=_option), key=_option):
+        lines += [f"- `{option}`: {', '.join(f'`{o.model_type}`' for o in names)}"]
+    reasons = Counter(
+        re.sub(r"the library \S+, which", "a library that", why(o.reason)) for o in found if not o.profiled
+    )
+    lines += ["", *markdown_head(("no step because", "model types"))]
+    lines += [markdown_line((reason, str(n))) for reason, n in reasons.most_common()]
     return "\n".join(lines) + "\n"
+
+
+def _option(o: Outcome) -> str:
+    return o.options
+
+
+def publish() -> None:
+    """Write the table beside the page, and the sum on it."""
+    about, found = read()
+    TABLE.write_text(table(about, found), encoding="utf-8")
+    put_on_page(PAGE, COMMAND, block(about, found))
 
 
 _WHY = (
@@ -308,13 +303,6 @@ def why(reason: str) -> str:
     return "its default configuration does not run"
 
 
-def _cells(o: Outcome) -> list[str]:
-    reads = ", ".join(f"`{name}`" for name in o.inputs.split(", "))
-    loss = "own" if o.loss == "its own" else "sum"
-    configuration = f"{o.configuration}, `{o.options}`" if o.options else o.configuration
-    return [f"`{o.model_type}`", o.model_class, configuration, reads, loss]
-
-
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
@@ -332,10 +320,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the sweep, and write the file after each model type."""
     parser = sweep_parser(__doc__, "model types")
     parser.add_argument("--failed", action="store_true", help="again those of the file that had no step")
-    parser.add_argument("--table", action="store_true", help="write the page from the file, run nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="publish the figures that are there, run nothing"
+    )
     arguments = parser.parse_args(argv)
     if arguments.table:
-        PAGE.write_text(page(*read(arguments.json or FIGURES)), encoding="utf-8")
+        publish()
         return 0
     known = model_types()
     unknown = sorted(set(arguments.names) - set(known))
@@ -363,7 +353,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(summary(found.values()))
     if path == FIGURES:
-        PAGE.write_text(page(*read(path)), encoding="utf-8")
+        publish()
     return 0
 
 

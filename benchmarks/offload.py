@@ -136,23 +136,21 @@ def _line(row: Row) -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the table of the page: for each model and budget, by how many ms the step becomes longer."""
-    lines = markdown_head(("model", "step", "budget", *CHOICES, "host, both"))
+    """Return the table of the page: for each model and its three budgets, by how many ms the step becomes longer."""
+    lines = markdown_head(("model", "step", "budgets, GiB", *CHOICES, "host, both, GiB"))
     for row in rows:
-        for budget, found in row["budgets"].items():
-            both = found["both"]
-            cells = (
-                f"`{row['model']}`",
-                f"{row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.1f} ms",
-                f"{found['budget_bytes'] / GIB:.2f} GiB",
-                *(
-                    f"{found[choice]['longer_ms']:.2f}" if found[choice]["held"] else "over"
-                    for choice in CHOICES
-                ),
-                f"{both['host_bytes'] / GIB:.2f} GiB" if both["held"] else "",
-            )
-            # A model is named once.
-            lines.append(markdown_line(cells if budget == next(iter(BUDGETS)) else ("", "", *cells[2:])))
+        of = list(row["budgets"].values())
+        longer = (
+            [f"{each[choice]['longer_ms']:.2f}" if each[choice]["held"] else "over" for each in of]
+            for choice in CHOICES
+        )
+        cells = (
+            [f"{each['budget_bytes'] / GIB:.2f}" for each in of],
+            *longer,
+            [f"{each['both']['host_bytes'] / GIB:.2f}" if each["both"]["held"] else "-" for each in of],
+        )
+        step = f"{row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.1f} ms"
+        lines.append(markdown_line((f"`{row['model']}`", step, *map(", ".join, cells))))
     return "\n".join(lines)
 
 

@@ -181,8 +181,6 @@ def table(rows: Iterable[Row]) -> str:
             "peak",
             "on the host: activations, optimizer",
             "time",
-            "chunks",
-            "offloaded",
             "planned in",
         )
     )
@@ -196,8 +194,6 @@ def table(rows: Iterable[Row]) -> str:
             f"{row['peak_bytes'] / GIB:.2f} GiB",
             f"{row['host_bytes'] / GIB:.1f}, {row['optimizer_host_bytes'] / GIB:.1f} GiB",
             f"{row['share']:+.1%}".replace("%", " %"),
-            f"{row['chunks']}",
-            f"{row['offloaded']}",
             f"{row['planning_s']:.0f} s",
         )
         # A model is named once.

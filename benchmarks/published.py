@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,12 @@ def _rate(step: Step, published: Mapping[str, Any]) -> float | None:
 
 _HEAD = """# Predicted beside measured
 
-This page compares what sacplan predicts with what others have measured on GPUs. sacplan's authors have measured none of
-these figures: they come from the repositories and issues that each row names. `benchmarks/data/peaks.jsonl` holds every
-figure with its source and with how to get the same step again. The models of these steps we wrote anew.
+What sacplan predicts, beside what others have measured on GPUs. sacplan's authors have measured none of these figures;
+`benchmarks/data/peaks.jsonl` has the source of each, and how to get the same step again.
 
-Each step is recorded as a fake step for the GPU in question. Then a simulation of PyTorch's caching allocator plays it
-from the start of a run: first the model, then a step that makes the optimizer's state, then steps until nothing
-changes. Where a project checkpoints activations, the prediction is for the same rule. A figure with many digits is one
-that was published so; the others are rounded, in part to three digits.
+Each step is recorded as a fake step for its GPU, with the project's own rule for checkpointing, and played on a
+simulation of PyTorch's caching allocator from the start of a run until nothing changes. Figures with few digits were
+published rounded.
 
 <!-- made by python -m benchmarks.published -->
 """
@@ -150,9 +149,9 @@ def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
 
 
 _RATES = """The predicted rate is that of one GPU's share of a step by the cost model. Where the CPU issues kernels more
-slowly than the GPU runs them, the GPU waits: 20 us are taken for an op. Where the last column says so, what
-`torch.compile` saves is left out. Of the card with 500 W one figure is fitted, the share of their peak that matrix
-products reach, to the row `titan822-default`; the other rows of that card test it."""
+slowly than the GPU runs them, the GPU waits: 20 us are taken for an op. Where the last column says `torch.compile`,
+what it saves is left out. The H100 with 96 GB draws at
+most 500 W; its rate of matrix products is fitted to `titan822-default`."""
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
@@ -176,15 +175,26 @@ def _peaks(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
     lines = markdown_head(
         ("step", "measured by", "on", "figure", "published", "predicted", "error", "not known, or missing")
     )
+    legend = _legend([row[key] for row in rows for key in ("unknown", "missing")])
     for row in sorted(rows, key=lambda row: -abs(row["error"])):
         source = published[row["id"]]
         what = ", ".join(filter(None, (FIGURES[row["figure"]], row["when"])))
         name = f"`{row['id']}`" + (f" ({row['part']})" if row["part"] else "")
-        apart = "; ".join(filter(None, (row["unknown"], row["missing"])))
+        apart = "; ".join(legend.get(note, note) for note in (row["unknown"], row["missing"]) if note)
         shown = [_bytes(row[key], source["unit"]) for key in ("published_bytes", "predicted_bytes")]
         cells = (name, _source(source), _device(source), what, *shown, _percent(row["error"]), apart or "-")
         lines.append(markdown_line(cells))
-    return lines
+    return [*_explained(legend), *lines]
+
+
+def _legend(notes: Sequence[str]) -> dict[str, str]:
+    """Give a number to each note that stands more than twice in a table."""
+    often = [note for note, count in Counter(filter(None, notes)).items() if count > 2]
+    return {note: f"({number})" for number, note in enumerate(often, 1)}
+
+
+def _explained(legend: Mapping[str, str]) -> list[str]:
+    return [line for note, number in legend.items() for line in (f"{number} {note}", "")]
 
 
 def _rates(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
@@ -193,14 +203,17 @@ def _rates(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
     def error(row: Row) -> float:
         return float(row["predicted_per_s"] / row["published_per_s"] - 1)
 
+    legend = _legend([row[key] for row in rows for key in ("other_card", "missing")])
     for row in sorted(rows, key=lambda row: -abs(error(row))):
         source = published[row["id"]]
         unit = "images" if "images_per_s" in source else "tokens"
         rates = [f"{row[key]:,.0f} {unit}/s" for key in ("published_per_s", "predicted_per_s")]
-        apart = "; ".join(filter(None, (row["other_card"], row["missing"]))) or "-"
+        apart = (
+            "; ".join(legend.get(note, note) for note in (row["other_card"], row["missing"]) if note) or "-"
+        )
         cells = (f"`{row['id']}`", _device(source), *rates, _percent(error(row)), apart)
         lines.append(markdown_line(cells))
-    return lines
+    return [*_explained(legend), *lines]
 
 
 OFFLOADED = {
@@ -272,13 +285,13 @@ def _ops_summary(rows: Sequence[Row]) -> str:
 
 
 def _left_out(published: Mapping[str, Any]) -> list[str]:
-    lines = markdown_head(("figure", "measured by", "why, or which part"))
+    lines = markdown_head(("figure", "why, or which part"))
     for name, source in published.items():
         why = source.get("not_built") or source.get("not_compared")
         if why:
             in_part = "not_built" not in source
             shown = f"`{name}`" + (", in part" if in_part else "")
-            lines.append(markdown_line((shown, _source(source), why)))
+            lines.append(markdown_line((shown, why)))
     return lines
 
 
@@ -288,7 +301,7 @@ def _source(row: Mapping[str, Any]) -> str:
 
 def _device(row: Mapping[str, Any]) -> str:
     gpus, device = row.get("gpus", 1), row.get("device", "")
-    name = "not stated" if not device or device == "not stated" else device
+    name = device.partition(",")[0] or "not stated"
     return f"{gpus} x {name}" if gpus > 1 else name
 
 

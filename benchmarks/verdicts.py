@@ -21,11 +21,11 @@ from typing import Any
 
 from benchmarks.harness.command import Parser
 from benchmarks.harness.results import GIB, RESULTS, ROOT, Row, read_results, write_results
+from benchmarks.harness.table import put_on_page
 from benchmarks.published import published_rows
 
-PAGE = ROOT / "docs" / "fit.md"
+PAGE, COMMAND = ROOT / "docs" / "fit.md", "python -m benchmarks.verdicts"
 FIGURES = RESULTS / "verdicts.json"
-MARK, END = "<!-- made by python -m benchmarks.verdicts -->", "<!-- end -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name}: {known[name]['verdict']}", flush=True)
         write_results(path, [known[one] for one in CASES if one in known])
     if path is not None and path == FIGURES and known.keys() == CASES.keys():
-        PAGE.write_text(
-            with_table(PAGE.read_text(encoding="utf-8"), [known[one] for one in CASES]), encoding="utf-8"
-        )
+        put_on_page(PAGE, COMMAND, markdown([known[one] for one in CASES]))
 
 
 def row_of(name: str, case: Case) -> Row:
@@ -130,31 +128,6 @@ def _figures(row: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 # --- the table on the page
-
-
-_SECTION = f"""## What people train
-
-`python -m benchmarks.verdicts` asks `sacplan fit` about twelve of them. "As it is" is the step without a plan, with
-AdamW; "what to do" is the recommended row, and "reserved" what torch reserves with it on a device. Where somebody has
-measured the step as it is, the last column has what was reserved, and how far the prediction for it is off. These
-figures are of PEFT's [comparison of methods](https://github.com/huggingface/peft/tree/main/method_comparison), whose
-batches are of up to 768 tokens. [Predicted beside measured](measured.md) has many more steps. The figures are in
-`benchmarks/results/verdicts.json`.
-
-{MARK}
-{END}
-
-"""
-_NEXT = "## What is recorded, and what is computed"
-
-
-def with_table(page: str, rows: Sequence[Row]) -> str:
-    """Return the page with the table in its section, which is added if the page has none."""
-    if MARK not in page:
-        page = page.replace(_NEXT, _SECTION + _NEXT)
-    head, mark, rest = page.partition(MARK)
-    assert mark, f"docs/fit.md has neither {MARK} nor {_NEXT}"
-    return f"{head}{MARK}\n\n{markdown(rows)}\n\n{END}{rest.partition(END)[2]}"
 
 
 def markdown(rows: Sequence[Row]) -> str:

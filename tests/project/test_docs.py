@@ -43,7 +43,6 @@ README = "../README.md"
 PAGES = [README, *sorted(path.name for path in DOCS.glob("*.md"))]
 SLOW = {
     README,
-    "accelerate.md",
     "ci.md",
     "cli.md",
     "compiled.md",
@@ -52,15 +51,14 @@ SLOW = {
     "how.md",
     "huggingface.md",
     "index.md",
-    "lightning.md",
     "loop.md",
     "lora.md",
     "no_gpu.md",
-    "order.md",
+    "offload.md",
     "reports.md",
     "start.md",
     "testing.md",
-    "trl.md",
+    "trainers.md",
     "which-parallelism.md",
 }
 """Pages that take more than a few seconds."""
@@ -85,14 +83,9 @@ NOT_RUN = {
     ("start.md", "pip install -e", "installs packages"),
     ("versions.md", "make test-torch", "installs packages"),
     ("trainers.md", "python -m benchmarks.trainers", "takes minutes"),
-    ("torchtune.md", "import torch", "needs torchtune and an old torchao"),
-    (
-        "torchtune.md",
-        "from torchtune.models.llama3_2 import llama3_2_1b",
-        "needs torchtune and an old torchao",
-    ),
-    ("torchtitan.md", "from dataclasses", "needs torchtitan and Triton"),
-    ("torchtitan.md", "import torch", "needs torchtitan and Triton"),
+    ("trainers.md", "from torchtune", "needs torchtune and an old torchao"),
+    ("trainers.md", "from dataclasses", "needs torchtitan and Triton"),
+    ("trainers.md", "import torch\nimport torch.nn", "needs torchtitan and Triton"),
     ("which-parallelism.md", "sacplan layouts", "takes minutes"),
 }
 """Page, beginning of the block, reason."""
@@ -100,11 +93,9 @@ NOT_RUN = {
 NOT_RUN_COMMENT = re.compile(r"<!-- not run by the tests: ([^>]*) -->\s*$")
 
 NEEDS = {
-    "accelerate.md": ("accelerate",),
-    "huggingface.md": ("transformers", "accelerate"),
-    "lightning.md": ("lightning",),
+    "huggingface.md": ("transformers", "accelerate", "trl", "datasets"),
     "lora.md": ("peft", "bitsandbytes"),
-    "trl.md": ("trl", "datasets"),
+    "trainers.md": ("accelerate", "lightning"),
 }
 """What a page needs besides ``transformers``, ``matplotlib`` and the command line."""
 

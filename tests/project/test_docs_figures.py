@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,8 @@ def fit_time() -> Iterator[tuple[str, str]]:
     with_sizes, without = (f"{min(each):.0f} to {max(each):.0f}" for each in both.values())
     yield (
         "docs/fit.md",
-        f"takes for Llama-3-8B, on a machine with two cores: {with_sizes}, and {without} with `--no-sizes`.",
+        f"For Llama-3-8B, on a machine with two cores, the command takes {with_sizes} s, and {without} s with "
+        "`--no-sizes`",
     )
     seconds = [
         row(results("fit_time")["rows"], version="now", device="h100", seq=8192, sizes=sizes)["seconds"]
@@ -143,55 +143,29 @@ def fit_time() -> Iterator[tuple[str, str]]:
     ]
     yield (
         "README.md",
-        f"The command above takes {seconds[0]:.0f} s on two CPU cores, and {seconds[1]:.0f} s with `--no-sizes`",
+        f"The `fit` command above takes {seconds[0]:.0f} s on two CPU cores, and {seconds[1]:.0f} s with `--no-sizes`",
     )
 
 
 def published() -> Iterator[tuple[str, str]]:
-    errors: dict[str, list[float]] = {"mingpt-nano": [], "mingpt-xl": []}
-    for each in results("published")["rows"]:
-        if each["id"] in errors:
-            errors[each["id"]].append(abs(each["error"]))
-    assert max(errors["mingpt-nano"]) == 0
-    assert max(errors["mingpt-xl"]) <= 1e-4
     rows = results("published")["rows"]
-    titan = [abs(each["error"]) for each in rows if each["id"].startswith("titan822-")]
+    titan = [each for each in rows if each["id"].startswith("titan822-")]
     assert len(titan) == 6
-    compiled = {
-        start: [
-            abs(r["error"]) for r in rows if r["kind"] == "compiled" and not r["missing"] and start in r["id"]
-        ]
-        for start in ("titan808", "tune")
-    }
-    assert [len(errors) for errors in compiled.values()] == [1, 3]
+    rates = [each for each in rows if "published_per_s" in each and each["kind"] != "compiled"]
+    off = [r["predicted_per_s"] / r["published_per_s"] - 1 for r in rates if r["id"].startswith("titan")]
+    assert len(off) == 6
     ops = results("published_ops")["times"]
     yield (
         "README.md",
-        "What torchtitan reserves for Llama-3-8B on eight H100 with FSDP2 in mixed precision is predicted to within "
-        f"{100 * max(titan):.1f} %, in three settings, and compiled layer by layer to within "
-        f"{math.ceil(1000 * max(compiled['titan808'])) / 10:.1f} %, in one. What torchtune's compiled step needs on an "
-        f"A100 is predicted to within {100 * max(compiled['tune']):.1f} %, in three settings. "
-        "The peaks of minGPT's two shapes are predicted to the byte and "
-        f"to within .01 %. Of {ops['rows']} times of single ops on five GPUs, the median error is "
-        f"{100 * ops['median']:.1f} %.",
+        "The memory that torchtitan reserves for Llama-3-8B on eight H100 is predicted to within "
+        f"{100 * max(abs(each['error']) for each in titan):.1f} %, its tokens per second to within "
+        f"{100 * max(map(abs, off)):.0f} % (on a card whose matmul rate is fitted to one of six settings), and "
+        f"{ops['rows']} times of single ops on five GPUs with a median error of {100 * ops['median']:.1f} %.",
     )
-    eager = [each for each in rows if "published_per_s" in each and each["kind"] != "compiled"]
-    rates = {each["id"]: each["predicted_per_s"] / each["published_per_s"] - 1 for each in eager}
-    tune = rates.pop("tune-3b-+_packed")
-    # Of another card than the one that was measured, so the page counts them apart.
-    others = {each["id"] for each in eager if "times are of an RTX 4090" in each["other_card"]}
-    torchao = [100 * rates.pop(name) for name in others]
-    assert len(torchao) == 4
-    assert all(name.startswith("ao-vitg-") for name in others)
-    assert len(rates) == 6
-    assert all(name.startswith("titan") for name in rates)
     yield (
-        "README.md",
-        f"Tokens per second of eager steps are predicted to within {100 * abs(tune):.0f} % for torchtune on an A100, "
-        f"and to within {100 * max(map(abs, rates.values())):.0f} % for torchtitan in six settings, on a card limited "
-        "to 500 W whose matmul rate is fitted to one of them. The rates of torchao's four eager steps are no test of "
-        "these: they ran on an RTX 4070 Ti SUPER, and the predictions, "
-        f"{min(torchao):.0f} to {max(torchao):.0f} % higher, are for an RTX 4090.",
+        "docs/figures.md",
+        f"on these {ops['rows']} times over .1 ms the median error is {100 * ops['median']:.1f} %, the 90th percentile "
+        f"{100 * ops['p90']:.1f} % and the worst {100 * ops['worst']:.1f} %",
     )
 
 
@@ -203,10 +177,10 @@ def verdicts() -> Iterator[tuple[str, str]]:
     yield (
         "README.md",
         f"A step of Llama-3-8B on 8,192 tokens needs {before['peak_bytes'] / 2**30:.2f} GiB. With a plan and fused "
-        f"AdamW it needs {planned['peak_bytes'] / 2**30:.2f} GiB, and fits on one 80 GB H100. By a cost model it takes "
-        f"{planned['step_ms']:,.0f} ms, and the step as it is would take {before['step_ms']:,.0f} ms: the fused "
-        "optimizer is faster by as much as recomputation adds.",
+        f"AdamW it needs {planned['peak_bytes'] / 2**30:.2f} GiB and fits on one 80 GB H100. By the cost model both "
+        f"take {planned['step_ms']:,.0f} ms",
     )
+    assert f"{planned['step_ms']:,.0f}" == f"{before['step_ms']:,.0f}"
     found = row(results("verdicts")["rows"], id="8B, QLoRA")
     assert "--device rtx-4090 --batch 4 --seq 1024 --lora r=16 --load-in-4bit" in found["command"]
     as_it_is, best = found["as_it_is"], found["recommended"]
