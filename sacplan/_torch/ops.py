@@ -314,7 +314,7 @@ def run_composite(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 def run_in_parts(mode: TorchDispatchMode, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Run a composite op that a dispatch mode has got, so that the mode sees what it is made of.
 
-    Below autograd, which else takes it apart, it comes whole: in inference mode and inside of custom functions.
+    Below autograd, which else takes it apart, it comes whole: in inference mode, and where a DTensor runs its own code.
     """
     TorchDispatchMode.__enter__(mode)
     try:
