@@ -119,6 +119,16 @@ def _rnn(a: Arguments) -> int:
     return int(2 * rows * sum(w.numel() for w in a["weight"] if w.dim() == 2))
 
 
+@flops("aten::convolution_backward")
+def _convolution_backward(a: Arguments) -> int:
+    """Count 2 FLOPs for each element of the result and of one filter, for each gradient that is wanted.
+
+    PyTorch's registry counts the weight's gradient as if there were one group.
+    """
+    result = a["input"] if a["transposed"] else a["grad_output"]
+    return int(2 * result.numel() * math.prod(a["weight"].shape[1:]) * sum(a["output_mask"][:2]))
+
+
 @flops("torch_nn::_linear_cross_entropy_batch_chunked")
 def _chunked_loss(a: Arguments) -> int:
     """``F.linear_cross_entropy`` takes the gradients in its forward pass: a product for each, and the logits."""

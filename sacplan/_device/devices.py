@@ -111,11 +111,8 @@ class DeviceSpec:
             for what, value in _links_of(self.name, self.kind).items():
                 if getattr(self, what) is None:
                     object.__setattr__(self, what, value)
-        if self.kind == "cuda":
-            if self.clock_ghz is None and "float32" in self.flops:
-                object.__setattr__(self, "clock_ghz", self._clock_ghz())
-            if self.rates is None:
-                object.__setattr__(self, "rates", default_rates(self.capability))
+        if self.kind == "cuda" and self.clock_ghz is None and "float32" in self.flops:
+            object.__setattr__(self, "clock_ghz", self._clock_ghz())
         figures = {
             "memory_bytes": self.memory_bytes,
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
@@ -142,6 +139,9 @@ class DeviceSpec:
         for what in ("kernel_launch_us", "matmul_workspace_bytes"):
             if (getattr(self, what) or 0) < 0:
                 raise DeviceError(f"DeviceSpec {self.name!r}: {what} is negative")
+        if self.kind == "cuda" and self.rates is None:
+            bytes_per_cycle = self.bandwidth_bytes_per_s / self.cycles_per_s
+            object.__setattr__(self, "rates", default_rates(self.capability, bytes_per_cycle))
 
     @property
     def kernel_rates(self) -> KernelRates:
