@@ -155,7 +155,7 @@ def test_views_and_queries_are_free() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_of_grouped_convolutions_count_one_filter(groups: int, transposed: bool) -> None:
     """Each gradient has as many FLOPs as the forward pass, whatever the groups."""
-    x, make = meta(2, 8, 6, 6), nn.ConvTranspose2d if transposed else nn.Conv2d
+    x, make = torch.empty(2, 8, 6, 6, device="meta"), nn.ConvTranspose2d if transposed else nn.Conv2d
     weight = make(8, 16, 3, groups=groups, device="meta").weight
     geometry = ([1, 1], [0, 0], [1, 1], transposed, [0, 0], groups)
     y = aten.convolution.default(x, weight, None, *geometry)
