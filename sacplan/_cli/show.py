@@ -216,7 +216,7 @@ def allocator_pairs(found: DeviceMemory | None) -> list[tuple[str, str]]:
 
 
 def _planned_ms(plan: Plan) -> str:
-    return f"{plan.step_ms + plan.recompute_ms + plan.added_ms:.2f} ms"
+    return f"{plan.planned_ms:.2f} ms"
 
 
 def _sharding_pairs(plan: Plan) -> list[tuple[str, str]]:

@@ -326,7 +326,7 @@ class CostModel:
     def flops_per_s(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> float:
         """Return what large matrix products reach on the operands of a call, in FLOP/s."""
         tf32 = self._conv_tf32 if "conv" in func._schema.name else self._tf32
-        return self.spec.peak_flops(_matrix_dtype(func, args), tf32=tf32) * self.spec.compute_efficiency
+        return self.spec.reached_flops(_matrix_dtype(func, args), tf32=tf32)
 
     def kernel_ms(self, kernel: Kernel, flops_per_s: float = 0.0) -> float:
         """Return the milliseconds of one kernel on a CUDA device, launches included.

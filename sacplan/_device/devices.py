@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
-_EFFICIENCIES = ("compute_efficiency", "bandwidth_efficiency")
+_EFFICIENCIES = ("compute_efficiency", "sustained_share", "bandwidth_efficiency")
 WITHOUT_WORKSPACES = " without workspaces"
 """Suffix of a device's name, for a device whose cuBLAS workspaces do not count."""
 
@@ -75,6 +75,9 @@ class DeviceSpec:
     compute_efficiency: float = 0.7
     """Share of the peak that large matrix products reach. The default is an assumption. Another value scales all
     kernels that are bound by FLOPs."""
+    sustained_share: float = 1.0
+    """Share of that which is left in a step: under long load the clock falls to what the limit of power allows, and
+    single products that are timed do not show it."""
     bandwidth_efficiency: float = 0.8
     """Share of the bandwidth that contiguous elementwise kernels reach. The default is an assumption. Another value
     scales all kernels that are bound by bytes."""
@@ -131,7 +134,7 @@ class DeviceSpec:
                 )
         if "float32" not in self.flops:
             raise DeviceError(f"DeviceSpec {self.name!r}: flops needs at least a peak for 'float32'")
-        for what in ("compute_efficiency", "bandwidth_efficiency"):
+        for what in _EFFICIENCIES:
             if not 0 < getattr(self, what) <= 1:
                 raise DeviceError(
                     f"DeviceSpec {self.name!r}: {what} must lie in (0, 1], got {getattr(self, what)!r}"
@@ -191,6 +194,10 @@ class DeviceSpec:
         if name == "float64":
             return single / 2
         return single
+
+    def reached_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """What large matrix products on ``dtype`` reach in a step, in FLOP/s."""
+        return self.peak_flops(dtype, tf32=tf32) * self.compute_efficiency * self.sustained_share
 
     def round_up(self, nbytes: int) -> int:
         """Return ``nbytes`` as the allocator of this device counts them."""

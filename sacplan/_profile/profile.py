@@ -18,6 +18,7 @@ from sacplan._classical.stats import module_info, segments_of
 from sacplan._classical.units import UnitTradeoff, unit_tradeoffs
 from sacplan._device.device_memory import DeviceMemory, device_memory
 from sacplan._device.devices import DeviceSpec
+from sacplan._device.eager import waits_ms
 from sacplan._profile import files
 from sacplan._profile.remarks import (
     no_optimizer,
@@ -326,10 +327,14 @@ class Profile:
         """
         return 0 if self.spec.kind == "cpu" else self.host_bytes + self.optimizer_host_bytes
 
-    @property
+    @cached_property
     def step_ms(self) -> float:
-        """Predicted (or measured, op by op) time of the step in milliseconds."""
-        return self.program.step_ms
+        """Predicted (or measured, op by op) time of the step in ms: of the GPU, and where it waits for the CPU."""
+        return self.program.step_ms + self.waits_ms(self.program)
+
+    def waits_ms(self, program: Program) -> float:
+        """Return how long the device waits for the CPU in a program of this step; on a CPU, or compiled, it does not."""
+        return waits_ms(program) if self.spec.kind == "cuda" and not self.runs_compiled else 0.0
 
     @property
     def forward_ms(self) -> float:

@@ -90,13 +90,13 @@ def test_matmul_time_is_the_roofline() -> None:
     flops = 2 * n**3
     assert op_flops(aten.mm.default, (a, a), {}, a) == flops
     launch = H100.kernel_launch_us * 1e-3
-    want = flops / (989.5e12 * H100.compute_efficiency) * 1e3 + launch
+    want = flops / (989.5e12 * H100.compute_efficiency * H100.sustained_share) * 1e3 + launch
     assert CostModel(H100).cost(aten.mm.default, (a, a), {}, a)[1] == pytest.approx(want)
 
     f = a.float()
     for tf32, peak in ((False, 67e12), (True, 494.5e12)):
         _, ms = CostModel(H100, tf32=tf32).cost(aten.mm.default, (f, f), {}, f)
-        assert ms == pytest.approx(flops / (peak * H100.compute_efficiency) * 1e3 + launch)
+        assert ms == pytest.approx(flops / (peak * H100.compute_efficiency * H100.sustained_share) * 1e3 + launch)
 
 
 def test_tf32_follows_torch() -> None:
