@@ -157,7 +157,7 @@ def _foundry(row: Mapping[str, Any]) -> Step:
     )
 
 
-# --- transformers, and nanoGPT ----------------------------------------------------------------------------
+# --- transformers ----------------------------------------------------------------------------------------
 
 
 def _mistral(batch: int, lora: bool) -> Built:
@@ -198,25 +198,14 @@ def _fms(row: Mapping[str, Any]) -> Step:
     )
 
 
-def _nanogpt(row: Mapping[str, Any]) -> Step:
-    def build() -> Built:
-        with torch.device("meta"):
-            model = networks.MPT(4, 128, 4, 64, vocabulary=65)
-        tokens = empty(12, 64)
-        return Built(
-            model=model, batch=(tokens, tokens), loss_fn=lambda m, batch: m(*batch), optimizer=foreach_adamw
-        )
-
-    return Step(build=build, points=(), device="a100-40gb", samples=12, group="small steps", unknown="the card")
-
-
 def _t5(row: Mapping[str, Any]) -> Step:
     def build() -> Built:
         import transformers
 
         config = transformers.T5Config(
-            d_model=768, d_ff=3072, num_layers=12, num_heads=12, use_cache=False, attn_implementation="eager"
-        )
+            d_model=768, d_ff=3072, num_layers=12, num_heads=12, use_cache=False,
+            attn_implementation="eager", decoder_start_token_id=0,
+        )  # fmt: skip
         with torch.device("meta"):
             model = transformers.T5ForConditionalGeneration(config)
         batch = {"input_ids": empty(1, 512), "labels": empty(1, 64)}
@@ -232,7 +221,6 @@ _MAKERS = {
     "dle": _examples,
     "mpt": _foundry,
     "fms": _fms,
-    "nanogpt392": _nanogpt,
     "hf15026": _t5,
 }
 

@@ -17,14 +17,14 @@ from sacplan._torch.ops import aten_names
 OP_US = 20.0
 """Microseconds that the CPU needs for an op in training, autograd included: 99.6 ms published for the 4,800 ops of a step of
 t5-base on a desktop."""
-_CUDNN_US = {"aten.convolution_backward.default": 135.0}
+_CUDNN_US = {"aten.convolution_backward.default": 170.0, "aten.convolution.default": 100.0}
 _CUDNN_US |= dict.fromkeys(
     (
         f"aten.{name}.default"
-        for name in ("convolution", "cudnn_batch_norm", "native_batch_norm", "cudnn_batch_norm_backward",
+        for name in ("cudnn_batch_norm", "native_batch_norm", "cudnn_batch_norm_backward",
                      "native_batch_norm_backward", "_native_batch_norm_legit")
     ),
-    80.0,
+    90.0,
 )  # fmt: skip
 """The same for ops that look for a plan of cuDNN and make descriptors: fitted to torchvision's models at batch 12 on an
 A100 (``benchmarks/data/steps.jsonl``)."""
