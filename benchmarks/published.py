@@ -4,9 +4,10 @@
     python -m benchmarks.published --only mingpt-nano pt-74443-pow2
 
 The published figures are in ``benchmarks/data/peaks.jsonl`` and ``steps.jsonl``, the steps that they are of in
-``benchmarks/models/published_steps.py``. Steps of timm and torchvision need these packages, which are no dependencies. Each step is recorded as a fake step for its GPU and played on a simulation of
-the caching allocator from the start of a run (``benchmarks/harness/played.py``). The page ``docs/measured.md`` is
-written from the results. With ``--only``, the rows of the other steps stay as they are.
+``benchmarks/models/published_steps.py``. Steps of timm and torchvision need these packages, which are no
+dependencies. Each step is recorded as a fake step for its GPU and played on a simulation of the caching allocator
+from the start of a run (``benchmarks/harness/played.py``). The page ``docs/measured.md`` is written from the results.
+With ``--only``, the rows of the other steps stay as they are.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A row is an op that Liger-Kernel has published a figure of: forward pass, backwa
 A100, H100, B200, RTX 3090 or RTX 4090 (``benchmarks/data/README.md``). Its script is run on fake tensors of that GPU
 (``models/published_ops.py``).
 
-- Times are the sums of the ops' times by the cost model, without what long steps lose (``sustained_share``). The summary counts rows over .1 ms, since shorter ones may
-  wait for the CPU.
+- Times are the sums of the ops' times by the cost model, without what long steps lose (``sustained_share``). The
+  summary counts rows over .1 ms, since shorter ones may wait for the CPU.
 - Peaks are those of a round in which all gradients are there from the round before.
 """
 

@@ -449,7 +449,7 @@ class MPTBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         qkv = self.wqkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(x.shape))

@@ -68,7 +68,7 @@ _GROUPED = """
     resnext50_32x4d efficientnet_b0 tf_efficientnetv2_s mobilenetv2_100 regnetx_032 regnety_032 convnext_tiny
     convnext_small poolformer_s12 nfnet_l0 xception dpn68 ghostnet_100 lcnet_050 mobilevit_s coat_lite_small
     mnasnet_100 xcit_small_12_p16_224
-""".split()
+"""
 _TRANSFORMERS = ("vit_", "swin_", "mixer_", "resmlp_", "cait_", "beit_")
 
 
@@ -78,10 +78,14 @@ def _timm(row: Mapping[str, Any]) -> Step:
     group = "vision inference"
     if setting["mode"] == "train":
         kind = "transformers and MLPs" if name.startswith(_TRANSFORMERS) else "dense convolutions"
-        group = f"vision training, {'grouped convolutions' if name in _GROUPED else kind}"
+        group = f"vision training, {'grouped convolutions' if name in _GROUPED.split() else kind}"
     return Step(
         build=functools.partial(
-            _vision, setting, channels_last=True, half=False, optimizer=_NESTEROV if "train" in group else None
+            _vision,
+            setting,
+            channels_last=True,
+            half=False,
+            optimizer=_NESTEROV if "train" in group else None,
         ),
         points=(),
         device=row["device"],

@@ -15,8 +15,8 @@ from sacplan._program.program import Program
 from sacplan._torch.ops import aten_names
 
 OP_US = 20.0
-"""Microseconds that the CPU needs for an op in training, autograd included: 99.6 ms published for the 4,800 ops of a step of
-t5-base on a desktop."""
+"""Microseconds that the CPU needs for an op in training, autograd included. Published are 99.6 ms for the 4,800 ops of
+a step of t5-base on a desktop."""
 _CUDNN_US = {"aten.convolution_backward.default": 170.0, "aten.convolution.default": 100.0}
 _CUDNN_US |= dict.fromkeys(
     (

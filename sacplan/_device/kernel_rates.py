@@ -16,8 +16,8 @@ Where the figures come from:
 - *published*: fitted to the times of single ops that Liger-Kernel has published for A100, H100, B200, RTX 3090 and RTX
   4090 (``benchmarks/data/README.md``). Rows over .1 ms, least squares of the logarithm of predicted over measured time,
   with a loss that is linear for outliers. ``python -m benchmarks.published_ops`` compares.
-- *steps*: fitted to the times of whole steps that timm has published for RTX 3090 and 4090 (``benchmarks/data/steps.jsonl``),
-  channels last. ``python -m benchmarks.published`` compares.
+- *steps*: fitted to the times of whole steps that timm has published for RTX 3090 and 4090, channels last
+  (``benchmarks/data/steps.jsonl``). ``python -m benchmarks.published`` compares.
 - *paper*: a figure of the publication that is named.
 - *assumed*: we know of no published figure.
 
@@ -135,8 +135,8 @@ HOPPER = KernelRates(flash_attention=0.5, flash_attention_backward=0.42)
 
 
 FITTED_BYTES_PER_CYCLE = 12.8
-"""Bytes of bandwidth for a cycle of a multiprocessor on an H100, and 13.4 on an A100 with 80 GB: the published shares are
-of these two. An RTX 3090 has 6.3 and a 4090 has 3.1."""
+"""Bytes of bandwidth for a cycle of a multiprocessor on an H100, and 13.4 on an A100 with 80 GB: the published shares
+are of these two. An RTX 3090 has 6.3 and a 4090 has 3.1."""
 _ASK_FOR_TOO_FEW = ("cast", "reduction", "norm", "norm_backward")
 """Kinds that miss bandwidth since a multiprocessor asks for too few bytes in a cycle. So their shares are larger where
 there is less bandwidth for it: timm's steps on RTX 3090 and 4090 show that they have all of it there."""

@@ -333,7 +333,7 @@ class Profile:
         return self.program.step_ms + self.waits_ms(self.program)
 
     def waits_ms(self, program: Program) -> float:
-        """Return how long the device waits for the CPU in a program of this step; on a CPU, or compiled, it does not."""
+        """Return how long a GPU waits for the CPU in a program of this step; if it is compiled, it does not."""
         return waits_ms(program) if self.spec.kind == "cuda" and not self.runs_compiled else 0.0
 
     @property
