@@ -34,9 +34,13 @@ _ASKS = {name.replace("::", ".") for name in aten_names("_local_scalar_dense non
 """Ops that hand a value or a size to the CPU, which waits until the GPU has it."""
 
 
-def eager_ms(program: Program, op_us: float | None = None) -> float:
-    """Return the time of a step in ms, of many in a row, if the CPU needs ``op_us`` for each op of the GPU."""
-    ran = [program.ops[arg] for code, arg in program.events if code == Event.OP]
+def eager_ms(program: Program, op_us: float | None = None, *, without: Phase | None = None) -> float:
+    """Return the time of a step in ms, of many in a row, if the CPU needs ``op_us`` for each op of the GPU.
+
+    ``without``: a phase that is left out, as the optimizer's is in all micro-steps but one.
+    """
+    ops = (program.ops[arg] for code, arg in program.events if code == Event.OP)
+    ran = [op for op in ops if op.phase != without]
     share = 1e-3 if any(op.phase == Phase.BACKWARD for op in ran) else 1e-3 * WITHOUT_AUTOGRAD
     issued = done = before = 0.0
     for _ in range(2):  # the second step begins as the CPU does while the GPU is in the first

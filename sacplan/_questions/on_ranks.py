@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sacplan._device.device_memory import reserved_bytes
+from sacplan._device.eager import eager_ms
 from sacplan._plan.infeasible import OPTIMIZER_STEP
 from sacplan._plan.limits import Limit
 from sacplan._plan.make import Outcome, outcome_of
@@ -304,6 +305,8 @@ def _of_all_micro_steps(rank: Profile, times: Mapping[str, Any]) -> dict[str, An
     if steps == 1 or times["step_ms"] is None:
         return dict(times)
     once_ms = sum(op.time_ms for op in rank.program.ops if op.phase == Phase.OPTIMIZER)
+    if rank.spec.kind == "cuda" and not rank.runs_compiled:
+        once_ms = rank.step_ms - eager_ms(rank.program, without=Phase.OPTIMIZER)
     return {
         **times,
         "step_ms": steps * (times["step_ms"] - once_ms) + once_ms,
