@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from sacplan._device.device_memory import reserved_bytes
-from sacplan._device.eager import eager_ms
 from sacplan._plan.infeasible import OPTIMIZER_STEP
 from sacplan._plan.limits import Limit
 from sacplan._plan.make import Outcome, outcome_of
@@ -29,7 +28,6 @@ from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import OptimizerStep, with_optimizer
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes
-from sacplan._program.program import Phase
 from sacplan._questions.largest import largest_that_fits, largest_within
 from sacplan._questions.scaled import Peaks, Sized, sized_alike
 from sacplan._questions.sweep import Row
@@ -304,9 +302,7 @@ def _of_all_micro_steps(rank: Profile, times: Mapping[str, Any]) -> dict[str, An
     steps = rank.fingerprint.setup.accumulation_steps
     if steps == 1 or times["step_ms"] is None:
         return dict(times)
-    once_ms = sum(op.time_ms for op in rank.program.ops if op.phase == Phase.OPTIMIZER)
-    if rank.spec.kind == "cuda" and not rank.runs_compiled:
-        once_ms = rank.step_ms - eager_ms(rank.program, without=Phase.OPTIMIZER)
+    once_ms = rank.update_ms
     return {
         **times,
         "step_ms": steps * (times["step_ms"] - once_ms) + once_ms,
