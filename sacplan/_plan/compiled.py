@@ -295,6 +295,7 @@ def as_compiled(plan: Plan, profile: Profile) -> Plan:
         "step_flops": profile.program.flops,
         "lower_bound_ms": 0.0,
         "added_ms": 0.0,
+        "waits_ms": 0.0,
         "gap": None,
         "device_memory": device_memory(seen.program) if profile.spec.kind == "cuda" else None,
         "host_bytes": seen.program.footprint.host_peak_bytes,

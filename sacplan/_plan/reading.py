@@ -86,7 +86,7 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         ),
         (
             "step",
-            f"{plan.step_ms + plan.recompute_ms + plan.added_ms:.2f} ms, {plan.step_ms:.2f} ms without a plan",
+            f"{plan.planned_ms:.2f} ms, {plan.step_ms:.2f} ms without a plan",
         ),
         (
             "slices",

@@ -76,6 +76,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     fingerprint: Fingerprint
     sequences: tuple[OpSequence, ...] = ()
     added_ms: float = 0.0
+    waits_ms: float = 0.0
     device_memory: DeviceMemory | None = None
     host_bytes: Count = 0
 

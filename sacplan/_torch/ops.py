@@ -280,7 +280,7 @@ READS_NUMBER = "aten._local_scalar_dense.default"
 
 @functools.cache
 def is_computation(name: str) -> bool:
-    """Whether an op, by the name of its overload, makes or writes values: no view, and of collectives those that may run again."""
+    """Whether an op, by the name of its overload, makes or writes values: no view, a collective if it may run again."""
     if name.partition(".")[0] in _SETS_UP:
         return name in _COLLECTIVES
     func = op_named(name)

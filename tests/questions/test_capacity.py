@@ -74,7 +74,7 @@ class Case:
 
     def samples_per_s(self, n: int) -> float:
         plan = self.plan(n)
-        return 0.0 if plan is None else n / (plan.step_ms + plan.recompute_ms) * 1e3
+        return 0.0 if plan is None else n / (plan.planned_ms) * 1e3
 
     @functools.cache  # noqa: B019
     def find(self, function: Callable[..., sacplan.Capacity], **more: Any) -> Capacity:
@@ -124,7 +124,7 @@ def test_points_are_what_planning_gives() -> None:
             assert p.floor_bytes <= sacplan.plan(case.profile(p.batch_size), "smallest").peak_bytes
         else:
             assert p.floor_bytes <= p.peak_bytes == plan.peak_bytes <= case.budget
-            assert p.step_ms == plan.step_ms + plan.recompute_ms
+            assert p.step_ms == plan.planned_ms
             assert p.samples_per_s == case.samples_per_s(p.batch_size)
     frame = found.to_frame()
     assert list(frame.index) == sizes

@@ -359,7 +359,9 @@ def test_the_ring_of_context_parallelism_is_recorded() -> None:
         assert sum(op.name.endswith(name) for op in profile.program.ops) == 4
     assert any("all_to_all" in op.name for op in profile.program.ops)
     # Copies that the ring makes are ops that can run again, though it runs below autograd.
-    copies = [op for op in profile.program.ops if op.phase is Phase.FORWARD and op.name == "aten.clone.default"]
+    copies = [
+        op for op in profile.program.ops if op.phase is Phase.FORWARD and op.name == "aten.clone.default"
+    ]
     assert len(copies) >= 2
     assert all(op.recomputable for op in copies)
 
