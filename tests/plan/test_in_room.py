@@ -18,6 +18,7 @@ from sacplan._plan.limits import OF_DEVICE, allocator_room
 from sacplan._plan.make import outcome_of
 from sacplan._plan.request import Request
 from sacplan.testing import assert_step_fits
+from tests.support.devices import memory_with_room
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 CONTEXT = CUDA_CONTEXT.n_bytes
@@ -33,7 +34,7 @@ def recorded(layers: int) -> sacplan.Profile:
 def profile_with_room(room_bytes: int, layers: int = 3) -> sacplan.Profile:
     """One recording for all sizes of the device: a step is the same however much memory is beside it."""
     found = recorded(layers)
-    spec = dataclasses.replace(found.spec, memory_bytes=CONTEXT + room_bytes)
+    spec = dataclasses.replace(found.spec, memory_bytes=memory_with_room(room_bytes))
     return dataclasses.replace(found, spec=spec)
 
 
@@ -169,10 +170,14 @@ def test_with_expandable_segments_their_figures_decide(monkeypatch: pytest.Monke
 def test_what_lies_outside_is_named_with_its_source() -> None:
     h100, cpu = resolve_device("h100"), resolve_device("cpu")
     assert outside_allocator(cpu, communicators=2) == ()
-    assert outside_allocator(h100) == (CUDA_CONTEXT,)
-    context, nccl = outside_allocator(h100, communicators=2)
+    context, margin = outside_allocator(h100)
+    assert outside_allocator(h100, communicators=2)[::2] == (context, margin)
+    nccl = outside_allocator(h100, communicators=2)[1]
     assert context == CUDA_CONTEXT
     assert "assumption" in nccl.source
+    assert "docs/measured.md" in margin.source
+    assert margin.n_bytes == int(0.012 * h100.memory_bytes)
     assert nccl.n_bytes == 2 * outside_allocator(h100, communicators=1)[1].n_bytes
     assert outside_text((context,)) == "CUDA context 512.00 MiB"
-    assert allocator_room(h100, 2).n_bytes == h100.memory_bytes - context.n_bytes - nccl.n_bytes
+    taken = context.n_bytes + nccl.n_bytes + margin.n_bytes
+    assert allocator_room(h100, 2).n_bytes == h100.memory_bytes - taken
