@@ -137,11 +137,6 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
         # The version and the checksum of the file are no fields of a plan.
         return Plan(**{name: getattr(file, name) for name in Plan.__struct_fields__})
 
-    @property
-    def planned_ms(self) -> float:
-        """Predicted time of the step with the plan."""
-        return self.step_ms + self.recompute_ms + self.added_ms + self.waits_ms
-
     def _chunked(self) -> str:
         if not self.chunks:
             return ""

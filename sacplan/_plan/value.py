@@ -147,6 +147,11 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
                     raise PlanError(_not_run(decision.unit, site, set().union(*there)))
 
     @property
+    def planned_ms(self) -> float:
+        """Predicted time of the step with the plan."""
+        return self.step_ms + self.recompute_ms + self.added_ms + self.waits_ms
+
+    @property
     def gradients(self) -> Literal["bit-equal", "close"]:
         """Whether gradients equal those of the step without the plan bit by bit, or differ by rounding."""
         return "close" if self.chunks or self.partitions else "bit-equal"

@@ -37,7 +37,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
-from sacplan._device.device_memory import reserved_bytes
+from sacplan._device.device_memory import reserved_bytes, retries_within
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import outside_allocator
 from sacplan._plan.candidate import Candidate
@@ -407,6 +407,8 @@ class _Sweep:
             **times,
             reserved_bytes=reserved,
             expandable_bytes=None if fits or reserved is None else self._expandable(name, best),
+            runs_with_retries=not (fits or reserved is None or way.techniques)
+            and retries_within(self._program(self.base, name, best), self.budget_bytes) is not None,
             same_as=None if same == way else same.name,
             host_bytes=host_bytes,
             host_room_bytes=self.host_budget_bytes,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sacplan
-from sacplan._device.device_memory import expandable_segments, reserved_bytes
+from sacplan._device.device_memory import expandable_segments, reserved_bytes, retries_within
 from sacplan._device.devices import resolve_device
 from sacplan._device.outside_allocator import CUDA_CONTEXT, outside_allocator, outside_text
 from sacplan._plan.limits import OF_DEVICE, allocator_room
@@ -128,6 +128,20 @@ def test_tensors_that_fit_and_segments_that_do_not() -> None:
     # Tensors that do not fit are the other error.
     with pytest.raises(sacplan.InfeasibleBudget, match="no plan found keeps the step under"):
         sacplan.plan(profile_with_room(smallest.peak_bytes - 2**20))
+
+
+def test_a_plan_that_runs_with_retries_says_so(whole: sacplan.Profile) -> None:
+    """Torch gives cached segments back to the driver before it gives up."""
+    plan = sacplan.policy("full", profile=whole)
+    assert plan.device_memory is not None
+    reserved, said = plan.device_memory.reserved_bytes(), set()
+    for room in range(plan.peak_bytes, reserved, (reserved - plan.peak_bytes) // 4):
+        with pytest.warns(sacplan.SacplanWarning, match="this plan does not fit") as caught:
+            sacplan.policy("full", profile=profile_with_room(room))
+        runs = retries_within(whole.with_plan(plan), room)
+        said.add(runs is not None)
+        assert ("allocation retries" in str(caught[0].message)) == (runs is not None)
+    assert True in said
 
 
 def test_nothing_is_left_beside_the_context() -> None:
