@@ -198,8 +198,8 @@ def _combined(graphs: Sequence[Sequence[Split]], calls: int) -> list[tuple[Split
 
     Of several, they go from the fastest to those that take least, one graph at a time, where it costs least for a byte.
     """
-    if len(graphs) == 1:
-        return [(split,) for split in graphs[0]]
+    if len(graphs) < 2:
+        return [(split,) for splits in graphs for split in splits]
     stairs: list[list[Split]] = []
     for splits in graphs:
         stair: list[Split] = []
