@@ -299,7 +299,11 @@ def is_composite(func: Any) -> bool:
     """Whether an op is made of others whatever the device, and has formulas of autograd through them alone."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":  # no ops of the dispatcher
         return False
-    return func.has_kernel_for_dispatch_key(COMPOSITE) and not func._opname.startswith(_FUSED_ON_GPUS)
+    # Not ``func.has_kernel_for_dispatch_key``, which counts Python's decompositions as well.
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+    return has_kernel and not func._opname.startswith(_FUSED_ON_GPUS)
 
 
 # torch's own kernel for one key. Not ``op.decompose``: for dropout that is a Python decomposition.
