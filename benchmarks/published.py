@@ -3,10 +3,11 @@
     python -m benchmarks.published
     python -m benchmarks.published --only mingpt-nano pt-74443-pow2
 
-The published figures are in ``benchmarks/data/peaks.jsonl``, the steps that they are of in
-``benchmarks/models/published_steps.py``. Each step is recorded as a fake step for its GPU and played on a simulation of
-the caching allocator from the start of a run (``benchmarks/harness/played.py``). The page ``docs/measured.md`` is
-written from the results. With ``--only``, the rows of the other steps stay as they are.
+The published figures are in ``benchmarks/data/peaks.jsonl`` and ``steps.jsonl``, the steps that they are of in
+``benchmarks/models/published_steps.py``. Steps of timm and torchvision need these packages, which are no
+dependencies. Each step is recorded as a fake step for its GPU and played on a simulation of the caching allocator
+from the start of a run (``benchmarks/harness/played.py``). The page ``docs/measured.md`` is written from the results.
+With ``--only``, the rows of the other steps stay as they are.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_result
 from benchmarks.harness.table import Table, markdown_head, markdown_line
 from benchmarks.models.published_step import Point, Step
 from benchmarks.models.published_steps import STEPS
+from benchmarks.models.published_times import timed_rows
 from benchmarks.published_ops import SHORTEST_MS
 from sacplan._device.eager import eager_ms
+from sacplan._program.program import Event, Phase, Program
 
 DATA = ROOT / "benchmarks" / "data" / "peaks.jsonl"
 PAGE = ROOT / "docs" / "measured.md"
@@ -44,7 +47,11 @@ FIGURES = {
 def published_rows() -> dict[str, dict[str, Any]]:
     """Return the published figures by id."""
     lines = DATA.read_text(encoding="utf-8").splitlines()
-    return {row["id"]: row for row in map(json.loads, lines)}
+    peaks = {row["id"]: row for row in map(json.loads, lines)}
+    for name, row in timed_rows().items():
+        repo, _, path = row["source"].removeprefix("https://github.com/").partition("/blob/main/")
+        peaks[name] = {**row, "measured": row["figure"], "source_repo": repo, "source_path": path}
+    return peaks
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -56,7 +63,8 @@ def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
     about: Row = {"id": name, "kind": step.kind, "unknown": step.unknown, "missing": step.missing}
     about["other_card"] = step.other_card
     profile, plan = step.recorded()
-    step_ms = eager_ms(profile.program if plan is None else profile.with_plan(plan))
+    program = profile.program if plan is None else profile.with_plan(plan)
+    step_ms = eager_ms(program)
     played: dict[Any, RunFigures] = {}
     rows = []
     for point in step.points:
@@ -66,6 +74,8 @@ def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
         if key not in played:
             played[key] = allocator_figures(of_point, plan, loop)
         rows.append(about | _row(point, played[key], published["measured"]))
+    if step.group:
+        return [*rows, about | _time(step, program, published)] if step.samples else rows
     rate = _rate(step, published)
     if rate is not None:
         rows[-1] |= {"published_per_s": rate, "predicted_per_s": step.samples / step_ms * 1000}
@@ -87,6 +97,22 @@ def _row(point: Point, run: RunFigures, measured: Any) -> Row:
         "allocated_bytes": figures.allocated,
         "reserved_bytes": figures.reserved,
         "reserved_expandable_bytes": figures.reserved_expandable,
+    }
+
+
+def _time(step: Step, program: Program, published: Mapping[str, Any]) -> Row:
+    """Return the published and the predicted time of a step in ms, beside that of the GPU alone."""
+    in_ms = published["unit"].startswith("ms")
+    measured = published["figure"] if in_ms else 1e3 * step.samples / published["figure"]
+    ran = [program.ops[arg] for code, arg in program.events if code == Event.OP]
+    spared_ms = (step.accumulation - 1) * sum(op.time_ms for op in ran if op.phase == Phase.OPTIMIZER)
+    predicted = step.accumulation * eager_ms(program) - spared_ms
+    return {
+        "group": step.group,
+        "published_ms": measured,
+        "predicted_ms": predicted,
+        "gpu_ms": step.accumulation * program.step_ms - spared_ms,
+        "time_error": predicted / measured - 1,
     }
 
 
@@ -142,6 +168,9 @@ def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
     rates = [row for row in rows if "published_per_s" in row]
     if rates:
         lines += ["", "## Tokens and images per second", "", _RATES, "", *_rates(rates, published)]
+    timed = [row for row in rows if "time_error" in row]
+    if timed:
+        lines += ["", "## Times of whole steps", "", _TIMES, "", times_table(timed)]
     if ops:
         lines += ["", "## Single ops", "", *_ops(ops)]
     lines += ["", "## Published figures that are not compared", "", *_left_out(published)]
@@ -152,6 +181,30 @@ _RATES = """The predicted rate is that of one GPU's share of a step by the cost 
 slowly than the GPU runs them, the GPU waits: 20 us are taken for an op. Where the last column says `torch.compile`,
 what it saves is left out. The H100 with 96 GB draws at
 most 500 W; its rate of matrix products is fitted to `titan822-default`."""
+
+
+_TIMES = """Times that others have published of steps in eager mode (`benchmarks/data/steps.jsonl` has sources and
+settings, `benchmarks/results/published.json` each step): medians and 90th percentiles of the error by kind of step, and
+the worst step of each kind."""
+
+
+def percentile(errors: Sequence[float], share: float) -> float:
+    """Return the error that a share of all stay within, without their signs."""
+    ordered = sorted(map(abs, errors))
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def times_table(rows: Sequence[Row]) -> str:
+    """Return the table of errors of times by kind of step."""
+    lines = markdown_head(("steps", "how many", "median error", "90th percentile", "worst", "of"))
+    for group in sorted({row["group"] for row in rows}):
+        of_group = [row for row in rows if row["group"] == group]
+        errors = [row["time_error"] for row in of_group]
+        worst = max(of_group, key=lambda row: abs(row["time_error"]))
+        within = (_percent(percentile(errors, share), signed=False) for share in (0.5, 0.9))
+        cells = (group, str(len(errors)), *within, _percent(worst["time_error"]), f"`{worst['id']}`")
+        lines.append(markdown_line(cells))
+    return "\n".join(lines)
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
@@ -331,6 +384,9 @@ TABLE = Table(
 
 
 def line(row: Row) -> str:
+    if "time_error" in row:
+        times = (f"{row[key]:.1f} ms" for key in ("published_ms", "predicted_ms"))
+        return TABLE.row(row["id"][:46], "time", *times, row["time_error"])
     return TABLE.row(
         f"{row['id']} {row['part']}"[:46],
         row["figure"],

@@ -7,8 +7,8 @@ A row is an op that Liger-Kernel has published a figure of: forward pass, backwa
 A100, H100, B200, RTX 3090 or RTX 4090 (``benchmarks/data/README.md``). Its script is run on fake tensors of that GPU
 (``models/published_ops.py``).
 
-- Times are the sums of the ops' times by the cost model. The summary counts rows over .1 ms, since shorter ones may
-  wait for the CPU.
+- Times are the sums of the ops' times by the cost model, without what long steps lose (``sustained_share``). The
+  summary counts rows over .1 ms, since shorter ones may wait for the CPU.
 - Peaks are those of a round in which all gradients are there from the round before.
 """
 
@@ -18,6 +18,7 @@ import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class _Clock(TorchDispatchMode):
 
 def predicted_ms(row: PublishedRow, spec: DeviceSpec | None = None) -> float:
     """Return the predicted time of a row, on its GPU or on another device."""
-    spec = resolve_device(row.gpu) if spec is None else spec
+    spec = replace(resolve_device(row.gpu), sustained_share=1.0) if spec is None else spec
     forward, drawn, backward, full_draws, backward_is_full = _phases(
         row.op, row.size, row.config, row.gpu, spec
     )

@@ -435,3 +435,40 @@ class Nanochat(nn.Module):
         logits = self.lm_head(_normed(x))
         logits = (15 * torch.tanh(logits / 15)).float()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index=-1)
+
+
+# --- MPT --------------------------------------------------------------------------------------------------
+
+
+class MPTBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.wqkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.wqkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class MPT(nn.Module):
+    """llm-foundry's MPT: learned positions, and an output layer that shares the embedding."""
+
+    def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int = 50368) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(MPTBlock(width, heads) for _ in range(layers))
+        self.norm_f = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.wte(tokens) + self.wpe(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm_f(x), self.wte.weight)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))

@@ -104,6 +104,9 @@ class Step:
         around: the context of the step on a rank.
         compiled: what of it is compiled, as for ``sacplan.profile``; None: nothing.
         samples: tokens or images of one step on one GPU, of which the row gives the number per second.
+        mode: as for ``sacplan.profile``.
+        accumulation: passes over a part of the samples before the optimizer steps; the step is recorded with one.
+        group: the class of steps that its time belongs to, in the table of times; empty: none.
         assumed: whether what is not known decides the figure.
         unknown: what is not known of the setting.
         missing: what the step had that the prediction has not.
@@ -122,6 +125,9 @@ class Step:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     compiled: Any = None
     samples: int = 0
+    mode: Literal["train", "inference"] = "train"
+    accumulation: int = 1
+    group: str = ""
     assumed: bool = False
     unknown: str = ""
     missing: str = ""
@@ -141,7 +147,7 @@ class Step:
         spec = resolve_device(self.device)
         if not self.workspaces:
             spec = dataclasses.replace(spec, matmul_workspace_bytes=0)
-        options: dict[str, Any] = {"compile": self.compiled}
+        options: dict[str, Any] = {"compile": self.compiled, "mode": self.mode}
         built = self.build()
         with ExitStack() as stack:
             if self.spread is not None:

@@ -1,4 +1,4 @@
-"""The whole steps of ``benchmarks/data/peaks.jsonl`` that can be built, by the id of their row.
+"""The whole steps of ``benchmarks/data/peaks.jsonl`` and ``steps.jsonl`` that can be built, by the id of their row.
 
     step = STEPS["mingpt-nano"]
     profile = step.profile()
@@ -11,7 +11,8 @@ from __future__ import annotations
 from benchmarks.models.published_hf import TRANSFORMERS
 from benchmarks.models.published_language import LANGUAGE
 from benchmarks.models.published_step import Step
+from benchmarks.models.published_times import TIMED
 from benchmarks.models.published_torchtitan import TORCHTITAN
 from benchmarks.models.published_vision import VISION
 
-STEPS: dict[str, Step] = LANGUAGE | TORCHTITAN | TRANSFORMERS | VISION
+STEPS: dict[str, Step] = LANGUAGE | TORCHTITAN | TRANSFORMERS | VISION | TIMED

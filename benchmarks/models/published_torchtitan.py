@@ -58,17 +58,12 @@ def _llama(name: str, length: int, rows: int, dp: int, cp: int = 1, tp: int = 1,
 
 
 _ALSO = f"{COMPILE}, float8"
-_RING = f"{_ALSO}; the plan keeps three tensors of ring attention a layer, 0.75 GiB: copies below autograd are no ops"
-_SCATTERED = (
-    f"{_ALSO}; the plan keeps what a reduce-scatter a layer returns, 0.25 GiB; torchtitan runs it again"
-)
-
 TORCHTITAN: dict[str, Step] = {
     "titan2412-8gpu-32768": _llama("8B", 32768, 1, 8),
-    "titan2412-8gpu-65536-CP2": _llama("8B", 65536, 1, 4, cp=2, missing=_RING),
-    "titan2412-8gpu-131072-CP4": _llama("8B", 131072, 1, 2, cp=4, missing=_RING),
-    "titan2412-8gpu-262144-CP8": _llama("8B", 262144, 1, 1, cp=8, missing=_RING),
-    "titan2412-256gpu-70B-TP8": _llama("70B", 8192, 16, 32, tp=8, missing=_SCATTERED),
+    "titan2412-8gpu-65536-CP2": _llama("8B", 65536, 1, 4, cp=2),
+    "titan2412-8gpu-131072-CP4": _llama("8B", 131072, 1, 2, cp=4),
+    "titan2412-8gpu-262144-CP8": _llama("8B", 262144, 1, 1, cp=8),
+    "titan2412-256gpu-70B-TP8": _llama("70B", 8192, 16, 32, tp=8),
     "titan2570-graphsac": _llama(
         "8B", 8192, 1, 4, tp=2, plan=None, assumed=True, missing="", samples=4096, other_card=FITTED,
         points=(Point(part=("no AC",), unit=GIB, figure="reserved_expandable"),),

@@ -97,7 +97,7 @@ class _Prices:
         ``out_bytes``: bytes moved for each element of the result, twice its size if the product is added to it.
         """
         spec = self.spec
-        peak = spec.peak_flops(dtype, tf32=tf32_allowed()) * spec.compute_efficiency
+        peak = spec.reached_flops(dtype, tf32=tf32_allowed())
         moved = dtype.itemsize * (rows * inner + inner * columns) + out_bytes * rows * columns
         compute_ms = 2 * rows * inner * columns / peak * 1e3
         self.ms += max(compute_ms, self._moving_ms(moved)) + spec.kernel_launch_us * 1e-3

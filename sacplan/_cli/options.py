@@ -84,7 +84,7 @@ Debug = Annotated[bool, option("--debug", help="Show the traceback of an error."
 Objective = Annotated[Literal["time", "flops"], typer.Option(help="What to recompute the least of.")]
 BUDGET = (
     "Peak of the whole step: 22GiB (or 22), 24GB, or a share of the unplanned peak, 70%. "
-    "Default: the step fits the device, with what torch reserves there."
+    "Default: the step fits the device, with what torch reserves there and 1.2% to spare."
 )
 Budget = Annotated[str | None, option(metavar="SIZE", parser=size_in_gib, help=BUDGET)]
 Headroom = Annotated[
@@ -92,7 +92,7 @@ Headroom = Annotated[
     option(
         metavar="SIZE",
         help="Without a budget: how much of the device's memory to leave free, a share of it or bytes, 5% or 2GiB. "
-        "Default: 15%.",
+        "Default on a CPU: 15%.",
     ),
 ]
 Solver = Annotated[str, typer.Option(metavar="NAME", help="best, milp, greedy, uniform or rotor.")]

@@ -13,6 +13,8 @@ to powers of two, no garbage collection):
    more than 1 MiB in a large one. A remainder that stays counts as allocated, so ``max_memory_allocated`` can lie
    above the sum of the tensors.
 5. ``free_block``: a freed block merges with free neighbours of its segment. Segments stay reserved.
+6. ``release_cached_blocks``: where memory runs out, segments that are free as a whole go back to the driver, and the
+   request is tried once more.
 
 With ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` (:class:`ExpandableAllocator`) a pool has one segment that
 grows at its end:
@@ -24,8 +26,7 @@ grows at its end:
 
 Invariant: the blocks of a segment cover it without gaps, and no two neighbours are both free.
 
-PyTorch returns cached segments to the driver and tries again where an allocation fails. That is not simulated: here
-memory has no end.
+Memory ends where ``capacity`` says, and only with the default settings.
 """
 
 from __future__ import annotations
@@ -84,12 +85,25 @@ class Segment:
             block = block.after
 
 
-class CachingAllocator:
-    """The allocator's state: segments, free blocks by pool, and the bytes allocated and reserved."""
+class OutOfDeviceMemory(Exception):
+    """A request that the memory of the device has no room for, without all that is cached."""
 
-    def __init__(self) -> None:
+
+class CachingAllocator:
+    """The allocator's state: segments, free blocks by pool, and the bytes allocated and reserved.
+
+    Args:
+        capacity: bytes that can be reserved; None: as many as are asked for.
+
+    Attributes:
+        retries: how often cached segments went back to the driver because memory ran out.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
         self.segments: list[Segment] = []
-        self.allocated_bytes = self.reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = self.retries = 0
+        self._capacity = capacity
+        self._end = 0  # of all addresses so far
         self.peak_allocated_bytes = 0
         self._free: defaultdict[PoolKey, list[tuple[int, int]]] = defaultdict(
             list
@@ -154,11 +168,24 @@ class CachingAllocator:
             size = LARGE_SEGMENT_BYTES
         else:
             size = -(-nbytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-        address = self.reserved_bytes  # segments lie one after the other; blocks of two never merge
+        if self._capacity is not None and self.reserved_bytes + size > self._capacity:
+            self._release_cached()
+            if self.reserved_bytes + size > self._capacity:
+                raise OutOfDeviceMemory
+        address = self._end  # segments lie one after the other; blocks of two never merge
+        self._end += size
         self.reserved_bytes += size
         block = Block(address, size, pool)
         self.segments.append(Segment(address, size, block))
         return block
+
+    def _release_cached(self) -> None:
+        self.retries += 1
+        free = [segment for segment in self.segments if segment.first.free and segment.first.after is None]
+        for segment in free:
+            self._forget(segment.first)
+            self.segments.remove(segment)
+            self.reserved_bytes -= segment.nbytes
 
     def _split(self, block: Block, nbytes: int) -> None:
         rest = Block(block.address + nbytes, block.nbytes - nbytes, block.pool)

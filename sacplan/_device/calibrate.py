@@ -92,11 +92,14 @@ def calibrate(
         flops=flops,
         bandwidth_bytes_per_s=bandwidth,
         compute_efficiency=1.0,
+        sustained_share=1.0,
         bandwidth_efficiency=1.0,
         kernel_launch_us=launch_us,
         source=f"measured here by sacplan.calibrate, torch {torch.__version__}, products of {size} x {size}",
     )
-    return _with_rates(spec, where, nbytes) if base.kind == "cuda" else spec
+    # What is timed here for a fraction of a second is not what a step reaches.
+    spec = _with_rates(spec, where, nbytes) if base.kind == "cuda" else spec
+    return replace(spec, sustained_share=base.sustained_share)
 
 
 def _with_rates(spec: DeviceSpec, where: torch.device, nbytes: int) -> DeviceSpec:

@@ -119,6 +119,16 @@ def _rnn(a: Arguments) -> int:
     return int(2 * rows * sum(w.numel() for w in a["weight"] if w.dim() == 2))
 
 
+@flops("aten::convolution_backward")
+def _convolution_backward(a: Arguments) -> int:
+    """Count 2 FLOPs for each element of the result and of one filter, for each gradient that is wanted.
+
+    PyTorch's registry counts the weight's gradient as if there were one group.
+    """
+    result = a["input"] if a["transposed"] else a["grad_output"]
+    return int(2 * result.numel() * math.prod(a["weight"].shape[1:]) * sum(a["output_mask"][:2]))
+
+
 @flops("torch_nn::_linear_cross_entropy_batch_chunked")
 def _chunked_loss(a: Arguments) -> int:
     """``F.linear_cross_entropy`` takes the gradients in its forward pass: a product for each, and the logits."""
@@ -316,7 +326,7 @@ class CostModel:
     def flops_per_s(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> float:
         """Return what large matrix products reach on the operands of a call, in FLOP/s."""
         tf32 = self._conv_tf32 if "conv" in func._schema.name else self._tf32
-        return self.spec.peak_flops(_matrix_dtype(func, args), tf32=tf32) * self.spec.compute_efficiency
+        return self.spec.reached_flops(_matrix_dtype(func, args), tf32=tf32)
 
     def kernel_ms(self, kernel: Kernel, flops_per_s: float = 0.0) -> float:
         """Return the milliseconds of one kernel on a CUDA device, launches included.

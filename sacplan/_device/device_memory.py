@@ -19,7 +19,7 @@ The workspaces that cuBLAS keeps stay from step to step. Buffers that ``fully_sh
 have pools of their own, as in torch.
 
 Not simulated: the CUDA context, NCCL's buffers and libraries that allocate for themselves, which are outside of the
-allocator (``outside_allocator.py``); what happens when memory runs out; ``record_stream``, which delays frees.
+allocator (``outside_allocator.py``); ``record_stream``, which delays frees.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ from typing import Literal
 
 import msgspec
 
-from sacplan._device.caching_allocator import Block, CachingAllocator, ExpandableAllocator
+from sacplan._device.caching_allocator import (
+    Block,
+    CachingAllocator,
+    ExpandableAllocator,
+    OutOfDeviceMemory,
+)
 from sacplan._program.derived import derived
 from sacplan._program.elements import Event, Phase, StorageKind
 from sacplan._program.files import Count
@@ -130,6 +135,23 @@ def reserved_bytes(program: Program, *, expandable: bool | None = None) -> int:
     """Return what ``DeviceMemory.reserved_bytes`` does, for which one of the two settings is enough to play."""
     peaks = _played(program, expandable=expandable_segments() if expandable is None else expandable)
     return max(each.max_memory_reserved for each in peaks)
+
+
+WITH_RETRIES = "It still runs, with allocation retries: torch gives cached memory back, which takes time."
+"""What ``retries_within`` means to a user."""
+
+
+def retries_within(program: Program, n_bytes: int) -> int | None:
+    """Return how often torch gives cached segments back in a run that may reserve so much; None if it runs out.
+
+    Each time costs a synchronization and new segments. A run of a few steps: until nothing changes, at most eight.
+    """
+    allocator = CachingAllocator(n_bytes)
+    try:
+        peaks_on(allocator, program)
+    except OutOfDeviceMemory:
+        return None
+    return allocator.retries
 
 
 def beyond_peak_bytes(program: Program) -> int:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
-_EFFICIENCIES = ("compute_efficiency", "bandwidth_efficiency")
+_EFFICIENCIES = ("compute_efficiency", "sustained_share", "bandwidth_efficiency")
 WITHOUT_WORKSPACES = " without workspaces"
 """Suffix of a device's name, for a device whose cuBLAS workspaces do not count."""
 
@@ -75,6 +75,9 @@ class DeviceSpec:
     compute_efficiency: float = 0.7
     """Share of the peak that large matrix products reach. The default is an assumption. Another value scales all
     kernels that are bound by FLOPs."""
+    sustained_share: float = 1.0
+    """Share of that which is left in a step: under long load the clock falls to what the limit of power allows, and
+    single products that are timed do not show it."""
     bandwidth_efficiency: float = 0.8
     """Share of the bandwidth that contiguous elementwise kernels reach. The default is an assumption. Another value
     scales all kernels that are bound by bytes."""
@@ -111,11 +114,8 @@ class DeviceSpec:
             for what, value in _links_of(self.name, self.kind).items():
                 if getattr(self, what) is None:
                     object.__setattr__(self, what, value)
-        if self.kind == "cuda":
-            if self.clock_ghz is None and "float32" in self.flops:
-                object.__setattr__(self, "clock_ghz", self._clock_ghz())
-            if self.rates is None:
-                object.__setattr__(self, "rates", default_rates(self.capability))
+        if self.kind == "cuda" and self.clock_ghz is None and "float32" in self.flops:
+            object.__setattr__(self, "clock_ghz", self._clock_ghz())
         figures = {
             "memory_bytes": self.memory_bytes,
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
@@ -134,7 +134,7 @@ class DeviceSpec:
                 )
         if "float32" not in self.flops:
             raise DeviceError(f"DeviceSpec {self.name!r}: flops needs at least a peak for 'float32'")
-        for what in ("compute_efficiency", "bandwidth_efficiency"):
+        for what in _EFFICIENCIES:
             if not 0 < getattr(self, what) <= 1:
                 raise DeviceError(
                     f"DeviceSpec {self.name!r}: {what} must lie in (0, 1], got {getattr(self, what)!r}"
@@ -142,6 +142,9 @@ class DeviceSpec:
         for what in ("kernel_launch_us", "matmul_workspace_bytes"):
             if (getattr(self, what) or 0) < 0:
                 raise DeviceError(f"DeviceSpec {self.name!r}: {what} is negative")
+        if self.kind == "cuda" and self.rates is None:
+            bytes_per_cycle = self.bandwidth_bytes_per_s / self.cycles_per_s
+            object.__setattr__(self, "rates", default_rates(self.capability, bytes_per_cycle))
 
     @property
     def kernel_rates(self) -> KernelRates:
@@ -191,6 +194,10 @@ class DeviceSpec:
         if name == "float64":
             return single / 2
         return single
+
+    def reached_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """What large matrix products on ``dtype`` reach in a step, in FLOP/s."""
+        return self.peak_flops(dtype, tf32=tf32) * self.compute_efficiency * self.sustained_share
 
     def round_up(self, nbytes: int) -> int:
         """Return ``nbytes`` as the allocator of this device counts them."""

@@ -42,6 +42,7 @@ class DeviceFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sm_count: Positive | UnsetType = UNSET
     allocation_round_bytes: Positive | UnsetType = UNSET
     compute_efficiency: Efficiency | UnsetType = UNSET
+    sustained_share: Efficiency | UnsetType = UNSET
     bandwidth_efficiency: Efficiency | UnsetType = UNSET
     kernel_launch_us: Duration | UnsetType = UNSET
     clock_ghz: Rate | UnsetType | None = UNSET

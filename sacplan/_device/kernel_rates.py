@@ -16,6 +16,8 @@ Where the figures come from:
 - *published*: fitted to the times of single ops that Liger-Kernel has published for A100, H100, B200, RTX 3090 and RTX
   4090 (``benchmarks/data/README.md``). Rows over .1 ms, least squares of the logarithm of predicted over measured time,
   with a loss that is linear for outliers. ``python -m benchmarks.published_ops`` compares.
+- *steps*: fitted to the times of whole steps that timm has published for RTX 3090 and 4090, channels last
+  (``benchmarks/data/steps.jsonl``). ``python -m benchmarks.published`` compares.
 - *paper*: a figure of the publication that is named.
 - *assumed*: we know of no published figure.
 
@@ -77,8 +79,16 @@ class KernelRates:
     """Share of bandwidth: cumulative sums. Assumed."""
     foreach: float = 0.95
     """Share of bandwidth: foreach and fused optimizers (``multi_tensor_apply``). Assumed."""
-    convolution: float = 0.8
-    """Share of FLOPs: cuDNN's convolutions and recurrent layers. Assumed."""
+    convolution: float = 0.93
+    """Share of FLOPs: cuDNN's convolutions and recurrent layers. Steps."""
+    grouped_convolution: float = 0.3
+    """Share of FLOPs: grouped convolutions of 4, 8, 16 or 32 channels a group, whose kernels are made for it. Steps."""
+    padded_convolution: float = 0.11
+    """Share of FLOPs: grouped convolutions of other widths, a small padded product for each group. Steps."""
+    padded_convolution_backward: float = 0.03
+    """Share of FLOPs: their gradients, with cuDNN 8.3. Steps."""
+    depthwise_backward: float = 0.27
+    """Share of bandwidth: gradients of depthwise convolutions. They themselves are bound by bandwidth. Steps."""
     flash_attention: float = 0.75
     """Share of FLOPs on Ampere and Ada. Paper: FlashAttention-2 (Dao, 2023), figure 5: 190 TFLOP/s on an A100."""
     flash_attention_backward: float = 0.65
@@ -124,9 +134,20 @@ HOPPER = KernelRates(flash_attention=0.5, flash_attention_backward=0.42)
 2024), figures 5 and 6: 350 and 300 TFLOP/s on an H100."""
 
 
-def default_rates(capability: tuple[int, int] | None) -> KernelRates:
-    """Return the rates of a GPU that has not been calibrated."""
-    return HOPPER if capability is not None and (9, 0) <= capability < (12, 0) else KernelRates()
+FITTED_BYTES_PER_CYCLE = 12.8
+"""Bytes of bandwidth for a cycle of a multiprocessor on an H100, and 13.4 on an A100 with 80 GB: the published shares
+are of these two. An RTX 3090 has 6.3 and a 4090 has 3.1."""
+_ASK_FOR_TOO_FEW = ("cast", "reduction", "norm", "norm_backward")
+"""Kinds that miss bandwidth since a multiprocessor asks for too few bytes in a cycle. So their shares are larger where
+there is less bandwidth for it: timm's steps on RTX 3090 and 4090 show that they have all of it there."""
+
+
+def default_rates(capability: tuple[int, int] | None, bytes_per_cycle: float) -> KernelRates:
+    """Return the rates of a GPU that has not been calibrated, with this bandwidth for a cycle of a multiprocessor."""
+    rates = HOPPER if capability is not None and (9, 0) <= capability < (12, 0) else KernelRates()
+    more = max(1.0, FITTED_BYTES_PER_CYCLE / bytes_per_cycle)
+    shares = {name: min(1.0, more * getattr(rates, name)) for name in _ASK_FOR_TOO_FEW}
+    return dataclasses.replace(rates, **shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +189,10 @@ KINDS: Mapping[str, Kind] = {
     "foreach": Kind("foreach"),
     "matmul": Kind(),
     "convolution": Kind(matrix="convolution"),
+    "grouped_convolution": Kind(matrix="grouped_convolution"),
+    "padded_convolution": Kind(matrix="padded_convolution"),
+    "padded_convolution_backward": Kind(matrix="padded_convolution_backward"),
+    "depthwise_backward": Kind("depthwise_backward"),
     "flash_attention": Kind(matrix="flash_attention"),
     "flash_attention_backward": Kind(matrix="flash_attention_backward"),
     "cudnn_attention": Kind(matrix="cudnn_attention"),

@@ -196,10 +196,22 @@ def _on_indices(where: torch.device, nbytes: int) -> Iterator[Probe]:
 
 
 def _convolution(where: torch.device) -> Iterator[Probe]:
-    images = torch.zeros(64, 256, 56, 56, dtype=torch.bfloat16, device=where)
-    filters = torch.zeros(256, 256, 3, 3, dtype=torch.bfloat16, device=where)
-    args = (images, filters, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    yield Probe("convolution", "convolution", aten.convolution.default, args)
+    """Yield convolutions of 3 x 3 on 64 images of 56 x 56 with 288 channels, channels last, by channels of a group."""
+    images = torch.zeros(64, 56, 56, 288, dtype=torch.bfloat16, device=where).permute(0, 3, 1, 2)
+    for width, figure in (
+        (288, "convolution"),
+        (32, "grouped_convolution"),
+        (24, "padded_convolution"),
+        (24, "padded_convolution_backward"),
+        (1, "depthwise_backward"),
+    ):
+        filters = torch.zeros(288, width, 3, 3, dtype=torch.bfloat16, device=where)
+        geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 288 // width)
+        if figure.endswith("backward"):
+            args = (images, images, filters, None, *geometry, [True, True, False])
+            yield Probe(figure, figure, aten.convolution_backward.default, args)
+        else:
+            yield Probe(figure, figure, aten.convolution.default, (images, filters, None, *geometry))
 
 
 # --- attention ------------------------------------------------------------------------------------------

@@ -147,9 +147,10 @@ def _batch_norm(call: Call) -> tuple[Kernel, ...]:
     """In training, moments of each channel first; then elementwise."""
     x = call.args[0]
     nbytes = tensor_bytes(x)
-    last = Kernel("norm", nbytes + call.written_bytes)
     training = arguments_by_name(call.func, call.args, call.kwargs).get("training", True)
-    return (Kernel("reduction", nbytes), last) if training else (last,)
+    if not training:
+        return (Kernel("pointwise", nbytes + call.written_bytes),)
+    return Kernel("reduction", nbytes), Kernel("norm", nbytes + call.written_bytes)
 
 
 @kernels(*aten_names("native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward"))
@@ -205,9 +206,43 @@ def _attention_kernel(
     return Kernel(kind, call.nbytes, flops=flops, block_flops=flops / max(1, blocks))
 
 
-@kernels("aten::convolution", "aten::convolution_backward", "aten::cudnn_convolution", "aten::_cudnn_rnn",
-         "aten::_cudnn_rnn_backward")  # fmt: skip
-def _cudnn(call: Call) -> tuple[Kernel, ...]:
-    """Convolutions and recurrent layers. Their backward pass is a kernel for each gradient."""
+# ---------------------------------------------------------------------------------------------------------
+# Convolutions and recurrent layers (cuDNN)
+
+_GROUP_WIDTHS = (4, 8, 16, 32)
+"""Channels of a group for which there are kernels of grouped convolutions on matrix units."""
+
+
+@kernels("aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
+def _recurrent(call: Call) -> tuple[Kernel, ...]:
     launches = 2 if call.func._schema.name.endswith("backward") else 1
     return (Kernel("convolution", call.nbytes, flops=call.flops, launches=launches),)
+
+
+@kernels("aten::convolution", "aten::convolution_backward", "aten::cudnn_convolution")
+def _convolution(call: Call) -> tuple[Kernel, ...]:
+    """One kernel, in the backward pass one for each gradient, which read two of input, weight and output.
+
+    Matrix units take half types channels last; others are transposed before and after ("Data and Filter Formats" in
+    the guide of cuDNN). Depthwise convolutions of contiguous tensors are PyTorch's own.
+    """
+    a = arguments_by_name(call.func, call.args, call.kwargs)
+    x, weight = a["input"] if "input" in a else a["self"], a["weight"]
+    wanted = a.get("output_mask", (True, False, False))
+    y = a["grad_output"] if "output_mask" in a else call.writes[0]
+    n, depthwise = sum(wanted[:2]), weight.shape[1] == 1 and a["groups"] > 1
+    kind, backward = "convolution", "output_mask" in a
+    if depthwise:
+        kind = "depthwise_backward" if backward else "pointwise"
+    elif a["groups"] > 1 and weight.shape[1] in _GROUP_WIDTHS:
+        kind = "grouped_convolution"
+    elif a["groups"] > 1:
+        kind = "padded_convolution_backward" if backward else "padded_convolution"
+    moved = sum(map(tensor_bytes, (x, weight, y)))
+    flops = 0 if depthwise else call.flops / max(1, n)
+    found = [Kernel(kind, moved, flops=flops)] * n
+    if wanted[2]:
+        found.append(Kernel("reduction", tensor_bytes(y)))
+    if x.element_size() == 2 and x.stride(1) != 1 and not depthwise:
+        found.append(Kernel("strided", 2 * (tensor_bytes(y) + n * tensor_bytes(x)), launches=1 + n))
+    return tuple(found)

@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from sacplan._device.device_memory import reserved_bytes
-from sacplan._device.devices import DeviceSpec
+from sacplan._device.device_memory import WITH_RETRIES, reserved_bytes, retries_within
 from sacplan._device.outside_allocator import outside_text
 from sacplan._plan.candidate import Candidate
 from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room, Try, beside_others
@@ -305,12 +304,12 @@ def looking_for_plans() -> Iterator[None]:
         _quiet.reset(before)
 
 
-def handed_out(made: Plan, spec: DeviceSpec) -> Plan:
+def handed_out(made: Plan, profile: Profile) -> Plan:
     """Return the plan, and warn if it takes more memory than the device has.
 
     The ``SacplanWarning`` points at the line of the user who called the public function.
     """
-    if not _quiet.get() and (why := _does_not_fit(made, spec)):
+    if not _quiet.get() and (why := _does_not_fit(made, profile)):
         warnings.warn(
             f"this plan does not fit: {why}",
             SacplanWarning,
@@ -319,8 +318,9 @@ def handed_out(made: Plan, spec: DeviceSpec) -> Plan:
     return made
 
 
-def _does_not_fit(made: Plan, spec: DeviceSpec) -> str:
+def _does_not_fit(made: Plan, profile: Profile) -> str:
     """Return by which figures a plan does not fit its device, and what to do; empty if it fits."""
+    spec = profile.spec
     rank = " on each rank" if made.ranks.devices > 1 else ""
     has = f"{spec.name} has {format_bytes(spec.memory_bytes)}"
     advice = "Try a smaller batch, several devices, or a device with more memory."
@@ -341,6 +341,9 @@ def _does_not_fit(made: Plan, spec: DeviceSpec) -> str:
         advice = f"With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
     elif made.budget_bytes is not None:
         advice = f"Without a budget, a plan is made that fits. {advice}"
+    here = made.ranks == profile.ranks and not profile.runs_compiled
+    if here and retries_within(profile.with_plan(made), room.n_bytes) is not None:
+        advice += f" {WITH_RETRIES}"
     return (
         f"its tensors take {format_bytes(made.peak_bytes)}{rank}, for which the allocator reserves "
         f"{format_bytes(reserved)} (max_memory_reserved), with {outside_text(room.outside)} outside of it, and {has}. "

@@ -72,7 +72,7 @@ class Outcome:
     def step_ms(self) -> float | None:
         """Predicted time of the step with the plan; None without one."""
         made = self.plan
-        return None if made is None else made.step_ms + made.recompute_ms + made.added_ms
+        return None if made is None else made.planned_ms
 
     @property
     def binding(self) -> str:
@@ -237,6 +237,7 @@ def made_plan(profile: Profile, found: Candidate, made_by: MadeBy, budget_bytes:
         lower_bound_ms=found.lower_bound_ms,
         # With recomputation alone there is no other time. The difference of the sums would leave a rounding error.
         added_ms=0.0 if found.only_recomputes else found.added_ms,
+        waits_ms=profile.waits_ms(found.program) - profile.waits_ms(profile.program),
         step_ms=profile.step_ms,
         step_flops=profile.program.flops,
         device=profile.device,

@@ -50,6 +50,8 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
             from before there was this.
         added_ms: How much longer the step takes because of its chunks (more launches, and each slice reads the weights
             again; negative if the slices together are quicker), and because it waits for copies to and from the host.
+        waits_ms: How much longer a GPU waits for the CPU that issues its ops (``sacplan/_device/eager.py``); negative
+            where recomputation runs while it would wait.
         host_bytes: The most that the plan has in the memory of the host, as torch's allocator of pinned memory rounds
             it.
         step_ms, step_flops: Predicted time and FLOPs of the step without the plan.

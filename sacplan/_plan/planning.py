@@ -114,9 +114,9 @@ def plan(
     limit = Limit(None if is_smallest else budget, headroom)
     request = Request(limit, solver, objective, keep, never, techniques, accumulate, host_budget)
     if is_smallest:
-        return handed_out(smallest_plan(request, profile.on_ranks(ranks)), profile.spec)
+        return handed_out(smallest_plan(request, profile.on_ranks(ranks)), profile)
     if spreads:
         outcome = on_meshes(request, profile, mesh)
     else:
         outcome = outcome_of(request, profile.on_ranks(ranks), looks_further=True)
-    return handed_out(outcome.made(), profile.spec)
+    return handed_out(outcome.made(), profile)

@@ -107,7 +107,7 @@ def policy(
             raise PlanError("a policy on a mesh takes no option, layers, slices, keep or never.")
         with looking_for_plans():
             spread = spread_policy(profile, mode, mesh)
-        return handed_out(spread, profile.spec)
+        return handed_out(spread, profile)
     # A policy of a mesh, but without one. Unknown modes come after it, since their message says less.
     if mode in POLICIES or " + " in mode:
         raise PlanError(f"policy {mode!r} spreads a step over ranks: give them, mesh={{'dp': 8}}.")
@@ -133,7 +133,7 @@ def policy(
     elif mode != "none":
         decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
     made_by = MadeBy(name, asked, pins=pins, techniques=techniques)
-    return handed_out(plan_by_hand(profile, decisions, made_by), profile.spec)
+    return handed_out(plan_by_hand(profile, decisions, made_by), profile)
 
 
 def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:

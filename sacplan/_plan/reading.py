@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from sacplan._device.device_memory import DeviceMemory
-from sacplan._device.outside_allocator import outside_on_gpu, outside_text
+from sacplan._device.outside_allocator import MARGIN, outside_on_gpu, outside_text
 from sacplan._plan.layers import LayerOps, LayerReading, read_layers, summed
 from sacplan._plan.value import PlanValue
 from sacplan._program.budget import format_bytes, format_share
@@ -86,7 +86,7 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         ),
         (
             "step",
-            f"{plan.step_ms + plan.recompute_ms + plan.added_ms:.2f} ms, {plan.step_ms:.2f} ms without a plan",
+            f"{plan.planned_ms:.2f} ms, {plan.step_ms:.2f} ms without a plan",
         ),
         (
             "slices",
@@ -135,7 +135,7 @@ def whence(plan: PlanValue) -> str:
         headroom = plan.provenance.headroom
         return of_device + ("15%" if headroom is None else str(headroom))
     outside = outside_text(outside_on_gpu(plan.ranks.communicators))
-    return f"{of_device}{outside} and what torch reserves beyond the peak"
+    return f"{of_device}{outside}, {MARGIN:.1%} for errors of prediction, and what torch reserves beyond the peak"
 
 
 def amount(parts: Sequence[LayerOps], layers: int, *, with_time: bool = False) -> str:

@@ -76,6 +76,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     fingerprint: Fingerprint
     sequences: tuple[OpSequence, ...] = ()
     added_ms: float = 0.0
+    waits_ms: float = 0.0
     device_memory: DeviceMemory | None = None
     host_bytes: Count = 0
 
@@ -144,6 +145,11 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
             for site in decision.sites if there else ():
                 if not any(site in call for call in there):
                     raise PlanError(_not_run(decision.unit, site, set().union(*there)))
+
+    @property
+    def planned_ms(self) -> float:
+        """Predicted time of the step with the plan."""
+        return self.step_ms + self.recompute_ms + self.added_ms + self.waits_ms
 
     @property
     def gradients(self) -> Literal["bit-equal", "close"]:

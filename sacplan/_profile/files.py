@@ -18,7 +18,7 @@ from sacplan._ranks.ranks import Ranks
 from sacplan._record.step import Mode
 from sacplan.errors import TraceError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     what: Literal["profile"]
-    schema_version: Literal[4]
+    schema_version: Literal[5]
     sha256: Checksum
 
     def __post_init__(self) -> None:

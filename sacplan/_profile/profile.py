@@ -18,6 +18,7 @@ from sacplan._classical.stats import module_info, segments_of
 from sacplan._classical.units import UnitTradeoff, unit_tradeoffs
 from sacplan._device.device_memory import DeviceMemory, device_memory
 from sacplan._device.devices import DeviceSpec
+from sacplan._device.eager import eager_ms, waits_ms
 from sacplan._profile import files
 from sacplan._profile.remarks import (
     no_optimizer,
@@ -33,7 +34,7 @@ from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_deci
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
 from sacplan._program.notebook import Section, as_html
-from sacplan._program.program import Program, StorageKind
+from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, AnyRanks, Ranks, ranks_of
 from sacplan._record.step import (
     Mode,
@@ -326,10 +327,21 @@ class Profile:
         """
         return 0 if self.spec.kind == "cpu" else self.host_bytes + self.optimizer_host_bytes
 
-    @property
+    @cached_property
     def step_ms(self) -> float:
-        """Predicted (or measured, op by op) time of the step in milliseconds."""
-        return self.program.step_ms
+        """Predicted (or measured, op by op) time of the step in ms: of the GPU, and where it waits for the CPU."""
+        return self.program.step_ms + self.waits_ms(self.program)
+
+    @property
+    def update_ms(self) -> float:
+        """Part of ``step_ms`` that a micro-step without the optimizer's step does not have."""
+        if self.spec.kind == "cuda" and not self.runs_compiled:
+            return self.step_ms - eager_ms(self.program, without=Phase.OPTIMIZER)
+        return sum(op.time_ms for op in self.program.ops if op.phase == Phase.OPTIMIZER)
+
+    def waits_ms(self, program: Program) -> float:
+        """Return how long a GPU waits for the CPU in a program of this step; if it is compiled, it does not."""
+        return waits_ms(program) if self.spec.kind == "cuda" and not self.runs_compiled else 0.0
 
     @property
     def forward_ms(self) -> float:

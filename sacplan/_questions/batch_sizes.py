@@ -30,7 +30,6 @@ from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import profile
 from sacplan._program.budget import format_bytes
 from sacplan._program.fingerprint import Fingerprint
-from sacplan._program.program import Phase
 from sacplan._questions.largest import largest
 from sacplan._questions.sweep import Row
 from sacplan._record.longest import LongestBatch, is_loader
@@ -132,8 +131,7 @@ class BatchSizes:
         else:  # no plan can hold the budget, so the smallest peak is not searched for
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
         # The optimizer steps once for all micro-batches, and the recorded micro-step has that step whole.
-        updates = sum(op.time_ms for op in traced.program.ops if op.phase == Phase.OPTIMIZER)
-        spared_ms = updates * (1 - 1 / self.recording.get("accumulation_steps", 1))
+        spared_ms = traced.update_ms * (1 - 1 / self.recording.get("accumulation_steps", 1))
         point = CapacityPoint(batch_size=n, floor_bytes=floor, spared_ms=spared_ms, **taken)
         self.points[n] = point
         # The limit depends on the program: on a GPU, what is reserved beyond the peak counts as well.

@@ -37,7 +37,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
-from sacplan._device.device_memory import reserved_bytes
+from sacplan._device.device_memory import reserved_bytes, retries_within
 from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan._device.outside_allocator import outside_allocator
 from sacplan._plan.candidate import Candidate
@@ -330,7 +330,7 @@ class _Sweep:
             for op, n in zip(program.ops, bytes_at_ops(program), strict=True)
             if op.phase == Phase.OPTIMIZER
         )
-        return step.state_bytes, peak, program.step_ms - self.base.step_ms
+        return step.state_bytes, peak, program.step_ms - self.base.program.step_ms
 
     def on_host(self, name: str) -> int:
         """Return the bytes of the host's memory that an optimizer takes; 0 on a CPU, where they are in the peak."""
@@ -381,7 +381,9 @@ class _Sweep:
         times: dict[str, Any] = dict.fromkeys(("step_ms", "recompute_ms", "added_ms"))
         if (fits or not way.techniques) and not self.on_host(name):
             recompute_ms, added_ms = steps * best.footprint.recompute_ms, steps * best.added_ms
-            step_ms = steps * self.base.step_ms + recompute_ms + added_ms + self.own[name][2]
+            step_ms = steps * self.base.program.step_ms + recompute_ms + added_ms + self.own[name][2]
+            step_ms += (steps - 1) * self.base.waits_ms(best.program)
+            step_ms += self.base.waits_ms(self._program(self.base, name, best))
             times = {"step_ms": step_ms, "recompute_ms": recompute_ms, "added_ms": added_ms}
         # Rows are made from the simplest way on. If an earlier one has the same decisions, this way is the
         # same; the search finds this way itself at the latest.
@@ -405,6 +407,8 @@ class _Sweep:
             **times,
             reserved_bytes=reserved,
             expandable_bytes=None if fits or reserved is None else self._expandable(name, best),
+            runs_with_retries=not (fits or reserved is None or way.techniques)
+            and retries_within(self._program(self.base, name, best), self.budget_bytes) is not None,
             same_as=None if same == way else same.name,
             host_bytes=host_bytes,
             host_room_bytes=self.host_budget_bytes,

@@ -28,7 +28,6 @@ from sacplan._profile.optimizer_table import BY_NAME
 from sacplan._profile.optimizers import OptimizerStep, with_optimizer
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes
-from sacplan._program.program import Phase
 from sacplan._questions.largest import largest_that_fits, largest_within
 from sacplan._questions.scaled import Peaks, Sized, sized_alike
 from sacplan._questions.sweep import Row
@@ -303,7 +302,7 @@ def _of_all_micro_steps(rank: Profile, times: Mapping[str, Any]) -> dict[str, An
     steps = rank.fingerprint.setup.accumulation_steps
     if steps == 1 or times["step_ms"] is None:
         return dict(times)
-    once_ms = sum(op.time_ms for op in rank.program.ops if op.phase == Phase.OPTIMIZER)
+    once_ms = rank.update_ms
     return {
         **times,
         "step_ms": steps * (times["step_ms"] - once_ms) + once_ms,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from sacplan._device.device_memory import WITH_RETRIES
 from sacplan._device.outside_allocator import Outside
 from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Room
 from sacplan._profile.optimizer_table import BY_NAME
@@ -35,6 +36,7 @@ class FitRow(Row):
             fit.
         room: Memory of the device that the step may take: less beside more communicators.
         expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
+        runs_with_retries: Whether it does not fit and runs all the same, since torch gives cached segments back.
         largest_batch: At the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
         longest_seq: At the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
         same_as: The simpler way that this one is at the asked size, where a plan finds nothing to do.
@@ -59,6 +61,7 @@ class FitRow(Row):
     room: Room
     fits: bool = field(init=False)
     expandable_bytes: int | None = None
+    runs_with_retries: bool = False
     largest_batch: int | None = None
     longest_seq: int | None = None
     same_as: str | None = None
@@ -248,14 +251,16 @@ class Verdict:
 
     @property
     def _other_allocator(self) -> tuple[str, ...]:
-        """A sentence on what fits only with expandable segments: the step as it is, or else the first way."""
+        """Sentences on what fits only with expandable segments or retries: the step as it is, or else the first way."""
+        said = (WITH_RETRIES,) if self.rows[0].runs_with_retries else ()
         rows = [row for row in self.rows if row.expandable_bytes is not None]
         # With another way that fits, only the step as it is is worth a change of the environment.
         if not rows or (self.recommended is not None and rows[0] is not self.rows[0]):
-            return ()
+            return said
         first = rows[0]
         assert first.expandable_bytes is not None
         return (
+            *said,
             f"The tensors of {first.name} fit, only what is reserved for them does not: with {EXPANDABLE_SEGMENTS} it "
             f"is {format_bytes(first.expandable_bytes)}, which fits.",
         )

@@ -11,6 +11,7 @@ wrapper does that inductor wrote: it allocates, calls kernels and ops, and lets 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
@@ -22,7 +23,8 @@ import torch
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.compilation import Backend, Compilation
 from sacplan._record.step import Step
-from sacplan._torch.compiling import compiled_with, uncompiled
+from sacplan._torch import private
+from sacplan._torch.compiling import compiled_with, keep_dynamo_out, uncompiled
 from sacplan._torch.inductor import compiled_so_far, dry_compiler
 from sacplan._torch.private import function_modes_off
 from sacplan.errors import TraceError
@@ -122,6 +124,9 @@ def _compiled_already(model: torch.nn.Module, whole: Any) -> Compilation | None:
 @contextlib.contextmanager
 def dry_compiled(model: torch.nn.Module, compilation: Compilation, spec: DeviceSpec) -> Iterator[None]:
     """Compile modules of a fake model inside, without kernels."""
+    # Between two graphs, eager ops call the recorder and its hooks, which are no code of the model.
+    record = [module for name, module in sys.modules.items() if name.startswith(f"{__package__}.")]
+    keep_dynamo_out(private, *record)
     with dry_compiler(_gpu(spec) if spec.kind == "cuda" else None):
         modules = dict(model.named_modules())
         for fqn in compilation.modules:

@@ -280,7 +280,7 @@ READS_NUMBER = "aten._local_scalar_dense.default"
 
 @functools.cache
 def is_computation(name: str) -> bool:
-    """Whether an op, by the name of its overload, makes or writes values: no view, and of collectives those that may run again."""
+    """Whether an op, by the name of its overload, makes or writes values: no view, a collective if it may run again."""
     if name.partition(".")[0] in _SETS_UP:
         return name in _COLLECTIVES
     func = op_named(name)
@@ -299,7 +299,11 @@ def is_composite(func: Any) -> bool:
     """Whether an op is made of others whatever the device, and has formulas of autograd through them alone."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":  # no ops of the dispatcher
         return False
-    return func.has_kernel_for_dispatch_key(COMPOSITE) and not func._opname.startswith(_FUSED_ON_GPUS)
+    # Not ``func.has_kernel_for_dispatch_key``, which counts Python's decompositions as well.
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+    return has_kernel and not func._opname.startswith(_FUSED_ON_GPUS)
 
 
 # torch's own kernel for one key. Not ``op.decompose``: for dropout that is a Python decomposition.
@@ -314,7 +318,7 @@ def run_composite(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 def run_in_parts(mode: TorchDispatchMode, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Run a composite op that a dispatch mode has got, so that the mode sees what it is made of.
 
-    Below autograd, which else takes it apart, it comes whole: in inference mode and inside of custom functions.
+    Below autograd, which else takes it apart, it comes whole: in inference mode, and where a DTensor runs its own code.
     """
     TorchDispatchMode.__enter__(mode)
     try:

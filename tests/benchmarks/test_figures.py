@@ -29,6 +29,7 @@ from benchmarks.models import chunk_models
 from benchmarks.models.published_ops import read_rows
 from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.rest import training_chunk
+from sacplan._device.outside_allocator import MARGIN
 from sacplan._program.decisions import Chunk
 
 
@@ -203,3 +204,10 @@ def test_why_gemma_stops() -> None:
     chunk = Chunk("model.layers.0.self_attn", "module", 16, 1)
     with pytest.raises(CannotChunk, match="cannot run in slices: its arguments are sliced in different ways"):
         training_chunk(program, chunk, profile.spec)
+
+
+def test_the_margin_covers_published_steps_whose_setting_is_known() -> None:
+    known = [row for row in _rows("published") if row["kind"] == "known" and row.get("published_bytes")]
+    most = max(row["published_bytes"] / row["predicted_bytes"] - 1 for row in known)
+    assert len(known) >= 15
+    assert most <= MARGIN < most + 0.001

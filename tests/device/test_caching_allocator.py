@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sacplan._device.caching_allocator import MIB, CachingAllocator, ExpandableAllocator
+from sacplan._device.caching_allocator import (
+    MIB,
+    CachingAllocator,
+    ExpandableAllocator,
+    OutOfDeviceMemory,
+)
 
 KIB = 2**10
 
@@ -50,6 +55,21 @@ def test_the_smallest_block_that_fits_is_taken_and_neighbours_merge() -> None:
     assert allocator.reserved_bytes == 70 * MIB
     allocator.allocate(2 * MIB)
     assert allocator.reserved_bytes == 90 * MIB
+
+
+def test_where_memory_ends_cached_segments_go_back() -> None:
+    allocator = CachingAllocator(60 * MIB)
+    allocator.free(allocator.allocate(40 * MIB))
+    allocator.allocate(30 * MIB)  # out of the 40, which are a segment in use from here on
+    allocator.allocate(20 * MIB)
+    assert (allocator.reserved_bytes, allocator.retries) == (60 * MIB, 0)
+    with pytest.raises(OutOfDeviceMemory):
+        allocator.allocate(12 * MIB)
+    assert (allocator.reserved_bytes, allocator.retries) == (60 * MIB, 1)
+    other = CachingAllocator(60 * MIB)
+    other.free(other.allocate(40 * MIB))
+    other.allocate(50 * MIB)
+    assert (other.reserved_bytes, other.allocated_bytes, other.retries) == (50 * MIB, 50 * MIB, 1)
 
 
 def test_small_and_large_blocks_do_not_mix() -> None:

@@ -90,13 +90,15 @@ def test_matmul_time_is_the_roofline() -> None:
     flops = 2 * n**3
     assert op_flops(aten.mm.default, (a, a), {}, a) == flops
     launch = H100.kernel_launch_us * 1e-3
-    want = flops / (989.5e12 * H100.compute_efficiency) * 1e3 + launch
+    want = flops / (989.5e12 * H100.compute_efficiency * H100.sustained_share) * 1e3 + launch
     assert CostModel(H100).cost(aten.mm.default, (a, a), {}, a)[1] == pytest.approx(want)
 
     f = a.float()
     for tf32, peak in ((False, 67e12), (True, 494.5e12)):
         _, ms = CostModel(H100, tf32=tf32).cost(aten.mm.default, (f, f), {}, f)
-        assert ms == pytest.approx(flops / (peak * H100.compute_efficiency) * 1e3 + launch)
+        assert ms == pytest.approx(
+            flops / (peak * H100.compute_efficiency * H100.sustained_share) * 1e3 + launch
+        )
 
 
 def test_tf32_follows_torch() -> None:
@@ -149,3 +151,18 @@ def test_views_and_queries_are_free() -> None:
         assert op_bytes(func, args, {}, out) == 0
     assert CostModel(H100).cost(aten.clone.default, (x,), {}, x)[1] > 0
     assert CostModel(H100).cost(aten.add_.Tensor, (x, x), {}, x)[1] > 0
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_grouped_convolutions_count_one_filter(groups: int, transposed: bool) -> None:
+    """Each gradient has as many FLOPs as the forward pass, whatever the groups."""
+    x, make = torch.empty(2, 8, 6, 6, device="meta"), nn.ConvTranspose2d if transposed else nn.Conv2d
+    weight = make(8, 16, 3, groups=groups, device="meta").weight
+    geometry = ([1, 1], [0, 0], [1, 1], transposed, [0, 0], groups)
+    y = aten.convolution.default(x, weight, None, *geometry)
+    forward = op_flops(aten.convolution.default, (x, weight, None, *geometry), {}, y)
+    for mask in ([True, True, False], [False, True, True], [True, False, False]):
+        args = (y, x, weight, [16], *geometry, mask)
+        out = aten.convolution_backward.default(*args)
+        assert op_flops(aten.convolution_backward.default, args, {}, out) == forward * sum(mask[:2])

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import sacplan
 from sacplan._cli.app import app
 from sacplan._device.devices import resolve_device
-from sacplan._device.outside_allocator import CUDA_CONTEXT, outside_allocator
+from sacplan._device.outside_allocator import CUDA_CONTEXT
+from tests.support.devices import left_of, memory_with_room
 
 MIB = 2**20
 CONTEXT = CUDA_CONTEXT.n_bytes
@@ -57,16 +58,16 @@ def unplanned() -> int:
 
 def test_without_a_budget_the_reserved_segments_fit(unplanned: int) -> None:
     """The whole rule: ``max_memory_reserved`` and what lies outside of the allocator are within the memory."""
-    profile = profile_on(CONTEXT + int(unplanned * 1.1))
+    profile = profile_on(memory_with_room(int(unplanned * 1.1)))
     plan = sacplan.plan(profile)
     assert plan.device_memory is not None
     reserved = max(
         plan.device_memory.first_step, plan.device_memory.steps, key=lambda p: p.max_memory_reserved
     )
-    assert reserved.max_memory_reserved + CONTEXT <= profile.spec.memory_bytes
-    assert plan.peak_bytes <= (plan.budget_bytes or 0) <= profile.spec.memory_bytes - CONTEXT
+    assert reserved.max_memory_reserved <= left_of(profile.spec.memory_bytes)
+    assert plan.peak_bytes <= (plan.budget_bytes or 0) <= left_of(profile.spec.memory_bytes)
     assert plan.discarded  # the tensors would fit without a plan, and their segments would not
-    assert profile.peak_bytes <= profile.spec.memory_bytes - CONTEXT
+    assert profile.peak_bytes <= left_of(profile.spec.memory_bytes)
     assert (plan.provenance.budget, plan.provenance.headroom) == (None, None)
     # The limit that it came to, given as a budget, makes the same plan.
     again = sacplan.plan(profile, f"{plan.budget_bytes}B")
@@ -96,16 +97,14 @@ def test_on_a_cpu_it_is_the_memory_of_the_machine() -> None:
 
 
 def test_on_a_mesh_it_is_that_of_each_rank(unplanned: int) -> None:
-    outside = sum(one.n_bytes for one in outside_allocator(H100, communicators=1))
-    assert outside > CONTEXT
-    memory = outside + int(unplanned * 0.7)
-    plan = sacplan.plan(profile_on(memory), mesh={"dp": 2})
+    room = int(unplanned * 0.7)
+    plan = sacplan.plan(profile_on(memory_with_room(room, communicators=1)), mesh={"dp": 2})
     assert plan.ranks.world_size == 2
     assert plan.ranks.communicators == 1
     assert plan.device_memory is not None
-    assert plan.device_memory.reserved_bytes() + outside <= memory
+    assert plan.device_memory.reserved_bytes() <= room
     assert plan.budget_bytes is not None
-    assert plan.budget_bytes <= memory - outside
+    assert plan.budget_bytes <= room
     assert plan.provenance.budget is None
 
 
@@ -115,7 +114,7 @@ def test_a_budget_and_a_headroom_contradict_each_other() -> None:
 
 
 def test_no_plan_fits_the_device() -> None:
-    profile = profile_on(CONTEXT + MIB)
+    profile = profile_on(memory_with_room(MIB))
     with pytest.raises(sacplan.InfeasibleBudget) as caught:
         sacplan.plan(profile)
     assert caught.value.budget_bytes == MIB
@@ -128,7 +127,7 @@ def test_verify_compares_a_plan_without_a_budget_with_the_device() -> None:
     assert plan.budget_bytes is None
     assert plan.device_memory is not None
     beyond = plan.device_memory.reserved_bytes() - plan.peak_bytes
-    assert seen.budget_bytes == H100.memory_bytes - CONTEXT - beyond
+    assert seen.budget_bytes == left_of(H100.memory_bytes) - beyond
     assert seen.within_budget
     assert not dataclasses.replace(seen, peak_bytes=seen.budget_bytes + 1).within_budget
 
@@ -209,7 +208,7 @@ def make():
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     (tmp_path / "train.py").write_text(TRAIN)
     dataclasses.replace(H100, name="tiny", memory_bytes=MIB).save(tmp_path / "tiny.json")
-    dataclasses.replace(H100, name="small", memory_bytes=CONTEXT + MIB).save(tmp_path / "small.json")
+    dataclasses.replace(H100, name="small", memory_bytes=memory_with_room(MIB)).save(tmp_path / "small.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(warnings, "showwarning", sacplan._cli.output.show_warning)
     return lambda words: CliRunner().invoke(app, words.split())

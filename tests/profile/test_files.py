@@ -26,7 +26,7 @@ from sacplan.errors import DeviceError, SacplanError
 from tests.support.damage import damaged_bytes, damaged_contents, set_to
 
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in schema.schemas()}
-PROFILES = jsonschema.Draft202012Validator(SCHEMAS["profile-4"])
+PROFILES = jsonschema.Draft202012Validator(SCHEMAS["profile-5"])
 DEVICES = jsonschema.Draft202012Validator(SCHEMAS["device-1"])
 
 LOADERS: dict[str, tuple[Callable[[Path], Any], type[SacplanError]]] = {

@@ -15,10 +15,10 @@ from torch import nn
 
 import sacplan
 from sacplan._device.devices import resolve_device
-from sacplan._device.outside_allocator import CUDA_CONTEXT
 from sacplan._plan.limits import DEFAULT_HEADROOM
 from sacplan._questions.batch_sizes import CapacityPoint
 from sacplan._questions.capacity import Capacity, max_batch, throughput
+from tests.support.devices import memory_with_room
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
@@ -74,7 +74,7 @@ class Case:
 
     def samples_per_s(self, n: int) -> float:
         plan = self.plan(n)
-        return 0.0 if plan is None else n / (plan.step_ms + plan.recompute_ms) * 1e3
+        return 0.0 if plan is None else n / (plan.planned_ms) * 1e3
 
     @functools.cache  # noqa: B019
     def find(self, function: Callable[..., sacplan.Capacity], **more: Any) -> Capacity:
@@ -124,7 +124,7 @@ def test_points_are_what_planning_gives() -> None:
             assert p.floor_bytes <= sacplan.plan(case.profile(p.batch_size), "smallest").peak_bytes
         else:
             assert p.floor_bytes <= p.peak_bytes == plan.peak_bytes <= case.budget
-            assert p.step_ms == plan.step_ms + plan.recompute_ms
+            assert p.step_ms == plan.planned_ms
             assert p.samples_per_s == case.samples_per_s(p.batch_size)
     frame = found.to_frame()
     assert list(frame.index) == sizes
@@ -279,10 +279,10 @@ def test_a_budget_is_kept_as_it_is() -> None:
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_without_a_budget_or_a_headroom(kind: str) -> None:
     """A GPU has all memory but what lies outside of the allocator, and a CPU all but the default headroom."""
-    gpu = dataclasses.replace(resolve_device("h100"), memory_bytes=CUDA_CONTEXT.n_bytes + 40 * MIB)
+    gpu = dataclasses.replace(resolve_device("h100"), memory_bytes=memory_with_room(40 * MIB))
     spec = gpu if kind == "cuda" else dataclasses.replace(resolve_device("cpu"), memory_bytes=40 * MIB)
     found = max_batch(perceptron(1), rows, device=spec, at_most=1)
-    left = CUDA_CONTEXT.n_bytes if kind == "cuda" else math.floor(40 * MIB * DEFAULT_HEADROOM)
+    left = gpu.memory_bytes - 40 * MIB if kind == "cuda" else math.floor(40 * MIB * DEFAULT_HEADROOM)
     assert (found.headroom_bytes, found.budget_bytes) == (left, spec.memory_bytes - left)
     assert ("CUDA context" in repr(found)) == (kind == "cuda")
     assert ("left free" in repr(found)) == (kind == "cpu")

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import sacplan
 from sacplan._device.devices import resolve_device
 from sacplan._device.links import Link
+from sacplan._program.program import Phase
 from sacplan.errors import PlanError, TraceError
 from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
@@ -357,6 +358,12 @@ def test_the_ring_of_context_parallelism_is_recorded() -> None:
     for name in ("attention.default", "attention_backward.default"):
         assert sum(op.name.endswith(name) for op in profile.program.ops) == 4
     assert any("all_to_all" in op.name for op in profile.program.ops)
+    # Copies that the ring makes are ops that can run again, though it runs below autograd.
+    copies = [
+        op for op in profile.program.ops if op.phase is Phase.FORWARD and op.name == "aten.clone.default"
+    ]
+    assert len(copies) >= 2
+    assert all(op.recomputable for op in copies)
 
 
 def test_norms_of_parts_of_a_sequence_run_in_fused_kernels_on_a_gpu() -> None:

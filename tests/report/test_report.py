@@ -253,7 +253,7 @@ def test_the_timeline_is_the_step_on_a_time_axis(case: SimpleNamespace) -> None:
         assert line.peak_bytes == found.peak_bytes
         assert (line.kind_bytes.sum(axis=1) == line.live_bytes).all()
         assert (line.kind_bytes >= 0).all()
-        assert line.end_ms == pytest.approx(case.profile.step_ms + found.recompute_ms)
+        assert line.end_ms == pytest.approx(case.profile.program.step_ms + found.recompute_ms)
         assert tuple(line.ops[line.recomputed]) == found.again
         assert not np.isin(line.during, line.ops[line.recomputed]).all()
         assert (np.diff(line.start_ms) >= 0).all()
@@ -278,7 +278,7 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
             gpu.plan.budget_bytes
         )
         assert drawn["peak"].get_ydata()[0] * 2**20 == pytest.approx(line.peak_bytes)
-        assert axis.get_xlim()[1] >= gpu.profile.step_ms + gpu.plan.recompute_ms
+        assert axis.get_xlim()[1] >= gpu.profile.program.step_ms + gpu.plan.recompute_ms
     assert len(sacplan.Report(gpu.profile).memory_figure().axes) == 1
 
 

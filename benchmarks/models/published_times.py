@@ -1,0 +1,238 @@
+"""Steps of which others have published times: ``benchmarks/data/steps.jsonl``.
+
+    step = TIMED["timm-train-rtx-3090-nhwc-resnet50"]()
+
+Models of timm and of torchvision are made where these packages are installed; sacplan does not need them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sacplan
+from benchmarks.harness.results import ROOT
+from benchmarks.models import published_networks as networks
+from benchmarks.models.published_step import Built, Fsdp, Point, Step, empty, foreach_adamw
+
+DATA = ROOT / "benchmarks" / "data" / "steps.jsonl"
+
+# --- images -----------------------------------------------------------------------------------------------
+
+
+def _classified(model: nn.Module, batch: Any) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def _in_float16(run: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Any:
+    with torch.autocast("cuda", torch.float16):
+        return run(model, batch)
+
+
+def _images(batch: int, size: int, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
+    return empty(batch, 3, size, size, dtype=dtype).contiguous(memory_format=layout)
+
+
+_NESTEROV = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=False)
+
+
+def _vision(setting: Mapping[str, Any], *, channels_last: bool, half: bool, optimizer: Any) -> Built:
+    """Build a model of timm or torchvision by its name, "timm resnet50"."""
+    package, name = setting["model"].split()
+    with torch.device("meta"):
+        if package == "timm":
+            # Attention in one kernel came with torch 2.0.
+            importlib.import_module("timm.layers").set_fused_attn(setting["mode"] == "inference")
+            model = importlib.import_module("timm").create_model(name)
+        else:
+            model = getattr(importlib.import_module("torchvision.models"), name)()
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = (model.half() if half else model).to(memory_format=layout)
+    images = _images(setting["batch"], setting["image"], torch.half if half else torch.float, layout)
+    if setting["mode"] == "inference":
+        run = functools.partial(_in_float16, lambda model, batch: model(*batch))
+        return Built(model=model.eval(), batch=(images,), loss_fn=run)
+    loss = _classified if half else functools.partial(_in_float16, _classified)
+    return Built(model=model, batch=(images, empty(setting["batch"])), loss_fn=loss, optimizer=optimizer)
+
+
+_GROUPED = """
+    resnext50_32x4d efficientnet_b0 tf_efficientnetv2_s mobilenetv2_100 regnetx_032 regnety_032 convnext_tiny
+    convnext_small poolformer_s12 nfnet_l0 xception dpn68 ghostnet_100 lcnet_050 mobilevit_s coat_lite_small
+    mnasnet_100 xcit_small_12_p16_224
+"""
+_TRANSFORMERS = ("vit_", "swin_", "mixer_", "resmlp_", "cait_", "beit_")
+
+
+def _timm(row: Mapping[str, Any]) -> Step:
+    setting = row["setting"]
+    name = setting["model"].split()[1]
+    group = "vision inference"
+    if setting["mode"] == "train":
+        kind = "transformers and MLPs" if name.startswith(_TRANSFORMERS) else "dense convolutions"
+        group = f"vision training, {'grouped convolutions' if name in _GROUPED.split() else kind}"
+    return Step(
+        build=functools.partial(
+            _vision,
+            setting,
+            channels_last=True,
+            half=False,
+            optimizer=_NESTEROV if "train" in group else None,
+        ),
+        points=(),
+        device=row["device"],
+        mode=setting["mode"],
+        samples=setting["batch"],
+        group=group,
+    )
+
+
+def _torchvision(row: Mapping[str, Any]) -> Step:
+    return Step(
+        build=functools.partial(_vision, row["setting"], channels_last=False, half=True, optimizer=None),
+        points=(),
+        device="a100-40gb",
+        samples=row["setting"]["batch"],
+        group="small steps",
+    )
+
+
+def _examples(row: Mapping[str, Any]) -> Step:
+    """Return a step of NVIDIA's DeepLearningExamples, with a batch of 256 for ResNet-50, else of 128."""
+    timm = {"resnet50": ("resnet50", 256), "resnext101_32x4d": ("resnext101_32x4d", 128)}
+    name, batch = timm[row["id"].split("-")[1]]
+    setting = {"model": f"timm {name}", "batch": batch, "image": 224, "mode": "train"}
+    return Step(
+        build=functools.partial(_vision, setting, channels_last=True, half=False, optimizer=_NESTEROV),
+        points=(),
+        device="a100-80gb",
+        samples=batch,
+        group="vision training on an A100",
+        unknown="the batch",
+    )
+
+
+# --- MPT --------------------------------------------------------------------------------------------------
+
+_MPT = {
+    "125m": (12, 768, 12),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+}
+"""Layers, width and heads (llm-foundry, ``scripts/train/yamls/pretrain``)."""
+
+
+def _mpt(setting: Mapping[str, Any]) -> Built:
+    with torch.device("meta"):
+        model = networks.MPT(*_MPT[setting["model"].split()[1]], setting["seq"])
+    tokens = empty(setting["microbatch"], setting["seq"])
+    return Built(
+        model=model, batch=(tokens, tokens), loss_fn=lambda m, batch: m(*batch), optimizer=foreach_adamw
+    )
+
+
+def _blocks_policy(profile: sacplan.Profile) -> sacplan.Plan:
+    return sacplan.policy("full", profile=profile, layers="blocks.*")
+
+
+def _foundry(row: Mapping[str, Any]) -> Step:
+    setting = row["setting"]
+    return Step(
+        build=functools.partial(_mpt, setting),
+        points=(),
+        device="a100-80gb",
+        fsdp=Fsdp(ranks=setting["gpus"], units=("blocks.*", "")),
+        plan=None if setting["checkpointing"] == "none" else _blocks_policy,
+        samples=setting["microbatch"] * setting["seq"] * setting["accumulation"],
+        accumulation=setting["accumulation"],
+        group="MPT, FSDP, " + ("up to 4,096 tokens" if setting["seq"] <= 4096 else "longer"),
+        unknown="FSDP1, predicted as FSDP2; the loss was fused",
+    )
+
+
+# --- transformers ----------------------------------------------------------------------------------------
+
+
+def _mistral(batch: int, lora: bool) -> Built:
+    import transformers
+
+    config = transformers.MistralConfig(sliding_window=None, use_cache=False, max_position_embeddings=32768)
+    with torch.device("meta"):
+        model: Any = transformers.MistralForCausalLM(config).bfloat16()
+        if lora:
+            import peft
+
+            names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+            adapter = peft.LoraConfig(r=16, task_type="CAUSAL_LM", target_modules=names)
+            model = peft.get_peft_model(model, adapter)
+    tokens = empty(batch, 4096)
+    return Built(
+        model=model.train(),
+        batch={"input_ids": tokens, "labels": tokens},
+        loss_fn=lambda model, batch: model(**batch).loss,
+        optimizer=foreach_adamw,
+    )
+
+
+def _fms(row: Mapping[str, Any]) -> Step:
+    name = row["setting"]["name"]
+    lora, batch = "lora" in name, int(name[-1])
+    layers = "base_model.model.model.layers.*" if lora else "model.layers.*"
+    rate = row["kind"] == "time"
+    return Step(
+        build=functools.partial(_mistral, batch, lora),
+        points=() if rate else (Point(),),
+        device="a100-80gb",
+        plan=lambda profile: sacplan.policy("full", profile=profile, layers=layers),
+        samples=batch * 4096 if rate else 0,
+        group="Mistral-7B, checkpointed" if rate else "",
+        assumed=lora,
+        unknown="rank and layers of the adapters" if lora else "",
+    )
+
+
+def _t5(row: Mapping[str, Any]) -> Step:
+    def build() -> Built:
+        import transformers
+
+        config = transformers.T5Config(
+            d_model=768, d_ff=3072, num_layers=12, num_heads=12, use_cache=False,
+            attn_implementation="eager", decoder_start_token_id=0,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = transformers.T5ForConditionalGeneration(config)
+        batch = {"input_ids": empty(1, 512), "labels": empty(1, 64)}
+        adam = functools.partial(torch.optim.AdamW, foreach=False)
+        return Built(model=model, batch=batch, loss_fn=lambda m, b: m(**b).loss, optimizer=adam)
+
+    return Step(build=build, points=(), device="rtx-3090", samples=1, group="small steps", unknown="lengths")
+
+
+_MAKERS = {
+    "timm": _timm,
+    "tv12": _torchvision,
+    "dle": _examples,
+    "mpt": _foundry,
+    "fms": _fms,
+    "hf15026": _t5,
+}
+
+
+def timed_rows() -> dict[str, dict[str, Any]]:
+    """Return the published rows by id."""
+    lines = DATA.read_text(encoding="utf-8").splitlines()
+    return {row["id"]: row for row in map(json.loads, lines)}
+
+
+TIMED: dict[str, Step] = {name: _MAKERS[name.split("-")[0]](row) for name, row in timed_rows().items()}
