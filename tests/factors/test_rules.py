@@ -86,6 +86,11 @@ def sample(*ops: Any) -> Callable[[Sample], Sample]:
     return add
 
 
+def shaped(make: Callable[[Draw, list[int]], tuple[Any, ...]], n: int | None = None) -> Sample:
+    """Arguments that begin with a shape, of ``n`` dimensions if that is given."""
+    return lambda d: make(d, d.sizes(n))
+
+
 def call_of(op: Any, given: tuple[Any, ...]) -> OpCall:
     kwargs = given[-1] if given and isinstance(given[-1], dict) else {}
     return OpCall(op, given[: len(given) - bool(kwargs)], kwargs, DECOMPOSED.get(op))
@@ -93,95 +98,39 @@ def call_of(op: Any, given: tuple[Any, ...]) -> OpCall:
 
 # --- pointwise
 
-
-@sample(
+sample(
     aten.exp.default, aten.clone.default, aten.relu_.default, aten.zeros_like.default, aten._to_copy.default
+)(lambda d: (normal(*d.sizes()),))
+sample(aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.copy_.default, aten.lt.Tensor)(
+    shaped(lambda d, shape: (normal(*shape), d.broadcast(shape)))
 )
-def _(d: Draw) -> Any:
-    return (normal(*d.sizes()),)
-
-
-@sample(aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.copy_.default, aten.lt.Tensor)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.broadcast(shape)
-
-
-@sample(aten.addcmul.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.broadcast(shape), d.broadcast(shape), {"value": 0.5}
-
-
-@sample(aten.where.self)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return d.broadcast(shape) > 0, normal(*shape), d.broadcast(shape)
-
-
-@sample(aten.masked_fill.Scalar)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.broadcast(shape) > 0, -1.0
-
-
-@sample(aten.div.Tensor_mode)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), positive(*shape), {"rounding_mode": "floor"}
-
-
-@sample(aten.tanh_backward.default, aten.sigmoid_backward.default, aten.gelu_backward.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), normal(*shape)
-
-
-@sample(aten.native_dropout_backward.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), normal(*shape) > 0, 2.0
-
-
-@sample(aten.isin.Tensor_Tensor)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return integers(9, *shape), integers(9, *shape)
-
-
-@sample(aten.full.default)
-def _(d: Draw) -> Any:
-    return d.sizes(), 2.5
-
-
-@sample(aten.new_zeros.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*d.one_of(shape, d.sizes())), shape
-
-
-@sample(aten.scalar_tensor.default)
-def _(d: Draw) -> Any:
-    return (2.5,)
+sample(aten.addcmul.default)(
+    shaped(lambda d, shape: (normal(*shape), d.broadcast(shape), d.broadcast(shape), {"value": 0.5}))
+)
+sample(aten.where.self)(shaped(lambda d, shape: (d.broadcast(shape) > 0, normal(*shape), d.broadcast(shape))))
+sample(aten.masked_fill.Scalar)(shaped(lambda d, shape: (normal(*shape), d.broadcast(shape) > 0, -1.0)))
+sample(aten.div.Tensor_mode)(
+    shaped(lambda d, shape: (normal(*shape), positive(*shape), {"rounding_mode": "floor"}))
+)
+sample(aten.tanh_backward.default, aten.sigmoid_backward.default, aten.gelu_backward.default)(
+    shaped(lambda d, shape: (normal(*shape), normal(*shape)))
+)
+sample(aten.native_dropout_backward.default)(
+    shaped(lambda d, shape: (normal(*shape), normal(*shape) > 0, 2.0))
+)
+sample(aten.isin.Tensor_Tensor)(shaped(lambda d, shape: (integers(9, *shape), integers(9, *shape))))
+sample(aten.full.default)(lambda d: (d.sizes(), 2.5))
+sample(aten.new_zeros.default)(shaped(lambda d, shape: (normal(*d.one_of(shape, d.sizes())), shape)))
+sample(aten.scalar_tensor.default)(lambda d: (2.5,))
 
 
 # --- views
 
-
-@sample(aten.view.dtype)
-def _(d: Draw) -> Any:
-    return normal(*d.sizes()), torch.int32
-
-
-@sample(aten.view_as_real.default)
-def _(d: Draw) -> Any:
-    return (torch.complex(normal(3, 2), normal(3, 2)),)
-
-
-@sample(aten.select_scatter.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes(3)
-    return normal(*shape), normal(shape[0], shape[2]), 1, -1
+sample(aten.view.dtype)(lambda d: (normal(*d.sizes()), torch.int32))
+sample(aten.view_as_real.default)(lambda d: (torch.complex(normal(3, 2), normal(3, 2)),))
+sample(aten.select_scatter.default)(
+    shaped(lambda d, shape: (normal(*shape), normal(shape[0], shape[2]), 1, -1), 3)
+)
 
 
 @sample(aten.slice_scatter.default)
@@ -229,44 +178,17 @@ def _(d: Draw) -> Any:
     ]
 
 
-@sample(aten.repeat.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes(2)
-    return normal(*shape), d.sizes(d.one_of(2, 3))
-
-
-@sample(aten.permute.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.draw(st.permutations(range(len(shape))))
-
-
-@sample(aten.transpose.int)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.dim(shape), d.dim(shape)
-
-
-@sample(aten.t.default)
-def _(d: Draw) -> Any:
-    return (normal(*d.sizes(d.one_of(1, 2))),)
-
-
-@sample(aten.unsqueeze.default, aten.squeeze.dim, aten.unbind.int)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.dim(shape)
-
-
-@sample(aten.squeeze.default, aten.view_as_complex.default)
-def _(d: Draw) -> Any:
-    return (normal(*d.sizes(2), 2),)
-
-
-@sample(aten.select.int)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.dim(shape), -1
+sample(aten.repeat.default)(shaped(lambda d, shape: (normal(*shape), d.sizes(d.one_of(2, 3))), 2))
+sample(aten.permute.default)(
+    shaped(lambda d, shape: (normal(*shape), d.draw(st.permutations(range(len(shape))))))
+)
+sample(aten.transpose.int)(shaped(lambda d, shape: (normal(*shape), d.dim(shape), d.dim(shape))))
+sample(aten.t.default)(lambda d: (normal(*d.sizes(d.one_of(1, 2))),))
+sample(aten.unsqueeze.default, aten.squeeze.dim, aten.unbind.int)(
+    shaped(lambda d, shape: (normal(*shape), d.dim(shape)))
+)
+sample(aten.squeeze.default, aten.view_as_complex.default)(lambda d: (normal(*d.sizes(2), 2),))
+sample(aten.select.int)(shaped(lambda d, shape: (normal(*shape), d.dim(shape), -1)))
 
 
 @sample(aten.slice.Tensor)
@@ -298,10 +220,7 @@ def _(d: Draw) -> Any:
     return normal(*shape[:dim], *shape[dim + 1 :]), shape, dim, 0
 
 
-@sample(aten.split.Tensor)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.size(), d.dim(shape)
+sample(aten.split.Tensor)(shaped(lambda d, shape: (normal(*shape), d.size(), d.dim(shape))))
 
 
 @sample(aten.split_with_sizes.default)
@@ -310,10 +229,9 @@ def _(d: Draw) -> Any:
     return normal(*shape), [2, 3], 0
 
 
-@sample(aten.cat.default, aten.stack.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return [normal(*shape) for _ in range(d.size(3))], d.dim(shape)
+sample(aten.cat.default, aten.stack.default)(
+    shaped(lambda d, shape: ([normal(*shape) for _ in range(d.size(3))], d.dim(shape)))
+)
 
 
 @sample(aten.roll.default)
@@ -323,30 +241,13 @@ def _(d: Draw) -> Any:
     return normal(*shape), [1 for _ in dims], dims
 
 
-@sample(aten.flip.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.dims(shape)
-
-
-@sample(aten.tril.default)
-def _(d: Draw) -> Any:
-    return (normal(*d.sizes(3)),)
-
-
-@sample(aten.constant_pad_nd.default)
-def _(d: Draw) -> Any:
-    return normal(*d.sizes(3)), d.one_of([1, 0], [0, 0, 2, 1], [0, 0, 0, 0, 0, 2]), 1.0
-
-
-@sample(aten.diagonal.default)
-def _(d: Draw) -> Any:
-    return normal(*d.sizes(3)), 0, 0, d.one_of(1, 2, -1)
-
-
-@sample(aten.unfold.default)
-def _(d: Draw) -> Any:
-    return normal(6, *d.sizes(2)), 0, 3, d.size(2)
+sample(aten.flip.default)(shaped(lambda d, shape: (normal(*shape), d.dims(shape))))
+sample(aten.tril.default)(lambda d: (normal(*d.sizes(3)),))
+sample(aten.constant_pad_nd.default)(
+    lambda d: (normal(*d.sizes(3)), d.one_of([1, 0], [0, 0, 2, 1], [0, 0, 0, 0, 0, 2]), 1.0)
+)
+sample(aten.diagonal.default)(lambda d: (normal(*d.sizes(3)), 0, 0, d.one_of(1, 2, -1)))
+sample(aten.unfold.default)(lambda d: (normal(6, *d.sizes(2)), 0, 3, d.size(2)))
 
 
 @sample(aten.unfold_backward.default)
@@ -363,78 +264,44 @@ def _(d: Draw) -> Any:
 
 # --- reductions and scans
 
-
-@sample(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.dims(shape), d.one_of(True, False)
-
-
-@sample(aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.prod.default)
-def _(d: Draw) -> Any:
-    return (normal(*d.sizes()),)
-
-
-@sample(aten.any.default, aten.all.default)
-def _(d: Draw) -> Any:
-    return (normal(*d.sizes()) > -1,)
-
-
-@sample(aten.any.dim, aten.all.dim)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape) > -1, d.dim(shape)
-
-
-@sample(aten.max.dim, aten.argmax.default, aten.cumsum.default, aten.sort.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return torch.randperm(math.prod(shape)).view(shape), d.dim(shape)
-
-
-@sample(aten.var_mean.correction)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.dims(shape), {"correction": 0, "keepdim": d.one_of(True, False)}
-
-
-@sample(aten.linalg_vector_norm.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.one_of(2, math.inf, -math.inf), d.dims(shape), d.one_of(True, False)
-
-
-@sample(aten._softmax.default, aten._log_softmax.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.dim(shape), False
-
-
-@sample(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), normal(*shape), d.dim(shape), torch.float32
-
-
-@sample(aten.topk.default)
-def _(d: Draw) -> Any:
-    return torch.randperm(30).view(2, 3, 5), d.size(2), d.dim([2, 3, 5])
-
-
-@sample(aten.glu.default)
-def _(d: Draw) -> Any:
-    return normal(4, 2, 6), d.dim([4, 2, 6])
-
-
-@sample(aten.glu_backward.default)
-def _(d: Draw) -> Any:
-    return normal(4, 1, 6), normal(4, 2, 6), -2
-
-
-@sample(aten._fft_r2c.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), d.dims(shape), 0, d.one_of(True, False)
+sample(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default)(
+    shaped(lambda d, shape: (normal(*shape), d.dims(shape), d.one_of(True, False)))
+)
+sample(aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.prod.default)(
+    lambda d: (normal(*d.sizes()),)
+)
+sample(aten.any.default, aten.all.default)(lambda d: (normal(*d.sizes()) > -1,))
+sample(aten.any.dim, aten.all.dim)(shaped(lambda d, shape: (normal(*shape) > -1, d.dim(shape))))
+sample(aten.max.dim, aten.argmax.default, aten.cumsum.default, aten.sort.default)(
+    shaped(lambda d, shape: (torch.randperm(math.prod(shape)).view(shape), d.dim(shape)))
+)
+sample(aten.var_mean.correction)(
+    shaped(
+        lambda d, shape: (normal(*shape), d.dims(shape), {"correction": 0, "keepdim": d.one_of(True, False)})
+    )
+)
+sample(aten.linalg_vector_norm.default)(
+    shaped(
+        lambda d, shape: (
+            normal(*shape),
+            d.one_of(2, math.inf, -math.inf),
+            d.dims(shape),
+            d.one_of(True, False),
+        )
+    )
+)
+sample(aten._softmax.default, aten._log_softmax.default)(
+    shaped(lambda d, shape: (normal(*shape), d.dim(shape), False))
+)
+sample(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)(
+    shaped(lambda d, shape: (normal(*shape), normal(*shape), d.dim(shape), torch.float32))
+)
+sample(aten.topk.default)(lambda d: (torch.randperm(30).view(2, 3, 5), d.size(2), d.dim([2, 3, 5])))
+sample(aten.glu.default)(lambda d: (normal(4, 2, 6), d.dim([4, 2, 6])))
+sample(aten.glu_backward.default)(lambda d: (normal(4, 1, 6), normal(4, 2, 6), -2))
+sample(aten._fft_r2c.default)(
+    shaped(lambda d, shape: (normal(*shape), d.dims(shape), 0, d.one_of(True, False)))
+)
 
 
 # --- products
@@ -501,10 +368,9 @@ def _(d: Draw) -> Any:
     return normal(*shape), x, row, mean, rstd, weight, bias, d.one_of([True] * 3, [True, False, False])
 
 
-@sample(aten._fused_rms_norm.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes(3)
-    return normal(*shape), shape[2:], d.maybe(normal(*shape[2:])), 1e-5
+sample(aten._fused_rms_norm.default)(
+    shaped(lambda d, shape: (normal(*shape), shape[2:], d.maybe(normal(*shape[2:])), 1e-5), 3)
+)
 
 
 @sample(aten._fused_rms_norm_backward.default)
@@ -521,9 +387,7 @@ def _weight(d: Draw) -> tuple[torch.Tensor, torch.Tensor, int]:
     return normal(*shape), normal(*norms), dim
 
 
-@sample(aten._weight_norm_interface.default)
-def _(d: Draw) -> Any:
-    return _weight(d)
+sample(aten._weight_norm_interface.default)(lambda d: _weight(d))
 
 
 @sample(aten._weight_norm_interface_backward.default)
@@ -570,16 +434,19 @@ def _(d: Draw) -> Any:
 
 # --- gathers
 
-
-@sample(aten.embedding.default)
-def _(d: Draw) -> Any:
-    return normal(7, d.size()), integers(7, *d.sizes(2))
-
-
-@sample(aten.embedding_dense_backward.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes(2)
-    return normal(*shape, d.size()), integers(7, *shape), 7, d.one_of(-1, 2), d.one_of(True, False)
+sample(aten.embedding.default)(lambda d: (normal(7, d.size()), integers(7, *d.sizes(2))))
+sample(aten.embedding_dense_backward.default)(
+    shaped(
+        lambda d, shape: (
+            normal(*shape, d.size()),
+            integers(7, *shape),
+            7,
+            d.one_of(-1, 2),
+            d.one_of(True, False),
+        ),
+        2,
+    )
+)
 
 
 @sample(aten.gather.default)
@@ -599,9 +466,7 @@ def _(d: Draw) -> Any:
     return normal(*shape), dim, integers(shape[dim], *of_indices), normal(*shape)
 
 
-@sample(aten.take.default)
-def _(d: Draw) -> Any:
-    return normal(3, 4), integers(12, *d.sizes())
+sample(aten.take.default)(lambda d: (normal(3, 4), integers(12, *d.sizes())))
 
 
 @sample(aten.index_select.default)
@@ -629,10 +494,7 @@ def _indices(d: Draw, shape: Sequence[int]) -> list[torch.Tensor | None]:
     ]
 
 
-@sample(aten.index.Tensor)
-def _(d: Draw) -> Any:
-    shape = d.sizes(3)
-    return normal(*shape), _indices(d, shape)
+sample(aten.index.Tensor)(shaped(lambda d, shape: (normal(*shape), _indices(d, shape)), 3))
 
 
 @sample(aten.index_put.default)
@@ -698,9 +560,7 @@ def _convolution(d: Draw) -> dict[str, Any]:
     }
 
 
-@sample(aten.convolution.default)
-def _(d: Draw) -> Any:
-    return tuple(_convolution(d).values())
+sample(aten.convolution.default)(lambda d: tuple(_convolution(d).values()))
 
 
 @sample(aten.convolution_backward.default)
@@ -718,19 +578,11 @@ def _(d: Draw) -> Any:
     )
 
 
-@sample(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default)
-def _(d: Draw) -> Any:
-    return normal(*d.sizes(d.one_of(1, 2)), 6, 6), [2, 2], [2, 2]
-
-
-@sample(aten._adaptive_avg_pool2d.default)
-def _(d: Draw) -> Any:
-    return normal(*d.sizes(2), 6, 6), [2, 3]
-
-
-@sample(aten.upsample_nearest2d.default)
-def _(d: Draw) -> Any:
-    return normal(*d.sizes(2), 3, 3), [6, 6]
+sample(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default)(
+    lambda d: (normal(*d.sizes(d.one_of(1, 2)), 6, 6), [2, 2], [2, 2])
+)
+sample(aten._adaptive_avg_pool2d.default)(lambda d: (normal(*d.sizes(2), 6, 6), [2, 3]))
+sample(aten.upsample_nearest2d.default)(lambda d: (normal(*d.sizes(2), 3, 3), [6, 6]))
 
 
 @sample(aten.upsample_nearest2d_backward.default)
@@ -739,9 +591,7 @@ def _(d: Draw) -> Any:
     return normal(*planes, 6, 6), [6, 6], [*planes, 3, 3]
 
 
-@sample(aten.im2col.default)
-def _(d: Draw) -> Any:
-    return normal(*d.sizes(2), 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]
+sample(aten.im2col.default)(lambda d: (normal(*d.sizes(2), 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]))
 
 
 @sample(aten.col2im.default)
@@ -766,14 +616,8 @@ def _scores(d: Draw, *rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return normal(rows[0], 6, *rows[1:]), targets, d.maybe(positive(6))
 
 
-@sample(aten.nll_loss_forward.default)
-def _(d: Draw) -> Any:
-    return *_scores(d, d.size()), d.one_of(0, 1, 2), -100
-
-
-@sample(aten.nll_loss2d_forward.default)
-def _(d: Draw) -> Any:
-    return *_scores(d, *d.sizes(3)), d.one_of(0, 1, 2), -100
+sample(aten.nll_loss_forward.default)(lambda d: (*_scores(d, d.size()), d.one_of(0, 1, 2), -100))
+sample(aten.nll_loss2d_forward.default)(lambda d: (*_scores(d, *d.sizes(3)), d.one_of(0, 1, 2), -100))
 
 
 @sample(aten.nll_loss_backward.default)
@@ -784,10 +628,9 @@ def _(d: Draw) -> Any:
     return torch.randn_like(out), scores, targets, weight, reduction, -100, total
 
 
-@sample(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), normal(*shape), d.one_of(0, 1, 2)
+sample(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)(
+    shaped(lambda d, shape: (normal(*shape), normal(*shape), d.one_of(0, 1, 2)))
+)
 
 
 @sample(aten.mse_loss_backward.default)
@@ -802,10 +645,17 @@ def _(d: Draw) -> Any:
     return normal(*(() if reduction else shape)), normal(*shape), normal(*shape), reduction, 0.5
 
 
-@sample(aten.binary_cross_entropy_with_logits.default)
-def _(d: Draw) -> Any:
-    shape = d.sizes()
-    return normal(*shape), positive(*shape), None, d.maybe(positive(shape[-1])), d.one_of(0, 1, 2)
+sample(aten.binary_cross_entropy_with_logits.default)(
+    shaped(
+        lambda d, shape: (
+            normal(*shape),
+            positive(*shape),
+            None,
+            d.maybe(positive(shape[-1])),
+            d.one_of(0, 1, 2),
+        )
+    )
+)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
