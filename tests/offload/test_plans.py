@@ -64,12 +64,6 @@ def test_bits_stay_the_same_step_after_step() -> None:
     assert bit_equal(plain, grads_of(model, batch, models.cross_entropy))
 
 
-def test_no_plan_is_dearer_for_the_choice() -> None:
-    for share in ("80%", "45%"):
-        alone, both = planned(GPU, share, ("recompute",)), planned(GPU, share)
-        assert both.recompute_ms + both.added_ms <= alone.recompute_ms + 1e-9
-
-
 @pytest.mark.slow
 def test_the_hosts_memory_is_a_limit() -> None:
     profile, free = step(GPU)[2], planned(GPU, "45%")
