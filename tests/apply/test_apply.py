@@ -17,9 +17,7 @@ from tests.zoo.language_models import LM, cross_entropy, tokens
 
 def made() -> tuple[LM, torch.Tensor]:
     torch.manual_seed(0)
-    model = LM(layers=2, dim=16, heads=2, vocab=32)
-    torch.manual_seed(1)
-    return model, tokens(2, 16, 32)
+    return LM(layers=2, dim=16, heads=2, vocab=32), tokens(2, 16, 32)
 
 
 @pytest.fixture

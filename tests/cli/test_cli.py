@@ -351,9 +351,8 @@ def test_the_plan_of_a_rank(printed: dict[str, str]) -> None:
     seen = json.loads(run("verify train.py:make rank.json --json").stdout)
     assert seen["peak_bytes"] == plan.peak_bytes
     assert "one of 4 ranks" in run("verify train.py:make rank.json").stdout
-    counted = (
-        "one of 4 ranks, run by FSDP2 (fully_shard: 3 x layers.*, the model)"  # the profile has the modules
-    )
+    # The profile has the modules.
+    counted = "one of 4 ranks, run by FSDP2 (fully_shard: 3 x layers.*, the model)"
     assert counted in run("frontier rank.json.gz --points 2 --no-policies").stderr
     assert run("report rank.json.gz rank.json -o rank.html --no-frontier").exit_code == 0
 
@@ -624,18 +623,10 @@ _LARGE = ("hf:gpt2", "hf:bert", "hf:meta-llama")
 )
 def test_examples_run(saved: Path, line: str) -> None:
     """Those with a person's own files; on an H100 the workspaces are more than all of this model, so on a CPU."""
-    takes_device = line.split()[1] in (
-        "profile",
-        "plan",
-        "policy",
-        "frontier",
-        "report",
-        "max-batch",
-        "throughput",
-    )
+    on_device = ("profile", "plan", "policy", "frontier", "report", "max-batch", "throughput")
     saved_profile = "profile.json.gz" in line and "-o profile" not in line
     command = line.replace("--device h100", "")
-    if takes_device and not saved_profile:
+    if line.split()[1] in on_device and not saved_profile:
         command += " --device cpu"
     if command.split()[1] in ("max-batch", "throughput"):
         command = command.replace("2GiB", "1MiB")
