@@ -50,10 +50,8 @@ CHECKS: dict[str, list[str]] = {
 }
 """What pytest is given, by what is checked."""
 
-MARKS = {
-    "README": "slow",
-    **dict.fromkeys(("shards on four ranks", "DTensors on four ranks", "FSDP2 and DDP"), "not exhaustive"),
-}
+SLOW = ("shards on four ranks", "DTensors on four ranks", "FSDP2 and DDP")
+MARKS = {"README": "slow", **dict.fromkeys(SLOW, "not exhaustive")}
 """What is run of checks that consist of tests marked slow. Of the others, only the quick tests are run."""
 
 

@@ -42,24 +42,9 @@ DOCS = ROOT / "docs"
 README = "../README.md"
 PAGES = [README, *sorted(path.name for path in DOCS.glob("*.md"))]
 SLOW = {
-    "ci.md",
-    "cli.md",
-    "compiled.md",
-    "fit.md",
-    "fsdp.md",
-    "how.md",
-    "huggingface.md",
-    "index.md",
-    "loop.md",
-    "lora.md",
-    "no_gpu.md",
-    "offload.md",
-    "reports.md",
-    "start.md",
-    "testing.md",
-    "trainers.md",
-    "which-parallelism.md",
-}
+    "ci.md", "cli.md", "compiled.md", "fit.md", "fsdp.md", "how.md", "huggingface.md", "index.md", "loop.md",
+    "lora.md", "no_gpu.md", "offload.md", "reports.md", "start.md", "testing.md", "trainers.md", "which-parallelism.md",
+}  # fmt: skip
 """Pages that take more than a few seconds."""
 
 NOT_RUN = {
