@@ -36,7 +36,7 @@ UNITS = ["layers.*", ""]
 BUDGET = "75%"
 
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    "gpt": models.cross_entropy, "mlp": mean_square, "lora": mean_square
+    "gpt": models.cross_entropy, "replicas": models.cross_entropy, "mlp": mean_square, "lora": mean_square
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def how_of(name: str) -> dict[str, Any]:
 def model_and_batch(name: str, rank: int) -> tuple[nn.Module, torch.Tensor]:
     """The same model on every rank, and another batch of the same shape."""
     torch.manual_seed(0)
-    gpt = name.startswith("gpt")
+    gpt = name.startswith(("gpt", "replicas"))
     model = models.LM(layers=3, dim=32, heads=4, vocab=64) if gpt else HeavyLayers(3, 66)
     if name.startswith("lora"):
         # Of each layer only the adapter is trained; the head is trained, too.
@@ -111,8 +111,9 @@ That one has both memories: what waits on the host is on a CPU in the memory tha
 """
 
 
-def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> Made:
+def planned(name: str, ranks: int, directory: Path) -> Made:
     """Plan for one rank, without any process group, and save the plan for the ranks."""
+    units = None if name == "replicas" else UNITS
     model, batch = model_and_batch(name, rank=0)
     step: dict[str, Any] = {"loss_fn": LOSSES[kind_of(name)], "optimizer": optimizer_of, "device": "cpu"}
     mesh = {"replicate": 2, "shard": ranks // 2} if "replicas" in name else {"shard": ranks}
@@ -124,7 +125,7 @@ def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> 
     assert bool(plan.offloaded) == away
     sharded = () if units is None else units_of(model, units)
     assert units is None or set(plan.units) <= set(sharded) - {""}
-    file = directory / f"{name}-{ranks}-{bool(units)}.json"
+    file = directory / f"{name}.json"
     plan.save(file)
     peak_bytes = plan.peak_bytes
     if away:
@@ -172,7 +173,7 @@ def check_replicated(name: str, rank: int, made: Made) -> None:
             sacplan.apply(model, plan)
         wrapped = nn.parallel.DistributedDataParallel(model)
         found.append(gradients_of(model, wrapped, batch, loss_fn))
-        check_peak(wrapped, batch, loss_fn, expected, f"replicas of {name}", bucket_bytes_of(model))
+        check_peak(wrapped, batch, loss_fn, expected, name, bucket_bytes_of(model))
     assert bit_equal(*found)
 
 
@@ -202,7 +203,7 @@ def on_rank(rank: int, ranks: int, directory: str, made: dict[str, Made]) -> Non
     with gloo(rank, ranks, directory):
         for name, found in made.items():
             if name == "replicas":
-                check_replicated("gpt", rank, found)
+                check_replicated(name, rank, found)
             else:
                 both = ranks == 2 and "activations away" not in name
                 check_fully_sharded(
@@ -237,10 +238,5 @@ CASES = {
 )
 def test_plans_of_a_rank(ranks: int, names: tuple[str, ...], tmp_path: Path) -> None:
     """Peaks are as predicted with and without a plan, bits and keys the same; on two ranks in both orders of use."""
-    made = {
-        name: planned("gpt", 2, None, tmp_path)
-        if name == "replicas"
-        else planned(name, ranks, UNITS, tmp_path)
-        for name in names
-    }
+    made = {name: planned(name, ranks, tmp_path) for name in names}
     run_ranks(on_rank, (ranks, str(tmp_path), made), ranks)
