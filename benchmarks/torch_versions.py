@@ -50,8 +50,11 @@ CHECKS: dict[str, list[str]] = {
 }
 """What pytest is given, by what is checked."""
 
-SLOW = ("README", "shards on four ranks", "DTensors on four ranks", "FSDP2 and DDP")
-"""Checks that consist of tests marked slow. Of the others, only the quick tests are run."""
+MARKS = {
+    "README": "slow",
+    **dict.fromkeys(("shards on four ranks", "DTensors on four ranks", "FSDP2 and DDP"), "not exhaustive"),
+}
+"""What is run of checks that consist of tests marked slow. Of the others, only the quick tests are run."""
 
 
 def rows() -> list[Row]:
@@ -94,10 +97,8 @@ def main() -> None:
     if arguments.table:
         write_page(rows())
         return
-    checks = [
-        run(name, *CHECKS[name], "-m", "not exhaustive" if name in SLOW else "not slow")
-        for name in arguments.only or CHECKS
-    ]
+    names = arguments.only or CHECKS
+    checks = [run(name, *CHECKS[name], "-m", MARKS.get(name, "not slow")) for name in names]
     for check in checks:
         print(
             f"{check.name:24} {check.passed:4} passed {len(check.failed):3} failed {check.skipped:3} skipped"

@@ -15,21 +15,26 @@ from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 
+def made() -> tuple[LM, torch.Tensor]:
+    torch.manual_seed(0)
+    model = LM(layers=2, dim=16, heads=2, vocab=32)
+    torch.manual_seed(1)
+    return model, tokens(2, 16, 32)
+
+
 @pytest.fixture
 def model() -> LM:
-    torch.manual_seed(0)
-    return LM(layers=2, dim=16, heads=2, vocab=32)
+    return made()[0]
 
 
 @pytest.fixture
 def batch() -> torch.Tensor:
-    torch.manual_seed(1)
-    return tokens(2, 16, 32)
+    return made()[1]
 
 
-@pytest.fixture
-def plan(model: LM, batch: torch.Tensor) -> sacplan.Plan:
-    profile = sacplan.profile(model, batch, cross_entropy, device="cpu")
+@pytest.fixture(scope="module")
+def plan() -> sacplan.Plan:
+    profile = sacplan.profile(*made(), cross_entropy, device="cpu")
     discarded = tuple(profile.tradeoffs["layers.0"].points[-1].discarded)
     plan = sacplan.plan(profile, budget="200%")
     return discarding(plan, {f"layers.{i}": discarded for i in range(2)}, profile)

@@ -20,11 +20,9 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, data = run(tmp_path, "--names", "gpt2", "vit")
+    status, data = run(tmp_path, "--names", "vit")
     assert status == 0
-    assert [(r["model"], r["kind"]) for r in data["rows"]] == [
-        ("gpt2", "bf16"), ("vit", "bf16"), ("gpt2", "autocast"), ("vit", "autocast"),
-    ]  # fmt: skip
+    assert [(r["model"], r["kind"]) for r in data["rows"]] == [("vit", "bf16"), ("vit", "autocast")]
     for row in data["rows"]:
         assert row["predicted_peak_bytes"] == pytest.approx(row["measured_peak_bytes"], rel=0.03)
         assert set(row["predicted_ms"]) == {"datasheet", "calibrated", "benchmark"}

@@ -144,18 +144,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
+PLAN = "plan train.py:make --device cpu --budget 85% -o plan.json"
+PLAN_OF_A_RANK = f"plan train.py:make --device cpu {UNITS} --budget 85% -o rank.json"
+
+
 @pytest.fixture(scope="module")
-def saved(place: Path) -> Path:
-    """With a profile and plans saved by the commands themselves."""
+def printed(place: Path) -> dict[str, str]:
+    """A profile and plans are saved by the commands themselves; what these print, by command."""
     commands = (
         "profile train.py:make -o profile.json.gz --device cpu",
-        "plan train.py:make --device cpu --budget 85% -o plan.json",
-        "plan train.py:make --device cpu --budget 85% -o plan-cpu.json",
+        PLAN,
         f"profile train.py:make --device cpu {UNITS} -o rank.json.gz",
-        f"plan train.py:make --device cpu {UNITS} --budget 85% -o rank.json",
+        PLAN_OF_A_RANK,
     )
-    for command in commands:
-        assert run(command).exit_code == 0
+    results = {command: run(command) for command in commands}
+    assert not any(result.exit_code for result in results.values())
+    shutil.copy("plan.json", "plan-cpu.json")
+    return {command: result.stdout for command, result in results.items()}
+
+
+@pytest.fixture(scope="module")
+def saved(place: Path, printed: dict[str, str]) -> Path:
+    """The directory with what ``printed`` saves."""
     return place
 
 
@@ -209,10 +219,9 @@ def test_what_a_target_prints_is_not_in_the_results(saved: Path) -> None:
     assert "loading the data" in result.stderr
 
 
-def test_people_see_the_figures(saved: Path) -> None:
-    result = run("plan train.py:make --device cpu --budget 85%")
+def test_people_see_the_figures(printed: dict[str, str]) -> None:
     found = sacplan.Plan.load("plan.json")
-    words = " ".join(result.stdout.split())
+    words = " ".join(printed[PLAN].split())
     assert " ".join(str(found).split()) in words  # as print(plan) says it
     assert format_bytes(found.peak_bytes) in words
     assert "layers." in words
@@ -225,8 +234,8 @@ def test_verify(saved: Path) -> None:
     assert facts["peak_bytes"] == facts["predicted_peak_bytes"] <= facts["budget_bytes"]
 
 
-def test_the_step_of_a_plan_is_that_of_its_verification(saved: Path) -> None:
-    made = run("plan train.py:make --device cpu --budget 85%").stdout
+def test_the_step_of_a_plan_is_that_of_its_verification(printed: dict[str, str]) -> None:
+    made = printed[PLAN]
     seen = run("verify train.py:make plan.json").stdout
     ((planned, without),) = re.findall(r"^ *step +([\d.]+) ms, ([\d.]+) ms without a plan", made, re.M)
     assert float(planned) > float(without)
@@ -327,10 +336,9 @@ def test_frontier(saved: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_rank(saved: Path) -> None:
+def test_the_plan_of_a_rank(printed: dict[str, str]) -> None:
     """It is the library's, goes through every command, and each says that it is of one rank."""
-    result = run(f"plan train.py:make --device cpu {UNITS} --budget 85%")
-    assert "one of 4 ranks, run by FSDP2 (fully_shard: layers.*, the model)" in result.stdout
+    assert "one of 4 ranks, run by FSDP2 (fully_shard: layers.*, the model)" in printed[PLAN_OF_A_RANK]
     profile, plan = sacplan.Profile.load("rank.json.gz"), sacplan.Plan.load("rank.json")
     assert plan.ranks == profile.ranks
     assert (plan.ranks.world_size, plan.ranks.fsdp_units) == (4, ("layers.*", ""))

@@ -75,26 +75,8 @@ def given(tmp_path_factory):
         ),
         "apply": (sacplan.apply, {"model": model, "plan": plan}),
         "verify": (sacplan.verify, {"model": model, "batch": batch, "plan": plan}),
-        "max_batch": (
-            sacplan.max_batch,
-            {
-                "model": model,
-                "make_batch": lambda n: torch.ones(n, 8),
-                "budget": "20KiB",
-                "device": "cpu",
-                "at_most": 2,
-            },
-        ),
-        "throughput": (
-            sacplan.throughput,
-            {
-                "model": model,
-                "make_batch": lambda n: torch.ones(n, 8),
-                "budget": "20KiB",
-                "device": "cpu",
-                "at_most": 2,
-            },
-        ),
+        "max_batch": (sacplan.max_batch, capacity),
+        "throughput": (sacplan.throughput, capacity),
         "aggregate_stats": (
             sacplan.aggregate_stats,
             {
@@ -128,7 +110,7 @@ def given(tmp_path_factory):
         "fit": (
             sacplan.fit,
             {
-                "model": model,
+                "model": nn.Linear(8, 8),
                 "make_batch": lambda n, seq=8: torch.ones(n, 8),
                 "device": "cpu",
                 "sizes": False,

@@ -174,9 +174,9 @@ def test_a_plan_for_a_part_of_the_module(module: Module) -> None:
         fit(module, PlanCallback(plan, submodule="net"))
 
 
-@pytest.fixture
-def plan(module: Module) -> sacplan.Plan:
-    profile = profile_trainer(trainer(), module, loader(), device="cpu")
+@pytest.fixture(scope="module")
+def plan() -> sacplan.Plan:
+    profile = profile_trainer(trainer(), Module(), loader(), device="cpu")
     return sacplan.plan(profile, "70%", solver="greedy")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -12,12 +14,19 @@ from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 
 BOTH = ("recompute", "offload")
+GPU = "h100 without workspaces"
 
 
+@cache
 def step(device: str) -> tuple[models.LM, torch.Tensor, sacplan.Profile]:
     torch.manual_seed(0)
     model, batch = models.LM(layers=4, vocab=32), torch.randint(0, 32, (8, 64))
     return model, batch, sacplan.profile(model, batch, models.cross_entropy, device=device)
+
+
+@cache
+def planned(device: str, share: str, techniques: tuple[str, ...] = BOTH) -> sacplan.Plan:
+    return sacplan.plan(step(device)[2], share, techniques=techniques)
 
 
 @pytest.mark.parametrize("techniques", [("offload",), BOTH], ids=["alone", "with recomputation"])
@@ -26,7 +35,7 @@ def test_the_prediction_is_the_fake_step_and_the_measured_one(
     techniques: tuple[str, ...], share: str
 ) -> None:
     model, batch, profile = step("cpu")
-    plan = sacplan.plan(profile, share, techniques=techniques)
+    plan = planned("cpu", share, techniques)
     program = rewritten(profile.program, plan.decisions, profile.spec)
     assert plan.offloaded
     assert plan.host_bytes == program.footprint.host_peak_bytes > 0
@@ -38,16 +47,16 @@ def test_the_prediction_is_the_fake_step_and_the_measured_one(
 
 
 def test_the_prediction_is_the_fake_step_of_a_gpu() -> None:
-    model, batch, profile = step("h100 without workspaces")
-    for share in ("70%", "40%"):
-        plan = sacplan.plan(profile, share, techniques=BOTH)
+    model, batch, _ = step(GPU)
+    for share in ("70%", "45%"):
+        plan = planned(GPU, share)
         assert plan.offloaded
         assert sacplan.verify(model, batch, plan, models.cross_entropy).peak_bytes == plan.peak_bytes
 
 
 def test_bits_stay_the_same_step_after_step() -> None:
-    model, batch, profile = step("cpu")
-    plan = sacplan.plan(profile, "45%", techniques=BOTH)
+    model, batch, _ = step("cpu")
+    plan = planned("cpu", "45%")
     plain = grads_of(model, batch, models.cross_entropy)
     with sacplan.apply(model, plan):
         for _ in range(3):
@@ -56,17 +65,14 @@ def test_bits_stay_the_same_step_after_step() -> None:
 
 
 def test_no_plan_is_dearer_for_the_choice() -> None:
-    _, _, profile = step("h100 without workspaces")
     for share in ("80%", "45%"):
-        alone = sacplan.plan(profile, share)
-        both = sacplan.plan(profile, share, techniques=BOTH)
+        alone, both = planned(GPU, share, ("recompute",)), planned(GPU, share)
         assert both.recompute_ms + both.added_ms <= alone.recompute_ms + 1e-9
 
 
 @pytest.mark.slow
 def test_the_hosts_memory_is_a_limit() -> None:
-    _, _, profile = step("h100 without workspaces")
-    free = sacplan.plan(profile, "45%", techniques=BOTH)
+    profile, free = step(GPU)[2], planned(GPU, "45%")
     tight = sacplan.plan(profile, "45%", techniques=BOTH, host_budget=f"{free.host_bytes // 2}B")
     assert tight.host_bytes <= free.host_bytes // 2
     assert tight.recompute_ms + tight.added_ms > free.recompute_ms + free.added_ms
@@ -75,8 +81,7 @@ def test_the_hosts_memory_is_a_limit() -> None:
 
 
 def test_a_plan_file_and_the_words_of_a_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    _, _, profile = step("cpu")
-    plan = sacplan.plan(profile, "45%", techniques=BOTH)
+    plan = planned("cpu", "45%")
     plan.save(tmp_path / "plan.json")
     assert sacplan.Plan.load(tmp_path / "plan.json") == plan
     assert "on the host" in str(plan)

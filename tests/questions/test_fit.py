@@ -218,18 +218,17 @@ def test_the_longest_sequence_is_the_last_that_fits() -> None:
     assert fitted("20MiB", optimizer="sgd", seq=128, longest=256).rows[0].longest_seq == min(longest, 256)
 
 
-@pytest.mark.slow
 def test_the_verdict_says_whether_it_fits_and_by_how_much_not() -> None:
-    fits = fitted("1GiB")
+    fits = fitted("1GiB", sizes=False)
     assert fits.fits
     assert "fits. It needs" in fits.sentence
     assert fits.recommended == fits.rows[0]
     assert fits.code == ""
-    never = fitted("200KiB", batch=64)
+    never = fitted("200KiB", "sgd", batch=64)
     assert never.recommended is None
     assert "does not fit. It needs" in never.sentence
     assert never.smallest.peak_bytes == min(row.peak_bytes for row in never.rows)
-    assert all(row.largest_batch == 0 for row in never.rows if row.optimizer == "adamw")
+    assert all(row.largest_batch == 0 for row in never.rows)
     assert "h100" in never.larger_devices
 
 

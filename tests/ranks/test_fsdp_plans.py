@@ -210,46 +210,37 @@ def on_rank(rank: int, ranks: int, directory: str, made: dict[str, Made]) -> Non
                 )
 
 
-@pytest.mark.slow
-def test_plans_of_a_rank_on_two_ranks(tmp_path: Path) -> None:
-    """Peaks as predicted with and without a plan, in both orders of use; gradients are the same bits; keys stay."""
-    made = {name: planned(name, 2, UNITS, tmp_path) for name in ("gpt", "mlp")}
-    made["replicas"] = planned("gpt", 2, None, tmp_path)
-    run_ranks(on_rank, (2, str(tmp_path), made), 2)
+CASES = {
+    "whole": (2, ("gpt", "replicas"), ("mlp",)),
+    # Float32 shards, units that compute in bfloat16, and reductions in float32.
+    "mixed precision": (2, ("mlp, mixed",), ("gpt, mixed",)),
+    # Frozen layers with low-rank adapters, and shards on the CPU.
+    "adapters": (2, ("lora, mixed, offloaded",), ("lora", "lora, mixed", "mlp, mixed, offloaded")),
+    # Tensors that wait on the host between forward and backward.
+    "activations": (2, ("gpt, mixed, activations away",), ("gpt, activations away", "mlp, activations away")),
+    # Two groups of two ranks with the same shards; and units that keep shards of two ranks after their forward. Shards
+    # of four ranks are padded.
+    "four ranks": (4, ("mlp", "gpt, mixed, replicas", "mlp, mixed, shards of two"), ("mlp, replicas",)),
+}
+"""How many ranks, what CI runs on them, and what else there is."""
 
 
 @pytest.mark.slow
-def test_plans_of_a_rank_in_mixed_precision(tmp_path: Path) -> None:
-    """The same with float32 shards, units that compute in bfloat16, and reductions in float32."""
-    made = {name: planned(name, 2, UNITS, tmp_path) for name in ("gpt, mixed", "mlp, mixed")}
-    run_ranks(on_rank, (2, str(tmp_path), made), 2)
-
-
-@pytest.mark.slow
-def test_plans_of_a_rank_with_adapters_or_offloaded(tmp_path: Path) -> None:
-    """The same with frozen layers and low-rank adapters, and with shards that are offloaded to the CPU."""
-    names = ("lora", "lora, mixed", "lora, mixed, offloaded", "mlp, mixed, offloaded")
-    made = {name: planned(name, 2, UNITS, tmp_path) for name in names}
-    run_ranks(on_rank, (2, str(tmp_path), made), 2)
-
-
-@pytest.mark.slow
-def test_plans_of_a_rank_that_offload_activations(tmp_path: Path) -> None:
-    """The same with tensors that wait on the host between forward and backward, with and without mixed precision."""
-    names = ("gpt, activations away", "mlp, activations away", "gpt, mixed, activations away")
-    made = {name: planned(name, 2, UNITS, tmp_path) for name in names}
-    run_ranks(on_rank, (2, str(tmp_path), made), 2)
-
-
-@pytest.mark.slow
-def test_plans_of_a_rank_with_replicas(tmp_path: Path) -> None:
-    """Two groups of two ranks with the same shards; and units that keep shards of two ranks after their forward."""
-    names = ("gpt, mixed, replicas", "mlp, replicas", "mlp, mixed, shards of two")
-    made = {name: planned(name, 4, UNITS, tmp_path) for name in names}
-    run_ranks(on_rank, (4, str(tmp_path), made), 4)
-
-
-@pytest.mark.slow
-def test_plans_of_a_rank_on_four_ranks(tmp_path: Path) -> None:
-    """The same where shards are quarters, and are padded."""
-    run_ranks(on_rank, (4, str(tmp_path), {"mlp": planned("mlp", 4, UNITS, tmp_path)}), 4)
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [pytest.param(ranks, first, id=name) for name, (ranks, first, _) in CASES.items()]
+    + [
+        pytest.param(ranks, others, id=f"{name}, others", marks=pytest.mark.exhaustive)
+        for name, (ranks, _, others) in CASES.items()
+    ],
+)
+def test_plans_of_a_rank(ranks: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    """Peaks are as predicted with and without a plan, bits and keys the same; on two ranks in both orders of use."""
+    made = {
+        name: planned("gpt", 2, None, tmp_path)
+        if name == "replicas"
+        else planned(name, ranks, UNITS, tmp_path)
+        for name in names
+    }
+    run_ranks(on_rank, (ranks, str(tmp_path), made), ranks)
