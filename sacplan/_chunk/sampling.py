@@ -61,7 +61,7 @@ class SampledSlices:
                 for at in range(begin - first, end - first):
                     op = found[at]
                     found[at] = msgspec.structs.replace(
-                        op, time_ms=op.time_ms * times, flops=op.flops * times
+                        op, time_ms=op.time_ms * times, flops=op.flops * times, runs=op.runs * times
                     )
         return found
 

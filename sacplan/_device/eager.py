@@ -49,8 +49,8 @@ def eager_ms(program: Program, op_us: float | None = None, *, without: Phase | N
             if op.name.rpartition(".")[0] in _ASKS:
                 issued = done = max(issued, done)
             if op.time_ms:
-                issued += share * (_CUDNN_US.get(op.name, OP_US) if op_us is None else op_us)
-                done = max(done, issued) + op.time_ms
+                issued += op.runs * share * (_CUDNN_US.get(op.name, OP_US) if op_us is None else op_us)
+                done = max(done + op.time_ms, issued + op.time_ms / op.runs)
     return done - before
 
 

@@ -139,6 +139,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
         forward_of: of an op of the backward pass, the forward op whose gradient it computes (of a custom
             ``autograd.Function``, its first op), as autograd's sequence numbers tell it; -1 where there is none.
         recomputes: the op that this one runs again; -1 for an op of the recorded step.
+        runs: how many ops of a loop over slices it stands for, whose times it has.
     """
 
     name: Name
@@ -158,6 +159,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     arguments: str = "[[],{}]"
     forward_of: MaybeIndex = -1
     recomputes: MaybeIndex = -1
+    runs: Count = 1
 
     @property
     def call(self) -> tuple[list[Any], dict[str, Any]]:

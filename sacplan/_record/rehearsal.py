@@ -180,6 +180,7 @@ class Rehearsal:
                 op.writes,
                 op.mutates,
                 False,
+                runs=op.runs,
             )
             for op in seen.ops
         ]

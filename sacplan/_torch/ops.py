@@ -299,11 +299,14 @@ def is_composite(func: Any) -> bool:
     """Whether an op is made of others whatever the device, and has formulas of autograd through them alone."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":  # no ops of the dispatcher
         return False
-    # Not ``func.has_kernel_for_dispatch_key``, which counts Python's decompositions as well.
-    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    )
-    return has_kernel and not func._opname.startswith(_FUSED_ON_GPUS)
+
+    def has(key: str) -> bool:
+        # Not ``func.has_kernel_for_dispatch_key``, which counts Python's decompositions as well.
+        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+    # Some have kernels of their own on common devices, such as ``silu_backward``.
+    own = has("CPU") or has("CUDA") or func._opname.startswith(_FUSED_ON_GPUS)
+    return has("CompositeImplicitAutograd") and not own
 
 
 # torch's own kernel for one key. Not ``op.decompose``: for dropout that is a Python decomposition.
