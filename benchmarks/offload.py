@@ -72,7 +72,7 @@ def planned(case: Case, profile: sacplan.Profile, budget_bytes: int, choice: str
     }
     if plan.offloaded:
         seen, row["simulated_ms"] = simulated(case, plan, profile.spec)
-        row["planned_ms"] = planned_ms(plan)
+        row["planned_ms"] = planned_ms(profile, plan)
         peaks = seen.program.footprint
         row["exact"] = (peaks.peak_bytes, peaks.host_peak_bytes) == (plan.peak_bytes, plan.host_bytes)
     return row

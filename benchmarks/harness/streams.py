@@ -160,9 +160,9 @@ def simulated(case: Case, plan: sacplan.Plan, spec: DeviceSpec) -> tuple[sacplan
     return seen, simulated_ms(seen.program, noted, spec.host_link)
 
 
-def planned_ms(plan: sacplan.Plan) -> float:
-    """Return how long the step takes by the plan."""
-    return plan.step_ms + plan.recompute_ms + plan.added_ms
+def planned_ms(profile: sacplan.Profile, plan: sacplan.Plan) -> float:
+    """Return how long the step takes by the plan on a GPU that does not wait for the CPU."""
+    return profile.program.step_ms + plan.recompute_ms + plan.added_ms
 
 
 def simulated_ms(
