@@ -183,7 +183,7 @@ def test_collectives_have_the_bytes_that_they_move(mesh: Any) -> None:
             assert name in ("wait_tensor.default", "all_reduce.default")
             assert made == (took if name == "all_reduce.default" else [])
         assert (op.time_ms == 0) == (name == "wait_tensor.default")
-        assert op.recomputable == (name == "all_gather_into_tensor.default" and op.phase == Phase.FORWARD)
+        assert op.recomputable == (name != "wait_tensor.default" and op.phase == Phase.FORWARD)
     # Forward and backward, each layer: the block's input is gathered and its output scattered.
     assert found["all_gather_into_tensor.default"] == found["reduce_scatter_tensor.default"] == 4
 
