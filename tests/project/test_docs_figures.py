@@ -177,19 +177,18 @@ def verdicts() -> Iterator[tuple[str, str]]:
     yield (
         "README.md",
         f"A step of Llama-3-8B on 8,192 tokens needs {before['peak_bytes'] / 2**30:.2f} GiB. With a plan and fused "
-        f"AdamW it needs {planned['peak_bytes'] / 2**30:.2f} GiB and fits on one 80 GB H100. By the cost model both "
-        f"take {planned['step_ms']:,.0f} ms",
+        f"AdamW it needs {planned['peak_bytes'] / 2**30:.2f} GiB and fits on one 80 GB H100. By the cost model it "
+        f"takes {planned['step_ms']:,.0f} ms, where the step that does not fit would take {before['step_ms']:,.0f}",
     )
-    assert f"{planned['step_ms']:,.0f}" == f"{before['step_ms']:,.0f}"
     found = row(results("verdicts")["rows"], id="8B, QLoRA")
     assert "--device rtx-4090 --batch 4 --seq 1024 --lora r=16 --load-in-4bit" in found["command"]
     as_it_is, best = found["as_it_is"], found["recommended"]
     assert best["fits"]
-    assert (best["optimizer"], best["way"]) == ("adamw-fused", "plan + chunked loss")
+    assert (best["optimizer"], best["way"]) == ("adamw", "plan + chunked loss")
     yield (
         "docs/lora.md",
         f"{as_it_is['peak_bytes'] / 2**30:.2f} GiB as it is, {as_it_is['over_bytes'] / 2**30:.2f} GiB too much; with "
-        f"`adamw-fused`, a plan and the loss in slices {best['peak_bytes'] / 2**30:.2f} GiB, for which torch reserves "
+        f"a plan and the loss in slices {best['peak_bytes'] / 2**30:.2f} GiB, for which torch reserves "
         f"{best['reserved_bytes'] / 2**30:.2f} GiB, and it fits. By the cost model, that step takes "
         f"{best['step_ms']:,.0f} ms where the one that does not fit would take {as_it_is['step_ms']:,.0f}",
     )
