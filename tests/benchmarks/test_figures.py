@@ -97,11 +97,10 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
         assert row["planned"] <= 2 * row["alone"] + 1e-6, row["case"]
     budgets = _rows("compiled_budgets")
     assert all(row["plan"] is None or row["plan"]["peak"] <= row["theirs"]["peak"] for row in budgets)
-    at = {row["setting"]: row for row in budgets if row["model"] == "bert"}
-    assert at[0.7]["theirs"]["step_ms"] < at[0.7]["plan"]["step_ms"]
-    for setting in (0.4, 0.1):
-        assert at[setting]["theirs"]["peak"] > at[0.7]["theirs"]["peak"]
-        assert at[setting]["theirs"]["recompute_flops"] > at[setting]["plan"]["recompute_flops"] == 0
+    assert all(row["plan"]["step_ms"] <= 1.005 * row["theirs"]["step_ms"] for row in budgets if row["plan"])
+    for model in {row["model"] for row in budgets}:
+        at = {row["setting"]: row["theirs"]["peak"] for row in budgets if row["model"] == model}
+        assert at[0.4] > at[0.7], model
 
 
 def test_inference_in_slices() -> None:
