@@ -145,7 +145,10 @@ def retries_within(program: Program, n_bytes: int) -> int | None:
     """Return how often torch gives cached segments back in a run that may reserve so much; None if it runs out.
 
     Each time costs a synchronization and new segments. A run of a few steps: until nothing changes, at most eight.
+    None with expandable segments, too: what torch gives back of those is not played.
     """
+    if expandable_segments():
+        return None
     allocator = CachingAllocator(n_bytes)
     try:
         peaks_on(allocator, program)

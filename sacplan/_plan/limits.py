@@ -5,7 +5,7 @@ Which figure a limit is about:
 - A budget and a headroom limit the *peak*: the sum of the tensors, which ``verify`` measures on any device.
 - Without either, a GPU is the limit, and the question is whether the run fits it:
 
-      max_memory_reserved + what lies outside of the allocator <= memory of the device
+      max_memory_reserved + what lies outside of the allocator + a margin <= memory of the device
 
   ``max_memory_reserved`` follows from a program, not from its peak (``device_memory.py``), so this limit differs from
   plan to plan: see ``Room.for_peak``, and ``next_budget`` for the search.

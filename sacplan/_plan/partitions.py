@@ -55,15 +55,26 @@ class JointGraph:
         self._module, self._inputs, self._arguments = module, inputs, arguments
         self._prices = _prices(module)
         self._values: list[ForwardValue] = []
-        self._theirs: list[frozenset[str]] = []
+        self._own = frozenset[str]()
         self._partitioned(partitioning.copied(module), self._note)
 
     def _note(self, graph: Any, info: Any, own: Callable[[float], list[Any]]) -> list[Any]:
         n_outputs = self._arguments["num_fwd_outputs"]
         self._values += partitioning.forward_values(graph, info, n_outputs, self._prices)
         chosen = own(1.0)
-        self._theirs += [frozenset(n.name for n in nodes) for nodes in (chosen, *map(own, _SETTINGS))]
+        self._own = frozenset(node.name for node in chosen)
         return chosen
+
+    def _with_settings(self) -> list[frozenset[str]]:
+        """Return what PyTorch saves with each of the settings."""
+        found: list[frozenset[str]] = []
+
+        def note(graph: Any, info: Any, own: Callable[[float], list[Any]]) -> list[Any]:
+            found.extend(frozenset(node.name for node in own(setting)) for setting in _SETTINGS)
+            return own(1.0)
+
+        self._partitioned(partitioning.copied(self._module), note)
+        return found
 
     def _partitioned(self, module: Any, choose: partitioning.Choose) -> tuple[Any, Any]:
         return partitioning.partitioned(module, self._inputs, self._arguments, choose)
@@ -71,17 +82,16 @@ class JointGraph:
     @cached_property
     def own(self) -> Split:
         """What PyTorch does by itself."""
-        return self._lowered(self._theirs[0])
+        return self._lowered(self._own)
 
     @cached_property
     def splits(self) -> tuple[Split, ...]:
         """All ways that are compared; PyTorch's own is the first."""
-        own, *others = self._theirs
-        most = bytes_of(self._values, own)
+        most = bytes_of(self._values, self._own)
         # PyTorch draws random numbers anew: pytorch#190758.
-        found = [without_forbidden(self._values, names) for names in others]
+        found = [without_forbidden(self._values, names) for names in self._with_settings()]
         found += [cheapest_saved(self._values, share * most) for share in _SHARES]
-        return self.own, *map(self._lowered, dict.fromkeys(names for names in found if names != own))
+        return self.own, *map(self._lowered, dict.fromkeys(names for names in found if names != self._own))
 
     def _lowered(self, saved: frozenset[str]) -> Split:
         module, n_outputs = partitioning.copied(self._module), self._arguments["num_fwd_outputs"]
