@@ -626,7 +626,10 @@ class _Sweep:
         verdict = self._verdict(name, rows)
         if on_verdict is not None:
             on_verdict(verdict)
-        return self._verdict(name, list(map(with_sizes, rows))) if sizes else verdict
+        if not sizes:
+            return verdict
+        competing = verdict.competing
+        return self._verdict(name, [with_sizes(row) if row in competing else row for row in rows])
 
     def _rows(self) -> list[FitRow]:
         """Return the rows on one device."""

@@ -37,7 +37,8 @@ class FitRow(Row):
         room: Memory of the device that the step may take: less beside more communicators.
         expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
         runs_with_retries: Whether it does not fit and runs all the same, since torch gives cached segments back.
-        largest_batch: At the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
+        largest_batch: At the asked sequence; 0 where one sample does not fit; None where it was not to be computed, or
+            with another optimizer than the asked one where that needs no plan.
         longest_seq: At the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
         same_as: The simpler way that this one is at the asked size, where a plan finds nothing to do.
         spread: What runs the step on several devices: "DDP", "FSDP2", a mesh; empty on one. Peaks are those of a rank.
@@ -228,16 +229,26 @@ class Verdict:
         """The row with the smallest peak."""
         return min(self.rows, key=lambda row: row.peak_bytes)
 
+    @property
+    def fits_plainly(self) -> bool:
+        """Whether no plan is needed on a single device."""
+        # The first row is the step as it is, with the optimizer that was asked for.
+        return self.recommended is self.rows[0] and self.devices == 1
+
+    @property
+    def competing(self) -> tuple[FitRow, ...]:
+        """The rows to choose from: where no plan is needed, no other optimizer is either."""
+        return tuple(row for row in self.rows if row.optimizer == self.optimizer or not self.fits_plainly)
+
     def shown(self, sizes: bool) -> tuple[FitRow, ...]:
         """Return the rows to show, with their largest sizes or without.
 
         Where no plan is needed on a device, that is the step as it is, and what holds the largest steps.
         """
-        first = self.rows[0]
-        if self.recommended is first and self.devices == 1:
-            own = [row for row in self.rows if row.optimizer == self.optimizer]
-            batch = max(own, key=lambda row: row.largest_batch or 0)
-            return tuple(dict.fromkeys((first, batch, max(own, key=lambda row: row.longest_seq or 0))))
+        if self.fits_plainly:
+            batch = max(self.competing, key=lambda row: row.largest_batch or 0)
+            seq = max(self.competing, key=lambda row: row.longest_seq or 0)
+            return tuple(dict.fromkeys((self.rows[0], batch, seq)))
         # A plan that finds nothing to do at this size may still hold larger ones.
         return tuple(row for row in self.rows if row.same_as is None or sizes)
 
@@ -276,8 +287,7 @@ class Verdict:
                 else "No GPU in the table holds it.",
                 f"Over several devices: devices={2 * self.devices} of fit (--devices).",
             )
-        # The first row is the step as it is, with the optimizer that was asked for.
-        if self.recommended is self.rows[0] and self.devices == 1:
+        if self.fits_plainly:
             return ("No plan is needed.",)
         return (f"Use {self.recommended.name}.",)
 
