@@ -119,6 +119,7 @@ def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
 
 
 def _subtrees(tree: UnitTree) -> list[_Subtree]:
+    """Return the largest subtrees whose ways can be enumerated, and each unit above them as a choice of its own."""
     units = tree.units
     children: dict[int, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):
@@ -131,8 +132,7 @@ def _subtrees(tree: UnitTree) -> list[_Subtree]:
 
     def visit(unit: int, around: tuple[int, ...]) -> None:
         inside = members(unit)
-        # Equal subtrees: the same options in the same places, with the same parents. Their ways are enumerated
-        # once.
+        # Subtrees of one shape have the same ways, which are enumerated once.
         shape = tuple((units[i].options, *_parent(units[i], inside)) for i in inside)
         if shape not in known:
             place = {i: k for k, i in enumerate(inside)}

@@ -31,8 +31,8 @@ class RegeneratedViews:
     def __init__(self, paused: Paused) -> None:
         self._paused = paused
         self._written = False  # before the first write no view is made anew
-        # By autograd's next sequence number, the views made then.
-        self._made: dict[int, Sequence[weakref.ref[torch.Tensor]]] = {}
+        # By autograd's sequence number after a view op, the views that the op returned.
+        self._returned: dict[int, Sequence[weakref.ref[torch.Tensor]]] = {}
 
     def saw(self, func: Any, taken: Sequence[Any], made: Sequence[torch.Tensor], *, writes: bool) -> None:
         """Note an op of the forward pass."""
@@ -42,14 +42,15 @@ class RegeneratedViews:
         for t in taken:
             # A parameter may be a view as well: it is a leaf, without a node.
             node = t.grad_fn if type(t) is FakeTensor and t._is_view() else None
-            if node is not None:
-                number = node._sequence_nr() + 1
-                # What autograd makes anew to get a node is another tensor than the one that the step uses.
-                views, self._made[number] = self._made.get(number, ()), ()  # each node is looked at once
-                if views and all(view() is not t for view in views):
-                    _correct(t, self._paused)
+            if node is None:
+                continue
+            # The op that gave the view its node returned another tensor: so it was run by autograd, to make the node.
+            views = self._returned.get(node._sequence_nr() + 1, ())
+            if views and all(view() is not t for view in views):
+                _correct(t, self._paused)
+            self._returned[node._sequence_nr() + 1] = ()  # each node is looked at once
         if func.is_view:
-            self._made.setdefault(autograd_sequence_number(), [weakref.ref(t) for t in made])
+            self._returned.setdefault(autograd_sequence_number(), [weakref.ref(t) for t in made])
 
 
 def _correct(view: FakeTensor, paused: Paused) -> None:

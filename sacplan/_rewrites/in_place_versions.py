@@ -43,9 +43,8 @@ class _Splitter:
 
     def patch(self) -> Patch:
         program, now, draft = self.program, self.now, self.draft
-        # By storage, the handles that autograd has on it now, of whichever version. Events keep their positions: only
-        # what they refer to changes, and an op that makes a version is followed by the end of the old one.
-        held: Counter[int] = Counter()
+        """Go through the events. They stay in place, and refer to versions; a new version frees the old one."""
+        held: Counter[int] = Counter()  # by storage, how often autograd holds it or a version of it
         for position, (code, arg) in enumerate(program.events):
             if code == Event.PACK:
                 storage = program.handle_storages[arg]

@@ -147,12 +147,12 @@ def _cuts(
 def _with_the_same_draws(
     call: Call, strategies: Sequence[AxisStrategy], available: Sequence[Collection[Placement]]
 ) -> list[AxisStrategy]:
-    """Keep the strategies under which a kernel that draws its mask again, by position, draws that of the forward pass.
+    """Keep the strategies with which the backward kernel draws the forward pass's dropout mask again.
 
-    That is cut as the statistics are that it left.
+    Masks are drawn by position, so both kernels must be sharded alike: as ``logsumexp``, which the forward one returned.
     """
-    left = next(i for i, (name, _) in enumerate(call.named_inputs) if name == "logsumexp")
-    return [s for s in strategies if s.inputs[left] in available[left]]
+    logsumexp = next(i for i, (name, _) in enumerate(call.named_inputs) if name == "logsumexp")
+    return [s for s in strategies if s.inputs[logsumexp] in available[logsumexp]]
 
 
 def _is_offered(

@@ -163,10 +163,10 @@ class Lookup:
         return [(frame, names[id(m)]) for frame, m in self._frames.items() if id(m) in names]
 
     def _resume(self, around: list[tuple[FrameType, str]], description: str) -> None:
-        """Say which module calls the first op behind the schedule is in: if possible, those where it was recorded.
+        """Find the module calls that the first op after the schedule is in.
 
-        Frames tell two calls of a module apart only while both are looked at, and nobody looked while the schedule was
-        followed. So a frame may be that of the last call, or of a new one of the same module.
+        Frames were not looked at while the schedule was followed, so the frame of a module may be that of the call
+        before or of a new one. Of these candidates, take the one in which this op was recorded, else the first.
         """
         assert self._likely is not None
         candidates = list(self._places.candidates([name for _, name in around], self._likely))
