@@ -8,12 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-import sacplan
 from benchmarks.harness.played import Loop
-from benchmarks.harness.results import GIB, MIB
+from benchmarks.harness.results import MIB
 from benchmarks.models.published_step import (
     Built,
-    Fsdp,
     Point,
     Step,
     empty,
@@ -101,37 +99,7 @@ _PEFT = functools.partial(
 )
 
 
-# --- prime-rl ---------------------------------------------------------------------------------------------
-
-
-def _qwen3_30b() -> Built:
-    import transformers
-
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-        norm_topk_prob=True, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.Qwen3MoeForCausalLM(config)
-    ids = empty(1, 16384)
-    return Built(model=model, batch={"input_ids": ids, "labels": ids}, optimizer=foreach_adamw)
-
-
-_QWEN_LAYERS = "model.layers.*"
-
-
 TRANSFORMERS: dict[str, Step] = {
-    "prime-rl-sft-Qwen3-30B-A3B-16384": Step(
-        build=_qwen3_30b,
-        points=(Point(unit=GIB, figure="reserved"),),
-        device="h200",
-        plan=lambda profile: sacplan.policy("full", profile=profile, layers=_QWEN_LAYERS),
-        fsdp=Fsdp(ranks=8, units=(_QWEN_LAYERS, "")),
-        assumed=True,
-        unknown="whether the figure is what is reserved, and the step: prime-rl has experts, a head and a loss of its "
-        "own, and here they are those of transformers, with tokens spread evenly over experts",
-    ),
     "hf-bertlarge-bs4": _BERT(build=lambda: _bert(single_adamw)),
     "hf-bertlarge-bs4_fp16": _BERT(build=lambda: _bert(single_adamw, autocast=True)),
     "hf-bertlarge-bs4_adafactor": _BERT(build=lambda: _bert(_adafactor)),

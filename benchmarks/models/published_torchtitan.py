@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from benchmarks.harness.results import GIB
-from benchmarks.models.published_language import BOTH, EITHER, FITTED, H100_96GB, SEGMENTS, titan_loss
+from benchmarks.models.published_language import (
+    AS_DEFAULT,
+    AS_EXPANDABLE,
+    BOTH,
+    FITTED,
+    H100_96GB,
+    SEGMENTS,
+    titan_loss,
+)
 from benchmarks.models.published_step import COMPILE, Built, Point, Step, empty, foreach_adamw, full_policy
 
 
@@ -52,7 +60,12 @@ def _llama(name: str, length: int, rows: int, dp: int, cp: int = 1, tp: int = 1,
         config.activation_checkpoint.mode = "none"
         parallelize_llama(model, made["mesh"], made["dims"], config)
 
-    default: dict[str, Any] = {"plan": full_policy, "missing": _ALSO, "points": BOTH, "unknown": EITHER}
+    default: dict[str, Any] = {
+        "plan": full_policy,
+        "missing": _ALSO,
+        "points": BOTH,
+        "unknown": AS_EXPANDABLE,
+    }
     asked = default | changes
     return Step(build=build, device=H100_96GB, spread=spread, ranks=dp * cp * tp, around=around, **asked)
 
@@ -63,7 +76,7 @@ TORCHTITAN: dict[str, Step] = {
     "titan2412-8gpu-65536-CP2": _llama("8B", 65536, 1, 4, cp=2),
     "titan2412-8gpu-131072-CP4": _llama("8B", 131072, 1, 2, cp=4),
     "titan2412-8gpu-262144-CP8": _llama("8B", 262144, 1, 1, cp=8),
-    "titan2412-256gpu-70B-TP8": _llama("70B", 8192, 16, 32, tp=8),
+    "titan2412-256gpu-70B-TP8": _llama("70B", 8192, 16, 32, tp=8, unknown=AS_DEFAULT),
     "titan2570-graphsac": _llama(
         "8B", 8192, 1, 4, tp=2, plan=None, assumed=True, missing="", samples=4096, other_card=FITTED,
         points=(Point(part=("no AC",), unit=GIB, figure="reserved_expandable"),),

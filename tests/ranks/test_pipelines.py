@@ -36,10 +36,6 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, DIM, generator=made), torch.randn(ROWS, DIM, generator=made)
 
 
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()
-
-
 def scheduled(rank: int, schedule: str) -> Callable[[nn.Module, Any], None]:
     """What a stage does in a step: the schedule runs the backward passes, too."""
     from torch.distributed import pipelining
@@ -50,7 +46,7 @@ def scheduled(rank: int, schedule: str) -> Callable[[nn.Module, Any], None]:
         stage = pipelining.PipelineStage(
             model, rank, 2, torch.device("cpu"), input_args=(first,), output_args=sample
         )
-        steps = getattr(pipelining, schedule)(stage, MICRO, loss_fn=loss_fn)
+        steps = getattr(pipelining, schedule)(stage, MICRO, loss_fn=nn.functional.mse_loss)
         if rank == 0:
             steps.step(given[0])
         else:
