@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from sacplan._program.setup import Setup, warn_of
 from sacplan._record.step import own_checkpointing
 from sacplan._technique.technique import Installed, ToInstall
 from sacplan._techniques import by_technique
+from sacplan._torch.compiling import compiled_in_place
 from sacplan.errors import PlanError, PlanMismatch
 
 
@@ -84,7 +86,7 @@ def apply(
         handle.remove()
 
     Parameter names, ``state_dict``, classes and module names do not change; losses and gradients are
-    bit-equal, or with chunks close (``plan.gradients``). Apply before ``torch.compile``, and before or after
+    bit-equal, or with chunks close (``plan.gradients``). Apply before or after ``torch.compile`` and
     ``fully_shard``. In ``torch.no_grad`` a model with a plan for training runs as if nothing had been applied.
 
     Args:
@@ -105,8 +107,8 @@ def apply(
     Raises:
         PlanMismatch: the plan was made for another model; names the first difference. Or ranks have different plans, or
             models of different values.
-        PlanError: a plan is applied to this model already, the plan's units nest, or the model is wrapped or
-            compiled already.
+        PlanError: a plan is applied to this model already, the plan's units nest, a part of one is compiled on its
+            own, or the model is wrapped.
 
     Warns:
         SacplanWarning: the model is set up so that a step takes more than planned: a key-value cache, another attention
@@ -138,13 +140,15 @@ def put_on(
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
-    # The order decides which error a user gets: a wrapper renames modules, so it must be named before the
-    # fingerprint reports the names as a mismatch; and units are looked up in a model that is known to match.
-    _check_not_wrapped(model)
-    plan.fingerprint.check_model(model)
-    _check_units(model, plan)
     installed: list[Installed] = []
-    try:
+    with compiled_in_place(model) as model, ExitStack() as after_an_error:
+        # The order decides which error a user gets: a wrapper renames modules, so it must be named before the
+        # fingerprint reports the names as a mismatch; and units are looked up in a model that is known to match.
+        _check_not_wrapped(model)
+        plan.fingerprint.check_model(model)
+        _check_units(model, plan)
+        # Also after an interrupt: a model that is half changed would be refused by the next ``apply``.
+        after_an_error.callback(lambda: Handle(installed).remove())
         # Tensors first: techniques install themselves on modules whose parameters are those that will run.
         over = SpreadModel(model, plan, mesh) if spread and plan.ranks.sharding is not None else None
         if over is not None:
@@ -155,10 +159,7 @@ def put_on(
             installed.append(Watched(model, plan))
         if over is not None:
             over.spread_data()
-    # Also after an interrupt: a model that is half changed would be refused by the next ``apply``.
-    except BaseException:
-        Handle(installed).remove()
-        raise
+        after_an_error.pop_all()
     return Handle(installed)
 
 
@@ -170,11 +171,7 @@ _WRAPPERS = (
 
 
 def _check_not_wrapped(model: torch.nn.Module) -> None:
-    """Refuse wrapped and compiled models.
-
-    Wrappers change the names of modules. The model inside a wrapper may get a plan, and is compiled again if it was
-    compiled.
-    """
+    """Refuse wrapped models: wrappers change the names of modules. The model inside of one may get a plan."""
     # The root alone: a wrapped submodule keeps the names of the modules around it.
     if isinstance(model, _WRAPPERS):
         raise PlanError(
@@ -182,18 +179,11 @@ def _check_not_wrapped(model: torch.nn.Module) -> None:
             "model inside, `.module`."
         )
     for fqn, module in model.named_modules():
-        where = f"module {fqn!r}" if fqn else "this model"
-        # ``OptimizedModule`` in ``torch/_dynamo/eval_frame.py`` registers the compiled model under this name.
-        # Its compiled code would go on without the plan.
-        if "_orig_mod" in module._modules:
-            raise PlanError(
-                f"{where} is what torch.compile returned. Apply the plan first and compile afterwards, or apply it "
-                "to the model that was given to torch.compile."
-            )
         # By name, since importing FSDP imports ``torch.distributed``, which not every build has. It flattens
         # parameters and puts a module of its own around each unit. ``fully_shard`` does neither and is let
         # pass.
         if type(module).__name__ == "FullyShardedDataParallel":
+            where = f"module {fqn!r}" if fqn else "this model"
             raise PlanError(
                 f"{where} is a FullyShardedDataParallel. Apply the plan first, and wrap afterwards."
             )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +31,7 @@ from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Chunk, Decision, Discarded, as_decisions
+from sacplan._program.elements import names_module
 from sacplan._program.pins import Pins, resolve_pins
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
 from sacplan._techniques import DEFAULT_TECHNIQUES
@@ -286,7 +286,7 @@ def layers_of(program: Program, pattern: str | None = None) -> list[str]:
                 f'layers="..."; the modules are {_shortened([f for f in program.calls if f])}.'
             )
         return _in_order(program, (fqn for run in runs for fqn in run))
-    matching = {fqn for fqn in program.calls if fqn and fnmatchcase(fqn, pattern)}
+    matching = {fqn for fqn in program.calls if fqn and names_module(pattern, fqn)}
     # Of nested matches only the outermost is a layer, since units of a plan do not nest.
     outermost = [f for f in matching if not any(is_inside(f, other) for other in matching)]
     if not outermost:

@@ -43,6 +43,7 @@ from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
 from sacplan._techniques import installed_on, rewritten, why_uncompiled
+from sacplan._torch.compiling import compiled_in_place
 from sacplan.errors import GraphBreak, PlanError, TraceError
 
 if TYPE_CHECKING:
@@ -229,8 +230,8 @@ class Profile:
         """
         if ranks is None:
             return self
-        model = None if self.source is None else self.source.model
-        ranks = ranks_of(ranks, (name for name, *_ in self.fingerprint.parameters), model)
+        with compiled_in_place(None if self.source is None else self.source.model) as model:
+            ranks = ranks_of(ranks, (name for name, *_ in self.fingerprint.parameters), model)
         if ranks == self.ranks:  # the same profile, with all that is cached in it
             return self
         if self.recorded.gathering and self.ranks == ONE_RANK:

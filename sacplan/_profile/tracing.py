@@ -69,6 +69,7 @@ from sacplan._record.user_code import (
 )
 from sacplan._shard.process_groups import device_mesh_of, pretended_ranks, this_rank
 from sacplan._shard.recorded import collective_named, with_collectives
+from sacplan._torch.compiling import compiled_in_place
 from sacplan._torch.distributed_modules import (
     copying_shards,
     fake_replicas,
@@ -173,13 +174,14 @@ def profile(
         SumOfOutputsWarning: the step trains the sum of the outputs, for want of a loss.
         SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
     """
-    # Anything that is not a module is refused by ``trace_step``, with a better message.
-    if ranks is not None and isinstance(model, torch.nn.Module):
-        ranks = ranks_of(ranks, (name for name, _ in model.named_parameters()), model)
+    with compiled_in_place(model) as model:
+        # Anything that is not a module is refused by ``trace_step``, with a better message.
+        if ranks is not None and isinstance(model, torch.nn.Module):
+            ranks = ranks_of(ranks, (name for name, _ in model.named_parameters()), model)
+        compiled = compilation_of(compile, model)
     over = ranks if isinstance(ranks, Ranks) else ONE_RANK
     if accumulation_steps is None:
         accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
-    model, compiled = compilation_of(compile, model)
     trace_with = functools.partial(
         trace_step, model, batch, loss_fn, optimizer, device, runtime, trace,
         mode=mode, ranks=over, accumulation_steps=accumulation_steps, compiled=compiled,
@@ -276,6 +278,7 @@ def trace_step(
     scripted = scripted_inside(model)
     as_written = told_of_scripted(model, scripted, trace)
     with (
+        compiled_in_place(model) as model,
         preserved_rng(),
         _no_garbage_collection(),
         explained_limits(),

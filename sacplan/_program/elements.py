@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from enum import IntEnum
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -29,6 +30,11 @@ def pattern_of(fqn: str) -> str:
     ``"layers.3.mlp"`` becomes ``"layers.*.mlp"``.
     """
     return _NUMBER.sub("*", fqn)
+
+
+def names_module(pattern: str, fqn: str) -> bool:
+    """Whether a pattern (``fnmatch``) is for a module; it may have the part that ``torch.compile`` adds to names."""
+    return fnmatchcase(fqn, ".".join(part for part in pattern.split(".") if part != "_orig_mod"))
 
 
 def by_pattern(values: Mapping[K, V], among: Mapping[K, V], pattern: Callable[[K], K]) -> dict[K, V]:

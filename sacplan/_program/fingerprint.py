@@ -13,6 +13,7 @@ from msgspec import Struct, structs
 from sacplan._program.files import Count, Name
 from sacplan._program.model_calls import ModelCall
 from sacplan._program.setup import Setup
+from sacplan._torch.compiling import compiled_in_place
 from sacplan._torch.distributed_modules import unwrapped
 from sacplan._torch.local_tensors import local_part, stands_for_another
 from sacplan.errors import PlanError, PlanMismatch
@@ -114,7 +115,8 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Raise ``PlanMismatch``, which names the first difference, if the model is another one."""
-        _compare("parameter", self.parameters, _parameters(model), f"a {self.model_class}")
+        with compiled_in_place(model) as model:
+            _compare("parameter", self.parameters, _parameters(model), f"a {self.model_class}")
 
     def check_batch(self, batch: Any) -> None:
         """Raise ``PlanMismatch``, which names the first difference, if the batch has another shape."""

@@ -25,12 +25,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from sacplan._program.elements import names_module
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan.errors import PlanError
 
 _NAMESPACES = ("aten.", "prims.")
-_WILD = frozenset("*?[")
 _NEAR = 3  # names in a message
 _ALIKE = 0.6  # difflib's ratio from which a name counts as near
 
@@ -183,10 +183,7 @@ class _Names:
 
     def modules(self, pattern: str, argument: str) -> list[str]:
         """Names that match; what is inside of them is not listed."""
-        if _WILD.isdisjoint(pattern):
-            found = [pattern] if pattern in self._modules else []
-        else:
-            found = [name for name in self._modules if fnmatchcase(name, pattern)]
+        found = [name for name in self._modules if names_module(pattern, name)]
         if not found:
             message = f"{argument}: {pattern!r} matches nothing. It was read as the name of a module; "
             message += _near(pattern, _by_part(self._modules)) or "no name comes near"

@@ -19,6 +19,7 @@ from msgspec import Struct
 from sacplan._program.compilation import Compilation
 from sacplan._program.elements import pattern_of
 from sacplan._program.files import Count, Name, Positive, Share
+from sacplan._torch.compiling import compiled_in_place
 from sacplan.errors import SacplanWarning
 
 Routing = Literal["balanced", "worst"]
@@ -106,18 +107,19 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         accumulation_steps: int = 1,
     ) -> Setup:
         """Read the setup from a model and an optimizer as they are now."""
-        modes = {module.training for module in model.modules()}
-        return cls(
-            use_cache=_use_cache(model),
-            attention=_attention(model),
-            modules="mixed" if len(modes) > 1 else "train" if True in modes else "eval",
-            in_eval=_in_eval(model) if len(modes) > 1 else (),
-            dropout=_dropout(model),
-            loss=loss,
-            optimizer=None if optimizer is None else optimizer_name(optimizer),
-            autocast=autocast,
-            accumulation_steps=accumulation_steps,
-        )
+        with compiled_in_place(model) as model:
+            modes = {module.training for module in model.modules()}
+            return cls(
+                use_cache=_use_cache(model),
+                attention=_attention(model),
+                modules="mixed" if len(modes) > 1 else "train" if True in modes else "eval",
+                in_eval=_in_eval(model) if len(modes) > 1 else (),
+                dropout=_dropout(model),
+                loss=loss,
+                optimizer=None if optimizer is None else optimizer_name(optimizer),
+                autocast=autocast,
+                accumulation_steps=accumulation_steps,
+            )
 
     def differences(self, here: Setup) -> tuple[SetupDifference, ...]:
         """Return all differences of a setup ``here`` from this one, that of the plan."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from sacplan._program.elements import names_module
 from sacplan._program.program import is_inside
 from sacplan.errors import TraceError
 
@@ -27,7 +27,7 @@ def matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
         )
     chosen: set[str] = set()
     for pattern in patterns:
-        matches = {name for name in names if fnmatchcase(name, pattern)}
+        matches = {name for name in names if names_module(pattern, name)}
         if not matches:
             raise TraceError(_unknown(pattern, names))
         # ``layers.*`` matches what is inside of a layer as well; only the layer is meant.

@@ -14,7 +14,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -22,9 +21,10 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.compilation import Backend, Compilation
+from sacplan._program.elements import names_module
 from sacplan._record.step import Step
 from sacplan._torch import private
-from sacplan._torch.compiling import compiled_with, keep_dynamo_out, uncompiled
+from sacplan._torch.compiling import compiled_with, keep_dynamo_out
 from sacplan._torch.inductor import compiled_so_far, dry_compiler
 from sacplan._torch.private import function_modes_off
 from sacplan.errors import TraceError
@@ -40,22 +40,21 @@ _HOOKS = (
 )
 
 
-def compilation_of(
-    asked: CompileModules, model: torch.nn.Module
-) -> tuple[torch.nn.Module, Compilation | None]:
-    """Return a model without what ``torch.compile`` put around it, and what of it is compiled; None for nothing.
+def compilation_of(asked: CompileModules, model: torch.nn.Module) -> Compilation | None:
+    """Return what is asked for, or else what of the model was compiled already; None for nothing.
 
-    That is what is asked for, or else what was compiled already.
+    Args:
+        asked: as for ``profile``.
+        model: in ``compiled_in_place``.
 
     Raises:
         TraceError: a pattern that matches no module, or a backend or keyword that is not known.
     """
-    if not isinstance(model, torch.nn.Module):
-        return model, None  # refused by ``trace_step``, with a better message
-    inner, whole = uncompiled(model)
-    if asked is None:
-        return inner, _compiled_already(inner, whole)
-    return inner, None if asked is False else _asked_for(asked, inner)
+    if asked is False or not isinstance(
+        model, torch.nn.Module
+    ):  # refused by ``trace_step``, with a better message
+        return None
+    return _compiled_already(model) if asked is None else _asked_for(asked, model)
 
 
 def _asked_for(asked: CompileModules, model: torch.nn.Module) -> Compilation:
@@ -87,7 +86,7 @@ def _matching(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, ...
     names = [fqn for fqn, _ in model.named_modules()]
     found: dict[str, None] = {}
     for pattern in patterns:
-        matching = [fqn for fqn in names if fnmatchcase(fqn, pattern)]
+        matching = [fqn for fqn in names if names_module(pattern, fqn)]
         # A star matches dots as well: of nested matches the outer ones are compiled.
         outer = [fqn for fqn in matching if not any(fqn.startswith(f"{other}.") for other in matching)]
         if not outer:
@@ -99,14 +98,12 @@ def _matching(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, ...
     return tuple(found)
 
 
-def _compiled_already(model: torch.nn.Module, whole: Any) -> Compilation | None:
+def _compiled_already(model: torch.nn.Module) -> Compilation | None:
     found = {
         fqn: compiled_with(module._compiled_call_impl)
         for fqn, module in model.named_modules()
         if module._compiled_call_impl is not None
     }
-    if whole is not None:
-        found = {"": compiled_with(whole)}
     if not found:
         return None
     outer = tuple(
@@ -162,21 +159,31 @@ def compile_step(step: Step, unrecorded: AbstractContextManager[Any]) -> None:
 
 
 @contextlib.contextmanager
-def really_compiled(model: torch.nn.Module, compilation: Compilation, step: Step) -> Iterator[None]:
-    """Compile modules of a real model, and run the step until nothing is compiled any more; undone afterwards."""
-    torch.compiler.reset()
-    modules = [model.get_submodule(fqn) for fqn in compilation.modules]
-    before = [module._compiled_call_impl for module in modules]
+def really_compiled(model: torch.nn.Module, compilation: Compilation | None, step: Step) -> Iterator[None]:
+    """Compile modules of a real model, and run the step until nothing is compiled any more; undone afterwards.
+
+    Nothing else of the model runs compiled: with None nothing at all.
+    """
+    modules = [] if compilation is None else [model.get_submodule(fqn) for fqn in compilation.modules]
+    before = {
+        m: m._compiled_call_impl
+        for m in (*modules, *model.modules())
+        if m._compiled_call_impl or m in modules
+    }
     try:
-        for module in modules:
-            module.compile(**compilation.arguments)
-        compiled = None
-        while compiled != (compiled := compiled_so_far()):
-            step.run()
-            step.model.zero_grad(set_to_none=True)
+        for module in before:
+            module._compiled_call_impl = None
+        if compilation is not None:
+            torch.compiler.reset()
+            for module in modules:
+                module.compile(**compilation.arguments)
+            compiled = None
+            while compiled != (compiled := compiled_so_far()):
+                step.run()
+                step.model.zero_grad(set_to_none=True)
         yield
     finally:
-        for module, own in zip(modules, before, strict=True):
+        for module, own in before.items():
             module._compiled_call_impl = own
 
 

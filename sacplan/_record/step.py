@@ -293,13 +293,6 @@ def check_model(model: Any) -> None:
     """Raise ``TraceError`` unless the model can be recorded: a module without a plan or checkpointing of its own."""
     if not isinstance(model, torch.nn.Module):
         raise TraceError(f"model must be an nn.Module, not {type(model).__name__}.")
-    for fqn, module in model.named_modules():
-        if "_orig_mod" in module._modules:
-            raise TraceError(
-                f"{f'module {fqn!r}' if fqn else 'this model'} is what torch.compile returned, and its modules have "
-                "other names. Give the model that was given to torch.compile, "
-                "apply the plan to it, and compile afterwards; or compile in place, with .compile()."
-            )
     checkpointing = own_checkpointing(model)
     if checkpointing is not None:
         raise TraceError(checkpointing)

@@ -5,6 +5,7 @@ Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``torch._C._d
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 import torch._C._dynamo.eval_frame as _dynamo
 
 from sacplan._torch.versions import torch_names
-from sacplan.errors import SacplanWarning
+from sacplan.errors import SacplanWarning, TraceError
 
 
 def keep_dynamo_out(*modules: ModuleType) -> None:
@@ -57,11 +58,40 @@ def stop_compiling(error: type[Exception], message: str) -> None:
     raise error(message)  # reached where Dynamo does not trace, and `comptime` does nothing
 
 
-def uncompiled(model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
-    """Return the model that was given to ``torch.compile``, and what made of it the one that is given here, or None."""
-    # Not from ``_modules``, which of a scripted module is no dict.
-    inner = getattr(model, "_orig_mod", None)
-    return (model, None) if inner is None else (inner, vars(model)["dynamo_ctx"])
+@contextlib.contextmanager
+def compiled_in_place(model: Any) -> Iterator[Any]:
+    """Put each module that was given to ``torch.compile`` in the place of what that returned; undone afterwards.
+
+    It yields the model. Inside, modules have the names that they had before they were compiled, and a module is as
+    after ``module.compile()``. What is no module stays as it is.
+
+    Raises:
+        TraceError: ``torch.compiler.disable`` returned a module.
+    """
+    modules: list[Any] = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    with contextlib.ExitStack() as undo:
+        for module in reversed(modules):  # of two around a module, the outer one says how it is compiled
+            inner = _inside(module)
+            if inner is not module:
+                if module.dynamo_ctx.callback is None:
+                    raise TraceError(
+                        f"torch.compiler.disable returned a {type(inner).__name__} of this model. Put the module itself "
+                        "there, with module.forward = torch.compiler.disable(module.forward)."
+                    )
+                undo.callback(setattr, inner, "_compiled_call_impl", inner._compiled_call_impl)
+                inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
+                continue
+            for name, child in list(module._modules.items()):
+                if _inside(child) is not child:
+                    undo.callback(module._modules.__setitem__, name, child)
+                    module._modules[name] = _inside(child)
+        yield _inside(model)
+
+
+def _inside(module: Any) -> Any:
+    while isinstance(module, torch.nn.Module) and "_orig_mod" in module._modules:
+        module = module._modules["_orig_mod"]
+    return module
 
 
 def compiled_with(compiled: Any) -> dict[str, Any]:
@@ -70,8 +100,7 @@ def compiled_with(compiled: Any) -> dict[str, Any]:
     A mode shows as the options that it stands for.
     """
     with torch_names():
-        is_context = hasattr(compiled, "callback")
-        context = compiled if is_context else inspect.getclosurevars(compiled).nonlocals["self"]
+        context = inspect.getclosurevars(compiled).nonlocals["self"]
         backend = context.callback
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend

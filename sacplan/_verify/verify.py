@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,7 +35,7 @@ from sacplan._record.step import (
     make_optimizer,
     resolve_batch,
 )
-from sacplan._torch.compiling import uncompiled
+from sacplan._torch.compiling import compiled_in_place
 from sacplan._torch.distributed_modules import unwrapped
 from sacplan._verify.measure import measured_step
 from sacplan.errors import PlanError, SumOfOutputsWarning
@@ -164,8 +163,6 @@ def verify(
     plan = opened(plan, Plan)
     if run not in ("fake", "real"):
         raise PlanError(f"unknown run {run!r}; known are 'fake' and 'real'.")
-    if isinstance(model, torch.nn.Module):
-        model, _ = uncompiled(model)
     check_model(model)
     # The model is checked before the batch is made, which may be a callable that takes long.
     plan.fingerprint.check_model(model)
@@ -182,7 +179,8 @@ def verify(
     run_step = _verify_fake if run == "fake" else _verify_real
     if accumulation_steps is None:
         accumulation_steps = plan.fingerprint.setup.accumulation_steps
-    seen = run_step(model, batch, plan, loss_fn, optimizer, accumulation_steps)
+    with compiled_in_place(model) as model:
+        seen = run_step(model, batch, plan, loss_fn, optimizer, accumulation_steps)
     warn_of(seen.setup_differences, stacklevel=3)
     # With another loss than planned, the warning above has said so.
     if all(difference.what != "loss" for difference in seen.setup_differences):
@@ -243,7 +241,7 @@ def _verify_real(
         compiled = plan.fingerprint.setup.compiled
         unplanned = measured_step(step, tensors, count_flops=True)
         with put_on(model, plan) as handle:
-            with contextlib.nullcontext() if compiled is None else really_compiled(model, compiled, step):
+            with really_compiled(model, compiled, step):
                 seen = measured_step(step, tensors, read=unplanned.read)
             # Read before the run that counts FLOPs, so that they are those of the measured steps.
             differences = handle.differences

@@ -44,7 +44,10 @@ def compiled_copy(compile: dict[str, Any]) -> LM:
 
 def measured_peak(compile: dict[str, Any], optimizer: Any = None) -> int:
     torch.compiler.reset()
-    found = compiled_copy(compile)
+    return measured_peak_of(compiled_copy(compile), optimizer)
+
+
+def measured_peak_of(found: LM, optimizer: Any = None) -> int:
     stepping = None if optimizer is None else optimizer(found.parameters())
     step = Step(found, BATCH, cross_entropy, stepping)
     for _ in range(2):
@@ -94,6 +97,30 @@ def test_a_model_that_is_compiled_already_is_profiled_as_it_is_compiled() -> Non
     assert found.fingerprint.setup.compiled == profile_of(True).fingerprint.setup.compiled
     wrapped: Any = torch.compile(copy.deepcopy(model()), backend="aot_eager")
     assert sacplan.profile(wrapped, BATCH, cross_entropy, device="cpu").program == profile_of(False).program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_blocks_that_torch_compile_returned_are_profiled_and_planned_as_they_are_compiled(
+    backend: str,
+) -> None:
+    torch.compiler.reset()
+    found = copy.deepcopy(model())
+    for name, layer in found.layers.named_children():  # as torchtitan did
+        found.layers.register_module(name, torch.compile(layer, backend=backend))  # type: ignore[arg-type]
+    names = found.state_dict().keys()
+    profile = sacplan.profile(found, BATCH, cross_entropy, device="cpu")
+    asked = {"modules": ["layers.*._orig_mod"], "backend": backend}
+    plain = sacplan.profile(model(), BATCH, cross_entropy, device="cpu", compile=asked)
+    assert (profile.program, profile.fingerprint) == (plain.program, plain.fingerprint)
+    assert measured_peak_of(found) == profile.peak_bytes
+    plan = sacplan.policy("full", profile=profile)
+    assert sacplan.verify(found, BATCH, plan, cross_entropy, run="real").peak_bytes == plan.peak_bytes
+    with sacplan.apply(found, plan) as handle:
+        assert handle.units == ("layers.0", "layers.1")
+        assert measured_peak_of(found) == plan.peak_bytes < profile.peak_bytes
+    assert measured_peak_of(found) == profile.peak_bytes
+    assert found.state_dict().keys() == names
 
 
 def test_compile_false_records_the_step_uncompiled() -> None:

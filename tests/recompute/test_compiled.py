@@ -337,10 +337,17 @@ def test_a_unit_left_uncompiled_keeps_its_plan(
     )
 
 
-def test_wrappers_are_refused_by_name(model: nn.Module, plan: sacplan.Plan) -> None:
-    with pytest.raises(sacplan.errors.PlanError, match=r"this model is what torch\.compile returned"):
-        sacplan.apply(torch.compile(copy.deepcopy(model)), plan)  # type: ignore[arg-type]
+def test_what_was_compiled_before_takes_the_plan(
+    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
+) -> None:
+    seen = Seen()
+    called: Any = torch.compile(copy.deepcopy(model), backend=seen.backend)
+    before = step(called, tokens, None)
+    saved, seen.saved_bytes = seen.saved_bytes, 0
+    with sacplan.apply(called, plan):
+        assert bit_equal(before, step(called, tokens, None))
+    assert 0 < seen.saved_bytes < saved
     partly = copy.deepcopy(model)
     partly.layers[1] = torch.compile(partly.layers[1])  # type: ignore[assignment]
-    with pytest.raises(sacplan.errors.PlanError, match=r"module 'layers\.1' is what torch.compile returned"):
+    with pytest.raises(sacplan.errors.PlanError, match=r"module 'layers\.1' is compiled on its own"):
         sacplan.apply(partly, plan)
