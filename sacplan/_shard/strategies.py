@@ -149,7 +149,7 @@ def _with_the_same_draws(
 ) -> list[AxisStrategy]:
     """Keep the strategies with which the backward kernel draws the forward pass's dropout mask again.
 
-    Masks are drawn by position, so both kernels must be sharded alike: as ``logsumexp``, which the forward one returned.
+    Masks are drawn by position, so both kernels must be sharded alike: as ``logsumexp``, a result of the forward one.
     """
     logsumexp = next(i for i, (name, _) in enumerate(call.named_inputs) if name == "logsumexp")
     return [s for s in strategies if s.inputs[logsumexp] in available[logsumexp]]

@@ -75,8 +75,8 @@ def compiled_in_place(model: Any) -> Iterator[Any]:
             if inner is not module:
                 if module.dynamo_ctx.callback is None:
                     raise TraceError(
-                        f"torch.compiler.disable returned a {type(inner).__name__} of this model. Put the module itself "
-                        "there, with module.forward = torch.compiler.disable(module.forward)."
+                        f"torch.compiler.disable returned a {type(inner).__name__} of this model. Put the module "
+                        "itself there, with module.forward = torch.compiler.disable(module.forward)."
                     )
                 undo.callback(setattr, inner, "_compiled_call_impl", inner._compiled_call_impl)
                 inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
