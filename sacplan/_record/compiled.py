@@ -50,9 +50,8 @@ def compilation_of(asked: CompileModules, model: torch.nn.Module) -> Compilation
     Raises:
         TraceError: a pattern that matches no module, or a backend or keyword that is not known.
     """
-    if asked is False or not isinstance(
-        model, torch.nn.Module
-    ):  # refused by ``trace_step``, with a better message
+    # What is no module is refused by ``trace_step``, with a better message.
+    if asked is False or not isinstance(model, torch.nn.Module):
         return None
     return _compiled_already(model) if asked is None else _asked_for(asked, model)
 
@@ -165,11 +164,8 @@ def really_compiled(model: torch.nn.Module, compilation: Compilation | None, ste
     Nothing else of the model runs compiled: with None nothing at all.
     """
     modules = [] if compilation is None else [model.get_submodule(fqn) for fqn in compilation.modules]
-    before = {
-        m: m._compiled_call_impl
-        for m in (*modules, *model.modules())
-        if m._compiled_call_impl or m in modules
-    }
+    # Of other modules nothing is set, not even to the same value: it would be an attribute of theirs from then on.
+    before = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl or m in modules}
     try:
         for module in before:
             module._compiled_call_impl = None

@@ -44,11 +44,11 @@ class RegeneratedViews:
             node = t.grad_fn if type(t) is FakeTensor and t._is_view() else None
             if node is None:
                 continue
+            number = node._sequence_nr() + 1
+            views, self._returned[number] = self._returned.get(number, ()), ()  # each node is looked at once
             # The op that gave the view its node returned another tensor: so it was run by autograd, to make the node.
-            views = self._returned.get(node._sequence_nr() + 1, ())
             if views and all(view() is not t for view in views):
                 _correct(t, self._paused)
-            self._returned[node._sequence_nr() + 1] = ()  # each node is looked at once
         if func.is_view:
             self._returned.setdefault(autograd_sequence_number(), [weakref.ref(t) for t in made])
 

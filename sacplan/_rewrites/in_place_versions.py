@@ -42,8 +42,8 @@ class _Splitter:
         self.tensors: dict[tuple[int, int], int] = {}  # (tensor, version) to the tensor that it is there
 
     def patch(self) -> Patch:
-        program, now, draft = self.program, self.now, self.draft
         """Go through the events. They stay in place, and refer to versions; a new version frees the old one."""
+        program, now, draft = self.program, self.now, self.draft
         held: Counter[int] = Counter()  # by storage, how often autograd holds it or a version of it
         for position, (code, arg) in enumerate(program.events):
             if code == Event.PACK:
