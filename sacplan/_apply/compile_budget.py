@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sacplan._plan.partitions import JointGraph, Partitioner, Split
+from sacplan._plan.partitions import JointGraph, Partitioner, Split, Splits, fastest, smallest
 from sacplan._program.arguments import checked
 from sacplan._program.budget import exact_bytes, format_bytes, parse_budget
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -51,16 +51,20 @@ class CompileBudget:
         if default <= budget:
             self.graphs.append(CompiledGraph(budget, default, default, None))
             return graph.own
-        needs = {split: split.lowered.needs_bytes(self._calls) for split in graph.splits}
-        fitting = [split for split in needs if needs[split] <= budget]
-        if best := min(fitting, key=lambda split: split.lowered.ms, default=None):
+
+        def needs(splits: Splits) -> int:
+            return splits[0].expected.needs_bytes(self._calls)
+
+        options = [(split,) for split in graph.splits]
+        (best,) = chosen = fastest(lambda: options, needs, budget) or smallest(lambda: options, needs)
+        least = needs(chosen)
+        if least <= budget:
             more_ms = max(0.0, best.lowered.ms - graph.own.lowered.ms)
-            self.graphs.append(CompiledGraph(budget, needs[best], default, more_ms))
+            self.graphs.append(CompiledGraph(budget, least, default, more_ms))
             return best
-        least = min(needs.values())
         raise InfeasibleBudget(
             f"a compiled graph does not fit {format_bytes(budget)}: PyTorch's own partition takes "
-            f"{format_bytes(default)}, and the smallest of the {len(needs)} that were compared {format_bytes(least)}. "
+            f"{format_bytes(default)}, and the smallest of {len(options)} that were compared {format_bytes(least)}. "
             f"Give at least {exact_bytes(least)}, or make the batch smaller.",
             budget_bytes=budget,
             smallest_feasible_bytes=least,

@@ -22,13 +22,23 @@ from msgspec import structs
 
 from sacplan._device.device_memory import device_memory
 from sacplan._plan.limits import ROUNDS, Limit, Room
-from sacplan._plan.partitions import JointGraph, Partitioner, Split
+from sacplan._plan.partitions import (
+    JointGraph,
+    Partitioner,
+    Split,
+    Splits,
+    fastest,
+    lower,
+    order_of,
+    smallest,
+)
 from sacplan._plan.plan import Plan
 from sacplan._plan.request import Request
 from sacplan._plan.value import UnitPlan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes
 from sacplan._program.decisions import Partition
+from sacplan._record.compiled import compiler_for
 from sacplan.errors import InfeasibleBudget
 
 _CLOSE = 0.01
@@ -108,11 +118,7 @@ def splits_graphs(request: Request, profile: Profile) -> bool:
 
 
 class _Partitions:
-    """Proposals for a compiled step that split its graphs otherwise.
-
-    Attributes:
-        splits: the proposals: of each graph one.
-    """
+    """Proposals for a compiled step that split its graphs otherwise."""
 
     def __init__(self, profile: Profile, unplanned: Plan) -> None:
         how: Any = profile.fingerprint.setup.compiled
@@ -120,25 +126,28 @@ class _Partitions:
         self._unplanned = unplanned
         self._unit = how.modules[0]
         self._calls = len(how.modules)  # alike modules share a graph, which each of them calls
-        graphs = profile.joint_graphs
+        graphs: dict[str, JointGraph] = profile.joint_graphs
         if not graphs:
 
             def note(graph: JointGraph) -> Split:
-                graphs[graph.key] = graph.splits
+                graphs[graph.key] = graph
+                if graph.is_dynamic:
+                    lower(graph.splits)
                 return graph.own
 
             with Partitioner(note, ("sacplan",)):
                 profile.run_again()
-        self._graphs: dict[str, tuple[Split, ...]] = graphs
-        self.splits = _combined(list(graphs.values()), self._calls)
+            for graph in graphs.values():
+                graph.world = functools.partial(compiler_for, profile.spec)
+        self._graphs = graphs
 
-    def run(self, splits: Sequence[Split]) -> tuple[Plan, Profile]:
+    def run(self, splits: Splits) -> tuple[Plan, Profile]:
         """Return the plan with one split of each graph, and the step with it."""
         decisions = tuple(
             Partition(self._unit, key, tuple(sorted(split.saved)))
             for key, split in zip(self._graphs, splits, strict=True)
         )
-        before = sum(own.lowered.saved_bytes for own, *_ in self._graphs.values())
+        before = sum(graph.own.lowered.saved_bytes for graph in self._graphs.values())
         left = sum(split.lowered.saved_bytes for split in splits)
         ratio = max(0.0, 1 - left / max(1, before))
         plan = structs.replace(
@@ -151,73 +160,80 @@ class _Partitions:
         again_ms = max(0.0, seen.step_ms - self._profile.step_ms)
         return structs.replace(plan, units={self._unit: UnitPlan(ratio, again_ms)}), seen
 
-    def n_bytes(self, splits: Sequence[Split]) -> int:
+    def n_bytes(self, splits: Splits) -> int:
         """Return about what graphs take that are split so, without all else that is there."""
-        saved = self._calls * sum(split.lowered.saved_bytes for split in splits)
-        return saved + max(split.lowered.needs_bytes(0) for split in splits)
+        figures = [split.expected for split in splits]
+        return self._calls * sum(f.saved_bytes for f in figures) + max(f.needs_bytes(0) for f in figures)
 
     def within(self, room: Room, over: int) -> list[_Try]:
         """Return those that were run to find the fastest within some room; ``over``: what the step takes too much."""
-        own = tuple(splits[0] for splits in self._graphs.values())
+        own = tuple(graph.own for graph in self._graphs.values())
         beside = room.n_bytes + over - self.n_bytes(own)  # what is there besides, corrected by each run
         tries: list[_Try] = []
-        left = set(self.splits)
-        while left and len(tries) < ROUNDS:
-            needs = {splits: self.n_bytes(splits) + beside for splits in left}
-            close = [splits for splits in left if needs[splits] <= (1 + _UNSURE) * room.n_bytes]
-            fits = [splits for splits in close if needs[splits] <= room.n_bytes]
-            if fits:
-                splits = min(fits, key=_order)
-            elif close or not any(one.needs <= room.n_bytes for one in tries):
-                splits = min(close or left, key=lambda splits: (needs[splits], _order(splits)))
-            else:
-                break
+        tried: list[Splits] = []
+        best: Splits | None = None
+
+        def left() -> list[Splits]:
+            options = [one for one in self._options() if one not in tried]
+            return options if best is None else [one for one in options if order_of(one) < order_of(best)]
+
+        while len(tries) < ROUNDS and left():
+            splits = fastest(left, self.n_bytes, room.n_bytes - beside)
+            if splits is None:
+                splits = smallest(left, self.n_bytes)
+                if best is not None and self.n_bytes(splits) + beside > (1 + _UNSURE) * room.n_bytes:
+                    break
             plan, seen = self.run(splits)
             tries.append(_Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program)))
+            tried.append(splits)
             beside = tries[-1].needs - self.n_bytes(splits)
-            left.remove(splits)
             if tries[-1].needs <= room.n_bytes:
-                left = {other for other in left if _order(other) < _order(splits)}
+                best = splits
         return tries
 
     @property
     def small(self) -> list[tuple[Plan, Profile]]:
         """The plans that should take least, and the steps with them: the same for every budget."""
-        return [
-            self.run(splits) for splits in sorted(self.splits, key=lambda s: (self.n_bytes(s), _order(s)))[:2]
-        ]
+        found: list[Splits] = []
 
+        def left() -> list[Splits]:
+            return [one for one in self._options() if one not in found]
 
-def _order(splits: Sequence[Split]) -> tuple[float, list[list[str]]]:
-    """The faster first, and always in the same order."""
-    return sum(split.lowered.ms for split in splits), [sorted(split.saved) for split in splits]
+        while len(found) < 2 and left():
+            found.append(smallest(left, self.n_bytes))
+        return [self.run(splits) for splits in found]
 
+    def _options(self) -> list[Splits]:
+        """Return some ways to split all graphs: all that there are of a single one.
 
-def _combined(graphs: Sequence[Sequence[Split]], calls: int) -> list[tuple[Split, ...]]:
-    """Return some ways to split all graphs: all that there are of a single one.
+        Of several, they go from the fastest to those that take least, one graph at a time, where it costs least for a
+        byte.
+        """
+        graphs = [graph.splits for graph in self._graphs.values()]
+        if len(graphs) < 2:
+            return [(split,) for splits in graphs for split in splits]
 
-    Of several, they go from the fastest to those that take least, one graph at a time, where it costs least for a byte.
-    """
-    if len(graphs) < 2:
-        return [(split,) for splits in graphs for split in splits]
-    stairs: list[list[Split]] = []
-    for splits in graphs:
-        stair: list[Split] = []
-        for split in sorted(splits, key=lambda one: (one.lowered.ms, one.lowered.needs_bytes(calls))):
-            if not stair or split.lowered.needs_bytes(calls) < stair[-1].lowered.needs_bytes(calls):
-                stair.append(split)
-        stairs.append(stair)
+        def needs(split: Split) -> int:
+            return split.expected.needs_bytes(self._calls)
 
-    def price(i: int) -> float:
-        now, then = (stairs[i][at[i] + k].lowered for k in (0, 1))
-        return (then.ms - now.ms) / (now.needs_bytes(calls) - then.needs_bytes(calls))
+        stairs: list[list[Split]] = []
+        for splits in graphs:
+            stair: list[Split] = []
+            for split in sorted(splits, key=lambda one: (one.expected.ms, needs(one))):
+                if not stair or needs(split) < needs(stair[-1]):
+                    stair.append(split)
+            stairs.append(stair)
 
-    at = [0] * len(stairs)
-    found = [tuple(stair[0] for stair in stairs)]
-    while left := [i for i, stair in enumerate(stairs) if at[i] + 1 < len(stair)]:
-        at[min(left, key=price)] += 1
-        found.append(tuple(stair[i] for stair, i in zip(stairs, at, strict=True)))
-    return found
+        def price(i: int) -> float:
+            now, then = stairs[i][at[i] : at[i] + 2]
+            return (then.expected.ms - now.expected.ms) / (needs(now) - needs(then))
+
+        at = [0] * len(stairs)
+        found = [tuple(stair[0] for stair in stairs)]
+        while left := [i for i, stair in enumerate(stairs) if at[i] + 1 < len(stair)]:
+            at[min(left, key=price)] += 1
+            found.append(tuple(stair[i] for stair, i in zip(stairs, at, strict=True)))
+        return found
 
 
 def smallest_compiled(

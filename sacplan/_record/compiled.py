@@ -123,13 +123,18 @@ def dry_compiled(model: torch.nn.Module, compilation: Compilation, spec: DeviceS
     # Between two graphs, eager ops call the recorder and its hooks, which are no code of the model.
     record = [module for name, module in sys.modules.items() if name.startswith(f"{__package__}.")]
     keep_dynamo_out(private, *record)
-    with dry_compiler(_gpu(spec) if spec.kind == "cuda" else None):
+    with compiler_for(spec):
         modules = dict(model.named_modules())
         for fqn in compilation.modules:
             module = modules[fqn]
             module.compile(**compilation.arguments)
             module._compiled_call_impl = _Unwatched(module, module._compiled_call_impl)
         yield
+
+
+def compiler_for(spec: DeviceSpec) -> AbstractContextManager[None]:
+    """Return what is entered to compile for a device, without kernels."""
+    return dry_compiler(_gpu(spec) if spec.kind == "cuda" else None)
 
 
 def compile_step(step: Step, unrecorded: AbstractContextManager[Any]) -> None:

@@ -10,8 +10,9 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -41,9 +42,19 @@ class LoweredGraphs:
     saved_bytes: int
     ms: float
 
+    @property
+    def most_bytes(self) -> int:
+        """Most that is alive while one of the two runs."""
+        return max(self.forward_bytes, self.backward_bytes)
+
     def needs_bytes(self, calls: int) -> int:
         """Return the most that is alive if so many forward passes come before the first backward pass."""
-        return max(self.forward_bytes, self.backward_bytes) + (calls - 1) * self.saved_bytes
+        return self.most_bytes + (calls - 1) * self.saved_bytes
+
+    def moved(self, nbytes: int, ms: float, least: int) -> LoweredGraphs:
+        """Return these with so much more saved, and so much more time; at least so much is alive in both."""
+        first, second = (max(most + nbytes, least) for most in (self.forward_bytes, self.backward_bytes))
+        return LoweredGraphs(first, second, self.saved_bytes + nbytes, self.ms + ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +309,12 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
         )
 
     values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    sizes = next((v.node.shape_env for v in values if isinstance(v, torch.SymInt)), None)
     off = dict.fromkeys((*MEASURES, *POOLS), False)
     try:
         with (
+            # What else shares these symbols must not find them fixed to the sizes of this batch.
+            nullcontext() if sizes is None else sizes.suppress_guards(),
             replaced(GraphLowering, codegen=stop, codegen_with_cpp_wrapper=stop),
             inductor_config.patch(force_disable_caches=True, **off),
         ):
@@ -308,6 +322,15 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
     except _Lowered as found:
         return found
     raise AssertionError("inductor compiled a graph without lowering it")
+
+
+def inductor_settings() -> AbstractContextManager[Any]:
+    """Return what is entered later to have the settings of now, which ``torch.compile`` was given for its graphs."""
+    with torch_names():
+        from torch._inductor import config
+
+        now = config.get_config_copy()
+    return cast(AbstractContextManager[Any], config.patch(now))
 
 
 def as_partitioner(partition: Callable[..., Any], key: Any) -> Any:
