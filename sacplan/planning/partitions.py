@@ -1,0 +1,229 @@
+"""The ways to split the graphs that ``torch.compile`` makes into forward and backward, as inductor lowers them.
+
+Of each graph that is compiled for training, these are compared:
+
+- what PyTorch saves by itself, and with some settings of its ``activation_memory_budget``;
+- what ``saved_values`` finds cheapest for shares of the bytes that PyTorch saves.
+
+Prices before lowering are rough: fusion decides what an op costs that runs again. After it, inductor knows what each
+kernel reads and writes, and what is alive. So a split is lowered, without a kernel being compiled, before it is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sacplan.device.cost import CostModel
+from sacplan.device.devices import resolve_device
+from sacplan.device.kernels import active_device
+from sacplan.planning.saved_values import bytes_of, cheapest_saved, price_of, without_forbidden
+from sacplan.torch_compat import partitioning
+from sacplan.torch_compat.partitioning import ForwardValue, LoweredGraphs, Prices
+
+_SETTINGS = (0.75, 0.5, 0.25)
+_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)
+"""Fewer bytes cost more and more time; below a tenth, what runs again is alive at once and takes what is not saved."""
+
+
+class Split:
+    """A way to split a joint graph. Lowering takes seconds, so each is lowered when its figures are needed.
+
+    Args:
+        graph: the joint graph.
+        saved: names of the nodes that are saved.
+    """
+
+    def __init__(self, graph: JointGraph, saved: frozenset[str]) -> None:
+        self.saved = saved
+        self.nbytes = bytes_of(graph.values, saved)
+        self.price_ms = price_of(graph.values, saved)
+        self._graph = graph
+
+    @cached_property
+    def lowered(self) -> LoweredGraphs:
+        """What it takes, by inductor."""
+        return self._graph.lowered(self.saved)
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it was lowered before."""
+        return "lowered" in vars(self)
+
+    @property
+    def expected(self) -> LoweredGraphs:
+        """What it takes, or should take by those that were lowered before.
+
+        It is expected to take less bytes and more time than one that saves more, but no less bytes than one that saves
+        less.
+        """
+        if self.is_lowered:
+            return self.lowered
+        known = [split for split in self._graph.splits if split.is_lowered]
+        above = min((s for s in known if s.nbytes >= self.nbytes), key=lambda s: s.nbytes, default=known[0])
+        least = max((s.lowered.most_bytes for s in known if s.nbytes <= self.nbytes), default=0)
+        return above.lowered.moved(self.nbytes - above.nbytes, self.price_ms - above.price_ms, least)
+
+
+class JointGraph:
+    """A joint graph, while it is compiled and afterwards.
+
+    Args:
+        module, inputs, arguments: as a partitioner gets them.
+
+    Attributes:
+        values: those of its forward part, among which a split chooses.
+        world: makes what is entered to lower a split. While the graph is compiled, there is nothing to enter.
+    """
+
+    def __init__(self, module: Any, inputs: Sequence[Any], arguments: dict[str, Any]) -> None:
+        self.key = partitioning.graph_key(module)
+        self.values: list[ForwardValue] = []
+        self.world: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._module, self._inputs, self._arguments = module, inputs, arguments
+        self._prices = _prices(module)
+        self._settings = partitioning.inductor_settings()
+        # What is compiled next changes the graph itself, and may fix sizes in it that are symbols.
+        self._copy = partitioning.copied(module)
+        (self._own,) = self._saved_by_pytorch(1.0)
+
+    def _saved_by_pytorch(self, *settings: float) -> list[frozenset[str]]:
+        """Return what PyTorch saves with each of these, and note the values."""
+        found: list[frozenset[str]] = []
+
+        def note(graph: Any, info: Any, own: Callable[[float], list[Any]]) -> list[Any]:
+            n_outputs = self._arguments["num_fwd_outputs"]
+            self.values = partitioning.forward_values(graph, info, n_outputs, self._prices)
+            found.extend(frozenset(node.name for node in own(setting)) for setting in settings)
+            return own(1.0)
+
+        self._partitioned(partitioning.copied(self._copy), note)
+        return found
+
+    def _partitioned(self, module: Any, choose: partitioning.Choose) -> tuple[Any, Any]:
+        return partitioning.partitioned(module, self._inputs, self._arguments, choose)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether sizes in it are symbols, which may be fixed once it is compiled."""
+        return any(isinstance(node.meta.get("val"), torch.SymInt) for node in self._copy.graph.nodes)
+
+    @cached_property
+    def own(self) -> Split:
+        """What PyTorch does by itself. It is lowered."""
+        split = Split(self, self._own)
+        assert split.lowered
+        return split
+
+    @cached_property
+    def splits(self) -> tuple[Split, ...]:
+        """The ways that are compared: PyTorch's own, and of the others those that none beats in bytes and price."""
+        most = self.own.nbytes
+        # PyTorch draws random numbers anew: pytorch#190758.
+        names = [without_forbidden(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
+        names += [cheapest_saved(self.values, share * most) for share in _SHARES]
+        found = [Split(self, saved) for saved in dict.fromkeys(names) if saved != self._own]
+        costs = [(split.nbytes, split.price_ms) for split in found]
+        best = [
+            split
+            for split, (nbytes, ms) in zip(found, costs, strict=True)
+            if not any(b <= nbytes and m <= ms and (b, m) != (nbytes, ms) for b, m in costs)
+        ]
+        return self.own, *best
+
+    def lowered(self, saved: frozenset[str]) -> LoweredGraphs:
+        """Return what it takes to save these nodes."""
+        module, n_outputs = partitioning.copied(self._copy), self._arguments["num_fwd_outputs"]
+        static = self._arguments["static_lifetime_input_indices"] or ()
+        with self.world(), self._settings:
+            graphs = self._partitioned(module, partitioning.saving(saved))
+            return partitioning.lowered(module, graphs, n_outputs, static, self._prices)
+
+    def split(self, chosen: Split) -> tuple[Any, Any]:
+        """Split the graph itself, and return its two parts."""
+        return self._partitioned(self._module, partitioning.saving(chosen.saved))
+
+
+Splits = tuple[Split, ...]
+"""A split of each graph of a step."""
+
+
+def order_of(splits: Splits) -> tuple[float, list[list[str]]]:
+    """The faster first, and always in the same order."""
+    return sum(split.expected.ms for split in splits), [sorted(split.saved) for split in splits]
+
+
+def fastest(
+    options: Callable[[], Sequence[Splits]], n_bytes: Callable[[Splits], int], budget: int
+) -> Splits | None:
+    """Return the fastest options that fit a budget, by their figures once lowered; None if none should fit.
+
+    As in a binary search, what is lowered next halves what is left: what saves more is expected to take more.
+
+    Args:
+        options: makes those to choose from. They are asked for again after each lowering.
+        n_bytes: what one takes, by what is expected of its splits.
+        budget: in bytes.
+    """
+    while True:
+        fitting = sorted((one for one in options() if n_bytes(one) <= budget), key=order_of)
+        if not fitting:
+            return None
+        is_known = [all(split.is_lowered for split in one) for one in fitting]
+        unknown = is_known.index(True) if any(is_known) else len(fitting)
+        if not unknown:
+            return fitting[0]
+        lower(fitting[(unknown - 1) // 2])
+
+
+def smallest(options: Callable[[], Sequence[Splits]], n_bytes: Callable[[Splits], int]) -> Splits:
+    """Return the options that take least, by their figures once lowered; arguments as for ``fastest``."""
+    while True:
+        found = min(options(), key=lambda one: (n_bytes(one), order_of(one)))
+        if all(split.is_lowered for split in found):
+            return found
+        lower(found)
+
+
+def lower(splits: Iterable[Split]) -> None:
+    """Have inductor lower splits that were not lowered before."""
+    for split in splits:
+        assert split.lowered
+
+
+def _prices(module: Any) -> Prices:
+    device = next(v.device for n in module.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
+    model = CostModel(active_device() or resolve_device(device))
+    byte_ms = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
+    return Prices(lambda *call: model.cost(*call)[1], byte_ms)
+
+
+class Partitioner:
+    """What inductor asks for partitions, until ``remove()`` or to the end of a ``with``.
+
+    Args:
+        choose: says how each graph is split. It is asked when the graph is compiled.
+        key: tells it from others, for the compiler's caches.
+    """
+
+    def __init__(self, choose: Callable[[JointGraph], Split], key: object) -> None:
+        self._choose = choose
+        self._before = partitioning.swap_partitioner(partitioning.as_partitioner(self._partition, key))
+
+    def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
+        graph = JointGraph(module, inputs, arguments)
+        return graph.split(self._choose(graph))
+
+    def remove(self) -> None:
+        """Have ``torch.compile`` partition graphs as it did before. What is compiled stays as it is."""
+        partitioning.swap_partitioner(self._before)
+
+    def __enter__(self) -> Partitioner:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.remove()
