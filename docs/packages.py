@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent / "sacplan"
 PACKAGES = {
     "errors": (0, 1, "what can go wrong"),
     "torch_compat": (1, 0, "private APIs of PyTorch"),
-    "core.factors": (2, 0, "which dimensions go together"),
+    "core.factors": (2, 0, "dimensions that go together"),
     "core": (2, 1, "program, patch, fold"),
     "device": (3, 1, "kernels, allocator, times"),
     "core.rewrites": (4, 1, "versions, workspaces"),
@@ -133,7 +133,7 @@ def draw(path: Path) -> None:
 
     plt.rcParams["svg.hashsalt"] = "packages"  # the same picture gives the same file
     plt.rcParams["svg.fonttype"] = "none"  # text stays text
-    figure, axes = plt.subplots(figsize=(8.4, 9))
+    figure, axes = plt.subplots(figsize=(9.4, 9.4))
     places = {name: (2.3 * column, row) for name, (row, column, _) in PACKAGES.items()}
     for above, below in arrows():
         _draw_arrow(axes, places[above], places[below])
@@ -163,8 +163,8 @@ def _draw_package(axes: Any, place: tuple[float, float], name: str) -> None:
         edgecolor="#455a64",
     )
     axes.add_patch(box)
-    axes.text(x, y + 0.1, name, ha="center", va="center", fontsize=9.5, color="#263238")
-    axes.text(x, y - 0.15, PACKAGES[name][2], ha="center", va="center", fontsize=7.5, color="#546e7a")
+    axes.text(x, y + 0.1, name, ha="center", va="center", fontsize=9, color="#263238")
+    axes.text(x, y - 0.15, PACKAGES[name][2], ha="center", va="center", fontsize=7, color="#546e7a")
 
 
 def _draw_arrow(axes: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
