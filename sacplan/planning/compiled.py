@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,12 @@ from sacplan.record.compiled import compiler_for
 _CLOSE = 0.01
 """Share of the budget that a plan may leave unused without a cheaper one being sought."""
 
-_UNSURE = 0.03
-"""Share of the budget by which a split may be over it before it is run: what is there beside the graphs differs by that
-between two splits of small models (BERT in ``benchmarks.compiled_budgets``)."""
+_UNSURE = 0.05
+"""Share of the budget by which a split may be over it before it is run: what is alive beside what inductor counts differs
+by that between two splits of T5 (``benchmarks.compiled_budgets``)."""
+
+_WORTH = 0.005
+"""Share of the step by which a split must be faster than one that fits, so that it is run, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,24 +175,26 @@ class _Partitions:
         beside = room.n_bytes + over - self.n_bytes(own)  # what is there besides, corrected by each run
         tries: list[_Try] = []
         tried: list[Splits] = []
-        best: Splits | None = None
+        most_ms = math.inf  # what is worth a run once one fits
 
         def left() -> list[Splits]:
-            options = [one for one in self._options() if one not in tried]
-            return options if best is None else [one for one in options if order_of(one) < order_of(best)]
+            return [one for one in self._options() if one not in tried and order_of(one)[0] < most_ms]
 
         while len(tries) < ROUNDS and left():
-            splits = fastest(left, self.n_bytes, room.n_bytes - beside)
-            if splits is None:
+            space = room.n_bytes - beside
+            splits = fastest(left, self.n_bytes, space)
+            if splits is None and most_ms == math.inf:
                 splits = smallest(left, self.n_bytes)
-                if best is not None and self.n_bytes(splits) + beside > (1 + _UNSURE) * room.n_bytes:
-                    break
+            elif splits is None:
+                splits = fastest(left, self.n_bytes, space + int(_UNSURE * room.n_bytes))
+            if splits is None:
+                break
             plan, seen = self.run(splits)
             tries.append(_Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program)))
             tried.append(splits)
             beside = tries[-1].needs - self.n_bytes(splits)
             if tries[-1].needs <= room.n_bytes:
-                best = splits
+                most_ms = order_of(splits)[0] - _WORTH * self._profile.step_ms
         return tries
 
     @property

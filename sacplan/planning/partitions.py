@@ -121,19 +121,12 @@ class JointGraph:
 
     @cached_property
     def splits(self) -> tuple[Split, ...]:
-        """The ways that are compared: PyTorch's own, and of the others those that none beats in bytes and price."""
+        """The ways that are compared; PyTorch's own is the first."""
         most = self.own.nbytes
         # PyTorch draws random numbers anew: pytorch#190758.
-        names = [without_forbidden(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
-        names += [cheapest_saved(self.values, share * most) for share in _SHARES]
-        found = [Split(self, saved) for saved in dict.fromkeys(names) if saved != self._own]
-        costs = [(split.nbytes, split.price_ms) for split in found]
-        best = [
-            split
-            for split, (nbytes, ms) in zip(found, costs, strict=True)
-            if not any(b <= nbytes and m <= ms and (b, m) != (nbytes, ms) for b, m in costs)
-        ]
-        return self.own, *best
+        found = [without_forbidden(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
+        found += [cheapest_saved(self.values, share * most) for share in _SHARES]
+        return self.own, *(Split(self, saved) for saved in dict.fromkeys(found) if saved != self._own)
 
     def lowered(self, saved: frozenset[str]) -> LoweredGraphs:
         """Return what it takes to save these nodes."""
