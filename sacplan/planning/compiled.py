@@ -46,8 +46,8 @@ _CLOSE = 0.01
 """Share of the budget that a plan may leave unused without a cheaper one being sought."""
 
 _UNSURE = 0.05
-"""Share of the budget by which a split may be over it before it is run: what is alive beside what inductor counts differs
-by that between two splits of T5 (``benchmarks.compiled_budgets``)."""
+"""Share of the budget by which a split may be over it before it is run: what inductor does not count differs by that
+between two splits of T5 (``benchmarks.compiled_budgets``)."""
 
 _WORTH = 0.005
 """Share of the step by which a split must be faster than one that fits, so that it is run, too."""
