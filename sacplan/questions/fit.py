@@ -271,11 +271,16 @@ class _Sweep:
             accumulation_steps=self.accumulation_steps, compile=self.compile, **{"routing": self.routing, **options},
         )  # fmt: skip
 
+    @derived
+    def at(self, batch: int, seq: int | None) -> Profile:
+        """Return the step at a size, on one device and without an optimizer."""
+        return self.recorded(batch, seq)
+
     @cached_property
     def base(self) -> Profile:
         """The step at the size that was asked for, without an optimizer."""
         begins("the step")
-        return self.recorded(self.batch, self.seq)
+        return self.at(self.batch, self.seq)
 
     # --- optimizers
 
@@ -498,7 +503,7 @@ class _Sweep:
     @cached_property
     def by_batch(self) -> Sized | None:
         """The step at any batch size; None if the recordings run different ops."""
-        return self._by_batch(lambda n: self.base if n == self.batch else self.recorded(n, self.seq))
+        return self._by_batch(lambda n: self.at(n, self.seq))
 
     def _by_batch(self, record: Callable[[int], Profile]) -> Sized | None:
         # A batch of one is special: dimensions of size 1 broadcast and have arbitrary strides. So do not extrapolate
@@ -518,11 +523,7 @@ class _Sweep:
             other = max(1, self.seq // 2)
         if other == self.seq:  # a sequence of one token, and no longer one is allowed
             return None
-        return self._sized(
-            "sequence",
-            (self.seq, other),
-            lambda n: self.base if n == self.seq else self.recorded(self.batch, n),
-        )
+        return self._sized("sequence", (self.seq, other), lambda n: self.at(self.batch, n))
 
     def _sized(self, what: str, sizes: tuple[int, int], record: Callable[[int], Profile]) -> Sized | None:
         found = sized(sizes, (record(sizes[0]), record(sizes[1])))
@@ -557,10 +558,9 @@ class _Sweep:
             known = self._sizes.get((row.optimizer, AS_IT_IS.name, axis), 0)
             if row.fits:
                 known = max(known, asked)
-            found = known
             if known < unit * most:
-                found = self._largest_reserved(steps, axis, row, unit, most, left, known)
-            self._sizes[row.optimizer, row.way, axis] = found
+                known = self._largest_reserved(steps, axis, row, unit, most, left, known)
+            self._sizes[row.optimizer, row.way, axis] = known
         return self._sizes[row.optimizer, row.way, axis]
 
     def _largest_reserved(
@@ -717,15 +717,10 @@ class _Sweep:
 
     def _rows_on_ranks(self) -> tuple[list[FitRow], Callable[[FitRow], FitRow]]:
         """Return the rows on several devices, and what completes one with its largest batch."""
-        made: dict[int, Profile] = {self.batch: self.base}
 
         def recorded(batch: int, more: Mapping[str, Any]) -> Profile:
             # A rank has its own recordings.
-            if more:
-                return self.recorded(batch, self.seq, **more)
-            if batch not in made:
-                made[batch] = self.recorded(batch, self.seq)
-            return made[batch]
+            return self.recorded(batch, self.seq, **more) if more else self.at(batch, self.seq)
 
         ranks = RankRows(
             self.model, self.devices, self.makes, self._step, self.limit, self.host_budget_bytes, self.batch, recorded,

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from sacplan.core.budget import format_bytes
-from sacplan.core.decisions import Decision
 from sacplan.device.device_memory import reserved_bytes
 from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
@@ -135,11 +134,8 @@ class RankRows:
         """Whether an optimizer can lower a peak that is not in the optimizer's step: less state does, or none does."""
         if one.name not in self._bound_elsewhere:
             return True
-        return self._state_bytes(name) < self._state_bytes(next(iter(self.optimizers)))
-
-    def _state_bytes(self, name: str) -> int:
-        step = self.step(name)
-        return 0 if step is None else step.state_bytes
+        asked, other = self.step(next(iter(self.optimizers))), self.step(name)
+        return asked is not None and other is not None and other.state_bytes < asked.state_bytes
 
     def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
         if self.shards_whole(one, name) or (one.has_whole_parameters and self._is_hopeless(one, name)):
@@ -262,21 +258,17 @@ class RankRows:
             room=room,
         )
 
-    def with_largest(
-        self, row: FitRow, by_batch: Callable[[Callable[[int], Profile]], Sized | None]
-    ) -> FitRow:
+    def with_largest(self, row: FitRow, by_batch: Callable[..., Sized | None]) -> FitRow:
         """Return a row with the largest batch for each device that fits with its plan, or 0 if none does.
 
-        ``by_batch`` is given what records a batch, and returns the step at any; None if it runs other ops at another.
+        ``by_batch`` is given what records a batch, and returns the step at any, or None if it runs other ops at others.
         """
         one = self._known[row.spread]
         # One sample does not fit, so no batch does.
         if not row.fits and self.batch == 1:
             return dataclasses.replace(row, largest_batch=0)
-        smallest: Sequence[Decision] = ()
-        if row.techniques:
-            rank = self._rank(one, row.optimizer, self.batch)
-            smallest = Request(solver="greedy").planner(rank).smallest(0, quick=True).decisions
+        planner = Request(solver="greedy").planner(self._rank(one, row.optimizer, self.batch))
+        smallest = planner.smallest(0, quick=True).decisions if row.techniques else ()
         try:
             # Where one sample fits and two do not, no other batch has to be recorded.
             if self.batch == 1:
