@@ -62,6 +62,7 @@ from sacplan.profiling.optimizer_table import (
     BY_NAME,
     COMPARED,
     COMPARED_ON_HOST,
+    Factory,
     OptimizerCandidate,
     candidate_named,
 )
@@ -270,11 +271,16 @@ class _Sweep:
             accumulation_steps=self.accumulation_steps, compile=self.compile, **{"routing": self.routing, **options},
         )  # fmt: skip
 
+    @derived
+    def at(self, batch: int, seq: int | None) -> Profile:
+        """Return the step at a size, on one device and without an optimizer."""
+        return self.recorded(batch, seq)
+
     @cached_property
     def base(self) -> Profile:
         """The step at the size that was asked for, without an optimizer."""
         begins("the step")
-        return self.recorded(self.batch, self.seq)
+        return self.at(self.batch, self.seq)
 
     # --- optimizers
 
@@ -306,14 +312,20 @@ class _Sweep:
     @cached_property
     def steps(self) -> dict[str, OptimizerStep | None]:
         """By name, the step of each optimizer; None stands for no optimizer."""
-        if not self.candidates:
-            return {"no optimizer": None}
-        return {one.name: self._step(one) for one in self.candidates.values()}
+        return {name: self._step(name) for name in self.makes}
 
-    def _step(self, one: OptimizerCandidate) -> OptimizerStep:
-        base = self.base
-        begins(f"the step of {one.name}")
-        return recorded_step(base, one.make)
+    @property
+    def makes(self) -> dict[str, Factory | None]:
+        """By name, what makes each optimizer; None stands for no optimizer."""
+        return {one.name: one.make for one in self.candidates.values()} or {"no optimizer": None}
+
+    @derived
+    def _step(self, name: str) -> OptimizerStep | None:
+        base, make = self.base, self.makes[name]
+        if make is None:
+            return None
+        begins(f"the step of {name}")
+        return recorded_step(base, make)
 
     @cached_property
     def own(self) -> dict[str, tuple[int, int, float]]:
@@ -491,11 +503,13 @@ class _Sweep:
     @cached_property
     def by_batch(self) -> Sized | None:
         """The step at any batch size; None if the recordings run different ops."""
+        return self._by_batch(lambda n: self.at(n, self.seq))
+
+    def _by_batch(self, record: Callable[[int], Profile]) -> Sized | None:
         # A batch of one is special: dimensions of size 1 broadcast and have arbitrary strides. So do not extrapolate
         # it.
         first = max(2, self.batch)
-        one = self.base if first == self.batch else self.recorded(first, self.seq)
-        return self._sized("batch", (first, first + 2), one, lambda n: self.recorded(n, self.seq))
+        return self._sized("batch", (first, first + 2), record)
 
     @cached_property
     def by_seq(self) -> Sized | None:
@@ -509,17 +523,13 @@ class _Sweep:
             other = max(1, self.seq // 2)
         if other == self.seq:  # a sequence of one token, and no longer one is allowed
             return None
-        return self._sized("seq", (self.seq, other), self.base, lambda n: self.recorded(self.batch, n))
+        return self._sized("sequence", (self.seq, other), lambda n: self.at(self.batch, n))
 
-    def _sized(
-        self, axis: str, sizes: tuple[int, int], one: Profile, record: Callable[[int], Profile]
-    ) -> Sized | None:
-        found = sized(sizes, (one, record(sizes[1])))
-        if found is None:
-            what = "batch" if axis == "batch" else "sequence"
-            self.notes.append(
-                f"Steps with another {what} run other ops, so the largest was not computed: use sacplan.max_batch."
-            )
+    def _sized(self, what: str, sizes: tuple[int, int], record: Callable[[int], Profile]) -> Sized | None:
+        found = sized(sizes, (record(sizes[0]), record(sizes[1])))
+        note = f"Steps with another {what} run other ops, so the largest was not computed: use sacplan.max_batch."
+        if found is None and note not in self.notes:
+            self.notes.append(note)
         return found
 
     def largest(self, row: FitRow, axis: Literal["batch", "seq"]) -> int | None:
@@ -530,25 +540,27 @@ class _Sweep:
         left = self.budget_bytes - state
         if own_peak > self.budget_bytes or self.constant_bytes > left:  # over the budget at any size
             return 0
-        steps = self.by_batch if axis == "batch" else self.by_seq
-        if steps is None:  # the two recordings run different ops, so other sizes are unknown
-            return None
         # An answer in multiples of 128 tokens, if the question is one.
         unit = _TOKENS if axis == "seq" and self.seq is not None and self.seq % _TOKENS == 0 else 1
         # 0 is a limit, too: a longest sequence shorter than the unit
         most = _LARGEST if axis == "batch" or self.longest is None else self.longest // unit
+        asked = self.batch if axis == "batch" else self.seq or 0
+        # Nothing larger may be tried than what fits, as where a model has no more positions.
+        if row.fits and asked >= unit * most:
+            return asked
+        steps = self.by_batch if axis == "batch" else self.by_seq
+        if steps is None:  # the two recordings run different ops, so other sizes are unknown
+            return None
         if not self.counts_segments:
             return unit * self._largest_peak(steps, axis, self._way(row), unit, most, left)
         if (row.optimizer, row.way, axis) not in self._sizes:
             # The step as it is counts for every way. Its row comes first.
             known = self._sizes.get((row.optimizer, AS_IT_IS.name, axis), 0)
             if row.fits:
-                known = max(known, self.batch if axis == "batch" else self.seq or 0)
-            # Nothing larger may be tried than what is known to fit, as where a model has no more positions.
-            found = known
+                known = max(known, asked)
             if known < unit * most:
-                found = self._largest_reserved(steps, axis, row, unit, most, left, known)
-            self._sizes[row.optimizer, row.way, axis] = found
+                known = self._largest_reserved(steps, axis, row, unit, most, left, known)
+            self._sizes[row.optimizer, row.way, axis] = known
         return self._sizes[row.optimizer, row.way, axis]
 
     def _largest_reserved(
@@ -705,18 +717,14 @@ class _Sweep:
 
     def _rows_on_ranks(self) -> tuple[list[FitRow], Callable[[FitRow], FitRow]]:
         """Return the rows on several devices, and what completes one with its largest batch."""
-        made: dict[int, Profile] = {self.batch: self.base}
 
         def recorded(batch: int, more: Mapping[str, Any]) -> Profile:
             # A rank has its own recordings.
-            if more:
-                return self.recorded(batch, self.seq, **more)
-            if batch not in made:
-                made[batch] = self.recorded(batch, self.seq)
-            return made[batch]
+            return self.recorded(batch, self.seq, **more) if more else self.at(batch, self.seq)
 
         ranks = RankRows(
-            self.model, self.devices, self.steps, self.limit, self.host_budget_bytes, self.batch, recorded, self.notes
+            self.model, self.devices, self.makes, self._step, self.limit, self.host_budget_bytes, self.batch, recorded,
+            self.notes,
         )  # fmt: skip
         rows = ranks.rows()
         if not rows:
@@ -725,7 +733,7 @@ class _Sweep:
         if any("FSDP2" in row.options for row in rows):
             packed = runs_in_4_bits(self.base.program)
             self.remarks += types_of_shards(self.base.fingerprint.parameters, self.devices, in_4_bits=packed)
-        return rows, lambda row: ranks.with_largest(row, self.by_batch)
+        return rows, lambda row: ranks.with_largest(row, self._by_batch)
 
     def _say_worst_routing(self) -> None:
         """Note what the step as it is would need if a router sent all tokens to the same experts."""
@@ -735,7 +743,7 @@ class _Sweep:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed
             worst = self.recorded(self.batch, self.seq, routing="worst")
-        step = next(iter(self.steps.values()))
+        step = self._step(next(iter(self.makes)))
         whole = [one if step is None else with_optimizer(one, step) for one in (worst, self.base)]
         where = "the step as it is"
         if self.devices > 1:

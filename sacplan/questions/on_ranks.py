@@ -27,11 +27,11 @@ from sacplan.planning.limits import Limit
 from sacplan.planning.make import Outcome, outcome_of
 from sacplan.planning.meshes import names_on, resolve_mesh, way
 from sacplan.planning.request import Request
-from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.profiling.optimizer_table import BY_NAME, Factory
 from sacplan.profiling.optimizers import OptimizerStep, with_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.questions.largest import largest_that_fits, largest_within
-from sacplan.questions.scaled import Peaks, Sized, sized_alike
+from sacplan.questions.scaled import Peaks, Sized
 from sacplan.questions.sweep import Row
 from sacplan.questions.verdict import FitRow, cheapest_of, is_same_training
 from sacplan.questions.ways import AS_IT_IS, PLAN
@@ -66,8 +66,9 @@ class RankRows:
     Attributes:
         model: The model.
         devices: How many there are.
-        steps: The steps of optimizers by name: of the one that was asked for, then of those to try where it does not
-            fit. None stands for no optimizer.
+        optimizers: What makes them, by name: the one that was asked for, then those to try where it does not fit. None
+            stands for no optimizer.
+        step: Records the step of an optimizer by its name, on the whole model; None for no optimizer.
         limit: The limit on each device.
         host_budget_bytes: The memory of the host for each device.
         batch: Samples for each device.
@@ -78,7 +79,8 @@ class RankRows:
 
     model: torch.nn.Module
     devices: int
-    steps: Mapping[str, OptimizerStep | None]
+    optimizers: Mapping[str, Factory | None]
+    step: Callable[[str], OptimizerStep | None]
     limit: Limit
     host_budget_bytes: int
     batch: int
@@ -98,8 +100,8 @@ class RankRows:
         What changes more, or takes long to record, comes last and only where it could help: another training where
         nothing fits; the host's memory, another precision and then meshes where nothing else fits, or plans are dear.
         """
-        asked = next(iter(self.steps))
-        same = [name for name in self.steps if is_same_training(name, asked)]
+        asked = next(iter(self.optimizers))
+        same = [name for name in self.optimizers if is_same_training(name, asked)]
         tried = list[Arrangement]()
         for tier in (self._on_data(), self._changing_more(), self._on_meshes()):
             here = list(tier)
@@ -109,7 +111,7 @@ class RankRows:
             if cheapest is not None and not cheapest.is_dear:
                 break
         if not any(row.fits for row in self._rows):
-            self._try(tried, [name for name in self.steps if name not in same])
+            self._try(tried, [name for name in self.optimizers if name not in same])
         # Data parallelism comes first, as what is simplest.
         order = [one.name for one in sorted(tried, key=lambda one: not one.has_whole_parameters)]
         return sorted(self._rows, key=lambda row: order.index(row.spread))
@@ -132,11 +134,8 @@ class RankRows:
         """Whether an optimizer can lower a peak that is not in the optimizer's step: less state does, or none does."""
         if one.name not in self._bound_elsewhere:
             return True
-        return self._state_bytes(self.steps[name]) < self._state_bytes(next(iter(self.steps.values())))
-
-    @staticmethod
-    def _state_bytes(step: OptimizerStep | None) -> int:
-        return 0 if step is None else step.state_bytes
+        asked, other = self.step(next(iter(self.optimizers))), self.step(name)
+        return asked is not None and other is not None and other.state_bytes < asked.state_bytes
 
     def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
         if self.shards_whole(one, name) or (one.has_whole_parameters and self._is_hopeless(one, name)):
@@ -156,7 +155,7 @@ class RankRows:
         """Whether something fits without a plan, and this needs more than there is even on one device."""
         if not any(row.fits and not row.techniques for row in self._rows):
             return False
-        whole, step = self.recorded(self.batch, {}), self.steps[name]
+        whole, step = self.recorded(self.batch, {}), self.step(name)
         needs = (whole if step is None else with_optimizer(whole, step)).peak_bytes
         room = self.limit.room(whole.spec, one.ranks.communicators)
         if needs <= room.n_bytes:
@@ -166,11 +165,10 @@ class RankRows:
 
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
         """Return the step of a rank with so many samples for each device."""
-        key, step = (one.name, name, batch), self.steps[name]
+        key, make = (one.name, name, batch), self.optimizers[name]
         if key not in self._recorded:
             samples = batch if one.ranks.sharding is None else batch * self.devices
-            given = {"ranks": one.ranks} if step is None else {"ranks": one.ranks, "optimizer": step.make}
-            self._recorded[key] = self.recorded(samples, given)
+            self._recorded[key] = self.recorded(samples, {"ranks": one.ranks, "optimizer": make})
         return self._recorded[key]
 
     @staticmethod
@@ -260,26 +258,30 @@ class RankRows:
             room=room,
         )
 
-    def with_largest(self, row: FitRow, by_batch: Sized | None) -> FitRow:
-        """Return a row with the largest batch for each device that fits with its plan, or 0 if none does."""
+    def with_largest(self, row: FitRow, by_batch: Callable[..., Sized | None]) -> FitRow:
+        """Return a row with the largest batch for each device that fits with its plan, or 0 if none does.
+
+        ``by_batch`` is given what records a batch, and returns the step at any, or None if it runs other ops at others.
+        """
         one = self._known[row.spread]
-        rank = self._rank(one, row.optimizer, self.batch)
         # One sample does not fit, so no batch does.
         if not row.fits and self.batch == 1:
             return dataclasses.replace(row, largest_batch=0)
-        # Steps with another batch run other ops. A note of ``fit`` has said so.
-        if by_batch is None:
-            return row
+        planner = Request(solver="greedy").planner(self._rank(one, row.optimizer, self.batch))
+        smallest = planner.smallest(0, quick=True).decisions if row.techniques else ()
         try:
-            a, b = (self._rank(one, row.optimizer, n) for n in by_batch.sizes)
-            steps = sized_alike(by_batch.sizes, (a, b))
-            if steps is None:  # a rank runs other ops at another size
+            # Where one sample fits and two do not, no other batch has to be recorded.
+            if self.batch == 1:
+                two = self._rank(one, row.optimizer, 2).with_plan(smallest)
+                if two.footprint.peak_bytes > row.limit_bytes:
+                    return dataclasses.replace(row, largest_batch=1)
+            steps = by_batch(lambda n: self._rank(one, row.optimizer, n))
+            if steps is None:
                 return row
-            planner = Request(solver="greedy").planner(rank)
-            smallest = planner.smallest(0, quick=True).decisions if row.techniques else ()
             peaks = steps.peaks(smallest, 1)
-        except (TraceError, PlanError):
-            return row  # the plan rewrites the step otherwise at another size
+        except (TraceError, PlanError) as error:  # the step or the plan is another one at another size
+            self.notes.append(f"{one.name}: {error}")
+            return row
         return dataclasses.replace(row, largest_batch=self._largest(steps, smallest, peaks, row))
 
     def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, row: FitRow) -> int:

@@ -132,11 +132,6 @@ def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | 
             f"make_batch gave batches of the same shapes for sizes {sizes[0]} and {sizes[1]}: {shapes}. It must make a "
             "batch of the size that it is asked for, for example lambda n, seq: torch.zeros(n, seq, dtype=torch.long)."
         )
-    return sized_alike(sizes, profiles)
-
-
-def sized_alike(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | None:
-    """Return the same for steps that are known to be of two sizes, such as those of a rank of them."""
     a, b = (one.recorded for one in profiles)
     return Sized(sizes, profiles) if _shape(a) == _shape(b) else None
 
