@@ -1,43 +1,40 @@
 """Stretches of a step for inference, as a rewrite of its program.
 
-The rewrite is exact, since the executor's own loop is recorded. Three steps:
+The rewrite is exact, since the executor's own loop is rehearsed:
 
 1. ``placed_stretches``: a decision names call sites; find their ops in each call of the unit, and what the loop reads.
-2. ``_records``: defer these ops on fake tensors with the kernels of the device (``executor/collected.py``), and run the
-   loop under the recorder, with the slices that ``sampling.py`` chooses. Layers repeat, so the loop is recorded once
-   for all stretches that are alike.
-3. ``_LoopRewriter``: remove the ops and what they allocate, put the buffer of each exit where its op stood, and the
-   loop where the last op stood. What the loop reads is freed after it at the earliest.
+2. ``_rehearsed``: defer these ops on fake tensors with the kernels of the device (``executor/collected.py``), and run
+   the loop under the recorder, with the slices that ``sampling.py`` chooses. The ops and what they allocate go from the
+   program, the buffer of each exit is made where its op stood, and the loop runs where the last op stood. What the loop
+   reads is freed after it at the earliest.
+
+Layers repeat, so the rewrite of one stretch serves for all that are alike (``families.py``).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import msgspec
-import torch
-
-from sacplan._chunk.dataflow import Dataflow, dataflow
+from sacplan._chunk.dataflow import dataflow
 from sacplan._chunk.executor.collected import Stretch
+from sacplan._chunk.families import Kinship, Rewrite, merged, transferred
 from sacplan._chunk.sampling import SampledSlices
 from sacplan._device.devices import DeviceSpec
-from sacplan._program.calls import call_with, dtype_of
+from sacplan._program.calls import call_with
 from sacplan._program.decisions import Chunk
 from sacplan._program.derived import derived
-from sacplan._program.elements import CallSite, Event, Op, Patch, Tensor
+from sacplan._program.elements import CallSite, Event, Phase
 from sacplan._program.liveness import Fold
-from sacplan._program.program import Program
-from sacplan._program.rewriting import Indices, PatchBuilder
-from sacplan._record.rehearsal import Piece, Rehearsal
+from sacplan._program.program import Patch, Program
+from sacplan._program.rewriting import PatchBuilder
+from sacplan._record.rehearsal import Rehearsal, RehearsedOps
 from sacplan._torch.ops import is_alias, is_computation, op_named, tensors_in
 from sacplan.errors import PlanError
 
-_OP, _FREE, _ALLOC = int(Event.OP), int(Event.FREE), int(Event.ALLOC)
-_EMPTY = "aten.empty_strided.default"
+_FREE = int(Event.FREE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,60 +45,63 @@ class PlacedStretch:
         decision: the decision.
         members: the ops of the loop, with views of what they make.
         end: the last of them, in whose place the loop runs.
-        exits: by op, the positions of its outputs that are needed after the loop.
+        exits: by op, the positions of its outputs that are needed after the loop, each with the last version of its
+            storage.
         inputs: the tensors that the loop reads, in the order of first use.
+        waiting: the storages of these that the step frees before the loop.
     """
 
     decision: Chunk
     members: tuple[int, ...]
     end: int
-    exits: Mapping[int, tuple[int, ...]]
+    exits: Mapping[int, Mapping[int, int]]
     inputs: tuple[int, ...]
+    waiting: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoopRecord:
-    """A loop as it was recorded, for all stretches that are alike.
-
-    Attributes:
-        loop: the ops that ran. It was given the memory of its inputs and the buffers of the exits.
-        inputs: the storage of each input that it was given, as a position in ``_input_storages``.
-        allocations: the ops that make the buffers.
-        peak_bytes: the most that is alive at once of what the loop makes, workspaces included.
-    """
-
-    loop: Piece
-    inputs: tuple[int, ...]
-    allocations: tuple[Op, ...]
-    peak_bytes: int
-
-
-def stretches_patch(program: Program, decisions: Sequence[Chunk], spec: DeviceSpec) -> Patch:
-    """Return the rewrite of a program for stretches; worked out once, since both the search and the planner ask.
+def stretches_patch(program: Program, decisions: Sequence[Chunk], device: DeviceSpec) -> Patch:
+    """Return the rewrite of a program for stretches.
 
     Raises:
         PlanError: a stretch that the program does not have, or that cannot run in slices as it says.
     """
-    return _stretches_patch(program, tuple(decisions), spec)
+    # By where they begin, so that what the loops add is numbered in the order of the step.
+    found = [one.patch for decision in decisions for one in stretch_rewrites(program, decision, device)]
+    return merged(program, sorted(found, key=lambda patch: min(patch.events)))
 
 
 @derived
-def _stretches_patch(program: Program, decisions: tuple[Chunk, ...], spec: DeviceSpec) -> Patch:
-    # By where the loops run, so that what they add is numbered in the order of the step.
-    placed = sorted(
-        (one for decision in decisions for one in placed_stretches(program, decision)), key=lambda s: s.end
-    )
-    patch = _LoopRewriter(program)
-    for stretch, record in zip(placed, _records(program, placed, spec), strict=True):
-        patch.add(stretch, record)
-    return patch.draft.patch()
+def stretch_rewrites(program: Program, decision: Chunk, device: DeviceSpec) -> tuple[Rewrite, ...]:
+    """Return the rewrites for a decision, one for each call of its unit; worked out once, since searches ask again.
+
+    Raises:
+        PlanError: see ``stretches_patch``.
+    """
+    found = []
+    for stretch in placed_stretches(program, decision):
+        # What ops do not tell: how the loop is cut, what is needed of it, and which inputs wait for it.
+        late = tuple(program.tensors[t].storage in stretch.waiting for t in stretch.inputs)
+        d = decision
+        alike = _rehearsed_stretches(program, (d.slices, d.dim, d.outer, d.inner, d.exits, late), device)
+        for other, rewrite in alike:
+            kin = Kinship(program, program)
+            if kin.add_ops(other.members, stretch.members):
+                moved = transferred(rewrite, kin, program.ops[stretch.end].scope)
+                if moved is not None:
+                    found.append(moved)
+                    break
+        else:
+            found.append(_rehearsed(program, stretch, device))
+            alike.append((stretch, found[-1]))
+    return tuple(found)
 
 
-def loop_bytes(program: Program, decisions: Sequence[Chunk], spec: DeviceSpec) -> list[int]:
-    """Return by decision what its loop makes at its peak, beside its inputs and the buffers of its exits."""
-    # The first call of a unit stands for the others.
-    placed = [next(placed_stretches(program, decision)) for decision in decisions]
-    return [record.peak_bytes for record in _records(program, placed, spec)]
+@derived
+def _rehearsed_stretches(
+    program: Program, kind: Hashable, device: DeviceSpec
+) -> list[tuple[PlacedStretch, Rewrite]]:
+    """Return the stretches of a kind that were rehearsed, none at first; ``stretch_rewrites`` adds to them."""
+    return []
 
 
 def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretch]:
@@ -110,9 +110,8 @@ def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretc
     Raises:
         PlanError: no call has them.
     """
-    scopes = program.calls.get(decision.unit, ())
     found = False
-    for scope in scopes:
+    for scope in program.calls.get(decision.unit, ()):
         ops = ops_by_site(program, scope)
         if decision.sites and all(site in ops for site in decision.sites):
             found = True
@@ -150,255 +149,91 @@ def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedSt
                 f"a stretch of unit {decision.unit!r} that ends with {decision.sites[-1]} makes what {op.name} reads "
                 "before that."
             )
-    # A plan names an exit by its position among the sites, the patch by its op.
-    exits: dict[int, tuple[int, ...]] = defaultdict(tuple)
+    # A plan names an exit by its position among the sites, the patch by its op. Members are in order, so later versions
+    # of a storage replace earlier ones.
+    latest = {flow.origin[s]: s for i in members for s in program.ops[i].writes}
+    exits: dict[int, dict[int, int]] = defaultdict(dict)
     for position, output in decision.exits:
-        if position >= len(sites):
+        if position >= len(sites) or output >= len(flow.outputs[sites[position]]):
             raise PlanError(
-                f"an exit of a stretch of unit {decision.unit!r} refers to a site that it does not have."
+                f"an exit of a stretch of unit {decision.unit!r} refers to a site or a result that it does not have."
             )
-        exits[sites[position]] += (output,)
-    return PlacedStretch(decision, tuple(members), end, exits, tuple(inputs))
+        storage = flow.storage[flow.outputs[sites[position]][output]]
+        exits[sites[position]][output] = latest.get(flow.origin[storage], storage)
+    storages = dict.fromkeys(flow.storage[t] for t in inputs)
+    before = program.liveness.op_events[end]
+    waiting = tuple(s for s in storages if program.liveness.freed[s] < before)
+    return PlacedStretch(decision, tuple(members), end, exits, tuple(inputs), waiting)
 
 
-# --- recording loops ------------------------------------------------------------------------------------
-
-
-def _records(program: Program, placed: Sequence[PlacedStretch], spec: DeviceSpec) -> list[LoopRecord]:
-    known = _known_loops(program, spec)
-    keys = [_kind(program, stretch) for stretch in placed]
-    for key, stretch in zip(keys, placed, strict=True):
-        if key not in known:
-            known[key] = _recorded(program, stretch, spec)
-    return [known[key] for key in keys]
-
-
-@derived
-def _known_loops(program: Program, spec: DeviceSpec) -> dict[Hashable, LoopRecord]:
-    """Return the loops of a program on a device by their kind, none at first; ``_records`` adds to them."""
-    return {}
-
-
-def _kind(program: Program, stretch: PlacedStretch) -> Hashable:
-    """Return a key that is equal for stretches whose loops do the same.
-
-    Tensors and storages are numbered in the order in which they appear, so that the key says which are shared, and not
-    which they are.
-    """
-    names: dict[int, int] = {}
-    storages: dict[int, int] = {}
-
-    def named(t: int) -> Any:
-        tensor = program.tensors[t]
-        layout = tensor.dtype, tensor.shape, tensor.stride, tensor.offset
-        return names.setdefault(t, len(names)), storages.setdefault(tensor.storage, len(storages)), layout
-
+def _rehearsed(program: Program, stretch: PlacedStretch, device: DeviceSpec) -> Rewrite:
     d = stretch.decision
-    rows = tuple(
-        (
-            op.name,
-            op.arguments,
-            tuple(map(named, op.inputs)),
-            tuple(map(named, op.outputs)),
-            stretch.exits.get(i),
-        )
-        for i, op in ((i, program.ops[i]) for i in stretch.members)
-    )
-    return rows, d.slices, d.dim, d.outer, d.inner
-
-
-class _LoopInputs:
-    """Makes fake tensors for those that a loop reads. Tensors on one storage share one here, too."""
-
-    def __init__(self, rehearsal: Rehearsal) -> None:
-        self._rehearsal = rehearsal
-        self.bases: dict[tuple[int, str], torch.Tensor] = {}  # by storage and type
-
-    def make(self, index: int) -> torch.Tensor:
-        program = self._rehearsal.program
-        t = program.tensors[index]
-        key = t.storage, t.dtype
-        if key not in self.bases:
-            reach = 1 + t.offset + sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True))
-            # The whole storage, so that other tensors on it find their place, too.
-            elements = max(reach, program.storage_bytes[t.storage] // dtype_of(t).itemsize)
-            self.bases[key] = self._rehearsal.like(Tensor(-1, t.dtype, (elements,), (1,), 0))
-        return self.bases[key].as_strided(t.shape, t.stride, t.offset)
-
-
-def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> LoopRecord:
-    rehearsal = Rehearsal(program, spec)
-    inputs = _LoopInputs(rehearsal)
-    d = stretch.decision
-    loop = Stretch(d.dim, d.outer, d.inner, d.slices)
+    rehearsal = Rehearsal(program, device)
     sampled = SampledSlices(rehearsal)
-    in_slices = False
-
-    def run() -> None:
-        nonlocal in_slices
-        in_slices = loop.run(sampled)
-
+    loop = Stretch(d.dim, d.outer, d.inner, d.slices)
     # First the ops are put off, which allocates the buffers of the exits. Then one run of the loop fills them.
     with rehearsal.running():
-        buffers, allocations = _collected(program, stretch, loop, inputs, rehearsal)
-        bases = inputs.bases.values()
-        piece = rehearsal.piece([*bases, *buffers], run)
+        allocated = _deferred(program, stretch, loop, rehearsal)
+        in_slices, seen = rehearsal.seen(partial(loop.run, sampled))
     # The engine then ran all ops whole. That is no error in a step, but a plan must not count on it.
     if not in_slices:
         raise PlanError(f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices.")
-    # The record serves all stretches of this kind, so it has the positions of inputs, and not their storages.
-    number = {s: i for i, s in enumerate(_input_storages(program, stretch))}
+    draft, scope = PatchBuilder(program), program.ops[stretch.end].scope
+    removed_ms = sum(program.ops[i].time_ms for i in stretch.members)
+    _remove(program, draft, stretch)
+    for i, buffers in allocated.items():
+        at = int(program.liveness.op_events[i])
+        draft.events[at] = tuple(rehearsal.into(draft, buffers, Phase.FORWARD, program.ops[i].scope))
     # An op of a slice counts for all slices that it stands for.
-    ops = tuple(
-        msgspec.structs.replace(op, recomputable=False)
-        for op in sampled.counted(piece.ops, rehearsal.n_ops - len(piece.ops))
-    )
-    piece = replace(piece, ops=ops)
-    return LoopRecord(
-        piece, tuple(number[s] for s, _ in inputs.bases), allocations, _peak_bytes(program, piece)
-    )
+    counted = RehearsedOps(sampled.counted(seen.ops, seen.first), seen.events, seen.first)
+    events = rehearsal.into(draft, counted, Phase.FORWARD, scope)
+    # Nothing is alive at first: the inputs and the buffers of the exits belong to the step around the loop.
+    fold, loop_bytes = Fold(program, draft.patch(), initial=()), 0
+    for code, arg in events:
+        fold.step(code, arg)
+        loop_bytes = max(loop_bytes, fold.noted)
+    # The loop reads at the end what its ops read before, so the step may not have freed it by then.
+    at = int(program.liveness.op_events[stretch.end])
+    draft.events[at] = (*draft.events[at], *events, *((_FREE, s) for s in stretch.waiting))
+    added_ms = sum(op.time_ms for op in draft.ops.new) - removed_ms
+    return Rewrite(draft.patch(), frozenset(stretch.members), added_ms, loop_bytes)
 
 
-def _collected(
-    program: Program, stretch: PlacedStretch, loop: Stretch, inputs: _LoopInputs, rehearsal: Rehearsal
-) -> tuple[list[torch.Tensor], tuple[Op, ...]]:
-    """Defer the ops of a stretch; return the buffers of its exits, and the ops that make them."""
-    tensors: dict[int, torch.Tensor] = {t: inputs.make(t) for t in stretch.inputs}
-    buffers: list[torch.Tensor] = []
-    allocations: list[Op] = []
+def _deferred(
+    program: Program, stretch: PlacedStretch, loop: Stretch, rehearsal: Rehearsal
+) -> dict[int, RehearsedOps]:
+    """Defer the ops of a stretch; return by op what allocated the buffers of its exits."""
+    tensors = {t: rehearsal.given(t) for t in stretch.inputs}
+    allocated = {}
     for i in stretch.members:
-        op, kept = program.ops[i], stretch.exits.get(i, ())
+        op, kept = program.ops[i], stretch.exits.get(i, {})
         func = op_named(op.name)
         args, kwargs = call_with(op.arguments, [tensors[t] for t in op.inputs])
         if func is None or not loop.may_defer(func, args, kwargs):
             raise PlanError(f"{op.name} in unit {stretch.decision.unit!r} cannot run in slices.")
-        put_off, seen = rehearsal.seen(partial(loop.defer, func, args, kwargs, kept))
+        put_off, seen = rehearsal.seen(partial(loop.defer, func, args, kwargs, tuple(kept)))
         made = list(tensors_in(put_off))
         tensors.update(zip(op.outputs, made, strict=True))
-        buffers += [made[position] for position in kept]
-        allocations += [each for each in seen.ops if each.name == _EMPTY]
+        for output, storage in kept.items():
+            rehearsal.is_made(made[output], storage)
+            allocated[i] = seen
+        rehearsal.keep(made[output] for output in kept)
         del made, put_off, args, kwargs  # the loop keeps a tensor for as long as somebody refers to it
-    return buffers, tuple(allocations)
+    return allocated
 
 
-def _peak_bytes(program: Program, loop: Piece) -> int:
-    """Return the most that is alive at once of what a loop makes: its events, folded from nothing."""
-    draft = PatchBuilder(program)
-    known: dict[int, int] = {}
-    events = draft.put(loop.events, loop.ops, _indices(draft, loop, known))
-    # Nothing is alive at first: the inputs and the buffers of the exits belong to the step around the loop.
-    fold, most = Fold(program, draft.patch(), initial=()), 0
-    for code, arg in events:
-        fold.step(code, arg)
-        most = max(most, fold.noted)
-    return most
-
-
-def _indices(draft: PatchBuilder, loop: Piece, known: dict[int, int]) -> Indices:
-    """Return where storages and tensors of a loop are in a program. Those that are not known are added."""
-    storage = draft.numbering(known, loop.sizes)
-
-    def tensor(index: int) -> int:
-        found = loop.tensors[index]
-        return draft.tensors.add(msgspec.structs.replace(found, storage=storage(found.storage)))
-
-    return Indices(storage, tensor=tensor)
-
-
-def _input_storages(program: Program, stretch: PlacedStretch) -> list[int]:
-    return list(dict.fromkeys(program.tensors[t].storage for t in stretch.inputs))
-
-
-# --- the patch ------------------------------------------------------------------------------------------
-
-
-class _LoopRewriter:
-    """Puts loops in the place of the ops of stretches.
-
-    Attributes:
-        freed: by storage, where it is freed.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.flow: Dataflow = dataflow(program)
-        self.draft = PatchBuilder(program)
-        self.freed = {arg: at for at, (code, arg) in enumerate(program.events) if code == _FREE}
-
-    def add(self, stretch: PlacedStretch, record: LoopRecord) -> None:
-        program, flow, events = self.program, self.flow, self.draft.events
-        positions = program.liveness.op_events
-        end = int(positions[stretch.end])
-        exits = self._exits(stretch)
-        buffers = {flow.origin[s] for s in exits.values()}
-        for i in stretch.members:
-            op = program.ops[i]
-            position = int(positions[i])
-            for s in op.writes:
-                # Of a buffer that ops write in place the last version stays, and its free is that of the buffer.
-                if flow.origin[s] not in buffers or s not in exits.values():
-                    self._drop(s)
-            # A view of a buffer is made where the step makes it. All else happens in the loop.
-            if flow.computes[i] or not any(flow.origin[flow.storage[t]] in buffers for t in op.inputs):
-                events[position] = ()
-        # One for each exit, in the order in which ``_collected`` met them.
-        allocations = iter(record.allocations)
-        for i in stretch.members:
-            for output in stretch.exits.get(i, ()):
-                at = int(positions[i])
-                made = self._buffer(i, flow.outputs[i][output], exits[i, output], next(allocations))
-                events[at] = (*events[at], (_OP, made))
-        # The loop reads at the end what its ops read before, so the step may not have freed it by then.
-        after = self._inputs_freed(stretch, end)
-        storages = [*_input_storages(program, stretch), *exits.values()]
-        events[end] = (*events[end], *self._loop(stretch, record, storages), *after)
-
-    def _drop(self, storage: int) -> None:
-        """Remove the free of a storage that is never made; one that outlives the step has none."""
-        at = self.freed.get(storage)
-        if at is not None:
-            self.draft.events[at] = ()
-
-    def _exits(self, stretch: PlacedStretch) -> dict[tuple[int, int], int]:
-        """Return by (op, output) the last version of the storage of an exit."""
-        program, flow = self.program, self.flow
-        found = {}
-        for i in stretch.members:
-            for output in stretch.exits.get(i, ()):
-                if output >= len(flow.outputs[i]):
-                    raise PlanError(f"{program.ops[i].name} does not return as many tensors as a plan says.")
-                found[i, output] = flow.storage[flow.outputs[i][output]]
-        # Members are in order, so later versions of a storage replace earlier ones.
-        latest = {flow.origin[s]: s for i in stretch.members for s in program.ops[i].writes}
-        return {key: latest.get(flow.origin[s], s) for key, s in found.items()}
-
-    def _buffer(self, op: int, tensor: int, storage: int, allocation: Op) -> int:
-        """Add the op that makes the buffer of an exit, where the op stood that returns it."""
-        view = self.program.tensors[tensor]
-        index = self.draft.tensors.add(msgspec.structs.replace(view, storage=storage))
-        return self.draft.ops.add(
-            msgspec.structs.replace(
-                allocation, scope=self.program.ops[op].scope, writes=(storage,), outputs=(index,)
-            )
-        )
-
-    def _inputs_freed(self, stretch: PlacedStretch, end: int) -> list[tuple[int, int]]:
-        """Let inputs that were freed before the loop be freed after it; return these events."""
-        found = []
-        for s in _input_storages(self.program, stretch):
-            at = self.freed.get(s)
-            if at is not None and at < end:
-                self.draft.events[at] = ()
-                found.append((_FREE, s))
-        return found
-
-    def _loop(
-        self, stretch: PlacedStretch, record: LoopRecord, storages: Sequence[int]
-    ) -> list[tuple[int, int]]:
-        """Add the recorded loop; ``storages``: those of its inputs, then those of its exits."""
-        inputs = [storages[i] for i in record.inputs]
-        exits = storages[len(storages) - len(record.allocations) :]
-        known = dict(zip(record.loop.given, (*inputs, *exits), strict=True))
-        scope = self.program.ops[stretch.end].scope
-        ops = [msgspec.structs.replace(op, scope=scope) for op in record.loop.ops]
-        return self.draft.put(record.loop.events, ops, _indices(self.draft, record.loop, known))
+def _remove(program: Program, draft: PatchBuilder, stretch: PlacedStretch) -> None:
+    """Remove the ops of a stretch, what they allocate, and the frees of what the loop still reads."""
+    flow = dataflow(program)
+    freed, ops = program.liveness.freed, stretch.members
+    results = {s for kept in stretch.exits.values() for s in kept.values()}
+    # Of a buffer that ops write in place the last version stays, and its free is that of the buffer.
+    dropped = (s for i in ops for s in program.ops[i].writes if s not in results)
+    draft.events.update(
+        {freed[s]: () for s in (*dropped, *stretch.waiting) if freed[s] < len(program.events)}
+    )
+    # A view of a buffer is made where the step makes it. All else happens in the loop.
+    buffers = {flow.origin[s] for s in results}
+    for i in ops:
+        if flow.computes[i] or not any(flow.origin[flow.storage[t]] in buffers for t in flow.inputs[i]):
+            draft.events[int(program.liveness.op_events[i])] = ()

@@ -23,8 +23,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from sacplan._chunk.chunk_entry import CannotChunk, ChunkEntry
+from sacplan._chunk.families import Rewrite
 from sacplan._chunk.rest import training_chunk
-from sacplan._chunk.training_patch import Rewrite
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import registered
 from sacplan._program.decisions import Accumulate, Chunk, Decision

@@ -25,10 +25,10 @@ import msgspec
 
 from sacplan._chunk.chunk_entry import CannotChunk, ChunkEntry, ChunkSpan
 from sacplan._chunk.deferral import DeferredRun
-from sacplan._chunk.families import transferred
+from sacplan._chunk.families import Rewrite, kinship_of_calls, transferred
 from sacplan._chunk.training_loops import leave_module, run_final_loop
 from sacplan._chunk.training_ops import BackwardWalk, ForwardWalk
-from sacplan._chunk.training_patch import ChunkPatch, Rewrite
+from sacplan._chunk.training_patch import ChunkPatch
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk
 from sacplan._program.derived import derived, settled_from
@@ -70,9 +70,10 @@ def _rewrite(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
     known += (((program, scope), rewrite) for scope, rewrite in rehearsed.items())
     # Tried with one of each kind so far. Where none goes over, the module is of another kind, and is rehearsed.
     for call, rewrite in known:
-        found = transferred(rewrite.patch, rewrite.deferred, call, (program, entry.scope), to_end=is_rest)
+        kin = kinship_of_calls(call, (program, entry.scope), to_end=is_rest)
+        found = None if kin is None else transferred(rewrite, kin, entry.scope)
         if found is not None:
-            return Rewrite(*found, rewrite.added_ms)
+            return found
     rehearsed[entry.scope] = _rehearsed(program, entry, chunk, device)
     return rehearsed[entry.scope]
 

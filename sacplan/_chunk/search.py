@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._chunk.body import loop_bytes, ops_by_site, stretches_patch
+from sacplan._chunk.body import ops_by_site, stretch_rewrites, stretches_patch
 from sacplan._chunk.dataflow import Dataflow
 from sacplan._chunk.regions import Candidates, candidates, unit_scope
 from sacplan._device.devices import DeviceSpec
@@ -190,7 +190,9 @@ class StretchSearch:
     def _learn(self, picks: Sequence[_Pick], decisions: Sequence[Chunk]) -> bool:
         """Replace estimates of the picked loops by what they take; return whether any was wrong."""
         wrong = False
-        for pick, inside in zip(picks, loop_bytes(self.program, decisions, self.spec), strict=True):
+        for pick, decision in zip(picks, decisions, strict=True):
+            # The first call of a unit stands for the others.
+            inside = stretch_rewrites(self.program, decision, self.spec)[0].loop_bytes
             # Compared first: a figure that was measured before teaches nothing.
             wrong |= pick.candidates.exact.get(pick.slices) != inside
             pick.candidates.learn(pick.slices, inside)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from sacplan._chunk.deferral import DeferredRun
+from sacplan._chunk.families import Rewrite
 from sacplan._chunk.training_loops import FinalLoop, RehearsedLoop
-from sacplan._program.program import Event, Patch, Phase, StorageKind
+from sacplan._program.program import Event, Phase, StorageKind
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._record.rehearsal import RehearsedOps
 
@@ -29,21 +29,6 @@ _UNPACK, _DROP = int(Event.UNPACK), int(Event.DROP)
 
 _Events = dict[int, list[tuple[int, int]]]
 """By position in the program, what takes the place of the event there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rewrite:
-    """A chunk as a rewrite of a program.
-
-    Attributes:
-        patch: the rewrite.
-        deferred: ops of the program that no longer run where they ran.
-        added_ms: how much longer the step takes.
-    """
-
-    patch: Patch
-    deferred: frozenset[int]
-    added_ms: float
 
 
 class ChunkPatch:

@@ -11,7 +11,7 @@ import sacplan
 from sacplan._chunk import entries, rest
 from sacplan._chunk.chunk_entry import ChunkEntry
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
-from sacplan._chunk.training_patch import Rewrite
+from sacplan._chunk.families import Rewrite
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import Program
 from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES
