@@ -21,7 +21,7 @@ from benchmarks.harness.results import MIB, RESULTS, Row
 from benchmarks.harness.steps import tensors_of
 from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models.cases import Case
-from sacplan._record.step import Step, call_model
+from sacplan.record.step import Step, call_model
 from tests.zoo.wide import EagerAttention, Evoformer, UNet
 
 FIGURES = RESULTS / "chunked_inference.json"

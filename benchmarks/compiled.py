@@ -31,9 +31,9 @@ from benchmarks.harness.steps import seed_everything
 from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
 from benchmarks.models.cases import Case
 from benchmarks.models.compiled_models import MODELS
-from sacplan._program.compilation import Compilation
-from sacplan._record.compiled import really_compiled
-from sacplan._record.step import Step, default_loss
+from sacplan.core.compilation import Compilation
+from sacplan.record.compiled import really_compiled
+from sacplan.record.step import Step, default_loss
 
 FIGURES = RESULTS / "compiled.json"
 PAGE = ROOT / "docs" / "compiled.md"

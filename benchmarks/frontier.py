@@ -35,7 +35,7 @@ from benchmarks.harness.table import Table
 from benchmarks.models.cases import text
 from benchmarks.rivals import Case, Point
 from examples.transformer import Transformer
-from sacplan._record.step import default_loss
+from sacplan.record.step import default_loss
 
 OBJECTIVES = ("flops", "time")
 """What ``sacplan.plan`` may minimise. The first is the default, since FLOPs are compared."""

@@ -39,13 +39,13 @@ from benchmarks.harness.results import MIB, RESULTS, Row, write_results
 from benchmarks.harness.steps import tensors_of
 from benchmarks.harness.table import Table
 from benchmarks.models import gpu_models
-from sacplan._device.attention import AttentionCall, attention_backend
-from sacplan._device.calibrate import calibrate
-from sacplan._device.device_memory import device_memory
-from sacplan._device.devices import DeviceSpec, resolve_device, torch_version
-from sacplan._record.step import Step, default_loss
-from sacplan._rewrites.library_workspaces import library_workspace_bytes
-from sacplan._verify.measure import measured_step
+from sacplan.core.rewrites.library_workspaces import library_workspace_bytes
+from sacplan.device.attention import AttentionCall, attention_backend
+from sacplan.device.calibrate import calibrate
+from sacplan.device.device_memory import device_memory
+from sacplan.device.devices import DeviceSpec, resolve_device, torch_version
+from sacplan.record.step import Step, default_loss
+from sacplan.running.measure import measured_step
 
 ZOO = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet", "mamba")
 KINDS = ("bf16", "autocast")

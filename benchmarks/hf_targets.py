@@ -42,8 +42,8 @@ from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import GIB, RESULTS, ROOT, describe, machine, read_results, write_results
 from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
 from benchmarks.models import small_configs
-from sacplan.integrations._hf import models as hf
-from sacplan.integrations._hf.target import ModelOptions
+from sacplan.integrations.hf import models as hf
+from sacplan.integrations.hf.target import ModelOptions
 
 FIGURES = RESULTS / "hf_targets.json"
 PAGE, COMMAND = ROOT / "docs" / "hf_targets.md", "python -m benchmarks.hf_targets"

@@ -27,7 +27,7 @@ from benchmarks.harness.command import Parser
 from benchmarks.harness.results import GIB, Row, write_results
 from benchmarks.harness.table import markdown_line
 from benchmarks.models.cases import empty_text, fused_adamw, llama_3_8b
-from sacplan._plan.limits import DEFAULT_HEADROOM
+from sacplan.planning.limits import DEFAULT_HEADROOM
 
 DEVICE = "h100"
 LENGTH = 8192

@@ -35,8 +35,8 @@ from benchmarks.harness.results import GIB, Row, read_results
 from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models import chunk_models
 from benchmarks.models.cases import Case
-from sacplan._device.devices import resolve_device
-from sacplan._plan.limits import DEFAULT_HEADROOM
+from sacplan.device.devices import resolve_device
+from sacplan.planning.limits import DEFAULT_HEADROOM
 
 TECHNIQUES = ("recompute", "chunk", "offload")
 OPTIMIZER = "adamw-offload-gradients"

@@ -30,8 +30,8 @@ from benchmarks.harness.results import Row, read_results, write_results
 from benchmarks.harness.steps import on_one_thread, tensors_of
 from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models.op_samples import OpStep, full_name, loss_of, op_database, samples_of
-from sacplan._record.step import Step, call_model
-from sacplan._verify.measure import measured_step
+from sacplan.record.step import Step, call_model
+from sacplan.running.measure import measured_step
 
 TOLERANCE = 0.01
 _ERRORS = ("ended", "refused", "raised_fake", "error_fake", "raised_real", "error_real")

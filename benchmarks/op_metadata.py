@@ -9,7 +9,7 @@ too: kernels look at them when they choose a memory format), storage offset, byt
 is. Arguments are contiguous, transposed, channels last, expanded, slices of larger tensors, the first row of them, or
 one of them is and the others are not.
 
-A row is an op of which torch's own fake kernel differs: an example, which rule of ``sacplan/_device/layouts.py`` puts
+A row is an op of which torch's own fake kernel differs: an example, which rule of ``sacplan/device/layouts.py`` puts
 it right, and what differs with the rules. The command ends with an error if something does that ``LEFT`` does not
 explain. Needs ``expecttest``, which ``torch.testing._internal`` imports.
 """
@@ -34,16 +34,16 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.harness.command import Parser
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.steps import on_one_thread, tensors_of
-from sacplan._device.kernels import device_kernels
-from sacplan._device.layouts import rule_of
-from sacplan._device.real_ops import op_key
-from sacplan._record.fake_copy import FakeCopier
-from sacplan._record.fake_data import DataRules
-from sacplan._record.fake_rules import needs_an_answer
-from sacplan._torch.fake_kernels import torchs_own_fake
-from sacplan._torch.fake_tensors import fake_device_of
-from sacplan._torch.ops import is_ordinary_tensor, tensors_in
-from sacplan._torch.private import storage_key
+from sacplan.device.kernels import device_kernels
+from sacplan.device.layouts import rule_of
+from sacplan.device.real_ops import op_key
+from sacplan.record.fake_copy import FakeCopier
+from sacplan.record.fake_data import DataRules
+from sacplan.record.fake_rules import needs_an_answer
+from sacplan.torch_compat.fake_kernels import torchs_own_fake
+from sacplan.torch_compat.fake_tensors import fake_device_of
+from sacplan.torch_compat.ops import is_ordinary_tensor, tensors_in
+from sacplan.torch_compat.private import storage_key
 
 LEFT = {
     "aten._embedding_bag.default": "a CPU returns empty indices where a sum needs none; the fake kernel has them",

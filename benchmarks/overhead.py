@@ -43,9 +43,9 @@ from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.results import Row
 from benchmarks.harness.table import Table
 from examples.transformer import Transformer
-from sacplan._plan.units import unit_plans
-from sacplan._program.decisions import as_decisions
-from sacplan._program.program import CallSite, Phase
+from sacplan.core.decisions import as_decisions
+from sacplan.core.program import CallSite, Phase
+from sacplan.planning.units import unit_plans
 
 _MUST_SAVE = (
     torch.ops.aten.mm.default,

@@ -102,8 +102,8 @@ def run_sac_milp(layers: int) -> Row:
 
 
 def _stages(case: cases.Case, budget: float = BUDGET) -> Row:
-    from sacplan._plan.context import planning_context
-    from sacplan._technique.step import PlanStep
+    from sacplan.planning.context import planning_context
+    from sacplan.techniques.base.step import PlanStep
 
     profile, trace = timed(case.profile)
     _, replay_one = timed(lambda: profile.program.footprint)

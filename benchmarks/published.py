@@ -28,8 +28,8 @@ from benchmarks.models.published_step import Point, Step
 from benchmarks.models.published_steps import STEPS
 from benchmarks.models.published_times import timed_rows
 from benchmarks.published_ops import SHORTEST_MS
-from sacplan._device.eager import eager_ms
-from sacplan._program.program import Event, Phase, Program
+from sacplan.core.program import Event, Phase, Program
+from sacplan.device.eager import eager_ms
 
 DATA = ROOT / "benchmarks" / "data" / "peaks.jsonl"
 PAGE = ROOT / "docs" / "measured.md"

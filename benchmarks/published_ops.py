@@ -30,11 +30,11 @@ from benchmarks.harness.results import MIB, Row, write_results
 from benchmarks.harness.table import Table
 from benchmarks.models import published_ops
 from benchmarks.models.published_ops import OpCase, PublishedRow
-from sacplan._device.cost import CostModel
-from sacplan._device.cublas import library_workspace_bytes
-from sacplan._device.device_memory import device_memory
-from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._device.kernels import fake_device
+from sacplan.device.cost import CostModel
+from sacplan.device.cublas import library_workspace_bytes
+from sacplan.device.device_memory import device_memory
+from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.device.kernels import fake_device
 
 SHORTEST_MS = 0.1
 """Rows that took less are left out of the summary."""
@@ -118,7 +118,7 @@ def predicted_peak_bytes(row: PublishedRow) -> int:
     """Return the predicted peak of a row, with what the allocator does not split off its blocks.
 
     ``max_memory_allocated`` counts whole blocks. Of a block that is up to 1 MiB larger than a tensor, nothing is split
-    off (``sacplan/_device/caching_allocator.py``).
+    off (``sacplan/device/caching_allocator.py``).
     """
     with torch.device("meta"):
         case = published_ops.build(row.op, row.size, row.config, row.metric)

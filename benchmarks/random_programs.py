@@ -51,12 +51,12 @@ from benchmarks.harness.plans import as_budget, budget_at
 from benchmarks.harness.results import RESULTS, Row, describe, machine, write_results
 from benchmarks.harness.steps import same_bits
 from benchmarks.models.random_blocks import DIM, FORMS, INSTRUCTIONS, Block, Code, Net, tape
-from sacplan._plan.units import unit_plans
-from sacplan._profile.tracing import trace_step
-from sacplan._program.decisions import as_decisions
-from sacplan._program.elements import CallSite
-from sacplan._program.program import Phase, Program
-from sacplan._torch.ops import is_computation
+from sacplan.core.decisions import as_decisions
+from sacplan.core.elements import CallSite
+from sacplan.core.program import Phase, Program
+from sacplan.planning.units import unit_plans
+from sacplan.profiling.tracing import trace_step
+from sacplan.torch_compat.ops import is_computation
 
 BATCH, LENGTH = 3, 3
 STEPS = 5

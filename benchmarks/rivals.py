@@ -31,11 +31,11 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sacplan
 from benchmarks.harness.steps import LossFn, tensors_of
-from sacplan._device.cost import CostModel
-from sacplan._device.devices import resolve_device
-from sacplan._device.kernels import active_device
-from sacplan._device.overrides import override
-from sacplan._record.fake_copy import FakeCopier
+from sacplan.device.cost import CostModel
+from sacplan.device.devices import resolve_device
+from sacplan.device.kernels import active_device
+from sacplan.device.overrides import override
+from sacplan.record.fake_copy import FakeCopier
 
 DEVICE = "h100"
 COMPILE_BUDGETS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.1)

@@ -22,8 +22,8 @@ from benchmarks.harness.command import Parser
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.steps import seed_everything
 from benchmarks.harness.table import Table
-from sacplan._shard.mesh import Mesh
-from sacplan._shard.strategies import AxisStrategy
+from sacplan.distributed.sharding.mesh import Mesh
+from sacplan.distributed.sharding.strategies import AxisStrategy
 from tests.support.op_steps import STEPS, calls_of
 from tests.support.placed import assert_right, offered, random_pairs
 from tests.support.slices import OpCall

@@ -34,19 +34,19 @@ CHECKS: dict[str, list[str]] = {
         "tests/invariants/test_predicted_is_measured.py::test_the_replayed_peak_is_that_of_the_step",
         "tests/record/test_trace.py",
         "tests/device/test_kernels.py",
-        "tests/torch/test_fake_tensors.py",
+        "tests/torch_compat/test_fake_tensors.py",
     ],
     "prediction = measured": [
         "tests/invariants/test_predicted_is_measured.py",
         "tests/record/test_fake_and_real.py",
     ],
-    "same bits": ["tests/executor/test_steps_that_differ.py", "tests/invariants/test_same_gradients.py"],
+    "same bits": ["tests/runtime/test_steps_that_differ.py", "tests/invariants/test_same_gradients.py"],
     "chunks": ["tests/chunk/test_losses.py", "tests/chunk/test_models.py"],
     "shards on four ranks": ["tests/ranks/test_mesh_plans.py"],
     "DTensors on four ranks": ["tests/ranks/test_dtensors.py::test_a_parallel_step_takes_what_was_planned"],
     "FSDP2 and DDP": ["tests/ranks/test_distributed.py"],
     "torch.compile": ["tests/recompute/test_compiled.py", "tests/recompute/test_compiled_inside.py"],
-    "names": ["tests/torch/test_versions.py", "-k", "torch_that_runs"],
+    "names": ["tests/torch_compat/test_versions.py", "-k", "torch_that_runs"],
 }
 """What pytest is given, by what is checked."""
 

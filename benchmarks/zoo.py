@@ -48,9 +48,9 @@ from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
 from benchmarks.models.cases import Case
 from benchmarks.models.foreign_models import FOREIGN
 from benchmarks.models.zoo_models import FAMILIES, loss_of
-from sacplan._record.state import preserved_state
-from sacplan._record.step import Step, call_model
-from sacplan._verify.measure import measured_step
+from sacplan.record.state import preserved_state
+from sacplan.record.step import Step, call_model
+from sacplan.running.measure import measured_step
 
 FIGURES = RESULTS / "zoo.json"
 FOREIGN_FIGURES = RESULTS / "zoo_foreign.json"

@@ -1,11 +1,9 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
 from . import errors as errors
-from ._apply.apply import Handle, apply
-from ._apply.compile_budget import CompileBudget, CompiledGraph, compile_budget
-from ._classical.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
-from ._classical.fit import Fit, fit_tradeoff
-from ._classical.graph import (
+from .classic.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
+from .classic.fit import Fit, fit_tradeoff
+from .classic.graph import (
     Graph,
     ModuleInfo,
     ModuleStats,
@@ -13,46 +11,48 @@ from ._classical.graph import (
     get_peak_memory_runtime_baseline,
     parse_module_info,
 )
-from ._classical.policy import get_optimal_checkpointing_policy_per_module
-from ._classical.sac_milp import SacMilpResult, sac_milp
-from ._device.calibrate import calibrate
-from ._device.device_memory import AllocatorPeaks, DeviceMemory
-from ._device.devices import DeviceSpec, devices
-from ._device.kernel_rates import KernelRates
-from ._device.kernels import fake_device
-from ._plan.limits import DEFAULT_HEADROOM
-from ._plan.plan import Plan
-from ._plan.planning import plan
-from ._plan.policies import policy
-from ._plan.value import UnitPlan
-from ._profile.profile import Profile
-from ._profile.tracing import profile
-from ._questions.advise import Advice, Remedy, advise
-from ._questions.batch_sizes import CapacityPoint
-from ._questions.capacity import Capacity, max_batch, throughput
-from ._questions.fit import fit
-from ._questions.frontier import frontier
-from ._questions.layouts import Layout, Layouts, layouts
-from ._questions.parts import Part
-from ._questions.verdict import FitRow, Verdict
-from ._ranks.ranks import DDP, FSDP2
-from ._report.report import Report
-from ._rotor.chain import Chain
-from ._rotor.rotor import RotorResult, rotor
-from ._rotor.sequences import Rotor
-from ._shard.listing import Strategies, Strategy, strategies
-from ._shard.process_groups import ranks
-from ._shard.replicated import Replicated
-from ._solve.greedy import Greedy
-from ._solve.milp import Milp
-from ._solve.uniform import Uniform
-from ._verify.verify import Verification, verify
+from .classic.policy import get_optimal_checkpointing_policy_per_module
+from .classic.sac_milp import SacMilpResult, sac_milp
+from .device.calibrate import calibrate
+from .device.device_memory import AllocatorPeaks, DeviceMemory
+from .device.devices import DeviceSpec, devices
+from .device.kernel_rates import KernelRates
+from .device.kernels import fake_device
+from .distributed.ranks.ranks import DDP, FSDP2
+from .distributed.sharding.listing import Strategies, Strategy, strategies
+from .distributed.sharding.process_groups import ranks
+from .distributed.sharding.replicated import Replicated
 from .errors import (
     InfeasibleBudget,
     SacplanError,
     SacplanWarning,
 )
 from .integrations.peft import with_lora
+from .planning.limits import DEFAULT_HEADROOM
+from .planning.plan import Plan
+from .planning.planning import plan
+from .planning.policies import policy
+from .planning.value import UnitPlan
+from .profiling.profile import Profile
+from .profiling.tracing import profile
+from .questions.advise import Advice, Remedy, advise
+from .questions.batch_sizes import CapacityPoint
+from .questions.capacity import Capacity, max_batch, throughput
+from .questions.fit import fit
+from .questions.frontier import frontier
+from .questions.layouts import Layout, Layouts, layouts
+from .questions.parts import Part
+from .questions.verdict import FitRow, Verdict
+from .report.report import Report
+from .running.apply import Handle, apply
+from .running.compile_budget import CompileBudget, CompiledGraph, compile_budget
+from .running.verify import Verification, verify
+from .solvers.greedy import Greedy
+from .solvers.milp import Milp
+from .solvers.rotor.chain import Chain
+from .solvers.rotor.rotor import RotorResult, rotor
+from .solvers.rotor.sequences import Rotor
+from .solvers.uniform import Uniform
 
 __all__ = [
     "DDP",

@@ -1,6 +1,6 @@
 """``python -m sacplan`` is the command line."""
 
-from sacplan._cli.main import main
+from sacplan.cli.main import main
 
 if __name__ == "__main__":
     main()

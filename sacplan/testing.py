@@ -9,26 +9,26 @@ from typing import Any
 
 import torch
 
-from sacplan._device.device_memory import beyond_peak_bytes, reserved_bytes
-from sacplan._device.devices import DeviceSpec
-from sacplan._device.outside_allocator import outside_text
-from sacplan._plan.limits import EXPANDABLE_SEGMENTS, Limit, Room
-from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile
-from sacplan._profile.remarks import no_optimizer
-from sacplan._profile.tracing import Trace, trace_step, warn_of_step
-from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import format_bytes, format_difference
-from sacplan._program.program import Program
-from sacplan._program.setup import Routing, warn_of
-from sacplan._questions.advise import advise
-from sacplan._questions.alive import AliveGroup, peak_groups
-from sacplan._questions.parts import moment_of
-from sacplan._questions.planned import planned
-from sacplan._ranks.ranks import ONE_RANK
-from sacplan._record.step import LossFn, Mode
-from sacplan._verify.verify import Verification, verify
+from sacplan.core.arguments import checked, opened
+from sacplan.core.budget import format_bytes, format_difference
+from sacplan.core.program import Program
+from sacplan.core.setup import Routing, warn_of
+from sacplan.device.device_memory import beyond_peak_bytes, reserved_bytes
+from sacplan.device.devices import DeviceSpec
+from sacplan.device.outside_allocator import outside_text
+from sacplan.distributed.ranks.ranks import ONE_RANK
 from sacplan.errors import PlanError, PlanMismatch, SacplanWarning
+from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Limit, Room
+from sacplan.planning.plan import Plan, PlanOrPath
+from sacplan.profiling.profile import Profile
+from sacplan.profiling.remarks import no_optimizer
+from sacplan.profiling.tracing import Trace, trace_step, warn_of_step
+from sacplan.questions.advise import advise
+from sacplan.questions.alive import AliveGroup, peak_groups
+from sacplan.questions.parts import moment_of
+from sacplan.questions.planned import planned
+from sacplan.record.step import LossFn, Mode
+from sacplan.running.verify import Verification, verify
 
 __all__ = ["assert_step_fits"]
 

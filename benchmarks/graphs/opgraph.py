@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from sacplan._device.devices import resolve_device
-from sacplan._profile.profile import Profile
-from sacplan._program.fingerprint import Fingerprint
-from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Scope, StorageKind
+from sacplan.core.fingerprint import Fingerprint
+from sacplan.core.program import ROOT_SCOPE, Event, Op, Phase, Program, Scope, StorageKind
+from sacplan.device.devices import resolve_device
+from sacplan.profiling.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

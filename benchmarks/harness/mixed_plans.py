@@ -12,16 +12,23 @@ import random
 from collections.abc import Iterable, Sequence
 
 import sacplan
-from sacplan._offload.options import Offloads
-from sacplan._offload.sites import last_writes, place_of, sites_of, tensors_of, weight_of, weights_asked_for
-from sacplan._plan.make import MadeBy, plan_by_hand
-from sacplan._plan.request import Request
-from sacplan._program.decisions import Decision, Offload, SeenTensor, Site
-from sacplan._program.liveness import Fold
-from sacplan._program.program import Event, Program
-from sacplan._technique.regions import Option, Region
-from sacplan._technique.step import PlanStep
-from sacplan._techniques import TECHNIQUES, decisions_of, regions
+from sacplan.core.decisions import Decision, Offload, SeenTensor, Site
+from sacplan.core.liveness import Fold
+from sacplan.core.program import Event, Program
+from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.planning.request import Request
+from sacplan.techniques.base.regions import Option, Region
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.offload.options import Offloads
+from sacplan.techniques.offload.sites import (
+    last_writes,
+    place_of,
+    sites_of,
+    tensors_of,
+    weight_of,
+    weights_asked_for,
+)
+from sacplan.techniques.registry import TECHNIQUES, decisions_of, regions
 
 ALL = ("recompute", "chunk", "offload")
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import msgspec
 
 import sacplan
-from sacplan._device.caching_allocator import CachingAllocator, ExpandableAllocator
-from sacplan._device.device_memory import peaks_on
-from sacplan._program.program import Event, Op, Patch, Program, StorageKind
-from sacplan._program.rewriting import PatchBuilder
+from sacplan.core.program import Event, Op, Patch, Program, StorageKind
+from sacplan.core.rewriting import PatchBuilder
+from sacplan.device.caching_allocator import CachingAllocator, ExpandableAllocator
+from sacplan.device.device_memory import peaks_on
 
 
 def _nothing(program: Program) -> Iterable[int]:

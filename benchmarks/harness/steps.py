@@ -14,9 +14,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import sacplan
-from sacplan._record.state import preserved_state
-from sacplan._record.step import Step, default_loss, make_optimizer
-from sacplan._verify.measure import measured_step
+from sacplan.record.state import preserved_state
+from sacplan.record.step import Step, default_loss, make_optimizer
+from sacplan.running.measure import measured_step
 
 LossFn = Callable[[torch.nn.Module, Any], torch.Tensor]
 

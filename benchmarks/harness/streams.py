@@ -28,15 +28,15 @@ import torch
 
 import sacplan
 from benchmarks.models.cases import Case
-from sacplan._device.devices import DeviceSpec
-from sacplan._device.links import Link
-from sacplan._offload.executor import transfers
-from sacplan._offload.timing import PLANNED_SHARE
-from sacplan._profile.tracing import trace_step
-from sacplan._program.program import Event as ProgramEvent
-from sacplan._program.program import Program, StorageKind
-from sacplan._record.recorder import Recorder
-from sacplan._torch.private import dispatch_modes
+from sacplan.core.program import Event as ProgramEvent
+from sacplan.core.program import Program, StorageKind
+from sacplan.device.devices import DeviceSpec
+from sacplan.device.links import Link
+from sacplan.profiling.tracing import trace_step
+from sacplan.record.recorder import Recorder
+from sacplan.techniques.offload.executor import transfers
+from sacplan.techniques.offload.timing import PLANNED_SHARE
+from sacplan.torch_compat.private import dispatch_modes
 
 COMPUTE = "compute"
 

@@ -18,7 +18,7 @@ from benchmarks.models.published_step import (
     foreach_adamw,
     single_adamw,
 )
-from sacplan._profile.optimizer_table import AdamW8bitSizes
+from sacplan.profiling.optimizer_table import AdamW8bitSizes
 
 # --- transformers -----------------------------------------------------------------------------------------
 

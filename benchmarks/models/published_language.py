@@ -31,9 +31,9 @@ from benchmarks.models.published_step import (
     op_policy,
     step_in_backward,
 )
-from sacplan._profile.optimizer_table import AdamW8bitSizes
-from sacplan._program.program import Op, Phase, Program
-from sacplan.integrations._hf import architectures
+from sacplan.core.program import Op, Phase, Program
+from sacplan.integrations.hf import architectures
+from sacplan.profiling.optimizer_table import AdamW8bitSizes
 
 # --- minGPT -----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB
 from benchmarks.models.published_step import COMPILE, Built, Point, Step, empty, foreach_adamw
-from sacplan._program.program import Program
+from sacplan.core.program import Program
 
 _LAYERS = "model.layers.*"
 _CHUNK = 2048

@@ -19,10 +19,10 @@ import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from benchmarks.harness.played import Loop
 from benchmarks.harness.steps import LossFn
-from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._offload.sites import place_of, sites_of, weight_of, weights_asked_for
-from sacplan._program.decisions import Offload, SeenTensor, Site
-from sacplan._program.program import CallSite, Program, StorageKind
+from sacplan.core.decisions import Offload, SeenTensor, Site
+from sacplan.core.program import CallSite, Program, StorageKind
+from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.techniques.offload.sites import place_of, sites_of, weight_of, weights_asked_for
 
 Figure = Literal["allocated", "active", "reserved", "reserved_expandable", "end"]
 Kind = Literal["known", "assumed", "compiled"]

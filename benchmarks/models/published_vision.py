@@ -24,8 +24,8 @@ from benchmarks.models.published_step import (
     fused_adamw,
     step_in_backward,
 )
-from sacplan._profile.optimizer_table import AdamW8bitSizes
-from sacplan._record.host_state import CPUOffloadSizes
+from sacplan.profiling.optimizer_table import AdamW8bitSizes
+from sacplan.record.host_state import CPUOffloadSizes
 
 # --- vision -----------------------------------------------------------------------------------------------
 

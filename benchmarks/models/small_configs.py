@@ -6,7 +6,7 @@
 A config is made from the defaults of its class. ``RULES`` say what becomes of a field, by its name: widths become 64,
 depths 2, heads 4, vocabularies 512. Configs inside it are shrunk the same way, so that what has to agree between them
 does. ``OVERRIDES`` are for what the rules get wrong, by model type. The class is the first of the architecture's heads
-that runs; the batch is made as for an ``hf:`` target (``integrations/_hf/batches.py``), with labels where it has them.
+that runs; the batch is made as for an ``hf:`` target (``integrations/hf/batches.py``), with labels where it has them.
 
 An architecture that ``hf_models`` has a config for, written by hand, takes that one.
 """
@@ -29,9 +29,9 @@ from transformers.models.auto import configuration_auto
 
 from benchmarks.harness.steps import seed_everything
 from benchmarks.models import hf_models
-from sacplan._record.step import default_loss
-from sacplan.integrations._hf import batches as hf_batches
-from sacplan.integrations._hf import models as hf
+from sacplan.integrations.hf import batches as hf_batches
+from sacplan.integrations.hf import models as hf
+from sacplan.record.step import default_loss
 
 ROWS = 8
 LENGTH = 48

@@ -1,6 +1,6 @@
 """Apply a plan while a trainer runs, and check the peaks of its first steps; shared by the callbacks of both trainers.
 
-The sizes of batches are compared in all steps, before each runs (``_apply/watch.py``). Peaks are measured in the first
+The sizes of batches are compared in all steps, before each runs (``running/watch.py``). Peaks are measured in the first
 ones:
 
     watch = PeakWatch(plan, steps=2, tolerance=0.05, hint="Plan for what is trained.")
@@ -23,17 +23,17 @@ from typing import Any, ClassVar
 import torch
 from torch.profiler import ProfilerActivity
 
-from sacplan._apply.apply import Handle, put_on
-from sacplan._device.devices import resolve_device
-from sacplan._plan.plan import Plan
-from sacplan._program.budget import format_bytes
-from sacplan._program.places import StepDifference
-from sacplan._program.setup import Setup, optimizer_name, warn_of
-from sacplan._record.state import kept_by
-from sacplan._record.step import Step, check_model, default_loss, inner_optimizer
-from sacplan._torch.allocations import allocation_events, profiler_is_on
-from sacplan._verify.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_workspaces
+from sacplan.core.budget import format_bytes
+from sacplan.core.places import StepDifference
+from sacplan.core.setup import Setup, optimizer_name, warn_of
+from sacplan.device.devices import resolve_device
 from sacplan.errors import DeviceError, PlanError, SacplanWarning
+from sacplan.planning.plan import Plan
+from sacplan.record.state import kept_by
+from sacplan.record.step import Step, check_model, default_loss, inner_optimizer
+from sacplan.running.apply import Handle, put_on
+from sacplan.running.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_workspaces
+from sacplan.torch_compat.allocations import allocation_events, profiler_is_on
 
 _SCALARS_BYTES = 4096
 """Allowance for what a trainer keeps besides the step, such as running losses and norms."""

@@ -25,17 +25,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from sacplan._apply.watch import ShapeWatch
-from sacplan._device.devices import DEFAULT_DEVICE, DeviceSpec
-from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile
-from sacplan._profile.tracing import Runtime, Trace, profile
-from sacplan._program.model_calls import Shapes, shapes_of
-from sacplan._record.compiled import CompileModules
-from sacplan._record.longest import LongestBatch, is_loader
-from sacplan._record.state import preserved_rng
+from sacplan.core.model_calls import Shapes, shapes_of
+from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining
+from sacplan.planning.plan import Plan
+from sacplan.profiling.profile import Profile
+from sacplan.profiling.tracing import Runtime, Trace, profile
+from sacplan.record.compiled import CompileModules
+from sacplan.record.longest import LongestBatch, is_loader
+from sacplan.record.state import preserved_rng
+from sacplan.running.watch import ShapeWatch
 
 try:
     import lightning.pytorch as pl

@@ -28,18 +28,18 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from sacplan._device.devices import DeviceSpec
-from sacplan._executor.stand_ins import StandIn
-from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile
-from sacplan._profile.tracing import Runtime, Trace, profile
-from sacplan._program.program import is_inside
-from sacplan._record.longest import LongestBatch, is_loader
-from sacplan._record.state import preserved_rng
-from sacplan._record.step import check_model, inner_optimizer
-from sacplan._techniques import why_uncompiled
+from sacplan.core.program import is_inside
+from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining
+from sacplan.planning.plan import Plan
+from sacplan.profiling.profile import Profile
+from sacplan.profiling.tracing import Runtime, Trace, profile
+from sacplan.record.longest import LongestBatch, is_loader
+from sacplan.record.state import preserved_rng
+from sacplan.record.step import check_model, inner_optimizer
+from sacplan.techniques.registry import why_uncompiled
+from sacplan.techniques.runtime.stand_ins import StandIn
 
 try:
     import transformers

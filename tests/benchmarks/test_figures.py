@@ -27,10 +27,10 @@ from benchmarks import (
 from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_results
 from benchmarks.models import chunk_models
 from benchmarks.models.published_ops import read_rows
-from sacplan._chunk.chunk_entry import CannotChunk
-from sacplan._chunk.rest import training_chunk
-from sacplan._device.outside_allocator import MARGIN
-from sacplan._program.decisions import Chunk
+from sacplan.core.decisions import Chunk
+from sacplan.device.outside_allocator import MARGIN
+from sacplan.techniques.chunk.chunk_entry import CannotChunk
+from sacplan.techniques.chunk.rest import training_chunk
 
 
 def _rows(name: str) -> list[Row]:

@@ -18,7 +18,7 @@ from benchmarks.graphs.optimum import (
     checkmate,
 )
 from benchmarks.graphs.stacks import gpt, mlp
-from sacplan._recompute.rewrite import recomputed
+from sacplan.techniques.recompute.rewrite import recomputed
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 

@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
-from sacplan._chunk.alternatives import (
+from sacplan.device.cost import op_flops
+from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.techniques.chunk.alternatives import (
     LossRegion,
     alternatives,
     liger,
     linear_cross_entropy,
     plain,
 )
-from sacplan._device.cost import op_flops
-from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._torch.allocations import allocation_events
+from sacplan.torch_compat.allocations import allocation_events
 from tests.zoo.layers import FromFunction
 
 MIB = 2**20

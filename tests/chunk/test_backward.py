@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._chunk.entries import backward_chunks
-from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._plan.make import MadeBy, plan_by_hand
-from sacplan._plan.policies import _discarded_by
-from sacplan._program.decisions import Chunk, Decision, as_decisions
-from sacplan._program.pins import NO_PINS, resolve_pins
-from sacplan._record.host_state import CPUOffloadSizes
-from sacplan._techniques import rewritten
+from sacplan.core.decisions import Chunk, Decision, as_decisions
+from sacplan.core.pins import NO_PINS, resolve_pins
+from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.planning.policies import _discarded_by
+from sacplan.record.host_state import CPUOffloadSizes
+from sacplan.techniques.chunk.entries import backward_chunks
+from sacplan.techniques.chunk.executor.install import InstalledChunks
+from sacplan.techniques.registry import rewritten
 from tests.chunk.test_memory import fake
 from tests.zoo.language_models import TokenModel
 

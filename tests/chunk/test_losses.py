@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sacplan._chunk.executor.forward import ChunkedForward
-from sacplan._chunk.executor.values import SlicedRegion
 from sacplan.errors import ChunkError
+from sacplan.techniques.chunk.executor.forward import ChunkedForward
+from sacplan.techniques.chunk.executor.values import SlicedRegion
 from tests.support.chunks import VOCAB, allocations, chunked, close, loops_of, plain_loss, step
 from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, Tempered, tokens

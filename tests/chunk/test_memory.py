@@ -11,12 +11,12 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
-from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._profile.profile import Profile
-from sacplan._profile.tracing import trace_step
-from sacplan._program.decisions import Chunk
-from sacplan._record.step import Step
-from sacplan._verify.measure import measured_step
+from sacplan.core.decisions import Chunk
+from sacplan.profiling.profile import Profile
+from sacplan.profiling.tracing import trace_step
+from sacplan.record.step import Step
+from sacplan.running.measure import measured_step
+from sacplan.techniques.chunk.executor.install import InstalledChunks
 from tests.zoo.language_models import LM, TokenModel, tokens
 from tests.zoo.layers import MLP, FromFunction, Residual
 

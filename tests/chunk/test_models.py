@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._program.decisions import Chunk
+from sacplan.core.decisions import Chunk
+from sacplan.techniques.chunk.executor.install import InstalledChunks
 from tests.support.chunks import close, step
 
 transformers = pytest.importorskip("transformers")

@@ -16,16 +16,16 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
-from sacplan._chunk import rest
-from sacplan._chunk.chunk_entry import CannotChunk
-from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
-from sacplan._chunk.rest import training_chunk
-from sacplan._device.devices import DeviceSpec
-from sacplan._plan import search
-from sacplan._plan.request import Request
-from sacplan._program.decisions import Chunk
-from sacplan._program.program import CallSite, Program
-from sacplan._techniques import rewritten
+from sacplan.core.decisions import Chunk
+from sacplan.core.program import CallSite, Program
+from sacplan.device.devices import DeviceSpec
+from sacplan.planning import search
+from sacplan.planning.request import Request
+from sacplan.techniques.chunk import rest
+from sacplan.techniques.chunk.chunk_entry import CannotChunk
+from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks, module_chunks
+from sacplan.techniques.chunk.rest import training_chunk
+from sacplan.techniques.registry import rewritten
 from tests.chunk.test_memory import fake
 from tests.support.plans import discarding
 from tests.support.steps import mean_square

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._program.decisions import Chunk
+from sacplan.core.decisions import Chunk
 from sacplan.errors import ChunkError
+from sacplan.techniques.chunk.executor.install import InstalledChunks
 from tests.support.chunks import VOCAB, close, plain_loss, step
 from tests.support.plans import discarding
 from tests.support.threads import at_once

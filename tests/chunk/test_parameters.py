@@ -18,8 +18,8 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
-from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._program.decisions import Chunk
+from sacplan.core.decisions import Chunk
+from sacplan.techniques.chunk.executor.install import InstalledChunks
 from tests.support.chunks import VOCAB, chunked, close, loops_of, plain_loss, step
 from tests.support.threads import at_once
 from tests.zoo.language_models import tokens

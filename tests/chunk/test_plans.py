@@ -17,10 +17,10 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from benchmarks.models.chunk_models import TRAINING, Case
-from sacplan._chunk.entries import ChunkOptions, Refusal, loss_chunks
-from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._device.devices import resolve_device
-from sacplan._program.decisions import Chunk
+from sacplan.core.decisions import Chunk
+from sacplan.device.devices import resolve_device
+from sacplan.techniques.chunk.entries import ChunkOptions, Refusal, loss_chunks
+from sacplan.techniques.chunk.executor.install import InstalledChunks
 from tests.zoo.language_models import LM, Tempered, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
-from sacplan._program.decisions import Chunk
+from sacplan.core.decisions import Chunk
 from tests.support.processes import gloo, run_ranks
 from tests.zoo.language_models import LM, cross_entropy, tokens
 

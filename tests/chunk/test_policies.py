@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._chunk.alternatives import LossRegion, liger, linear_cross_entropy, plain
-from sacplan._program.decisions import Chunk
-from sacplan._report.timeline import timeline_of
+from sacplan.core.decisions import Chunk
 from sacplan.errors import PlanError, PlanMismatch
+from sacplan.report.timeline import timeline_of
+from sacplan.techniques.chunk.alternatives import LossRegion, liger, linear_cross_entropy, plain
 from tests.zoo.language_models import LM
 from tests.zoo.layers import FromFunction
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
-from sacplan._chunk.entries import ChunkOptions, loss_chunks
-from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._profile.tracing import trace_step
-from sacplan._techniques import rewritten
+from sacplan.profiling.tracing import trace_step
+from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
+from sacplan.techniques.chunk.executor.install import InstalledChunks
+from sacplan.techniques.registry import rewritten
 from tests.zoo.layers import FromFunction
 
 WIDTH, CLASSES = 8, 60

@@ -14,7 +14,7 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
-from sacplan._program.decisions import Chunk
+from sacplan.core.decisions import Chunk
 from tests.support.steps import mean_square
 from tests.zoo.layers import FromFunction, Residual, Uneven
 

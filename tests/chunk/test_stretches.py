@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import sacplan
-from sacplan._chunk.search import stretch_search
-from sacplan._program.decisions import Chunk
-from sacplan._program.pins import resolve_pins
-from sacplan._techniques import rewritten
+from sacplan.core.decisions import Chunk
+from sacplan.core.pins import resolve_pins
+from sacplan.techniques.chunk.search import stretch_search
+from sacplan.techniques.registry import rewritten
 from tests.support.slow import slow_after
 from tests.zoo.layers import FromFunction, Residual
 from tests.zoo.wide import EagerAttention, Evoformer, Transformer, UNet
@@ -383,7 +383,7 @@ def test_every_candidate_is_what_happens(make: Make) -> None:
 def _with_decision(plan: sacplan.Plan, profile: sacplan.Profile, decision: Chunk, peak: int) -> sacplan.Plan:
     import msgspec
 
-    from sacplan._plan.units import unit_plans
+    from sacplan.planning.units import unit_plans
 
     units, sequences = unit_plans(profile.program, {}, [decision.unit])
     return msgspec.structs.replace(

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sacplan
-from sacplan._cli.app import app
+from sacplan.cli.app import app
 
 TRAIN = """
 import torch

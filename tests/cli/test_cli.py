@@ -21,13 +21,13 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 import sacplan
-from sacplan._cli import interrupts
-from sacplan._cli.app import app
-from sacplan._cli.command import EXAMPLES
-from sacplan._cli.options import dtype_name, size_in_gib
-from sacplan._device.devices import DEFAULT_DEVICE, resolve_device
-from sacplan._program.budget import format_bytes
-from sacplan.integrations._hf.target import TargetError
+from sacplan.cli import interrupts
+from sacplan.cli.app import app
+from sacplan.cli.command import EXAMPLES
+from sacplan.cli.options import dtype_name, size_in_gib
+from sacplan.core.budget import format_bytes
+from sacplan.device.devices import DEFAULT_DEVICE, resolve_device
+from sacplan.integrations.hf.target import TargetError
 from tests.support.slow import slow_after
 
 ROOT = Path(sacplan.__file__).parent.parent
@@ -782,7 +782,7 @@ def test_fit_takes_float16_where_there_is_no_bfloat16(monkeypatch: pytest.Monkey
         asked.append(hf.dtype)
         raise TargetError("enough is known")
 
-    monkeypatch.setattr("sacplan._cli.fit.load_target", load)
+    monkeypatch.setattr("sacplan.cli.fit.load_target", load)
     assert "--dtype float16" in run("fit hf:gpt2 --device t4").stderr
     run("fit hf:gpt2 --device h100")
     assert asked == ["float16", None]

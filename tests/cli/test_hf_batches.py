@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 import transformers
 
 from benchmarks.models import hf_models, small_configs
-from sacplan._device import workspace
-from sacplan.integrations._hf import batches as hf_batches
-from sacplan.integrations._hf import models as hf
-from sacplan.integrations._hf.target import ModelOptions, TargetError
+from sacplan.device import workspace
+from sacplan.integrations.hf import batches as hf_batches
+from sacplan.integrations.hf import models as hf
+from sacplan.integrations.hf.target import ModelOptions, TargetError
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 

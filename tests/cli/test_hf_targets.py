@@ -18,11 +18,11 @@ pytest.importorskip("transformers")
 import transformers
 
 from benchmarks.models import hf_models
-from sacplan._cli.targets import load_target
-from sacplan.integrations._hf import architectures
-from sacplan.integrations._hf import batches as hf_batches
-from sacplan.integrations._hf import models as hf
-from sacplan.integrations._hf.target import ModelOptions, TargetError
+from sacplan.cli.targets import load_target
+from sacplan.integrations.hf import architectures
+from sacplan.integrations.hf import batches as hf_batches
+from sacplan.integrations.hf import models as hf
+from sacplan.integrations.hf.target import ModelOptions, TargetError
 from tests.support.slow import slow_after
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")

@@ -21,10 +21,10 @@ pytest.importorskip("transformers")
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
-from sacplan._cli import targets
-from sacplan._cli.app import app
-from sacplan._cli.targets import load_target
-from sacplan.integrations._hf.target import ModelOptions, TargetError
+from sacplan.cli import targets
+from sacplan.cli.app import app
+from sacplan.cli.targets import load_target
+from sacplan.integrations.hf.target import ModelOptions, TargetError
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,

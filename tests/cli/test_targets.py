@@ -16,17 +16,17 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 import sacplan
-from sacplan._cli.app import app
-from sacplan._cli.command import EXAMPLES
-from sacplan._cli.origin import Origin, seen_in
-from sacplan._cli.sources import optimizer_hints
-from sacplan._cli.targets import load_target
-from sacplan._ranks.ranks import Ranks
-from sacplan.integrations._hf import architectures
-from sacplan.integrations._hf import models as hf
-from sacplan.integrations._hf.batches import FoundBatch
-from sacplan.integrations._hf.models import build
-from sacplan.integrations._hf.target import ModelOptions, TargetError
+from sacplan.cli.app import app
+from sacplan.cli.command import EXAMPLES
+from sacplan.cli.origin import Origin, seen_in
+from sacplan.cli.sources import optimizer_hints
+from sacplan.cli.targets import load_target
+from sacplan.distributed.ranks.ranks import Ranks
+from sacplan.integrations.hf import architectures
+from sacplan.integrations.hf import models as hf
+from sacplan.integrations.hf.batches import FoundBatch
+from sacplan.integrations.hf.models import build
+from sacplan.integrations.hf.target import ModelOptions, TargetError
 from tests.support.slow import slow_after
 
 # From the model cards and papers, in millions as they are printed there; the exact counts in the table are of the

@@ -10,9 +10,9 @@ from torch import nn
 from torch._inductor import config
 
 import sacplan
-from sacplan._record.step import Step
-from sacplan._verify.measure import measured_step
 from sacplan.errors import BudgetError, PlanError
+from sacplan.record.step import Step
+from sacplan.running.measure import measured_step
 
 X = torch.randn(512, 32)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._record.step import Step
-from sacplan._verify.measure import measured_step
 from sacplan.errors import TraceError
+from sacplan.record.step import Step
+from sacplan.running.measure import measured_step
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction

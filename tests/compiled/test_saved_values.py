@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from sacplan._plan.saved_values import bytes_of, cheapest_saved, without_forbidden
-from sacplan._torch.partitioning import ForwardValue
+from sacplan.planning.saved_values import bytes_of, cheapest_saved, without_forbidden
+from sacplan.torch_compat.partitioning import ForwardValue
 
 
 def some_values(seed: int) -> list[ForwardValue]:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sacplan
-from sacplan._device.attention import AttentionCall, attention_backend
-from sacplan._device.attention_repairs import repairs_of
-from sacplan._device.devices import resolve_device
-from sacplan._questions.advise import Remedy
+from sacplan.device.attention import AttentionCall, attention_backend
+from sacplan.device.attention_repairs import repairs_of
+from sacplan.device.devices import resolve_device
+from sacplan.questions.advise import Remedy
 from tests.support.steps import mean_square
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")

@@ -17,9 +17,9 @@ from torch.amp.autocast_mode import autocast as autocast_class
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
-from sacplan._device.autocast import differing, policies
-from sacplan._device.devices import torch_version
-from sacplan._device.kernels import device_kernels, fake_device
+from sacplan.device.autocast import differing, policies
+from sacplan.device.devices import torch_version
+from sacplan.device.kernels import device_kernels, fake_device
 from sacplan.errors import DeviceError
 from tests.support.threads import at_once
 

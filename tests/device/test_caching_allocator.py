@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sacplan._device.caching_allocator import (
+from sacplan.device.caching_allocator import (
     MIB,
     CachingAllocator,
     ExpandableAllocator,

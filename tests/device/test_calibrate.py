@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._device.calibrate import calibrate
-from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._device.kernels import fake_device
+from sacplan.device.calibrate import calibrate
+from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.device.kernels import fake_device
 from sacplan.errors import DeviceError
 
 

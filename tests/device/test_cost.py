@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sacplan._device.cost import CostModel, op_bytes, op_flops
-from sacplan._device.devices import resolve_device
-from sacplan._device.kernels import fake_device
+from sacplan.device.cost import CostModel, op_bytes, op_flops
+from sacplan.device.devices import resolve_device
+from sacplan.device.kernels import fake_device
 
 aten = torch.ops.aten
 H100 = resolve_device("h100")

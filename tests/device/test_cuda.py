@@ -15,13 +15,13 @@ from torch import nn
 import sacplan
 from benchmarks import gpu
 from benchmarks.models import gpu_models
-from sacplan._device.cudnn_rnn import LSTM, reserve_bytes
-from sacplan._device.devices import resolve_device
-from sacplan._device.kernel_rates import KINDS
-from sacplan._device.kernels import fake_device
-from sacplan._record.step import Step
-from sacplan._rewrites.library_workspaces import library_workspace_bytes
-from sacplan._verify.measure import measured_step
+from sacplan.core.rewrites.library_workspaces import library_workspace_bytes
+from sacplan.device.cudnn_rnn import LSTM, reserve_bytes
+from sacplan.device.devices import resolve_device
+from sacplan.device.kernel_rates import KINDS
+from sacplan.device.kernels import fake_device
+from sacplan.record.step import Step
+from sacplan.running.measure import measured_step
 
 DEVICE = "cuda"
 BF16 = torch.bfloat16

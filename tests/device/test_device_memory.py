@@ -11,10 +11,10 @@ from torch import nn
 
 import sacplan
 from benchmarks import random_programs
-from sacplan._device.caching_allocator import MIB, CachingAllocator
-from sacplan._device.device_memory import device_memory, peaks_on
-from sacplan._program.liveness import Fold
-from sacplan._program.program import Event, Phase, Program
+from sacplan.core.liveness import Fold
+from sacplan.core.program import Event, Phase, Program
+from sacplan.device.caching_allocator import MIB, CachingAllocator
+from sacplan.device.device_memory import device_memory, peaks_on
 
 
 def mlp(width: int = 512) -> nn.Module:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sacplan._device.devices import (
+from sacplan.device.devices import (
     DEFAULT_DEVICE,
     DeviceSpec,
     devices,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._device.eager import OP_US, eager_ms
+from sacplan.device.eager import OP_US, eager_ms
 
 
 def step(width: int, rows: int) -> sacplan.Profile:

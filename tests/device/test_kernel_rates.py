@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sacplan._device.devices import DeviceSpec, known_devices, resolve_device
-from sacplan._device.kernel_rates import FIGURES, KINDS, KernelRates
+from sacplan.device.devices import DeviceSpec, known_devices, resolve_device
+from sacplan.device.kernel_rates import FIGURES, KINDS, KernelRates
 from sacplan.errors import DeviceError
 
 

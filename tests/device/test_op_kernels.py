@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sacplan._device.cost import CostModel, op_bytes, op_flops
-from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._device.kernel_rates import KINDS, KernelRates
-from sacplan._device.op_kernels import Call, Kernel, kernels_of
+from sacplan.device.cost import CostModel, op_bytes, op_flops
+from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.device.kernel_rates import KINDS, KernelRates
+from sacplan.device.op_kernels import Call, Kernel, kernels_of
 
 aten = torch.ops.aten
 H100, CPU = resolve_device("h100"), resolve_device("cpu")

@@ -22,11 +22,11 @@ from benchmarks.op_metadata import (
     run_with_backward,
     sweep,
 )
-from sacplan._device.kernels import device_kernels, fake_device
-from sacplan._device.layouts import quick_kernels
-from sacplan._torch.fake_kernels import elementwise_ops, is_structured, run_in_cpp, torchs_own_fake
-from sacplan._torch.fake_tensors import fake_failures_unlogged
-from sacplan._torch.ops import tensors_in
+from sacplan.device.kernels import device_kernels, fake_device
+from sacplan.device.layouts import quick_kernels
+from sacplan.torch_compat.fake_kernels import elementwise_ops, is_structured, run_in_cpp, torchs_own_fake
+from sacplan.torch_compat.fake_tensors import fake_failures_unlogged
+from sacplan.torch_compat.ops import tensors_in
 from tests.support.chunks import allocations
 from tests.zoo.layers import FromFunction
 

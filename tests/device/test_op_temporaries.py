@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sacplan
-from sacplan._device import workspace
-from sacplan._device.cost import is_free
-from sacplan._device.real_ops import op_key
-from sacplan._record.step import Step
-from sacplan._torch.ops import op_traits, tensors_in
-from sacplan._verify.measure import measured_step
+from sacplan.device import workspace
+from sacplan.device.cost import is_free
+from sacplan.device.real_ops import op_key
+from sacplan.record.step import Step
+from sacplan.running.measure import measured_step
+from sacplan.torch_compat.ops import op_traits, tensors_in
 from tests.zoo.layers import FromFunction
 
 ROWS, COLUMNS = 256, 64

@@ -16,15 +16,15 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
-from sacplan._device import cudnn_rnn
-from sacplan._device.devices import resolve_device
-from sacplan._device.kernel_workspaces import kernel_workspace_bytes
-from sacplan._device.kernels import device_kernels, fake_device
-from sacplan._device.overrides import takes_cudnn_batch_norm
-from sacplan._program.program import Patch, StorageKind
-from sacplan._record.fake_data import data_rules
-from sacplan._rewrites import library_workspaces as libraries
-from sacplan._rewrites.library_workspaces import library_workspace_bytes, library_workspaces
+from sacplan.core.program import Patch, StorageKind
+from sacplan.core.rewrites import library_workspaces as libraries
+from sacplan.core.rewrites.library_workspaces import library_workspace_bytes, library_workspaces
+from sacplan.device import cudnn_rnn
+from sacplan.device.devices import resolve_device
+from sacplan.device.kernel_workspaces import kernel_workspace_bytes
+from sacplan.device.kernels import device_kernels, fake_device
+from sacplan.device.overrides import takes_cudnn_batch_norm
+from sacplan.record.fake_data import data_rules
 from tests.device.test_kernels import BF16, FP16, FP32, Ops, saved_by
 from tests.support.threads import at_once
 from tests.zoo.layers import FromFunction
@@ -458,7 +458,7 @@ def test_no_workspaces_where_none_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     # From 2.15 on each product has its own.
     x = torch.empty(4, 4, device="meta")
     assert kernel_workspace_bytes(aten.mm.default, (x, x), {}, x, spec) == 0
-    for module in (libraries, "sacplan._device.kernel_workspaces"):
+    for module in (libraries, "sacplan.device.kernel_workspaces"):
         target = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{target}.workspaces_stay", lambda version=None: False)
     assert kernel_workspace_bytes(aten.mm.default, (x, x), {}, x, spec) == 32 * MIB

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sacplan._device import calibrate
-from sacplan._device.cost import CostModel
-from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._device.kernel_rates import FIGURES
-from sacplan._device.probes import Probe, measured_rates, probes
+from sacplan.device import calibrate
+from sacplan.device.cost import CostModel
+from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.device.kernel_rates import FIGURES
+from sacplan.device.probes import Probe, measured_rates, probes
 
 META = torch.device("meta")
 NBYTES = 2**28

@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sacplan
-from sacplan._device.devices import resolve_device
-from sacplan._device.real_ops import RealOp, outside_of_the_trace
-from sacplan._device.timing import MeasuredTimes
+from sacplan.device.devices import resolve_device
+from sacplan.device.real_ops import RealOp, outside_of_the_trace
+from sacplan.device.timing import MeasuredTimes
 from sacplan.errors import DeviceError
 from tests.zoo.language_models import TokenModel, cross_entropy
 

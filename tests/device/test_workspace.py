@@ -10,12 +10,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 import sacplan
-from sacplan._device.workspace import measured_reserves, measured_workspace_bytes
-from sacplan._record.step import Step, default_loss
-from sacplan._torch.allocations import allocation_events
-from sacplan._torch.ops import tensors_in
-from sacplan._verify.measure import measured_step
+from sacplan.device.workspace import measured_reserves, measured_workspace_bytes
 from sacplan.errors import TraceError
+from sacplan.record.step import Step, default_loss
+from sacplan.running.measure import measured_step
+from sacplan.torch_compat.allocations import allocation_events
+from sacplan.torch_compat.ops import tensors_in
 from tests.zoo.convnets import BasicBlock, Depthwise, Inverted
 
 aten = torch.ops.aten

@@ -402,7 +402,7 @@ def damaged(value, rng):
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_plans(tmp_path):
     """Those whose digest fits the damage, too: in load, apply, the step and verify."""
-    from sacplan._plan.plan import _digest
+    from sacplan.planning.plan import _digest
 
     model, batch = make(), torch.ones(4, 8)
     plan = sacplan.plan(sacplan.profile(model, batch, device="cpu"), "smallest")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._plan.search import PlanSearch
+from sacplan.planning.search import PlanSearch
 from tests.support.processes import run_python
 from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, tokens

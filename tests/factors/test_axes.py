@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor, put, resized_arguments, take
-from sacplan._factors.rule import Rule, rule_of
+from sacplan.core.factors.axes import Axis, FactorAxis, from_factor, into_factor, put, resized_arguments, take
+from sacplan.core.factors.rule import Rule, rule_of
 from tests.support.slices import insides
 
 aten = torch.ops.aten

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sacplan._factors.rule import Dims, Kind, Rule, rule_of
-from sacplan._shard.placements import Placement
-from sacplan._shard.strategies import axis_strategies
-from sacplan._torch.calls import Call, flat_tensors
+from sacplan.core.factors.rule import Dims, Kind, Rule, rule_of
+from sacplan.distributed.sharding.placements import Placement
+from sacplan.distributed.sharding.strategies import axis_strategies
+from sacplan.torch_compat.calls import Call, flat_tensors
 from tests.support.op_steps import STEPS, calls_of
 
 if not dist.is_available():

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from sacplan._factors.axes import FactorAxis, from_factor, take
-from sacplan._factors.rule import rule_of
-from sacplan._torch.calls import flat_tensors
+from sacplan.core.factors.axes import FactorAxis, from_factor, take
+from sacplan.core.factors.rule import rule_of
+from sacplan.torch_compat.calls import flat_tensors
 from tests.support.slices import OpCall, assert_slices_make_the_whole, run_slice
 
 aten = torch.ops.aten

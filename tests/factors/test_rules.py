@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._decomp import get_decompositions
 
-from sacplan._factors.axes import FactorAxis
-from sacplan._factors.rule import _FORMULAS, Kind, formula_of, register, rule_of
-from sacplan._program.elements import Tensor
+from sacplan.core.elements import Tensor
+from sacplan.core.factors.axes import FactorAxis
+from sacplan.core.factors.rule import _FORMULAS, Kind, formula_of, register, rule_of
 from tests.support.slices import (
     OpCall,
     assert_slices_make_the_whole,

@@ -21,7 +21,7 @@ pytest.importorskip("accelerate")
 
 from safetensors import safe_open  # noqa: E402
 
-from sacplan._program.compilation import Compilation  # noqa: E402
+from sacplan.core.compilation import Compilation  # noqa: E402
 from sacplan.integrations.transformers import (  # noqa: E402
     PlanCallback,
     profile_trainer,

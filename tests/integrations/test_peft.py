@@ -25,13 +25,13 @@ import bitsandbytes
 import peft
 import transformers
 
-from sacplan._cli.app import app
-from sacplan._device.devices import resolve_device
-from sacplan._device.kernel_workspaces import kernel_workspace_bytes
-from sacplan._program.budget import format_bytes
-from sacplan._torch.allocations import allocation_deltas
-from sacplan.integrations._hf.lora import ALL_LINEAR, parse
-from sacplan.integrations._hf.target import TargetError
+from sacplan.cli.app import app
+from sacplan.core.budget import format_bytes
+from sacplan.device.devices import resolve_device
+from sacplan.device.kernel_workspaces import kernel_workspace_bytes
+from sacplan.integrations.hf.lora import ALL_LINEAR, parse
+from sacplan.integrations.hf.target import TargetError
+from sacplan.torch_compat.allocations import allocation_deltas
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,

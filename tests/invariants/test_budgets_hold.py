@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._recompute.rewrite import recomputed
+from sacplan.techniques.recompute.rewrite import recomputed
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")

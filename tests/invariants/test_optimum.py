@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import sacplan
-from sacplan._solve.problem import DEVICE_MEMORY, Problem
+from sacplan.solvers.problem import DEVICE_MEMORY, Problem
 from tests.support.problems import all_picks, cheapest, layers, problems
 
 

@@ -60,7 +60,7 @@ def test_a_seed_makes_the_same_program_again() -> None:
 
 def test_a_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison itself: recomputed tensors that are off by one bit."""
-    from sacplan._recompute.executor.nodes import RecipeNode
+    from sacplan.techniques.recompute.executor.nodes import RecipeNode
 
     compute = RecipeNode.compute
 

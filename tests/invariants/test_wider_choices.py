@@ -13,8 +13,8 @@ from torch import nn
 import sacplan
 from benchmarks.harness.plans import budget_at, plan_or_least
 from benchmarks.models.cases import Case
-from sacplan._device.links import Link
-from sacplan._techniques import TECHNIQUES
+from sacplan.device.links import Link
+from sacplan.techniques.registry import TECHNIQUES
 from tests.support.steps import mean_square
 from tests.zoo.convnets import ConvGRU, Inverted
 from tests.zoo.language_models import LM, cross_entropy, tokens

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from sacplan._offload.executor.parcels import Parcel
+from sacplan.techniques.offload.executor.parcels import Parcel
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 import sacplan
 from benchmarks.models import hf_models
-from sacplan._profile.tracing import trace_step
+from sacplan.profiling.tracing import trace_step
 from tests.support.steps import bit_equal, grads_of
 
 NAMES = (

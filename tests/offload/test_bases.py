@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._offload.options import _along_hull, offloads
-from sacplan._program.program import Phase
-from sacplan._technique.regions import Option
-from sacplan._technique.step import PlanStep
-from sacplan._techniques import regions
+from sacplan.core.program import Phase
+from sacplan.techniques.base.regions import Option
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.offload.options import _along_hull, offloads
+from sacplan.techniques.registry import regions
 from tests.zoo import language_models as models
 
 

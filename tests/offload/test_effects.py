@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._device.links import Link
-from sacplan._offload.rewrite import Move
-from sacplan._offload.sites import weights_asked_for
-from sacplan._offload.timing import copy_ms
-from sacplan._plan.context import planning_context
-from sacplan._plan.effects import RegionProblem
-from sacplan._solve.problem import HOST_MEMORY
-from sacplan._technique.step import PlanStep
-from sacplan._techniques import decisions_of, regions, rewritten
+from sacplan.device.links import Link
+from sacplan.planning.context import planning_context
+from sacplan.planning.effects import RegionProblem
+from sacplan.solvers.problem import HOST_MEMORY
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.offload.rewrite import Move
+from sacplan.techniques.offload.sites import weights_asked_for
+from sacplan.techniques.offload.timing import copy_ms
+from sacplan.techniques.registry import decisions_of, regions, rewritten
 from tests.zoo import language_models as models
 
 DEVICES = ("cpu", "h100 without workspaces")

@@ -12,9 +12,9 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
-from sacplan._offload.executor.parcels import Parcel
-from sacplan._offload.sites import sites_of, tensors_of
-from sacplan._program.decisions import Offload, Site
+from sacplan.core.decisions import Offload, Site
+from sacplan.techniques.offload.executor.parcels import Parcel
+from sacplan.techniques.offload.sites import sites_of, tensors_of
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._offload.executor.parcels import Parcel
+from sacplan.techniques.offload.executor.parcels import Parcel
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 

@@ -9,7 +9,7 @@ import torch
 
 import sacplan
 from benchmarks.harness.mixed_plans import in_one_place
-from sacplan._techniques import rewritten
+from sacplan.techniques.registry import rewritten
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 

@@ -19,7 +19,7 @@ import sacplan
 from benchmarks.harness.mixed_plans import plan_with, scattered_plan
 from benchmarks.harness.steps import on_one_thread
 from benchmarks.random_programs import OFFLOADING, make_program, peaks_of_fake_step, run
-from sacplan._program.decisions import Offload, Site
+from sacplan.core.decisions import Offload, Site
 from tests.support.recomputing import fuzz
 from tests.support.steps import mean_square
 from tests.zoo.layers import FromFunction

@@ -10,12 +10,12 @@ import pytest
 
 import sacplan
 from benchmarks.models.random_blocks import Net, net_of
-from sacplan._plan.context import planning_context
-from sacplan._plan.make import MadeBy, plan_by_hand
-from sacplan._plan.plan import Plan
-from sacplan._profile.tracing import trace_step
-from sacplan._technique.step import PlanStep
-from sacplan._techniques import decisions_of, rewritten
+from sacplan.planning.context import planning_context
+from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.planning.plan import Plan
+from sacplan.profiling.tracing import trace_step
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.registry import decisions_of, rewritten
 from tests.support.recomputing import same_bits, step
 from tests.support.threads import at_once
 from tests.zoo.units import batch

@@ -18,10 +18,10 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from benchmarks.harness.plans import as_budget, budget_at
-from sacplan._offload.executor.parcels import Parcel
-from sacplan._plan.make import MadeBy, plan_by_hand
-from sacplan._program.decisions import Chunk, Offload
-from sacplan._techniques import rewritten
+from sacplan.core.decisions import Chunk, Offload
+from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.techniques.offload.executor.parcels import Parcel
+from sacplan.techniques.registry import rewritten
 from tests.chunk.test_backward import gradients, loss_fn, make_case
 from tests.offload.test_plans import in_one_place
 from tests.support.slow_link import slow_link

@@ -23,8 +23,8 @@ import sacplan
 from benchmarks.harness.mixed_plans import mixed_plan
 from benchmarks.harness.steps import on_one_thread
 from benchmarks.random_programs import OFFLOADING, run
-from sacplan._executor.tensors import view_of
-from sacplan._offload.executor.parcels import Parcel
+from sacplan.techniques.offload.executor.parcels import Parcel
+from sacplan.techniques.runtime.tensors import view_of
 from tests.support.recomputing import fuzz
 from tests.support.slow_link import SlowLink, SlowStream, slow_link
 from tests.support.steps import bit_equal, grads_of

@@ -24,8 +24,8 @@ import sacplan
 from benchmarks.harness.mixed_plans import in_one_place, mixed_plan, scattered_plan
 from benchmarks.harness.streams import fake_step
 from benchmarks.models.cases import Case
-from sacplan._offload.executor.parcels import Parcel
-from sacplan._techniques import rewritten
+from sacplan.techniques.offload.executor.parcels import Parcel
+from sacplan.techniques.registry import rewritten
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of, mean_square
 from tests.zoo import language_models as models

@@ -16,10 +16,10 @@ from benchmarks.harness.mixed_plans import mixed_plan, scattered_plan
 from benchmarks.harness.plans import as_budget, budget_at
 from benchmarks.harness.streams import fake_step, noted_streams, planned_ms, simulated, simulated_ms
 from benchmarks.models.cases import Case
-from sacplan._device.links import LINKS, Link
-from sacplan._offload.executor.parcels import Parcel
-from sacplan._program.program import Event
-from sacplan._techniques import rewritten
+from sacplan.core.program import Event
+from sacplan.device.links import LINKS, Link
+from sacplan.techniques.offload.executor.parcels import Parcel
+from sacplan.techniques.registry import rewritten
 from tests.support.steps import grads_of, mean_square
 from tests.zoo import language_models
 from tests.zoo.convnets import CNN

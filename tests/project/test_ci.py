@@ -13,8 +13,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from sacplan._cli.answers import FIT_PATH
-from sacplan._cli.app import app
+from sacplan.cli.answers import FIT_PATH
+from sacplan.cli.app import app
 from tests.project.test_docs import Block, blocks_of
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def test_what_fit_prints_is_as_its_schema_says(page: Path, arguments: str, code:
 
 
 def test_the_published_schema_is_that_of_the_types() -> None:
-    """If this fails, run ``python -m sacplan._cli.answers``."""
-    from sacplan._cli.answers import fit_schema
+    """If this fails, run ``python -m sacplan.cli.answers``."""
+    from sacplan.cli.answers import fit_schema
 
     assert json.loads(FIT_PATH.read_text(encoding="utf-8")) == json.loads(json.dumps(fit_schema()))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import sacplan
-from sacplan._solve.greedy import Greedy
-from sacplan._solve.problem import Problem, Solution
+from sacplan.solvers.greedy import Greedy
+from sacplan.solvers.problem import Problem, Solution
 from tests.zoo import language_models as models
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")

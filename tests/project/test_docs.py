@@ -183,7 +183,7 @@ _ran: dict[tuple[str, ...], Ran] = {}
 def run_sacplan(words: list[str]) -> Ran:
     from typer.testing import CliRunner
 
-    from sacplan._cli.app import app
+    from sacplan.cli.app import app
 
     before = files_here()
     read = [word for option, word in itertools.pairwise(words) if option != "-o"]  # and not written
@@ -387,8 +387,8 @@ def test_every_command_has_an_example() -> None:
     pytest.importorskip("typer")
     import typer
 
-    from sacplan._cli.app import app
-    from sacplan._cli.exits import MEANING
+    from sacplan.cli.app import app
+    from sacplan.cli.exits import MEANING
 
     names = typer.main.get_command(app).list_commands(None)  # type: ignore[attr-defined]
     run = [line for b in blocks_of("cli.md") if b.language == "bash" for line in commands(b.code)]

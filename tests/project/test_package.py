@@ -38,8 +38,8 @@ def test_it_has_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFil
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == there
     assert {
         "sacplan/py.typed",
-        "sacplan/_device/devices.csv",
-        "sacplan/integrations/_hf/architectures.json",
+        "sacplan/device/devices.csv",
+        "sacplan/integrations/hf/architectures.json",
         "sacplan/schemas/fit-1.json",
     } <= there
 
@@ -49,7 +49,7 @@ def test_the_command_line_needs_no_extra(wheel: zipfile.ZipFile) -> None:
     always = {re.split(r"[^\w-]", line)[0] for line in requires if "extra ==" not in line}
     assert {"torch", "pulp", "typer", "rich"} <= always
     assert always.isdisjoint({"transformers", "highspy", "matplotlib"})
-    assert "sacplan = sacplan._cli.main:main" in metadata(wheel, "entry_points.txt")
+    assert "sacplan = sacplan.cli.main:main" in metadata(wheel, "entry_points.txt")
 
 
 def test_its_version_is_that_of_the_module_and_has_a_change_log(wheel: zipfile.ZipFile) -> None:

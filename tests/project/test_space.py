@@ -49,8 +49,8 @@ def test_a_question_is_a_command_line(app: types.ModuleType, tmp_path: Path) -> 
 
 def test_every_suggestion_is_known(app: types.ModuleType) -> None:
     from sacplan import devices
-    from sacplan._profile.optimizer_table import candidate_named
-    from sacplan.integrations._hf import architectures
+    from sacplan.integrations.hf import architectures
+    from sacplan.profiling.optimizer_table import candidate_named
 
     assert all(architectures.find(name) for name in app.MODELS)
     assert all(name == "none" or candidate_named(name).name == name for name in app.OPTIMIZERS)

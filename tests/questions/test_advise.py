@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._profile.optimizer_table import CANDIDATES
-from sacplan._profile.optimizers import recorded_step, with_optimizer, without_optimizer
+from sacplan.profiling.optimizer_table import CANDIDATES
+from sacplan.profiling.optimizers import recorded_step, with_optimizer, without_optimizer
 from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 

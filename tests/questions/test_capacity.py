@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._device.devices import resolve_device
-from sacplan._plan.limits import DEFAULT_HEADROOM
-from sacplan._questions.batch_sizes import CapacityPoint
-from sacplan._questions.capacity import Capacity, max_batch, throughput
+from sacplan.device.devices import resolve_device
+from sacplan.planning.limits import DEFAULT_HEADROOM
+from sacplan.questions.batch_sizes import CapacityPoint
+from sacplan.questions.capacity import Capacity, max_batch, throughput
 from tests.support.devices import memory_with_room
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
-from sacplan._chunk import rest
-from sacplan._device import device_memory
-from sacplan._device.devices import resolve_device
-from sacplan._plan.request import Request
-from sacplan._profile.optimizer_table import BY_NAME
-from sacplan._program.budget import format_bytes, parse_budget
-from sacplan._program.program import Program
-from sacplan._questions.largest import largest
-from sacplan._questions.scaled import sized
+from sacplan.core.budget import format_bytes, parse_budget
+from sacplan.core.program import Program
+from sacplan.device import device_memory
+from sacplan.device.devices import resolve_device
+from sacplan.planning.request import Request
+from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.questions.largest import largest
+from sacplan.questions.scaled import sized
+from sacplan.techniques.chunk import rest
 from tests.support.devices import left_of, memory_with_room
 from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sacplan._plan.limits import Room
-from sacplan._program.budget import format_bytes, format_difference
-from sacplan._questions.verdict import FitRow, Verdict
+from sacplan.core.budget import format_bytes, format_difference
+from sacplan.planning.limits import Room
+from sacplan.questions.verdict import FitRow, Verdict
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SIZE = r"(\d+(?:\.\d+)?) (B|KiB|MiB|GiB|TiB)"

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._plan.meshes import spreads
-from sacplan._profile.optimizer_table import BY_NAME
-from sacplan._program.budget import format_bytes, parse_budget
-from sacplan._questions.on_ranks import read_devices
-from sacplan._shard.mesh import Mesh
+from sacplan.core.budget import format_bytes, parse_budget
+from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.errors import PlanError
+from sacplan.planning.meshes import spreads
+from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.questions.on_ranks import read_devices
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 UNITS = ("layers.*", "")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import sacplan
-from sacplan._profile.remarks import types_of_shards
+from sacplan.profiling.remarks import types_of_shards
 from tests.ranks.test_fully_shard_options import in_4_bits, scales_bytes
 from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import RankMemory, fully_sharded, optimizer_of, patient_collectives

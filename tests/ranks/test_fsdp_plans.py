@@ -14,8 +14,8 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import in_one_place
-from sacplan._ranks.units import units_of
-from sacplan._techniques import rewritten
+from sacplan.distributed.ranks.units import units_of
+from sacplan.techniques.registry import rewritten
 from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import (
     RankMemory,

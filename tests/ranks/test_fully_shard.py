@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 import sacplan
-from sacplan._program.program import Phase, Program, StorageKind
-from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.unit_limits import narrowed, too_wide
-from sacplan._ranks.units import units_of
-from sacplan._recompute.rewrite import discarded_ops, recomputed
+from sacplan.core.program import Phase, Program, StorageKind
+from sacplan.distributed.ranks.ranks import Ranks
+from sacplan.distributed.ranks.unit_limits import narrowed, too_wide
+from sacplan.distributed.ranks.units import units_of
 from sacplan.errors import TraceError
+from sacplan.techniques.recompute.rewrite import discarded_ops, recomputed
 from tests.support.ranks import (
     OPTIMIZER,
     RANKS,

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 import sacplan
-from sacplan._plan.reading import ranks_text
-from sacplan._program.mixed_precision import MixedPrecision
-from sacplan._program.program import Phase, StorageKind
-from sacplan._ranks.options import CPUOffload, FullyShardOptions
-from sacplan._ranks.ranks import Ranks
+from sacplan.core.mixed_precision import MixedPrecision
+from sacplan.core.program import Phase, StorageKind
+from sacplan.distributed.ranks.options import CPUOffload, FullyShardOptions
+from sacplan.distributed.ranks.ranks import Ranks
 from sacplan.errors import TraceError
+from sacplan.planning.reading import ranks_text
 from tests.support.ranks import RANKS, RankMemory, cross_entropy_in_two, fully_sharded, levels, optimizer_of
 from tests.support.slow import slow_after
 from tests.support.steps import mean_square

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import sacplan
-from sacplan._plan.meshes import way
 from sacplan.errors import PlanMismatch
+from sacplan.planning.meshes import way
 from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.zoo.parallel import SplitLM, llama

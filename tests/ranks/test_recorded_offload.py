@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import sacplan
-from sacplan._device.devices import resolve_device
-from sacplan._program.program import Phase
+from sacplan.core.program import Phase
+from sacplan.device.devices import resolve_device
 from tests.support.ranks import RANKS, fully_sharded, levels
 from tests.support.slow import slow_after
 from tests.support.steps import mean_square

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import sacplan
-from sacplan._device.devices import resolve_device
-from sacplan._device.links import Link
-from sacplan._program.program import Phase
+from sacplan.core.program import Phase
+from sacplan.device.devices import resolve_device
+from sacplan.device.links import Link
 from sacplan.errors import PlanError, TraceError
 from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives

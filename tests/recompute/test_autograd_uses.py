@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._executor.recording import here
-from sacplan._recompute.executor.nodes import RecipeNode
-from sacplan._torch.allocations import allocation_events
+from sacplan.techniques.recompute.executor.nodes import RecipeNode
+from sacplan.techniques.runtime.recording import here
+from sacplan.torch_compat.allocations import allocation_events
 from tests.support.recomputing import state
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal

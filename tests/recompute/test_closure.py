@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sacplan._recompute import closure
-from sacplan._recompute.closure import ClosureOp, ClosureProblem, TradeoffPoint, evaluate, tradeoff
+from sacplan.techniques.recompute import closure
+from sacplan.techniques.recompute.closure import ClosureOp, ClosureProblem, TradeoffPoint, evaluate, tradeoff
 
 # Few different values make ties; 0.1 and 0.3 are no short binary fractions.
 COSTS = st.sampled_from([0.0, 0.1, 0.3, 1.0, 2.0, 7.5])

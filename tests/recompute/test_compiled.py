@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 import sacplan
-from sacplan._recompute.executor.recipes import PlannedForward
+from sacplan.techniques.recompute.executor.recipes import PlannedForward
 from tests.support.plans import discarding
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal

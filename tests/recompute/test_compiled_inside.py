@@ -8,7 +8,7 @@ import pytest
 import torch._dynamo.utils
 
 import sacplan
-from sacplan._program.compilation import Compilation
+from sacplan.core.compilation import Compilation
 from sacplan.errors import SacplanWarning
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import LM, cross_entropy, tokens

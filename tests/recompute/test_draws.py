@@ -14,9 +14,9 @@ from torch import nn
 
 import sacplan
 from benchmarks.random_programs import drawing
-from sacplan._recompute.executor import draws
-from sacplan._recompute.executor.draws import Draw
 from sacplan.errors import RecipeError
+from sacplan.techniques.recompute.executor import draws
+from sacplan.techniques.recompute.executor.draws import Draw
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5, True),

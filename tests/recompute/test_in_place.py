@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._program.program import Event, Phase, Program
-from sacplan._recompute.rewrite import recomputed
-from sacplan._record.step import Step
-from sacplan._torch.ops import op_traits
-from sacplan._verify.measure import measured_step
+from sacplan.core.program import Event, Phase, Program
+from sacplan.record.step import Step
+from sacplan.running.measure import measured_step
+from sacplan.techniques.recompute.rewrite import recomputed
+from sacplan.torch_compat.ops import op_traits
 from tests.support.steps import bit_equal, grads_of, mean_square
 from tests.zoo.layers import FromFunction
 

@@ -12,8 +12,8 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from benchmarks.random_programs import decisions, make_program, peaks_of_fake_step
-from sacplan._program.decisions import Recompute
-from sacplan._techniques import TECHNIQUES
+from sacplan.core.decisions import Recompute
+from sacplan.techniques.registry import TECHNIQUES
 from tests.support.steps import mean_square
 from tests.zoo.layers import FromFunction
 

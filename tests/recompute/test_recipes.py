@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from benchmarks.models.random_blocks import net_of
-from sacplan._executor.tensors import checksum, digest
+from sacplan.techniques.runtime.tensors import checksum, digest
 from tests.support.recomputing import (
     all_sites,
     assert_peak_is_replayed,

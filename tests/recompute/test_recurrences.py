@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._program.pins import NO_PINS
-from sacplan._program.program import Phase
-from sacplan._recompute.partition import LARGEST_PART, join, most_joined, partition
+from sacplan.core.pins import NO_PINS
+from sacplan.core.program import Phase
+from sacplan.techniques.recompute.partition import LARGEST_PART, join, most_joined, partition
 from tests.zoo.layers import Recurrence
 
 STEPS = (50, 100, 200)  # each twice the one before

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from benchmarks.models.random_blocks import net_of
-from sacplan._profile.tracing import trace_step
-from sacplan._recompute.executor.lookup import Lookup
-from sacplan._recompute.executor.recorder import UnitRecorder
-from sacplan._recompute.executor.slots import SlotTable
-from sacplan._record.step import Step as TrainingStep
-from sacplan._verify.measure import measured_step
+from sacplan.profiling.tracing import trace_step
+from sacplan.record.step import Step as TrainingStep
+from sacplan.running.measure import measured_step
+from sacplan.techniques.recompute.executor.lookup import Lookup
+from sacplan.techniques.recompute.executor.recorder import UnitRecorder
+from sacplan.techniques.recompute.executor.slots import SlotTable
 from tests.support.recomputing import discard_all, fitting_sites, plan_of, same_bits, state, step
 from tests.support.storages import Storages, no_collector
 from tests.zoo.layers import FromFunction

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._program.program import Phase, StorageKind
-from sacplan._record.state import preserved_state
-from sacplan._record.step import Step, default_loss
-from sacplan._verify.measure import measured_step
+from sacplan.core.program import Phase, StorageKind
+from sacplan.record.state import preserved_state
+from sacplan.record.step import Step, default_loss
+from sacplan.running.measure import measured_step
 from tests.support.steps import bit_equal
 from tests.zoo.layers import FromFunction, Stack
 

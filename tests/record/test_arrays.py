@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._record.step import Step
-from sacplan._verify.measure import measured_step
+from sacplan.record.step import Step
+from sacplan.running.measure import measured_step
 
 N = 4096
 

@@ -14,18 +14,18 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import sacplan
-from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
-from sacplan._device.devices import resolve_device
-from sacplan._program.fingerprint import Fingerprint
-from sacplan._program.program import Phase, Program
-from sacplan._record.fake_data import data_rules
-from sacplan._shard.costs import Costs
-from sacplan._shard.mesh import Mesh
-from sacplan._shard.recorded import with_collectives
-from sacplan._torch.local_tensors import local_part
-from sacplan._torch.ops import is_computation
-from sacplan._torch.private import ranks_of_group
+from sacplan.core.fingerprint import Fingerprint
+from sacplan.core.program import Phase, Program
+from sacplan.device.devices import resolve_device
+from sacplan.distributed.sharding.costs import Costs
+from sacplan.distributed.sharding.mesh import Mesh
+from sacplan.distributed.sharding.recorded import with_collectives
 from sacplan.errors import TraceError
+from sacplan.record.fake_data import data_rules
+from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks, module_chunks
+from sacplan.torch_compat.local_tensors import local_part
+from sacplan.torch_compat.ops import is_computation
+from sacplan.torch_compat.private import ranks_of_group
 from tests.support.steps import bit_equal
 from tests.zoo.layers import FeedForward
 from tests.zoo.parallel import Sequences, mean_square, parallel_sequences

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._record.step import Step
-from sacplan._verify.measure import measured_step
+from sacplan.record.step import Step
+from sacplan.running.measure import measured_step
 from tests.support.slow import slow_after
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FromFunction

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._torch.fake_tensors import FakeTensor
+from sacplan.torch_compat.fake_tensors import FakeTensor
 from tests.support.steps import mean_square
 
 X = torch.ones(32, 16)

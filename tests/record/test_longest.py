@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 import sacplan
-from sacplan._record.longest import FEW, LongestBatch
+from sacplan.record.longest import FEW, LongestBatch
 from tests.support.steps import mean_square
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._device.workspace import measured_workspace_bytes
-from sacplan._executor.tensors import TAKES_A_NUMBER, with_lent_number
-from sacplan._program.program import Phase
-from sacplan._record.step import Step
-from sacplan._torch.allocations import allocation_deltas
-from sacplan._verify.measure import measured_step
+from sacplan.core.program import Phase
+from sacplan.device.workspace import measured_workspace_bytes
+from sacplan.record.step import Step
+from sacplan.running.measure import measured_step
+from sacplan.techniques.runtime.tensors import TAKES_A_NUMBER, with_lent_number
+from sacplan.torch_compat.allocations import allocation_deltas
 from tests.support.recomputing import plan_of
 from tests.zoo.layers import FromFunction, Then
 

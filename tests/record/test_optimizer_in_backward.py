@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._program.optimizer_ops import recomputed_from_updated, steps_in_backward, why_not_again
-from sacplan._program.program import Event, Patch, Phase, StorageKind
+from sacplan.core.optimizer_ops import recomputed_from_updated, steps_in_backward, why_not_again
+from sacplan.core.program import Event, Patch, Phase, StorageKind
 from sacplan.errors import TraceError
 from tests.support.steps import bit_equal, mean_square
 from tests.zoo.layers import HeavyLayers

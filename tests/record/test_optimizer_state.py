@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._record import largest_step
+from sacplan.record import largest_step
 from tests.support.steps import mean_square, peaks_of_steps
 
 

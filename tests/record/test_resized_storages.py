@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._program.program import Event
-from sacplan._report.snapshot import snapshot_of
+from sacplan.core.program import Event
+from sacplan.report.snapshot import snapshot_of
 from tests.support.steps import grads_of, mean_square
 from tests.zoo.layers import FromFunction
 

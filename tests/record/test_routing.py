@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._profile.tracing import trace_step
-from sacplan._program.budget import format_bytes
+from sacplan.core.budget import format_bytes
 from sacplan.errors import SacplanWarning
+from sacplan.profiling.tracing import trace_step
 from tests.support.steps import mean_square
 from tests.zoo.experts import MoE
 

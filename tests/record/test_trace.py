@@ -19,14 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sacplan
 from benchmarks.harness.steps import real_step
-from sacplan._record import seen_ops
-from sacplan._record.fake_data import data_rules
-from sacplan._record.recorder import Recorder
-from sacplan._record.state import preserved_state
-from sacplan._record.step import Step, default_loss
-from sacplan._torch.fake_kernels import fake_kernels
-from sacplan._verify.measure import measured_step
 from sacplan.errors import SacplanWarning
+from sacplan.record import seen_ops
+from sacplan.record.fake_data import data_rules
+from sacplan.record.recorder import Recorder
+from sacplan.record.state import preserved_state
+from sacplan.record.step import Step, default_loss
+from sacplan.running.measure import measured_step
+from sacplan.torch_compat.fake_kernels import fake_kernels
 from tests.support.slow import slow_after
 from tests.zoo.experts import MoE
 from tests.zoo.language_models import LM, cross_entropy, tokens

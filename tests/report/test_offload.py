@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._cli.show import plan_facts
-from sacplan._device.device_memory import device_memory
-from sacplan._plan.layers import read_layers
-from sacplan._plan.reading import host_text
-from sacplan._program.program import Program
-from sacplan._questions.planned import planned
-from sacplan._report.snapshot import snapshot_of
+from sacplan.cli.show import plan_facts
+from sacplan.core.program import Program
+from sacplan.device.device_memory import device_memory
+from sacplan.planning.layers import read_layers
+from sacplan.planning.reading import host_text
+from sacplan.questions.planned import planned
+from sacplan.report.snapshot import snapshot_of
 from tests.zoo import language_models as models
 
 

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._program.budget import format_bytes
-from sacplan._program.places import ops_of
-from sacplan._program.program import ROOT_SCOPE, Phase
-from sacplan._recompute.rewrite import discarded_ops, recompute_ops, recomputed
-from sacplan._report.kept import KeptAndDiscarded
-from sacplan._report.modules import module_rows
-from sacplan._report.timeline import timeline_of
+from sacplan.core.budget import format_bytes
+from sacplan.core.places import ops_of
+from sacplan.core.program import ROOT_SCOPE, Phase
+from sacplan.report.kept import KeptAndDiscarded
+from sacplan.report.modules import module_rows
+from sacplan.report.timeline import timeline_of
+from sacplan.techniques.recompute.rewrite import discarded_ops, recompute_ops, recomputed
 from tests.support.plans import discarding
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction

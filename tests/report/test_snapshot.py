@@ -17,8 +17,8 @@ from torch.cuda import _memory_viz
 from typer.testing import CliRunner
 
 import sacplan
-from sacplan._cli.app import app
-from sacplan._report.snapshot import snapshot_of
+from sacplan.cli.app import app
+from sacplan.report.snapshot import snapshot_of
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 

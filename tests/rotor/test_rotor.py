@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sacplan
-from sacplan._rotor.rotor import (
+from sacplan.solvers.rotor.rotor import (
     INFEASIBLE,
     KEEP_ALL,
     Operation,

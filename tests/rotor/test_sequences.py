@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
-from sacplan._recompute.rewrite import recomputed
+from sacplan.techniques.recompute.rewrite import recomputed
 from tests.support.rotor_reference import ENGINES
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of

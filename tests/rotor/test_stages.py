@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._program.program import Phase, Program
-from sacplan._recompute.rewrite import recomputed
-from sacplan._rotor.rotor import Operation, OperationKind, peak
-from sacplan._rotor.stages import Stages, drops_of, stages_of
+from sacplan.core.program import Phase, Program
+from sacplan.solvers.rotor.rotor import Operation, OperationKind, peak
+from sacplan.solvers.rotor.stages import Stages, drops_of, stages_of
+from sacplan.techniques.recompute.rewrite import recomputed
 from tests.zoo.convnets import resnet18, resnet50
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._program.decisions import Chunk
-from sacplan._torch.allocations import allocation_events
+from sacplan.core.decisions import Chunk
+from sacplan.techniques.chunk.executor.install import InstalledChunks
+from sacplan.torch_compat.allocations import allocation_events
 
 VOCAB = 517
 

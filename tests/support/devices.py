@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sacplan._device.devices import resolve_device
-from sacplan._device.outside_allocator import outside_allocator
+from sacplan.device.devices import resolve_device
+from sacplan.device.outside_allocator import outside_allocator
 
 
 def left_of(memory_bytes: int, communicators: int = 0) -> int:

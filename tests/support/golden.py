@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 import sacplan
-from sacplan._plan.plan import Plan
-from sacplan._program.program import Event, Program
-from sacplan._techniques import rewritten
+from sacplan.core.program import Event, Program
+from sacplan.planning.plan import Plan
+from sacplan.techniques.registry import rewritten
 from tests.zoo.language_models import LM, Block, cross_entropy, tokens
 from tests.zoo.wide import Transformer
 

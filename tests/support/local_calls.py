@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch._ops import OpOverload
 
-from sacplan._factors.axes import FactorAxis, resized_arguments
-from sacplan._factors.rule import Rule
-from sacplan._shard.divided import along_classes, norm_order
-from sacplan._shard.mesh import Mesh
-from sacplan._shard.strategies import AxisStrategy, _rule
-from sacplan._torch.calls import Call, flat_tensors
-from sacplan._torch.ops import arguments_by_name
+from sacplan.core.factors.axes import FactorAxis, resized_arguments
+from sacplan.core.factors.rule import Rule
+from sacplan.distributed.sharding.divided import along_classes, norm_order
+from sacplan.distributed.sharding.mesh import Mesh
+from sacplan.distributed.sharding.strategies import AxisStrategy, _rule
+from sacplan.torch_compat.calls import Call, flat_tensors
+from sacplan.torch_compat.ops import arguments_by_name
 
 Reduce: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 """From a summand and an axis of the mesh to the sum over the ranks of the axis."""

@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from sacplan._factors.axes import Axis, take
-from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Placement, Placements, cut, fits, local_shape
-from sacplan._shard.strategies import AxisStrategy, axis_strategies
-from sacplan._torch.calls import Call, flat_tensors
+from sacplan.core.factors.axes import Axis, take
+from sacplan.distributed.sharding.mesh import Mesh
+from sacplan.distributed.sharding.placements import REPLICATED, Placement, Placements, cut, fits, local_shape
+from sacplan.distributed.sharding.strategies import AxisStrategy, axis_strategies
+from sacplan.torch_compat.calls import Call, flat_tensors
 from tests.support.local_calls import local_call
 from tests.support.slices import OpCall, copied
 

@@ -9,9 +9,9 @@ from typing import Any
 from msgspec import structs
 
 import sacplan
-from sacplan._plan.units import unit_plans
-from sacplan._program.decisions import as_decisions
-from sacplan._program.program import CallSite, Program
+from sacplan.core.decisions import as_decisions
+from sacplan.core.program import CallSite, Program
+from sacplan.planning.units import unit_plans
 
 Sites = Collection[CallSite | tuple[str, int]]
 """Call sites; a pair is an op's name and its place among those of that name in the unit's calls."""

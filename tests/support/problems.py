@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, PairCost, Problem, ResourceRow
+from sacplan.solvers.problem import DEVICE_MEMORY, Choice, OnceCost, PairCost, Problem, ResourceRow
 
 Options = list[tuple[float, list[int]]]
 """Cost and uses by row, of the options but the first."""

@@ -27,9 +27,9 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     # sacplan/__init__.py imports nothing until it is asked for a name.
-    "sacplan._plan.planning",
-    "sacplan._apply.apply",
-    "sacplan._verify.verify",
+    "sacplan.planning.planning",
+    "sacplan.running.apply",
+    "sacplan.running.verify",
     "transformers.trainer",
 ]
 

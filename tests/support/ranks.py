@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from sacplan._device.devices import resolve_device
+from sacplan.device.devices import resolve_device
 from tests.zoo.language_models import cross_entropy
 
 CPU = resolve_device("cpu")

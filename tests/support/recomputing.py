@@ -14,15 +14,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
-from sacplan._plan.make import MadeBy, provenance_of
-from sacplan._plan.plan import Plan
-from sacplan._plan.units import unit_plans
-from sacplan._profile.tracing import trace_step
-from sacplan._program.decisions import as_decisions
-from sacplan._program.places import ops_of
-from sacplan._program.program import CallSite, Phase
-from sacplan._recompute.in_place_groups import without_missing_versions
-from sacplan._recompute.rewrite import recomputed
+from sacplan.core.decisions import as_decisions
+from sacplan.core.places import ops_of
+from sacplan.core.program import CallSite, Phase
+from sacplan.planning.make import MadeBy, provenance_of
+from sacplan.planning.plan import Plan
+from sacplan.planning.units import unit_plans
+from sacplan.profiling.tracing import trace_step
+from sacplan.techniques.recompute.in_place_groups import without_missing_versions
+from sacplan.techniques.recompute.rewrite import recomputed
 from tests.support.plans import Sites, times_of
 from tests.zoo.units import batch
 

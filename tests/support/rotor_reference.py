@@ -14,9 +14,9 @@ from unittest import mock
 import numpy as np
 
 import sacplan
-from sacplan._rotor import rotor
-from sacplan._rotor.chain import ChainSizes
-from sacplan._rotor.rotor import INFEASIBLE, KEEP_ALL, RotorResult, Tables, choice_type
+from sacplan.solvers.rotor import rotor
+from sacplan.solvers.rotor.chain import ChainSizes
+from sacplan.solvers.rotor.rotor import INFEASIBLE, KEEP_ALL, RotorResult, Tables, choice_type
 
 Engine = Callable[[sacplan.Chain, int, int], RotorResult]
 

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from sacplan._factors.axes import FactorAxis, from_factor, put, resized_arguments, take
-from sacplan._factors.rule import Kind, Rule, rule_of
-from sacplan._torch.calls import flat_tensors
+from sacplan.core.factors.axes import FactorAxis, from_factor, put, resized_arguments, take
+from sacplan.core.factors.rule import Kind, Rule, rule_of
+from sacplan.torch_compat.calls import flat_tensors
 
 
 @dataclass

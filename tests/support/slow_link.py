@@ -35,9 +35,9 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sacplan._offload.executor import transfers
-from sacplan._torch.fake_tensors import FakeTensor
-from sacplan._torch.private import storage_key
+from sacplan.techniques.offload.executor import transfers
+from sacplan.torch_compat.fake_tensors import FakeTensor
+from sacplan.torch_compat.private import storage_key
 
 Order = frozenset[Any]
 """What comes before: copies by number, and moments, which are a stream that computes and a count."""
@@ -74,7 +74,7 @@ def _asking() -> tuple[str, ...]:
     names = []
     frame: Any = sys._getframe()
     while frame is not None and len(names) < 2:
-        if frame.f_globals.get("__name__", "").startswith("sacplan._offload.executor"):
+        if frame.f_globals.get("__name__", "").startswith("sacplan.techniques.offload.executor"):
             names.append(frame.f_code.co_name)
         elif names:
             break

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from sacplan._torch.allocations import allocation_events
+from sacplan.torch_compat.allocations import allocation_events
 
 
 def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._device.devices import resolve_device
-from sacplan._program.budget import format_bytes, parse_budget
+from sacplan.core.budget import format_bytes, parse_budget
+from sacplan.device.devices import resolve_device
 from sacplan.testing import assert_step_fits
 from tests.zoo.language_models import LM, cross_entropy
 from tests.zoo.language_models import tokens as token_ids

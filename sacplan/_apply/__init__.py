@@ -1,1 +1,0 @@
-"""Apply the decisions of a plan to a model."""

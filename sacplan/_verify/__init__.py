@@ -1,1 +1,0 @@
-"""Run one step with a plan applied, fake or measured."""

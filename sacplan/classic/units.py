@@ -1,0 +1,119 @@
+"""The trade-offs of modules: closure problems taken from a program, solved by ``techniques/recompute/closure.py``.
+
+Repeated layers give the same problem, which is solved once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sacplan.core.program import CallSite, Program
+from sacplan.techniques.recompute import closure
+from sacplan.techniques.recompute.in_place_groups import discardable, in_place_groups
+from sacplan.techniques.recompute.regions import closure_problem
+
+_MAX_UNIT_OPS = 6000  # modules with more op call sites are not offered as a unit
+_MAX_POINTS, _BETWEEN = 16, 2  # of a module's trade-off, see ``closure.tradeoff``
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPoint:
+    """A trade-off that a unit reaches exactly.
+
+    Attributes:
+        discard_ratio: share of ``UnitTradeoff.saved_bytes`` that is not kept.
+        recompute_ms: time of the ops that run again, over all calls of the unit.
+        discarded: the call sites whose outputs are not kept.
+    """
+
+    discard_ratio: float
+    recompute_ms: float
+    discarded: tuple[CallSite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTradeoff:
+    """The trade-offs of one module.
+
+    Attributes:
+        fqn: the module.
+        saved_bytes: what autograd keeps in it and nothing else keeps alive.
+        runtime_ms: time of its forward ops.
+        points: reachable trade-offs by increasing ratio, without 'discard nothing'.
+    """
+
+    fqn: str
+    saved_bytes: int
+    runtime_ms: float
+    points: tuple[UnitPoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _UnitGraph:
+    problem: closure.ClosureProblem
+    sites: tuple[tuple[CallSite, ...], ...]  # of each op of the problem
+    runtime_ms: float
+
+
+def unit_tradeoffs(program: Program) -> dict[str, UnitTradeoff]:
+    """Return the trade-offs of all modules that have children, in execution order. A forward pass is enough."""
+    solved: dict[closure.ClosureProblem, tuple[closure.TradeoffPoint, ...]] = {}
+    found = {}
+    for fqn in program.calls:
+        if fqn in program.leaf_fqns:
+            continue
+        cut = _cut_out(program, fqn)
+        # It keeps nothing, or has too many ops.
+        if cut is None:
+            continue
+        if cut.problem not in solved:
+            solved[cut.problem] = closure.tradeoff(cut.problem, _MAX_POINTS, _BETWEEN)
+        found[fqn] = _tradeoff(fqn, cut, solved[cut.problem])
+    return found
+
+
+def _tradeoff(fqn: str, cut: _UnitGraph, points: tuple[closure.TradeoffPoint, ...]) -> UnitTradeoff:
+    # The first point discards nothing, so it keeps the whole.
+    whole = points[0].kept_bytes
+    return UnitTradeoff(
+        fqn=fqn,
+        saved_bytes=whole,
+        runtime_ms=cut.runtime_ms,
+        points=tuple(
+            UnitPoint(
+                discard_ratio=(whole - p.kept_bytes) / whole,
+                recompute_ms=p.recompute_ms,
+                discarded=tuple(site for i in sorted(p.discarded) for site in cut.sites[i]),
+            )
+            for p in points[1:]
+        )
+        if whole
+        else (),
+    )
+
+
+def _cut_out(program: Program, fqn: str) -> _UnitGraph | None:
+    """Return the closure problem of one module over all its calls; None where it keeps nothing or is too large."""
+    members = program.call_sites(fqn)
+    if not members or len(members) > _MAX_UNIT_OPS:
+        return None
+    calls = set(program.calls[fqn])
+    saved: set[int] = set()
+    elsewhere: set[int] = set()
+    for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
+        # A storage may be in both sets. It then costs nothing here, since someone outside keeps it anyway.
+        within = not calls.isdisjoint((scope, *program.ancestors(scope)))
+        (saved if within else elsewhere).add(storage)
+    if not saved:
+        return None
+    groups = in_place_groups(program, list(members.values()))
+    costs = [op.time_ms for op in program.ops]
+    problem, _ = closure_problem(
+        program, groups, costs, lambda group: discardable(program, group), saved, elsewhere
+    )
+    site_of = {op: site for site, ops in members.items() for op in ops}
+    return _UnitGraph(
+        problem=problem,
+        sites=tuple(tuple(dict.fromkeys(site_of[i] for i in group)) for group in groups),
+        runtime_ms=sum(op.cost_ms for op in problem.ops),
+    )

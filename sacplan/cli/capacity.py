@@ -1,0 +1,131 @@
+"""The commands ``max-batch`` and ``throughput``. They search for a batch size, and differ only in the question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.table import Column
+
+from sacplan.cli import options as o
+from sacplan.cli import show, sources
+from sacplan.cli.command import CommandEntry, command
+from sacplan.cli.files import check_output
+from sacplan.cli.origin import Origin, save
+from sacplan.cli.output import CommandResult, number, rows_table, stage
+from sacplan.cli.targets import load_target, users_code
+from sacplan.integrations.hf.target import ModelOptions, TargetError
+
+_FACTS = (
+    "batch_size", "samples_per_s", "step_ms", "budget_bytes", "headroom_bytes", "unplanned_batch_size",
+    "largest_batch_size", "bounded_by",
+)  # fmt: skip
+_OUTPUT = o.output("the plan for it (.json)")
+_POINTS: dict[str, Column | str] = {
+    "batch_size": number("batch"),
+    "unplanned_peak_bytes": number("unplanned"),
+    "peak_bytes": number("planned"),
+    "step_ms": number("step ms"),
+    "recompute_ms": number("recompute ms"),
+    "added_ms": number("added ms"),
+    "samples_per_s": number("samples/s"),
+    "says": "",
+}
+# What a narrow terminal leaves out, in this order. The batch, its planned peak and the remark always stay.
+_POINTS_OPTIONAL = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
+
+
+def _search_command(name: str, short: str, said: str, *examples: str) -> CommandEntry:
+    """Return a command that searches for a batch size; ``said`` is its help."""
+
+    def search(
+        target: o.Target,
+        *,
+        asked: o.CapacityOptions,
+        output: Annotated[Path | None, _OUTPUT] = None,
+        hf: o.HfOptions,
+        force: o.Force = False,
+    ) -> CommandResult:
+        return _search(name, target, asked, output, hf, force)
+
+    search.__doc__ = f"{said} Other targets than hf: need make_batch."
+    return command(name, short, examples=examples, omit=["batch"])(search)
+
+
+max_batch = _search_command(
+    "max-batch",
+    "The largest batch that fits with a plan.",
+    "The largest batch for which a plan stays under the budget.",
+    "sacplan max-batch hf:gpt2 --seq 1024 --device rtx-4090 -o plan.json",
+    "sacplan max-batch train.py:make --budget 2GiB --at-most 64",
+)
+throughput = _search_command(
+    "throughput",
+    "The batch with the most samples per second.",
+    "The batch and the plan, together, with the most samples per second under the budget (predicted).",
+    "sacplan throughput train.py:make --budget 2GiB --at-most 8 --json",
+    "sacplan throughput hf:bert-base --seq 512 --device a100-40gb --headroom 10%",
+)
+
+
+def _search(
+    question: str, name: str, asked: o.CapacityOptions, output: Path | None, hf: ModelOptions, force: bool
+) -> CommandResult:
+    import sacplan
+
+    # What can be refused without the model is refused first: loading takes seconds, and the search may take minutes.
+    check_output(output, "plan", force=force)
+    allowed = sources.check_early_of_device(asked)
+    spec = sources.device_of(asked.device)
+    with stage("loading"):
+        target = load_target(name, sources.dtype_for(spec, name, hf))
+    if target.make_batch is None:
+        raise TargetError(
+            f"{question} tries batches of many sizes, but {name} makes only one. Return a mapping with the key "
+            "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
+        )
+    search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
+    # These commands have no ranks, so the hints name other optimizers only.
+    hints = sources.optimizer_hints(Origin.of(target), None)
+    with stage("tracing and planning", long=True) as say, users_code(f"the step of {name}"), hints:
+        found = search(
+            target.model,
+            target.make_batch,
+            asked.budget,
+            spec,
+            loss_fn=target.loss_fn,
+            optimizer=target.optimizer,
+            headroom=asked.headroom,
+            solver=asked.solver,
+            **allowed,
+            accumulation_steps=asked.grad_accum or 1,
+            compile=asked.compile,
+            at_most=asked.at_most,
+            progress=lambda p: say(f"batch {p.batch_size} {'fits' if p.feasible else 'does not fit'}"),
+        )
+    # ``verify`` reads the batch from the plan's file, and the plan is for the batch that was found.
+    save(found.plan, output, Origin.of(target, batch=found.batch_size))
+    facts: dict[str, Any] = {"command": question, **show.target_facts(target, output)}
+    facts.get("hf", {}).pop("batch", None)  # the target was loaded with this batch; the answer is another
+    facts |= {
+        **show.facts_of(found, _FACTS),
+        "fastest_batch_size": found.fastest.batch_size,
+        "outside": [one._asdict() for one in found.outside],
+        "plan": show.plan_facts(found.plan),
+        "points": [point.figures() for point in found.points],
+    }
+    # The order matters: if the fastest size is the answer itself, its row says the latter.
+    says = {found.fastest.batch_size: "the fastest of these", found.batch_size: "the answer"}
+    rows = [
+        point.figures()
+        | {
+            # If no plan fits, this is the smallest peak that was reached, which is not that of a plan.
+            "peak_bytes": point.peak_bytes if point.fits else None,
+            "says": says.get(point.batch_size, "") if point.fits else "does not fit",
+        }
+        for point in found.points
+    ]
+    shown = show.sections_shown([found.in_words()], facts.get("hf"))
+    return CommandResult(
+        facts, [*shown, "", rows_table(_POINTS, rows, _POINTS_OPTIONAL)], show.saved("plan", output)
+    )

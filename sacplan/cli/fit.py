@@ -1,0 +1,195 @@
+"""The command ``fit``: one verdict about a step and a device, and what to do."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.table import Column, Table
+
+from sacplan.cli import options as o
+from sacplan.cli import sources
+from sacplan.cli.command import command
+from sacplan.cli.exits import INFEASIBLE
+from sacplan.cli.output import CommandResult, number, stage, table
+from sacplan.cli.targets import load_target, users_code
+from sacplan.core.budget import format_bytes
+from sacplan.integrations.hf.target import ModelOptions, TargetError
+
+if TYPE_CHECKING:
+    from sacplan import FitRow, Verdict
+
+
+@command(
+    "fit",
+    "Does it fit, and what to do.",
+    examples=[
+        "sacplan fit hf:gpt2 --seq 512 --batch 4 --device rtx-4090",
+        "sacplan fit train.py:make --device cpu --budget 2GiB --json",
+    ],
+    omit=["solver", "technique", "at_most"],
+)
+def fit(
+    target: o.Target,
+    *,
+    asked: o.CapacityOptions,
+    devices: Annotated[
+        int | None,
+        o.option(
+            min=1,
+            metavar="N",
+            help="Several devices: rows for DDP, FSDP2 and meshes; --batch is that of each. Also --device 8xh100. "
+            "Default: 1.",
+        ),
+    ] = None,
+    sizes: Annotated[
+        bool,
+        o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
+    ] = True,
+    routing: o.Routed = None,
+    hf: o.HfOptions,
+) -> CommandResult:
+    """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
+
+    The exit code is 3 if it does not fit as it is. Other targets than hf: need make_batch.
+    """
+    import sacplan
+    from sacplan.cli.answers import fit_answer
+    from sacplan.core.progress import stages_go_to
+    from sacplan.integrations.hf.models import positions
+    from sacplan.questions.on_ranks import read_devices
+
+    one, number = read_devices(asked.device or o.DEFAULT_DEVICE, devices or 1)
+    spec = sources.device_of(one)
+    with stage("loading"):
+        loaded = load_target(target, sources.dtype_for(spec, target, hf))
+    if loaded.make_batch is None:
+        raise TargetError(
+            f"fit tries batches of several sizes, but {target} makes only one. Return a mapping with the key "
+            "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
+        )
+    seq = loaded.facts.get("seq")
+    # By name if it has one: rows and the recommended command use the name, and a target only has the function.
+    optimizer: Any = loaded.optimizer
+    if loaded.facts:
+        optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
+    known: list[str] = []  # the verdict, as soon as it is known: shown while the largest sizes are looked for
+
+    def show(stage: str) -> None:
+        say(" ".join((*known, f"{stage} ...")))
+
+    with (
+        stage("recording and planning", long=True) as say,
+        stages_go_to(show),
+        users_code(f"the step of {target}"),
+    ):
+        found = sacplan.fit(
+            loaded.model,
+            loaded.make_batch if seq is None else functools.partial(_of_length, loaded.make_batch, seq),
+            spec,
+            loaded.loss_fn,
+            optimizer,
+            asked.budget,
+            asked.headroom,
+            devices=number,
+            batch=int(hf.batch or 1),
+            seq=seq,
+            accumulation_steps=asked.grad_accum or 1,
+            routing=routing or "balanced",
+            # No sequence beyond the model's positions is tried: it could not run.
+            longest=None if seq is None else positions(loaded.model),
+            name=_named(target, hf),
+            sizes=sizes,
+            compile=asked.compile,
+            on_verdict=lambda verdict: known.append(verdict.sentence),
+        )
+    more = [] if routing is None else ["--routing", routing]
+    more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
+    line = _command(target, found, hf, more)
+    shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice, *found.remarks]
+    if line:
+        shown += ["", f"$ {line}"]
+    if found.code:
+        shown += ["", found.code]
+    exit_code = 0 if found.fits else INFEASIBLE
+    return CommandResult(fit_answer(found, loaded, line), shown, found.computed, exit_code)
+
+
+def _named(target: str, hf: ModelOptions) -> str:
+    """Return what the verdict calls the model: its name, and the adapters and 4-bit weights that it was given."""
+    adapters = [] if hf.lora is None else [f"LoRA {hf.lora}"]
+    return ", ".join([target.removeprefix("hf:"), *adapters, *(["4-bit weights"] if hf.load_in_4bit else [])])
+
+
+def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:
+    """Return a batch whose sequences have another length. It holds zeros: only shapes matter to the recording."""
+
+    def resized(tensor: Any) -> Any:
+        # Any dimension of this size is taken for the sequence, except the first: a batch may be just as large.
+        shape = [length if d > 0 and n == seq else n for d, n in enumerate(tensor.shape)]
+        return tensor.new_zeros(shape)
+
+    return {name: resized(tensor) for name, tensor in make_batch(batch).items()}
+
+
+def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> str:
+    """Return the command line that makes the recommended plan; ``""`` if there is none."""
+    from sacplan.techniques.registry import DEFAULT_TECHNIQUES
+
+    best = found.recommended
+    # Nothing fits, or no plan is needed.
+    if best is None or best.way == "as it is":
+        return ""
+    # The command line has no options for it.
+    if best.spread and not best.flags:
+        return ""
+    # With ``--mesh``, the batch is that of all ranks together; the verdict has that of each device.
+    given = {**hf.given(), "batch": found.batch * (found.devices if "--mesh" in best.flags else 1)}
+    # Other targets make their optimizer themselves, so no option could change it.
+    if target.startswith("hf:"):
+        given["optimizer"] = best.optimizer
+    words = ["sacplan", "plan", target, *o.written(given).split(), "--device", found.device]
+    words += [] if found.budget is None else ["--budget", found.budget]
+    words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
+    words += best.flags
+    if best.techniques != DEFAULT_TECHNIQUES:
+        words += [word for name in found.techniques for word in ("--technique", name)]
+    return " ".join([*map(shlex.quote, [*words, *more]), "-o", "plan.json"])
+
+
+def _table(found: Verdict, sizes: bool) -> Table:
+    rows = found.shown(sizes)
+    # Not on a CPU, nor where nothing fits.
+    has_reserved = any(row.reserved_bytes is not None for row in rows)
+    # Each rank of a mesh has a buffer for each of its axes outside of the allocator.
+    has_limits = len({row.limit_bytes for row in rows}) > 1
+    has_seq = found.seq is not None and found.devices == 1
+    columns: list[tuple[Column | str, bool, Callable[[FitRow], str]]] = [
+        ("optimizer", True, lambda row: row.optimizer),
+        ("run by", found.devices > 1, lambda row: row.spread),
+        ("", True, lambda row: row.way),
+        (number("peak"), True, lambda row: _size(row, row.peak_bytes) or "the same"),
+        (number("reserved"), has_reserved, lambda row: _size(row, row.reserved_bytes)),
+        (number("limit"), has_limits, lambda row: format_bytes(row.limit_bytes)),
+        (number("host"), any(row.host_bytes for row in rows), lambda row: _size(row, row.host_bytes)),
+        ("fits", True, lambda row: "yes" if row.fits else f"no, by {row.over}"),
+        (number("step ms"), True, _step_ms),
+        (number("largest batch"), sizes, lambda row: _known(row.largest_batch)),
+        (number("longest sequence"), sizes and has_seq, lambda row: _known(row.longest_seq)),
+    ]
+    shown = [(title, cell) for title, is_shown, cell in columns if is_shown]
+    return table([title for title, _ in shown], [[cell(row) for _, cell in shown] for row in rows])
+
+
+def _size(row: FitRow, n_bytes: int | None) -> str:
+    return format_bytes(n_bytes) if n_bytes and row.same_as is None else ""
+
+
+def _step_ms(row: FitRow) -> str:
+    return "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}"
+
+
+def _known(size: int | None) -> str:
+    return "?" if size is None else str(size)

@@ -1,0 +1,112 @@
+"""The options of an ``hf:`` target, kept in the file of a profile or plan so that ``verify`` can make it again.
+
+origin = Origin.of(target)
+save(plan, Path("plan.json"), origin)
+origin_of(Plan.load("plan.json")) == origin
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import structs
+
+from sacplan.cli.output import note
+from sacplan.integrations.hf.target import ModelOptions, Target
+from sacplan.profiling.optimizer_names import NONE, named_optimizer
+
+if TYPE_CHECKING:
+    from sacplan import Plan, Profile
+    from sacplan.core.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """An ``hf:`` target.
+
+    Attributes:
+        name: as the user wrote it, ``hf:gpt2``.
+        options: sizes, types, optimizer and attention.
+    """
+
+    name: str
+    options: ModelOptions
+
+    @classmethod
+    def of(cls, target: Target, **chosen: Any) -> Origin | None:
+        """Return the origin of a loaded target, or None for one that is made by the user's code.
+
+        ``chosen`` overrides the facts of the target.
+        """
+        # The user's own function makes the model: a name and options would not do.
+        if not target.facts:
+            return None
+        facts = {**target.facts, **chosen}
+        return cls(target.name, ModelOptions(**{f.name: facts.get(f.name) for f in fields(ModelOptions)}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the origin as JSON-ready values."""
+        # A schema of numbers and texts: a flag is 1.
+        given = self.options.given()
+        return {"name": self.name, **{k: int(v) if isinstance(v, bool) else v for k, v in given.items()}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Origin:
+        """Read what ``to_dict`` returned.
+
+        Raises:
+            ValueError: a value that the command line does not offer.
+        """
+        # The file may be edited, or of another version.
+        if data.get("optimizer", NONE) != NONE:
+            named_optimizer(str(data["optimizer"]))
+        given = {name: value for name, value in data.items() if name != "name"}
+        return cls(data["name"], msgspec.convert(given, ModelOptions, strict=False))
+
+
+def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None:
+    """Save a profile or a plan together with its origin. Do nothing without a path."""
+    if path is None:
+        return
+    target = None if origin is None else origin.to_dict()
+    fingerprint = structs.replace(made.fingerprint, target=target)
+    # A profile is a dataclass, and a plan a msgspec struct.
+    replace: Any = dataclasses.replace if dataclasses.is_dataclass(made) else structs.replace
+    replace(made, fingerprint=fingerprint).save(path)
+    # ``hf:`` targets have no cache. The user's own model may have one, and is what the file will be used with.
+    if origin is not None and made.fingerprint.setup.use_cache is False:
+        note(
+            "made with use_cache=False: a cache would be alive until the step is over. Switch it off where you train"
+        )
+
+
+def origin_of(made: Plan | Profile) -> Origin | None:
+    """Return the origin that a file holds.
+
+    It is None for other targets than ``hf:``, and for files that were saved from Python.
+    """
+    target = made.fingerprint.target
+    return None if target is None else Origin.from_dict(target)
+
+
+def seen_in(fingerprint: Fingerprint) -> ModelOptions:
+    """Read the options of an ``hf:`` target from a fingerprint, for plans that were saved from Python.
+
+    A fingerprint has everything but the optimizer and the attention.
+    """
+    shapes = {path: shape for path, shape, _ in fingerprint.batch}
+    tokens = shapes.get("batch['input_ids']")
+    first = tokens or shapes.get("batch['pixel_values']")
+    # The type of most parameters: some, such as those of norms, may be kept in another one.
+    types = Counter(
+        dtype.removeprefix("frozen ").removeprefix("torch.") for _, _, dtype in fingerprint.parameters
+    )
+    dtype: Any = types.most_common(1)[0][0] if types else None
+    # The first dimension of a batch is its samples, and the second one of tokens is the sequence.
+    return ModelOptions(first[0] if first else None, tokens[1] if tokens else None, dtype)

@@ -1,0 +1,246 @@
+"""Write to the terminal: results to stdout, everything else to stderr.
+
+No cell is cut off, whatever the width. A table that is too wide for the terminal leaves out columns, and says which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from sacplan.core.budget import format_bytes
+from sacplan.errors import SacplanWarning
+
+_UNLIMITED = 10_000  # columns in a pipe, so that each row stays one line for grep
+_FOLDED = 30  # columns that the last column of a table keeps when it folds
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """The result of a command.
+
+    Attributes:
+        facts: for ``--json``.
+        shown: tables and lines for people, on stdout.
+        notes: remarks for people, on stderr.
+        exit_code: of the process, for a command whose answer may be no.
+    """
+
+    facts: dict[str, Any]
+    shown: Sequence[Table | str]
+    notes: Sequence[str] = ()
+    exit_code: int = 0
+
+    def print(self, *, as_json: bool) -> None:
+        """Print the result to stdout, as JSON or for people."""
+        # Nothing but the object: neither tables nor notes.
+        if as_json:
+            print_json(self.facts)
+            return
+        left_out: dict[str, None] = {}
+        for part in self.shown:
+            if isinstance(part, str):
+                typer.echo(part)
+            else:
+                left_out.update(dict.fromkeys(_print_table(part)))
+        if left_out:
+            note(f"not enough columns for: {', '.join(left_out)}; a wider terminal or --json shows all")
+        for text in self.notes:
+            note(text)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one JSON object to stdout."""
+    # NaN and infinity are not JSON. An error here is better than output that other programs cannot read.
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _console(*, stderr: bool = False) -> Console:
+    # In a pipe there is no terminal whose width could be asked for, and rich would take 80.
+    known = stderr or sys.stdout.isatty() or "COLUMNS" in os.environ
+    # Under NO_COLOR rich still writes bold and dim. Without a color system it writes no escape codes at all.
+    plain: dict[str, Any] = {"no_color": True, "color_system": None} if os.environ.get("NO_COLOR") else {}
+    # Markup is off because names of modules may contain brackets.
+    return Console(
+        stderr=stderr,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        width=None if known else _UNLIMITED,
+        **plain,
+    )
+
+
+def say(text: str, style: str | None = None) -> None:
+    """Write one line to stderr."""
+    _console(stderr=True).print(text, style=style, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Write a remark to stderr."""
+    say(f"note: {text}")
+
+
+def warn(text: str) -> None:
+    """Write a warning to stderr, about something that the user may not have meant."""
+    say(f"warning: {text}", "yellow")
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Show a Python warning in one line, in place of ``warnings.showwarning``.
+
+    Warnings of sacplan are sentences for users, so they have neither file nor category.
+    """
+    if issubclass(category, SacplanWarning):
+        warn(str(message))
+    else:
+        note(f"{filename}:{lineno}: {category.__name__}: {message}")
+
+
+@contextlib.contextmanager
+def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show on stderr which stage is running. Yields a function that reports progress.
+
+    Args:
+        name: of the stage.
+        long: whether it may take a minute. Such a stage is reported in logs too, others only on a terminal.
+    """
+    # A spinner in a log would be a line for each turn.
+    if not sys.stderr.isatty():
+        if long:
+            say(f"{name} ...")
+        yield lambda text: None
+        return
+    with _console(stderr=True).status(f"{name} ...", spinner="line") as status:
+        yield lambda text: status.update(f"{name} ... {text}")
+
+
+def number(title: str) -> Column:
+    """Return a right-aligned column, for numbers."""
+    return Column(title, justify="right")
+
+
+class _ColumnTable(Table):
+    """A table that may drop columns to fit the terminal.
+
+    Attributes:
+        optional: titles of columns, the least important first.
+    """
+
+    optional: Sequence[str] = ()
+
+    def without(self, title: str) -> _ColumnTable:
+        """Return the same table without one column."""
+        columns = [column for column in self.columns if column.header != title]
+        rows = list(zip(*(map(str, column.cells) for column in columns), strict=True))
+        return table(columns, rows, [each for each in self.optional if each != title])
+
+
+def table(
+    columns: Sequence[Column | str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
+) -> _ColumnTable:
+    """Make a table with a header.
+
+    Args:
+        columns: titles, or columns from ``number``.
+        rows: a cell for each column.
+        optional: titles of the columns to drop on a narrow terminal, in this order.
+    """
+    fresh = (c.copy() if isinstance(c, Column) else c for c in columns)  # a rich column collects its cells
+    made = _ColumnTable(*fresh, box=None, pad_edge=False, safe_box=True)
+    headers = {column.header for column in made.columns}
+    made.optional = [title for title in optional if title in headers]
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def rows_table(
+    titles: Mapping[str, Column | str], rows: Sequence[Mapping[str, Any]], optional: Sequence[str] = ()
+) -> Table:
+    """Return a table of rows.
+
+    Args:
+        titles: Name of each figure to its title, or to a column made by ``number``; in the order of the columns.
+        rows: Figures by name.
+        optional: Titles of columns to leave out if the terminal is too narrow, the first one first.
+    """
+    # A time or a share that is 0 in every row says nothing.
+    titles = {
+        name: title
+        for name, title in titles.items()
+        if not name.endswith(("_ms", "_share")) or any(row[name] for row in rows)
+    }
+    return table(
+        list(titles.values()), [[_cell(name, row[name]) for name in titles] for row in rows], optional
+    )
+
+
+def _cell(name: str, value: Any) -> str:
+    """Return a figure as text, in the unit that its name ends with."""
+    # Not known, or left out because it would mislead: the cell stays empty.
+    if value is None:
+        return ""
+    if name.endswith("_bytes"):
+        return format_bytes(int(value))
+    if name.endswith("_share"):
+        return f"{value:.1%}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> Table:
+    """Make a table of labels and texts. A long text folds beside its label."""
+    grid = Table.grid(Column(style="bold", overflow="fold"), Column(overflow="fold"), padding=(0, 2))
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def _print_table(made: Table) -> list[str]:
+    """Print a table, and return the titles of the columns that were dropped."""
+    console = _console()
+    left_out = []
+    if made.show_header:
+        # Columns go one by one, the least important first, until the rest fits. If nothing is left to drop,
+        # the last column folds.
+        while not (fits := _fits(made, console)) and isinstance(made, _ColumnTable) and made.optional:
+            left_out.append(made.optional[0])
+            made = made.without(left_out[-1])
+        for column in made.columns:
+            column.no_wrap = column.justify == "right" or (fits and column is not made.columns[-1])
+    with console.capture() as text:
+        console.print(made)
+    typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))  # rich pads lines with blanks
+    return left_out
+
+
+def _fits(made: Table, console: Console) -> bool:
+    """Return whether the table fits the console if only text in the last column folds."""
+    # A line under the header is for people. In a pipe it would be one more line to skip.
+    made.box = box.SIMPLE_HEAD if console.is_terminal else None
+    # Numbers never fold. Text folds in the last column alone if that is enough, else everywhere.
+    for column in made.columns:
+        column.overflow = "fold"  # where it still does not fit
+    last = made.columns[-1]
+    # The table is measured as if the last column had been folded already, and the limit is taken off again.
+    last.max_width = _FOLDED if last.justify == "left" else None
+    needed = console.measure(made, options=console.options.update(max_width=_UNLIMITED)).maximum
+    last.max_width = None
+    return needed <= console.width

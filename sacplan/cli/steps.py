@@ -1,0 +1,246 @@
+"""Commands about one step: ``profile``, ``plan``, ``policy`` and ``verify``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sacplan.cli import options as o
+from sacplan.cli import show, sources
+from sacplan.cli.command import command
+from sacplan.cli.exits import VerificationFailed
+from sacplan.cli.files import check_output
+from sacplan.cli.origin import save
+from sacplan.cli.output import CommandResult, stage
+from sacplan.cli.targets import is_json_file, load_target, not_a_model
+from sacplan.errors import PlanMismatch, RecipeError
+from sacplan.integrations.hf.target import TargetError, hinted
+
+if TYPE_CHECKING:
+    from sacplan import Plan
+
+
+@command(
+    "profile",
+    "Record one training step.",
+    examples=[
+        "sacplan profile train.py:make --device h100 -o profile.json.gz",
+        "sacplan profile hf:gpt2 --batch 16 --seq 1024 -o profile.json.gz",
+        "sacplan profile hf:config.json --dtype float32 --optimizer none --json",
+    ],
+)
+def profile(
+    target: o.Target,
+    *,
+    output: Annotated[Path | None, o.output("the profile (.json, .json.gz)")] = None,
+    step: o.StepOptions,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> CommandResult:
+    """Record one training step: its peak, its time, and everything that a plan is made from."""
+    check_output(output, "profile", force=force)
+    # A saved profile is a source of plans, but there is nothing in it to record.
+    if is_json_file(target):
+        raise not_a_model(target)
+    read = sources.profile_of(target, step, hf)
+    with stage("writing"):
+        save(read.profile, output, read.origin)
+    facts = {**show.target_facts(read.target, output), **show.profile_facts(read.profile)}
+    shown = show.sections_shown([show.profile_section(read.profile)], facts.get("hf"))
+    return CommandResult(
+        {"command": "profile", **facts}, shown, show.remarks(read.profile, "profile", output)
+    )
+
+
+@command(
+    "plan",
+    "Choose what to discard, under a budget.",
+    examples=[
+        "sacplan plan train.py:make --device rtx-4090 -o plan.json",
+        "sacplan plan profile.json.gz --budget 70% --objective flops --json",
+        "sacplan plan train.py:make --budget 60% --technique recompute --technique chunk",
+        "sacplan plan train.py --budget 90% --keep aten.gelu --never 'layers.0*'",
+        "sacplan plan hf:meta-llama/Meta-Llama-3-8B --seq 4096 --optimizer adamw-fused --budget 70GiB -o llama.json",
+        "sacplan plan hf:meta-llama/Meta-Llama-3-8B --device h100 --world-size 8 --fsdp-unit 'model.layers.*' "
+        "--fsdp-unit '' --budget 60GiB --batch 1 --seq 8192",
+        "sacplan plan hf:meta-llama/Meta-Llama-3-8B --batch 8 --seq 4096 --mesh dp=2,tp=4 --budget 60GiB",
+    ],
+)
+def plan(
+    source: o.Source,
+    *,
+    budget: o.Budget = None,
+    headroom: o.Headroom = None,
+    output: Annotated[Path | None, o.output("the plan (.json)")] = None,
+    solver: o.Solver = "best",
+    objective: o.Objective = "time",
+    keep: o.Keep = None,
+    never: o.Never = None,
+    technique: o.Techniques = None,
+    mesh: o.Mesh = None,
+    step: o.StepOptions,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> CommandResult:
+    """Choose what each module discards and recomputes, so that the whole step stays under a budget.
+
+    Without one, what torch reserves on the GPU has to fit there, beside the CUDA context.
+    """
+    # What is wrong with the file or with options is reported before the recording, which may take minutes.
+    check_output(output, "plan", force=force)
+    allowed = sources.check_early(budget, solver, technique, headroom)
+    read = sources.profile_of(source, step, hf)
+    pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
+    how = {"headroom": headroom, **allowed, **sources.mesh_of(mesh, allowed)}
+    made = sources.planned(read, budget, solver, objective=objective, **pins, **how)
+    return _plan_made("plan", made, read, output)
+
+
+@command(
+    "policy",
+    "A plan by rule, without a budget.",
+    examples=[
+        "sacplan policy train.py:make full -o plan.json",
+        "sacplan policy train.py:make selective --every 2 --json",
+        "sacplan policy hf:gpt2 chunked-loss --slices 16 --batch 16 -o plan.json",
+        "sacplan policy hf:gpt2 fsdp --batch 16 --mesh dp=8",
+    ],
+)
+def policy(
+    source: o.Source,
+    rule: Annotated[
+        str,
+        typer.Argument(
+            metavar="RULE",
+            help="none, full, selective or chunked-loss; with --mesh ddp, fsdp, megatron or 'fsdp + megatron'.",
+            show_default=False,
+        ),
+    ],
+    *,
+    output: Annotated[Path | None, o.output("the plan (.json)")] = None,
+    every: Annotated[
+        str | None,
+        o.option(
+            metavar="K",
+            help="Of selective: a number, to checkpoint every K-th layer; or op, or op-keep-matmuls.",
+        ),
+    ] = None,
+    slices: Annotated[
+        int | None, o.option(min=2, metavar="N", help="Of chunked-loss: in how many slices the loss runs.")
+    ] = None,
+    layers: Annotated[
+        str | None,
+        o.option(metavar="PATTERN", help="The layers ('model.layers.*'). Default: they are found."),
+    ] = None,
+    keep: o.Keep = None,
+    never: o.Never = None,
+    mesh: o.Mesh = None,
+    step: o.StepOptions,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> CommandResult:
+    """Make a plan as people do by hand: checkpoint every layer, every K-th one, some ops; or run the loss in slices."""
+    import sacplan
+
+    check_output(output, "plan", force=force)
+    read = sources.profile_of(source, step, hf)
+    pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
+    with stage("planning"):
+        made = sacplan.policy(
+            rule,
+            every,
+            profile=read.profile,
+            layers=layers,
+            slices=slices,
+            **pins,
+            # A policy has no techniques to choose from: its rule says what it does.
+            **sources.mesh_of(mesh, {}),
+        )
+    return _plan_made("policy", made, read, output)
+
+
+def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None) -> CommandResult:
+    """Save a plan, and return it as the result of a command."""
+    from sacplan.planning.reading import plan_sections
+
+    save(made, output, read.origin)
+    target = show.target_facts(read.target, output)
+    # The plan may have chosen a mesh. Assumptions and figures are then those of a rank on it.
+    profile = read.profile.on_ranks(made.ranks)
+    facts = {
+        **target,
+        **show.plan_facts(made),
+        "device_memory_bytes": profile.device_memory_bytes,
+        "assumptions": list(profile.assumptions),
+    }
+    shown = show.sections_shown(plan_sections(made), target.get("hf"))
+    return CommandResult({"command": name, **facts}, shown, show.remarks(profile, "plan", output))
+
+
+@command(
+    "verify",
+    "Run one step with a plan applied.",
+    examples=[
+        "sacplan verify train.py:make plan.json",
+        "sacplan verify train.py:make plan-cpu.json --run real",
+        "sacplan verify hf:meta-llama/Meta-Llama-3-8B llama.json",
+    ],
+)
+def verify(
+    target: o.Target,
+    plan_file: o.PlanFile,
+    *,
+    run: Annotated[
+        o.Run, typer.Option(help="A fake step, which needs no hardware, or a real one here, measured.")
+    ] = "fake",
+    grad_accum: Annotated[
+        int | None, o.option("--grad-accum", min=1, metavar="N", help=f"{o.ACCUM}; here, the plan's.")
+    ] = None,
+    hf: o.PlannedHfOptions,
+) -> CommandResult:
+    """Run one step with a plan applied, and compare its peak with the plan and the budget.
+
+    An hf: target is made as it was for the plan, whose file says how; options given here take precedence.
+    """
+    from sacplan.planning.reading import ranks_text
+
+    plan = sources.saved_plan(plan_file)
+    if run == "real" and plan.ranks.devices > 1:
+        raise TargetError(
+            f"--run real: {plan_file} is for {ranks_text(plan.ranks)}, but the whole model would run here. Use "
+            "--run fake, whose step is that of one rank."
+        )
+    options = sources.as_planned(hf, plan, plan_file) if target.startswith("hf:") else hf
+    # A real step needs weights on its device, though random ones will do. A fake step needs none.
+    with stage("loading"):
+        loaded = load_target(target, options, _real_place() if run == "real" else "meta")
+    facts = {"command": "verify", **show.target_facts(loaded)}
+    try:
+        seen = sources.verified(loaded, plan, run, grad_accum)
+    # The plan is not one of this step. That is a failed verification, and not bad input.
+    except (PlanMismatch, RecipeError) as error:
+        raise VerificationFailed(str(error), CommandResult({**facts, "verified": False}, ())) from error
+    answer = CommandResult(
+        {**facts, "verified": seen.within_budget, **asdict(seen)},
+        show.sections_shown([seen.in_words()], loaded.facts),
+    )
+    if seen.within_budget:
+        return answer
+    hints = ["the optimizer, the loss and all options must be those that the plan was made with"]
+    if run == "real":
+        hints.append(f"the plan is for {plan.device}; other devices have other kernels")
+    message = (
+        f"the step takes {show.size(seen.peak_bytes)}, over the budget of {show.size(seen.budget_bytes)}; the plan "
+        f"says {show.size(seen.predicted_peak_bytes)}."
+    )
+    # The figures are shown all the same: they say by how much the prediction was off.
+    raise hinted(VerificationFailed(message, answer), *hints)
+
+
+def _real_place() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,420 @@
+"""Commands that compare or explain: ``frontier``, ``report``, ``layouts``, ``devices``, ``show`` and ``diff``."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Column
+
+from sacplan.cli import options as o
+from sacplan.cli import show, sources
+from sacplan.cli.command import command
+from sacplan.cli.exits import OutputError
+from sacplan.cli.files import check_output, is_ours
+from sacplan.cli.origin import Origin, save
+from sacplan.cli.output import CommandResult, note, number, rows_table, stage, table, warn
+from sacplan.cli.targets import is_json_file, load_target, users_code
+from sacplan.core.writing import replacing
+from sacplan.errors import InfeasibleBudget
+from sacplan.integrations.hf.target import TargetError
+
+if TYPE_CHECKING:
+    from sacplan import Plan
+
+_FRONTIER: dict[str, Column | str] = {
+    "solver": "solver",
+    "budget_bytes": number("budget"),
+    "peak_bytes": number("peak"),
+    "recompute_ms": number("recompute ms"),
+    "recompute_share": number("of step"),
+    "added_ms": number("added ms"),
+    "lower_bound_ms": number("lower bound"),
+    "recompute_flops_share": number("of FLOPs"),
+    "units": number("units"),
+    "status": "status",
+}
+_FRONTIER_OPTIONAL = ("units", "added ms", "of FLOPs", "lower bound", "status", "budget", "of step")
+
+
+@command(
+    "frontier",
+    "Peak against recomputation, all solvers and policies.",
+    examples=[
+        "sacplan frontier profile.json.gz -o curve.csv",
+        "sacplan frontier train.py:make --points 4 --no-policies --json",
+    ],
+)
+def frontier(
+    source: o.Source,
+    *,
+    points: o.Points = 8,
+    policies: Annotated[
+        bool, typer.Option("--policies/--no-policies", help="With the policies that people use by hand.")
+    ] = True,
+    objective: o.Objective = "time",
+    technique: o.Techniques = None,
+    output: Annotated[Path | None, o.output("the table (.csv)")] = None,
+    step: o.StepOptions,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> CommandResult:
+    """Plans of every solver at several budgets, and the policies that people use by hand."""
+    from sacplan.planning.reading import ranks_text
+
+    check_output(output, "curve", force=force)
+    # The frontier chooses budgets and solvers itself: of these options only the techniques are the user's.
+    allowed = sources.check_early(None, "best", technique)
+    read = sources.profile_of(source, step, hf)
+    profile = read.profile
+    frame = sources.curve(profile, points, objective=objective, policies=policies, **allowed)
+    if output is not None:
+        # Written beside the old file, which stays whole if this fails.
+        with replacing(output) as part:
+            frame.to_csv(part, index=False)
+    rows = frame.to_dict("records")
+    facts = {
+        "command": "frontier",
+        **show.target_facts(read.target, output),
+        "device": profile.device,
+        "ranks": msgspec.to_builtins(profile.ranks),
+        "rows": rows,
+    }
+    notes = show.saved("frontier", output)
+    if profile.ranks.devices > 1:
+        notes.insert(0, f"all figures are those of {ranks_text(profile.ranks, profile.program)}")
+    return CommandResult(facts, [rows_table(_FRONTIER, rows, _FRONTIER_OPTIONAL)], notes)
+
+
+@command(
+    "report",
+    "A page, figures and a trace.",
+    examples=[
+        "sacplan report profile.json.gz plan.json -o report.html",
+        "sacplan report train.py:make --budget 70% -o report.html --png pictures --trace memory.json",
+    ],
+    omit=["trace"],
+)
+def report(
+    source: o.Source,
+    plan_file: Annotated[
+        str | None, typer.Argument(metavar="PLAN", help="A saved plan of it.", show_default=False)
+    ] = None,
+    *,
+    output: Annotated[Path | None, o.output("the page (.html)")] = None,
+    png: Annotated[
+        Path | None,
+        o.option(metavar="DIR", help="A directory for the figures, PNG and SVG."),
+    ] = None,
+    memory_trace: Annotated[
+        Path | None,
+        o.option(
+            "--trace",
+            metavar="FILE",
+            help="Where to save the memory timeline, for Perfetto or chrome://tracing.",
+        ),
+    ] = None,
+    snapshot: Annotated[
+        Path | None,
+        o.option(
+            metavar="FILE",
+            help="Where to save a predicted memory snapshot (.pickle), for pytorch.org/memory_viz.",
+        ),
+    ] = None,
+    budget: o.Budget = None,
+    headroom: o.Headroom = None,
+    technique: o.Techniques = None,
+    frontier: Annotated[
+        bool, typer.Option("--frontier/--no-frontier", help="With all solvers at several budgets.")
+    ] = True,
+    points: o.Points = 8,
+    step: o.StepOptions,
+    hf: o.PlannedHfOptions,
+    force: o.Force = False,
+) -> CommandResult:
+    """Show what a plan does to a step: memory before and after, the frontier, chunks, and module by module.
+
+    With a plan, a target is recorded as it was for the plan, whose file says how; options given here take precedence.
+    Without one, a plan is made for the budget.
+    """
+    import sacplan
+    from sacplan.planning.reading import ranks_text
+
+    if output is None and png is None and memory_trace is None and snapshot is None:
+        raise OutputError(
+            "nothing to write: give -o report.html, --png DIR, --trace memory.json, --snapshot step.pickle, or several."
+        )
+    check_output(output, "report", force=force)
+    check_output(memory_trace, "trace", force=force)
+    check_output(snapshot, "snapshot", force=force)
+    _check_directory(png, force=force)
+    if plan_file is not None and (budget is not None or headroom is not None):
+        asked = "--headroom" if budget is None else "--budget"
+        raise TargetError(f"give a plan ({plan_file}) or a {asked} to make one for, not both.")
+    allowed = sources.check_early(budget, "best", technique, headroom)
+    plan = None if plan_file is None else sources.saved_plan(plan_file)
+    # Without a plan the options say how to record. A saved profile is what it is, and is compared with the plan below.
+    if plan is None or is_json_file(source):
+        read = sources.profile_of(source, step, hf)
+    else:
+        options = sources.as_planned(hf, plan, str(plan_file)) if source.startswith("hf:") else hf
+        recorded = sources.step_as_planned(step, plan, str(plan_file))
+        read = sources.profile_of(source, recorded, options, plan)
+        # The ranks of the plan, unless others were asked for: those have to agree with the plan.
+        if step.world_size is None:
+            read = dataclasses.replace(read, profile=read.profile.on_ranks(plan.ranks))
+    profile = read.profile
+    if plan is not None and plan.ranks != profile.ranks:
+        raise TargetError(
+            f"{plan_file} is for {ranks_text(plan.ranks)}, but {source} is of {ranks_text(profile.ranks)}."
+        )
+    if plan is None:
+        plan = _plan_to_show(read, budget, headroom, allowed)
+    else:
+        # The frontier shows what else this plan could have been, so its plans may do the same things.
+        allowed = allowed or {"techniques": plan.provenance.techniques}
+    # The trace and the snapshot show no frontier, and computing one takes long.
+    curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
+    shown = sacplan.Report(profile, plan, curve)
+    written: list[Path] = []
+    with stage("writing"):
+        if output is not None:
+            written.append(shown.write(output))
+        if memory_trace is not None:
+            written.append(shown.write_memory_trace(memory_trace))
+        if snapshot is not None:
+            written.append(shown.write_snapshot(snapshot))
+        if png is not None:
+            written += shown.save_figures(png, _FORMATS)
+    facts = {
+        "command": "report",
+        **show.target_facts(read.target),
+        **show.profile_facts(profile),
+        "plan": plan and show.plan_facts(plan),
+        "written": [str(path) for path in written],
+    }
+    return CommandResult(facts, facts["written"])
+
+
+def _plan_to_show(
+    read: sources.Source, budget: str | None, headroom: str | None, allowed: dict[str, Any]
+) -> Plan | None:
+    """Return the plan that a report shows: for the budget that was asked for, or for the device.
+
+    None if nothing was asked for, and the step either needs no plan on the device or has none.
+    """
+    asked = budget is not None or headroom is not None
+    try:
+        made = sources.planned(read, budget, headroom=headroom, **allowed)
+    except InfeasibleBudget as error:
+        if asked:
+            raise
+        # The user did not ask for a plan, so the report goes on without one.
+        warn(f"the report has no plan: {error}")
+        return None
+    # For a budget of the user's, a plan that does nothing is the answer, and is shown.
+    if made.status == "unplanned" and not asked:
+        note(
+            f"no plan is needed: the step fits on {made.device} as it is; --budget makes one for less memory"
+        )
+        return None
+    return made
+
+
+_FIGURES = ("memory", "frontier", "tradeoffs")
+_FORMATS = ("png", "svg")
+
+
+def _check_directory(directory: Path | None, *, force: bool) -> None:
+    """Raise ``OutputError`` before any work if figures cannot be written there, or would replace other files."""
+    if directory is None:  # no figures were asked for
+        return
+    if not directory.exists() and not directory.parent.is_dir():
+        raise OutputError(f"{directory} cannot be made: there is no directory {directory.parent}.")
+    if directory.exists() and not directory.is_dir():
+        raise OutputError(f"{directory} is a file; --png takes a directory.")
+    for path in (directory / f"{name}.{suffix}" for name in _FIGURES for suffix in _FORMATS):
+        # matplotlib writes its name into what it draws, so a file without it was made by someone else.
+        if not force and path.exists() and b"atplotlib" not in path.read_bytes()[:4096]:
+            raise OutputError(
+                f"{path} exists and is not a figure of ours; choose another directory, or overwrite it with --force."
+            )
+
+
+_DEVICES: dict[str, Column | str] = {
+    "name": "name",
+    "memory_gib": number("GiB"),
+    "bandwidth_gb_per_s": number("GB/s"),
+    "float32_tflops": number("fp32 TFLOP/s"),
+    "bfloat16_tflops": number("bf16"),
+    "float16_tflops": number("fp16"),
+    "float8_tflops": number("fp8"),
+    "capability": number("capability"),
+    "source": "source",
+}
+_DEVICES_OPTIONAL = ("source", "capability", "fp8", "fp16", "fp32 TFLOP/s", "GB/s")
+
+
+@command(
+    "layouts",
+    "Which parallelism to use: all meshes of some devices.",
+    examples=[
+        "sacplan layouts hf:meta-llama/Meta-Llama-3-8B --batch 8 --seq 4096 --devices 8 --device h100",
+        "sacplan layouts train.py:make --devices 4 --device cpu --json",
+    ],
+)
+def layouts(
+    target: o.Target,
+    *,
+    devices: Annotated[int, o.option(min=1, metavar="N", help="How many. Default: 8.")] = 8,
+    search: Annotated[
+        bool, typer.Option("--search", help="Also search for shardings, beside those that have names.")
+    ] = False,
+    asked: o.BudgetOptions,
+    output: Annotated[Path | None, o.output("the plan of the fastest (.json)")] = None,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> CommandResult:
+    """Peak and time of a step, per rank, on each mesh of a number of devices: data, sharded and tensor parallel.
+
+    The batch is of all ranks together. By default an hf: target gets one sample for each of them.
+    """
+    import sacplan
+
+    check_output(output, "plan", force=force)
+    allowed = sources.check_early_of_device(asked)
+    spec = sources.device_of(asked.device)
+    with stage("loading"):
+        if hf.batch is None and target.startswith("hf:"):
+            hf = dataclasses.replace(hf, batch=devices)  # every rank needs a sample
+        loaded = load_target(target, sources.dtype_for(spec, target, hf))
+    with stage("tracing and planning", long=True) as say, users_code(f"the step of {target}"):
+        found = sacplan.layouts(
+            loaded.model,
+            loaded.batch,
+            devices,
+            asked.budget,
+            spec,
+            loaded.loss_fn,
+            loaded.optimizer,
+            headroom=asked.headroom,
+            solver=asked.solver,
+            search=search,
+            progress=lambda row: say(f"{row.name} on {row.mesh}"),
+            **allowed,
+        )
+    # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
+    if output is not None and found.best.plan is not None:
+        save(found.best.plan, output, Origin.of(loaded))
+    frame = found.to_frame()
+    rows = frame.to_dict("records")
+    facts = {
+        "command": "layouts",
+        **show.target_facts(loaded, output),
+        **show.facts_of(found, ("device", "devices", "batch_size", "budget_bytes", "refused")),
+        "rows": rows,
+    }
+    notes = [f"not looked at: {reason}" for reason in found.refused] + show.saved("plan", output)
+    shown = show.sections_shown([found.in_words()], loaded.facts)
+    return CommandResult(
+        facts, [*shown, "", rows_table(_LAYOUTS, [_shown(row) for row in rows], _LAYOUTS_OPTIONAL)], notes
+    )
+
+
+_LAYOUTS: dict[str, Column | str] = {
+    "mesh": "mesh",
+    "layout": "layout",
+    "unplanned_peak_bytes": number("unplanned"),
+    "peak_bytes": number("planned"),
+    "step_ms": number("step ms"),
+    "recompute_ms": number("recompute ms"),
+    "collective_ms": number("collectives ms"),
+    "samples_per_s": number("samples/s"),
+}
+_LAYOUTS_OPTIONAL = ("collectives ms", "recompute ms", "unplanned", "step ms", "planned")
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the times of a step that does not fit, since it cannot run."""
+    return (
+        row
+        if row["fits"]
+        else {**row, "step_ms": None, "recompute_ms": None, "samples_per_s": "does not fit"}
+    )
+
+
+@command("devices", "The devices that are known.", examples=["sacplan devices", "sacplan devices --json"])
+def devices() -> CommandResult:
+    """The devices that can be planned for: memory, bandwidth, dense TFLOP/s by type, and where that is from."""
+    import sacplan
+
+    frame = sacplan.devices()
+    # A figure that a device does not have is NaN in the frame. JSON has no NaN, so it becomes null.
+    rows = frame.astype(object).where(frame.notna(), None).reset_index().to_dict("records")
+    cells = [[_figure(row[column]) for column in _DEVICES] for row in rows]
+    return CommandResult(
+        {"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells, _DEVICES_OPTIONAL)]
+    )
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_File = Annotated[
+    str, typer.Argument(metavar="FILE", help="A saved plan, or a saved profile.", show_default=False)
+]
+
+
+@command(
+    "show",
+    "A saved plan or profile, in words.",
+    examples=["sacplan show plan.json", "sacplan show profile.json.gz", "sacplan show plan.json --json"],
+)
+def show_file(file: _File) -> CommandResult:
+    """Say what a plan does, layer by layer: what is kept, recomputed and runs in slices; or what a profile holds.
+
+    Layers that do the same are shown once.
+    """
+    from sacplan.planning.layers import read_layers
+    from sacplan.planning.reading import kept_sections, layer_facts, plan_sections
+    from sacplan.planning.units import kept_by_layer
+
+    # Anything else is read as a plan, whose loader says what is wrong with it.
+    if is_ours(Path(file), "profile"):
+        profile = sources.saved_profile(file)
+        kept = kept_by_layer(profile.program)
+        facts = {"what": "profile", **show.profile_facts(profile), "layers": layer_facts(kept)}
+        sections = [profile.in_words(), *kept_sections(kept)]
+    else:
+        plan = sources.saved_plan(file)
+        facts = {"what": "plan", **show.plan_facts(plan), "layers": layer_facts(read_layers(plan))}
+        sections = plan_sections(plan)
+    return CommandResult({"command": "show", **facts}, show.sections_shown(sections))
+
+
+@command(
+    "diff",
+    "What two plans do otherwise.",
+    examples=["sacplan diff plan.json plan-cpu.json", "sacplan diff plan.json plan-cpu.json --json"],
+)
+def diff(first: o.PlanFile, second: o.PlanFile) -> CommandResult:
+    """Compare two plans: their figures, and by layer what one of them recomputes and the other does not.
+
+    The exit code is 0 whether they differ or not.
+    """
+    from sacplan.planning.difference import difference, difference_facts, difference_sections
+
+    found = difference(sources.saved_plan(first), sources.saved_plan(second))
+    facts = {"command": "diff", "plans": [first, second], **difference_facts(found)}
+    if found.equal:
+        return CommandResult(facts, ["the plans are equal"])
+    figures = table(["", first, second], [[label, *both] for label, both in found.figures.items()])
+    shown = [figures, "", *show.sections_shown(difference_sections(found, (first, second)))]
+    # Plans may differ in their figures alone, such as those for two devices.
+    return CommandResult(facts, shown if found.layers else [figures, "", "what they recompute is the same"])

@@ -1,0 +1,329 @@
+"""Load targets: the names by which users refer to a model and a batch.
+
+    train.py:make        a function in a file; train.py alone stands for its sacplan_target
+    package.module:make  a function in a module; the current directory is searched first
+    hf:gpt2, hf:config.json, hf:directory    from a configuration of transformers, without weights
+
+The function takes no arguments and returns ``(model, batch)``, or a mapping with the keys ``model``, ``batch`` and
+optionally ``loss_fn``, ``optimizer`` and ``make_batch`` (batch size to batch), as ``sacplan.profile`` takes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import typer
+
+from sacplan.cli.files import kind_of
+from sacplan.cli.options import named
+from sacplan.cli.output import note
+from sacplan.errors import SacplanError
+from sacplan.integrations.hf import architectures
+from sacplan.integrations.hf.target import ModelOptions, Target, TargetError, hinted
+
+_DEFAULT_NAME = "sacplan_target"
+_KEYS = ("model", "batch", "loss_fn", "optimizer", "make_batch")
+_FORMS = "FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME or hf:CONFIG.json"
+
+
+def is_json_file(text: str) -> bool:
+    """Return whether the text names a saved file rather than a target."""
+    return not text.startswith("hf:") and text.lower().endswith((".json", ".json.gz"))
+
+
+def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target:
+    """Load a target.
+
+    Args:
+        text: as the user wrote it.
+        options: of ``hf:`` targets; other targets take at most ``batch``.
+        place: the device to make an ``hf:`` model on; on ``"meta"`` it has no weights.
+
+    Raises:
+        TargetError: it does not exist, or the user's code failed. The message names the line.
+    """
+    if text.startswith("hf:"):
+        from sacplan.integrations.hf.models import build  # imports torch
+
+        with users_code(text):
+            return build(text, options, place, functools.partial(_may_fetch, fetch=options.fetch))
+    # Any target may make batches of a size. Everything else is up to the user's function.
+    given = replace(options, batch=None).given()
+    given |= {} if options.fetch is None else {"fetch": True}
+    if given:
+        raise TargetError(f"{named(given)}: only for hf: targets; {text!r} decides that itself.")
+    # A file first: ``train.py:make`` would match as a module, too.
+    if match := re.fullmatch(r"(.+\.py)(?::(.+))?", text):
+        module, attribute = _load_file(Path(match[1])), match[2]
+    elif match := re.fullmatch(r"([\w.]+):([\w.]+)", text):
+        module, attribute = _load_module(match[1]), match[2]
+    else:
+        raise _unknown_form(text)
+    function = _find(module, attribute, text)
+    _check_no_arguments(function, text)
+    with users_code(text):
+        target = _target(text, function())
+        if options.batch is None:
+            return target
+        if target.make_batch is None:
+            raise TargetError(
+                f"--batch {options.batch}: {text} makes batches of one size. Return a mapping with the key make_batch "
+                "as well, a function of the batch size."
+            )
+        return replace(target, batch=target.make_batch(options.batch))
+
+
+def _may_fetch(name: str, *, fetch: bool | None) -> bool:
+    """Return whether the configuration may be fetched: yes with ``--fetch``, else as the user answers on a terminal."""
+    from huggingface_hub import constants
+
+    from sacplan.integrations.hf.hub import FILE
+
+    what = f"{FILE} of {name}, and no other file, from {constants.ENDPOINT}"
+    # Nobody answers in a pipe, in a job or in CI: nothing is fetched there without the option.
+    if fetch is None and sys.stdin.isatty() and sys.stderr.isatty():
+        fetch = typer.confirm(f"Fetch {what}?", err=True)
+    if fetch:
+        note(f"fetching {what}")
+    return bool(fetch)
+
+
+def _unknown_form(text: str) -> TargetError:
+    if is_json_file(text):
+        return not_a_model(text)
+    return TargetError(f"{text!r} is not a target; write {_FORMS}.{_meant(text)}")
+
+
+def _meant(text: str) -> str:
+    if Path(f"{text}.py").is_file():
+        return f" Did you mean {text}.py?"
+    names = [text] if (Path(text) / "config.json").is_file() or architectures.find(text) else []
+    names = names or architectures.near(text)
+    return f" Did you mean hf:{' or hf:'.join(names)}?" if names else ""
+
+
+def not_a_model(text: str, profile: str = "") -> TargetError:
+    """Return the error for a JSON file in the place of a model.
+
+    ``profile`` is ``"a profile or "`` where a saved profile would do as well.
+    """
+    path = Path(text)
+    kind = kind_of(path) if path.is_file() else None
+    # From the most likely mistake on: each kind of file has its own place on the command line, which the
+    # message names.
+    if kind == "configuration":
+        return TargetError(f"{text} looks like a configuration of transformers. Did you mean hf:{text}?")
+    needed = f"{profile}the model itself is needed here: {_FORMS}"
+    if kind == "plan":
+        return TargetError(
+            f"{text} is a plan; {needed}. A plan comes second: sacplan verify TARGET {text}, or sacplan report TARGET "
+            f"{text} -o report.html."
+        )
+    if kind == "device":
+        return TargetError(f"{text} is a device; {needed}. A device is given as --device {text}.")
+    what = "a profile" if kind == "profile" else "a JSON file"
+    return TargetError(f"{text} is {what}; {needed}.")
+
+
+@contextlib.contextmanager
+def users_code(name: str) -> Iterator[None]:
+    """Run code of the user: its output goes to stderr, and its errors become a ``TargetError`` that names a line.
+
+    An error passes through if no frame of its traceback is outside of sacplan and torch or in the forward of a module:
+    it is a bug of sacplan.
+    """
+    with contextlib.redirect_stdout(sys.stderr), _no_traceback_in_the_log():
+        try:
+            yield
+        except SacplanError:
+            raise
+        except SystemExit as error:
+            raise TargetError(
+                f"{name} ended the process (exit code {error.code}) while it was loaded. Put what a script does "
+                'when it is run under `if __name__ == "__main__":`.'
+            ) from error
+        except Exception as error:
+            # No frame of the user's: this is a bug of sacplan, and must not be blamed on the user.
+            where = _where(error)
+            if where is None:
+                raise
+            failed = TargetError(f"{name} raised {type(error).__name__}: {error} ({where}).")
+            raise hinted(failed, "--debug shows the whole traceback") from error
+
+
+@contextlib.contextmanager
+def _no_traceback_in_the_log() -> Iterator[None]:
+    """Silence the logger of fake tensors, which logs each error that it raises. ``--debug`` shows the traceback."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _where(error: Exception) -> str | None:
+    """Return file and line of the innermost frame outside of torch and sacplan.
+
+    Without one, return the class of the innermost module whose forward was running; None if there is neither.
+    """
+    # Raised by the import machinery: the traceback has no frame of the file itself.
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    ours = str(Path(__file__).parent.parent)
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    skipped = [ours, contextlib.__file__, "<frozen", str(importlib.__file__)]
+    skipped += [] if torch is None else [str(Path(torch).parent)]
+    found = module = None
+    trace = error.__traceback__
+    # From the outermost frame inwards: the last match is the innermost.
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        # A model of a library that is in torch has no frame of the user's; its class is the next best.
+        if code.co_name == "forward" and "self" in trace.tb_frame.f_locals:
+            module = f"in {type(trace.tb_frame.f_locals['self']).__name__}"
+        if not code.co_filename.startswith(tuple(skipped)):
+            found = f"{code.co_filename}:{trace.tb_lineno}, in {code.co_name}"
+        trace = trace.tb_next
+    return found or module
+
+
+def _load_module(name: str) -> ModuleType:
+    # As ``python -m`` does; the script that runs is in another directory.
+    _search_first(Path.cwd())
+    try:
+        with users_code(name):
+            return importlib.import_module(name)
+    except (TargetError, ModuleNotFoundError) as error:
+        # Only if the module itself or its package is missing, not something that it imports.
+        missing = error.__cause__ or error
+        if isinstance(missing, ModuleNotFoundError) and f"{name}.".startswith(f"{missing.name}."):
+            raise TargetError(
+                f"there is no module {name!r}, neither in the current directory nor installed. "
+                "A file is written with its suffix: train.py:make."
+            ) from missing
+        raise
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(f"{path}: there is no such file.")
+    _search_first(path.resolve().parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} cannot be imported as Python.")
+    module = importlib.util.module_from_spec(spec)
+    # A file may have the name of a module that is imported already. If it fails, that module is put back.
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module  # dataclasses and pickle look modules up here
+    try:
+        with users_code(str(path)):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        if before is not None:
+            sys.modules[path.stem] = before
+        raise
+    return module
+
+
+def _search_first(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+
+
+def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], Any]:
+    wanted = attribute or _DEFAULT_NAME
+    found: Any = module
+    for part in wanted.split("."):
+        found = getattr(found, part, None)
+    file = text.removesuffix(f":{attribute}")
+    # Before ``callable``: a model is callable, and its class as well.
+    if _is_model(found):
+        raise TargetError(
+            f"{text} is a model ({_name_of(found)}), and a target is a function without arguments that returns a model "
+            f"and a batch. Write one in {file}, for example: def {_DEFAULT_NAME}(): return {_made(wanted, found)}, "
+            "torch.randn(8, 64)"
+        )
+    function: Callable[[], Any] = found
+    if callable(found):
+        return function
+    if found is not None:
+        raise TargetError(
+            f"{text} is a value of type {type(found).__name__}, and a target is a function without arguments that "
+            "returns (model, batch)."
+        )
+    # Functions that the module defines itself, and not those that it has imported.
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    has = f"it has {', '.join(names)}" if names else "it defines no functions"
+    example = f"; name one as {file}:{names[0]}" if names and attribute is None else ""
+    raise TargetError(f"{file} has no function {wanted}; {has}{example}.")
+
+
+def _is_model(found: Any) -> bool:
+    """Return whether a value is an ``nn.Module`` or a class of them. If torch is not imported, nothing is."""
+    torch = sys.modules.get("torch")
+    # A target can only have a model if it has imported torch; do not import it for this.
+    if torch is None:
+        return False
+    return isinstance(found, torch.nn.Module) or (
+        inspect.isclass(found) and issubclass(found, torch.nn.Module)
+    )
+
+
+def _name_of(found: Any) -> str:
+    return f"the class {found.__name__}" if inspect.isclass(found) else type(found).__name__
+
+
+def _made(name: str, found: Any) -> str:
+    return f"{name}()" if inspect.isclass(found) else name
+
+
+def _check_no_arguments(function: Callable[[], Any], text: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some callables written in C have none
+        return
+    try:
+        # Defaults are fine: only arguments without one are missing.
+        signature.bind()
+    except TypeError as error:
+        raise TargetError(
+            f"{text} is called without arguments, but it takes {signature}: {error}."
+        ) from error
+
+
+def _target(text: str, made: Any) -> Target:
+    # Errors in keys are found here, where the message can name the target.
+    if isinstance(made, Mapping):
+        wrong = [f"unknown key {key!r}" for key in made if key not in _KEYS]
+        wrong += [f"no key {key!r}" for key in ("model", "batch") if key not in made]
+        if wrong:
+            raise TargetError(
+                f"{text} returned a mapping with {wrong[0]}; the keys are model and batch, and optionally "
+                "loss_fn, optimizer and make_batch."
+            )
+        return Target(text, **made)
+    if isinstance(made, tuple) and len(made) == 2:
+        return Target(text, *made)
+    what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    raise TargetError(
+        f"{text} returned {what}; return (model, batch), or a mapping with the keys model, batch, loss_fn, optimizer."
+    )

@@ -1,0 +1,208 @@
+"""The decisions that a plan consists of: classes that techniques have, told apart in files by ``technique``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+from msgspec import Struct
+
+from sacplan.core.files import Count, Name, Positive
+from sacplan.core.program import CallSite
+
+
+class Site(NamedTuple):
+    """The call site of an op in a unit: equal to the tuple (unit, op, occurrence, place).
+
+    Attributes:
+        unit: fqn of the module, ``""`` for the model itself.
+        op, occurrence, place: as in ``CallSite``.
+    """
+
+    unit: str
+    op: str
+    occurrence: int
+    place: str = ""
+
+
+class AnyDecision(Struct, frozen=True, forbid_unknown_fields=True, tag_field="technique"):
+    """Base of decisions; the tag of each is the name of its technique."""
+
+
+class SiteDecision(AnyDecision, frozen=True):
+    """Base of decisions about one call site.
+
+    Attributes:
+        unit, op, occurrence, place: the call site, see ``Site``.
+    """
+
+    unit: str
+    op: Name
+    occurrence: Count
+    place: str = ""
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward it replaces."""
+        return (self.unit,)
+
+    @property
+    def site(self) -> Site:
+        """The call site with its unit."""
+        return Site(self.unit, self.op, self.occurrence, self.place)
+
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        """The call sites in the unit that the decision is about: this one."""
+        return (CallSite(self.op, self.occurrence, self.place),)
+
+
+class Recompute(SiteDecision, frozen=True, tag="recompute", omit_defaults=True):
+    """Discard the outputs of an op, and run the op again when the backward pass asks for them.
+
+    Attributes:
+        times: how often the values are dropped: first after the forward pass, then each time they were
+            recomputed on the way to something else.
+    """
+
+    times: Positive = 1
+
+
+class Partition(AnyDecision, frozen=True, tag="partition"):
+    """Save these values of a graph that ``torch.compile`` makes, and run again what else its backward pass needs.
+
+    It is recomputation as the compiler carries it out: PyTorch splits the joint graph there.
+
+    Attributes:
+        unit: fqn of the module that is compiled, ``""`` for the model itself. Of alike modules, which share a graph,
+            the first.
+        graph: which graph, by its ops and sizes (``graph_key`` in ``sacplan/torch_compat/partitioning.py``).
+        saved: names of the nodes that are saved.
+    """
+
+    unit: str
+    graph: Name
+    saved: tuple[Name, ...]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The module that is compiled."""
+        return (self.unit,)
+
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        """The call sites that it is about: none."""
+        return ()
+
+
+Accumulate: TypeAlias = Literal["parameter", "float32"]
+"""The type in which gradients of half-precision parameters are summed over slices, see ``Chunk``."""
+
+
+class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
+    """Run some ops in slices of one dimension.
+
+    The temporaries of a slice are freed before the next one begins. The size is split into ``slices`` slices of equal
+    length; the last one may be shorter. It is the size that a call has, not the recorded one.
+
+    Attributes:
+        unit: fqn of the module, ``""`` for the model itself.
+        span: which ops. ``"stretch"``: those at ``sites``, in one call of the unit, without gradients. ``"module"``:
+            the unit's forward, and its backward, in which the forward of each slice runs again. ``"backward"``:
+            the unit's backward alone. Its forward runs whole, and keeps nothing but the unit's input. ``"rest"``: all
+            that is computed from the unit's input until it is reduced to numbers, forward and backward in one loop.
+        slices: how many.
+        dim, outer, inner: the axis. Dimension ``dim``, seen as (outer, size, inner), is sliced along the middle.
+            It is a dimension of the unit's input; for a stretch, of what the op at its last site makes.
+        sites: call sites of a stretch, in order, views aside. They run when the last one is reached.
+        exits: of a stretch, the tensors that are needed after it: (position in ``sites``, which output of the op).
+        accumulate: the type in which gradients of half-precision parameters are summed over the slices. In
+            ``"float32"`` their error is that of the plain step within 10 %. Their own type, ``"parameter"``, takes half
+            the memory for the largest of them while the loop runs, and their error grows with the number of slices: 1.4
+            times at 8, 4 to 6 times at 64 (bfloat16).
+    """
+
+    unit: str
+    span: Literal["stretch", "module", "backward", "rest"]
+    slices: Positive
+    dim: Count
+    outer: Positive = 1
+    inner: Positive = 1
+    sites: tuple[CallSite, ...] = ()
+    exits: tuple[tuple[Count, Count], ...] = ()
+    accumulate: Accumulate = "float32"
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward it replaces."""
+        return (self.unit,)
+
+
+class SeenTensor(NamedTuple):
+    """A tensor, as an argument or an output of an op: equal to the tuple (unit, op, occurrence, place, tensor).
+
+    Attributes:
+        unit, op, occurrence, place: the call site, as in ``Site``.
+        tensor: its place among the tensors of the op's arguments and, behind these, of its outputs.
+    """
+
+    unit: str
+    op: Name
+    occurrence: Count
+    place: str
+    tensor: Count
+
+    @property
+    def site(self) -> Site:
+        """The call site."""
+        # The first four fields are those of a ``Site``, in its order.
+        return Site(*self[:4])
+
+
+class Offload(SiteDecision, frozen=True, kw_only=True, tag="offload", omit_defaults=True):
+    """Copy a tensor that is kept for the backward pass to the host, and back in time.
+
+    The copy out begins after the op. Whoever reads the tensor before it is back waits for it.
+
+    Attributes:
+        tensor: which tensor of the op, as in ``SeenTensor``.
+        let_go: the op after which computation waits for the copy, and the tensor's memory on the device is freed.
+        fetch: the copy back begins, and its memory is allocated, when autograd first asks for this tensor. None: when
+            the value itself is needed.
+    """
+
+    tensor: Count = 0
+    let_go: Site
+    fetch: SeenTensor | None = None
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward it replaces: what it waits for may be seen in another one."""
+        others = [self.let_go.unit, *([] if self.fetch is None else [self.fetch.unit])]
+        return tuple(dict.fromkeys((self.unit, *others)))
+
+
+# A further one is a class above, and a member here.
+Decision: TypeAlias = Recompute | Partition | Chunk | Offload
+
+Discarded = Mapping[str, Mapping[CallSite, int]]
+"""By unit, the call sites that it discards, each with the number of times that its values are dropped."""
+
+
+def discarded_by(decisions: Iterable[Decision]) -> dict[str, dict[CallSite, int]]:
+    """Return the call sites that decisions recompute, by unit."""
+    found: dict[str, dict[CallSite, int]] = {}
+    for one in decisions:
+        # Only recomputation discards what single call sites make; the other techniques have nothing to add.
+        if isinstance(one, Recompute):
+            found.setdefault(one.unit, {})[CallSite(one.op, one.occurrence, one.place)] = one.times
+    return found
+
+
+def as_decisions(discarded: Discarded) -> tuple[Recompute, ...]:
+    """Return the inverse of ``discarded_by``; a unit that discards nothing needs no decision."""
+    return tuple(
+        Recompute(unit, op, occurrence, place, times)
+        for unit, sites in discarded.items()
+        for (op, occurrence, place), times in sites.items()
+    )

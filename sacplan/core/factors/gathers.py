@@ -1,0 +1,166 @@
+"""Ops that look up or add at given positions: embeddings, gather and scatter, indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sacplan.core.factors.pointwise import broadcast
+from sacplan.core.factors.reductions import blocked_at
+from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
+
+
+@register("embedding")
+def _embedding(call: RuleBuilder) -> Rule:
+    # Any index may ask for any row of the table, so its rows must be whole; columns and indices pass.
+    weight, indices = call.inputs
+    rows, row = call.dims(indices.shape), call.dims(weight.shape[1:])
+    return call.rule([(call.factor(weight.shape[0], Kind.BLOCK), *row), rows], [rows + row])
+
+
+@register("embedding_dense_backward")
+def _embedding_backward(call: RuleBuilder) -> Rule:
+    # Rows add up over indices. Scaled by frequency they do not: a slice would count its own occurrences only.
+    grad, indices = call.inputs
+    rows = call.dims(indices.shape, Kind.BLOCK if call["scale_grad_by_freq"] else Kind.SUM)
+    row = call.dims(grad.shape[len(indices.shape) :])
+    return call.rule([rows + row, rows], [(call.factor(call["num_weights"], Kind.BLOCK), *row)])
+
+
+@register("gather")
+def _gather(call: RuleBuilder) -> Rule:
+    """A dimension passes where the indices have all of it, and the gathered one, which each index looks up, too."""
+    x, indices = call.inputs
+    if len(x.shape) != len(indices.shape):  # one of them has no dimensions
+        return call.rule([call.blocked(x.shape), call.blocked(indices.shape)], [call.blocked(indices.shape)])
+    dim = call["dim"] % max(len(x.shape), 1)
+    dims = list(call.dims(indices.shape))
+    source = list(dims)
+    for d, (n, of_indices) in enumerate(zip(x.shape, indices.shape, strict=True)):
+        if d == dim or n != of_indices:
+            source[d] = call.factor(n, Kind.BLOCK)
+        if d != dim and n != of_indices:
+            call.becomes(dims[d], Kind.BLOCK)
+    return call.rule([tuple(source), tuple(dims)], [tuple(dims)])
+
+
+@register("scatter", "scatter_add", "scatter_reduce.two")
+def _scatter(call: RuleBuilder) -> Rule:
+    """The dimension that is scattered along must be whole, and those of which indices or values lack a part."""
+    # ``whole``: the dimension itself, any index of which may be written from any slice, and those along which indices
+    # or values are shorter, where a slice of one is not the slice of the other.
+    x, *others = call.inputs
+    rank = len(x.shape)
+    others = [t for t in others if len(t.shape) == rank]
+    whole = {call["dim"] % max(rank, 1)}
+    whole |= {d for t in others for d in range(rank) if t.shape[d] != x.shape[d]}
+    dims = blocked_at(call, x.shape, frozenset(whole))
+
+    def dims_of(t: Any) -> Dims:
+        if len(t.shape) != rank:
+            return call.blocked(t.shape)
+        return tuple(
+            call.factor(n, Kind.BLOCK) if d in whole and n != x.shape[d] else dims[d]
+            for d, n in enumerate(t.shape)
+        )
+
+    return call.rule([dims_of(t) for t in call.inputs], [dims])
+
+
+@register("index_select")
+def _index_select(call: RuleBuilder) -> Rule:
+    x, indices = call.inputs
+    if not x.shape:
+        return call.rule([(), call.blocked(indices.shape)], [()])
+    dim = call["dim"] % len(x.shape)
+    dims = blocked_at(call, x.shape, frozenset([dim]))
+    chosen = call.factor(indices.shape[0] if indices.shape else 1)
+    return call.rule([dims, (chosen,) if indices.shape else ()], [(*dims[:dim], chosen, *dims[dim + 1 :])])
+
+
+@register("take")
+def _take(call: RuleBuilder) -> Rule:
+    x, indices = call.inputs
+    dims = call.dims(indices.shape)
+    return call.rule([call.blocked(x.shape), dims], [dims])
+
+
+@register("index_add", "index_copy", "index_fill")
+def _index_add(call: RuleBuilder) -> Rule:
+    x = call["self"]
+    dim = call["dim"] % max(len(x.shape), 1)
+    dims = blocked_at(call, x.shape, frozenset([dim]))
+
+    def dims_of(name: str, t: Any) -> Dims:
+        if name == "self":
+            return dims
+        if name == "source" and x.shape and len(t.shape) == len(x.shape):
+            return (*dims[:dim], call.factor(t.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
+        return call.blocked(t.shape)
+
+    return call.rule([dims_of(name, t) for name, t in call.named_inputs], [dims])
+
+
+def _is_mask(t: Any) -> bool:
+    return str(t.dtype).removeprefix("torch.") in ("bool", "uint8")
+
+
+class _Indexed:
+    """Factors of a tensor that is indexed by tensors, and of what is found there."""
+
+    def __init__(self, call: RuleBuilder, x: Any, indices: Sequence[Any], kind: Kind) -> None:
+        # ``at``: the dimensions that are indexed, any part of which an index may ask for. Indices are broadcast against
+        # each other, and their common shape takes the place of these dimensions.
+        at = [d for d, i in enumerate(indices) if i is not None]
+        self.found_shape = torch.broadcast_shapes(*(tuple(indices[d].shape) for d in at))
+        positions = call.dims(self.found_shape, kind)
+        self.x: Dims = blocked_at(call, x.shape, frozenset(at))
+        self.indices = [_aligned(positions, self.found_shape, indices[d].shape) for d in at]
+        kept = [d for d in range(len(x.shape)) if d not in at]
+        # What is indexed comes where the indices stand, or first if they do not stand together.
+        first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+        before = [d for d in kept if d < first]
+        self.shape = (
+            *(x.shape[d] for d in before),
+            *self.found_shape,
+            *(x.shape[d] for d in kept if d >= first),
+        )
+        self.found: Dims = (
+            *(self.x[d] for d in before),
+            *positions,
+            *(self.x[d] for d in kept if d >= first),
+        )
+
+
+def _aligned(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> tuple[Factors, ...]:
+    found = broadcast(dims, to, shape)
+    assert found is not None  # the shapes were broadcast
+    return found
+
+
+def _can_be_followed(indices: Sequence[Any]) -> bool:
+    given = [i for i in indices if i is not None]
+    return bool(given) and not any(map(_is_mask, given))  # how many a mask chooses depends on the data
+
+
+@register("index.Tensor", "_unsafe_index.Tensor")
+def _index(call: RuleBuilder) -> Rule | None:
+    x, indices = call["self"], call["indices"]
+    if not _can_be_followed(indices):
+        return None
+    indexed = _Indexed(call, x, indices, Kind.PASS)
+    return call.rule([indexed.x, *indexed.indices], [indexed.found])
+
+
+@register("index_put", "_unsafe_index_put", "_index_put_impl_")
+def _index_put(call: RuleBuilder) -> Rule | None:
+    x, indices, values = call["self"], call["indices"], call["values"]
+    if not _can_be_followed(indices):
+        return None
+    indexed = _Indexed(call, x, indices, Kind.BLOCK)
+    given = broadcast(indexed.found, indexed.shape, values.shape)
+    if given is None:  # more dimensions than are found, all of size 1: rare, and left alone
+        return None
+    return call.rule([indexed.x, *indexed.indices, given], [indexed.x])

@@ -1,0 +1,136 @@
+"""Layer norm, RMS norm, group norm, batch norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sacplan.core.factors.reductions import blocked_at
+from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
+
+
+def _normalized(call: RuleBuilder, shape: Sequence[int]) -> tuple[Dims, Dims]:
+    """Make factors of the dimensions in front, and of those that are normalized."""
+    rows = len(shape) - len(call["normalized_shape"])
+    return call.dims(shape[:rows]), call.blocked(shape[rows:])
+
+
+@register("native_layer_norm", "_fused_rms_norm")
+def _layer_norm(call: RuleBuilder) -> Rule:
+    x, *weights = call.inputs
+    rows, row = _normalized(call, x.shape)
+    statistics = rows + ((),) * len(row)
+    return call.rule(
+        [rows + row, *(row for _ in weights)], [rows + row, *(statistics for _ in call.outputs[1:])]
+    )
+
+
+@register("native_layer_norm_backward", "_fused_rms_norm_backward")
+def _layer_norm_backward(call: RuleBuilder) -> Rule:
+    # Gradients of scale and shift are sums over rows; statistics have size 1 where the input is normalized.
+    rows, row = _normalized(call, call["input"].shape)
+    by_name = dict.fromkeys(("grad_out", "input"), rows + row)
+    by_name |= dict.fromkeys(("mean", "rstd"), rows + ((),) * len(row))
+    inputs = [by_name.get(name, row) for name, _ in call.named_inputs]
+    wanted = [i for i, is_wanted in enumerate(call["output_mask"]) if is_wanted]
+    for output, i in enumerate(wanted):
+        if i:
+            call.becomes([f for factors in rows for f in factors], Kind.SUM, output)
+    return call.rule(inputs, [row if i else rows + row for i in wanted])
+
+
+@register("native_group_norm", "native_group_norm_backward")
+def _group_norm(call: RuleBuilder) -> Rule:
+    """Samples pass, and so do groups: a dimension of channels is groups times the channels of one."""
+    # Statistics are over the channels of one group and all pixels of one sample, so these are blocked.
+    x = call["input"]
+    batch, groups = call.factor(x.shape[0]), call.factor(call["group"])
+    channels = groups + call.factor(x.shape[1] // call["group"], Kind.BLOCK)
+    whole = (batch, channels, *call.blocked(x.shape[2:]))
+
+    def dims_of(t: Any) -> Dims:
+        if len(t.shape) == 1:
+            return (channels,)
+        return (batch, groups) if len(t.shape) == 2 and tuple(t.shape) != tuple(x.shape) else whole
+
+    statistics = {"mean", "rstd"}
+    call.resize("N", None, batch)
+    call.resize("C", None, groups)
+    call.resize("group", None, groups)
+    inputs = [(batch, groups) if name in statistics else dims_of(t) for name, t in call.named_inputs]
+    if call.name == "native_group_norm":
+        return call.rule(inputs, [whole, (batch, groups), (batch, groups)])
+    for output, o in enumerate(call.outputs):
+        if len(o.shape) == 1:
+            call.becomes(batch, Kind.SUM, output)
+    return call.rule(inputs, [dims_of(o) for o in call.outputs])
+
+
+@register(
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+)
+def _batch_norm(call: RuleBuilder) -> Rule:
+    """Channels pass; all else does where nothing trains."""
+    # In training the statistics of a channel are over all samples and pixels, so these must be whole.
+    trains = bool(call.arguments.get("training", False))
+    x = call["input"]
+    other = Kind.BLOCK if trains else Kind.PASS
+    channels = call.factor(x.shape[1])
+    whole = (call.factor(x.shape[0], other), channels, *call.dims(x.shape[2:], other))
+    inputs = [whole if name == "input" else (channels,) for name, _ in call.named_inputs]
+    statistics = [  # empty where nothing trains
+        (channels,) if tuple(o.shape) == (x.shape[1],) else call.blocked(o.shape) for o in call.outputs[1:3]
+    ]
+    statistics += [_reserved(call, o, channels) for o in call.outputs[3:]]
+    return call.rule(inputs, [whole, *statistics])
+
+
+def _reserved(call: RuleBuilder, t: Any, channels: Factors) -> Dims:
+    """Block the channels if a library keeps a reserve for its backward kernel: the reserve is of all channels."""
+    if t.shape[0]:
+        call.becomes(channels, Kind.BLOCK)
+    return call.blocked(t.shape)
+
+
+@register("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward")
+def _batch_norm_backward(call: RuleBuilder) -> Rule:
+    """The kernels of libraries are for training, and return all three gradients."""
+    trains = bool(call.arguments.get("train", True))
+    x = call["input"]
+    other = Kind.BLOCK if trains else Kind.PASS
+    channels = call.factor(x.shape[1])
+    batch, pixels = call.factor(x.shape[0], other), call.dims(x.shape[2:], other)
+    whole = (batch, channels, *pixels)
+    wanted = [i for i, is_wanted in enumerate(call.arguments.get("output_mask", (True,) * 3)) if is_wanted]
+    for output, i in enumerate(wanted):
+        # Gradients of scale and shift are sums over samples and pixels, so those of slices add up.
+        if i and not trains:
+            call.becomes([f for factors in (batch, *pixels) for f in factors], Kind.SUM, output)
+
+    def dims_of(t: Any) -> Dims:
+        if len(t.shape) > 1:
+            return whole
+        if t is call.arguments.get("reserveSpace"):
+            return _reserved(call, t, channels)
+        return (channels,) if tuple(t.shape) == (x.shape[1],) else call.blocked(t.shape)
+
+    return call.rule([dims_of(t) for t in call.inputs], [(channels,) if i else whole for i in wanted])
+
+
+@register("_weight_norm_interface", "_weight_norm_interface_backward")
+def _weight_norm(call: RuleBuilder) -> Rule:
+    """Each index of one dimension has a norm of its own; the other dimensions must be whole."""
+    # The backward op has the same tensors under other names.
+    direction = call["saved_v" if "saved_v" in call.arguments else "v"]
+    dim = call["dim"] % len(direction.shape)
+    dims = blocked_at(call, direction.shape, frozenset(range(len(direction.shape))) - {dim})
+    norms = tuple(factors if d == dim else () for d, factors in enumerate(dims))
+
+    def dims_of(t: Any) -> Dims:
+        return dims if tuple(t.shape) == tuple(direction.shape) else norms
+
+    return call.rule([dims_of(t) for t in call.inputs], [dims_of(o) for o in call.outputs])

@@ -1,0 +1,115 @@
+"""Reductions, and what looks along whole dimensions: scans, softmax, sorting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from sacplan.core.factors.rule import Dims, Kind, Rule, RuleBuilder, register
+
+
+def reduced_dims(call: RuleBuilder, rank: int) -> frozenset[int]:
+    """Return the dimensions in the argument ``dim``; all if it names none."""
+    given = call.arguments.get("dim")
+    if given is None or given == []:
+        return frozenset(range(rank))
+    given = given if isinstance(given, Sequence) else [given]
+    # A scalar may be reduced along 0 or -1, though it has no dimensions.
+    return frozenset(d % max(rank, 1) for d in given)
+
+
+def _reduction(call: RuleBuilder, kind: Kind) -> Rule:
+    # ``kept`` is for outputs without the reduced dimensions, ``in_place`` for those that keep them with size 1.
+    shape = call.inputs[0].shape
+    gone = reduced_dims(call, len(shape))
+    dims = tuple(call.factor(n, kind if d in gone else Kind.PASS) for d, n in enumerate(shape))
+    kept = [dims[d] for d in range(len(shape)) if d not in gone]
+    in_place = [() if d in gone else factors for d, factors in enumerate(dims)]
+    outputs = [tuple(in_place if len(o.shape) == len(shape) else kept) for o in call.outputs]
+    return call.rule([dims], outputs)
+
+
+def _by_kind(kind: Kind) -> Callable[[RuleBuilder], Rule]:
+    def formula(call: RuleBuilder) -> Rule:
+        return _reduction(call, kind)
+
+    return formula
+
+
+register("sum", "nansum", "count_nonzero")(_by_kind(Kind.SUM))
+# Reductions whose slices can be put together by one more reduction of the same kind.
+register("mean")(_by_kind(Kind.MEAN))
+register("amax", "any", "max.default")(_by_kind(Kind.MAX))
+register("amin", "all", "min.default")(_by_kind(Kind.MIN))
+# Reductions that would need more than the results of slices: a position, a count, a second moment, a median.
+register(
+    "aminmax argmax argmin logsumexp max.dim median.dim min.dim nanmedian.dim prod std std_mean var var_mean"
+)(_by_kind(Kind.BLOCK))
+
+
+@register("linalg_vector_norm")
+def _vector_norm(call: RuleBuilder) -> Rule:
+    # Of the norms, only those that are a maximum or a minimum can be put together from the norms of slices.
+    return _reduction(call, {math.inf: Kind.MAX, -math.inf: Kind.MIN}.get(call["ord"], Kind.BLOCK))
+
+
+def blocked_at(call: RuleBuilder, shape: Sequence[int], whole: frozenset[int]) -> Dims:
+    """Make factors of a shape, of which the dimensions ``whole`` must not be sliced."""
+    return tuple(call.factor(n, Kind.BLOCK if d in whole else Kind.PASS) for d, n in enumerate(shape))
+
+
+@register(
+    """_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data argsort cummax cummin
+    cumprod cumsum kthvalue logcumsumexp sort topk"""
+)
+def along_a_dimension(call: RuleBuilder) -> Rule:
+    """All tensors have the same dimensions, but for the one that is worked along, whose length may change."""
+    shape = call.inputs[0].shape
+    dim = call["dim"] % max(len(shape), 1)
+    dims = blocked_at(call, shape, frozenset([dim]))
+
+    def with_length(n: int) -> Dims:
+        return (*dims[:dim], call.factor(n, Kind.BLOCK), *dims[dim + 1 :])
+
+    outputs = []
+    for o in call.outputs:
+        # ``kthvalue`` drops the dimension. ``topk`` returns fewer elements along it.
+        if len(o.shape) < len(shape):
+            outputs.append((*dims[:dim], *dims[dim + 1 :]))
+        elif tuple(o.shape) == tuple(shape):
+            outputs.append(dims)
+        else:
+            outputs.append(with_length(o.shape[dim]))
+    return call.rule([dims] * len(call.inputs), outputs)
+
+
+@register("glu")
+def _glu(call: RuleBuilder) -> Rule:
+    """Multiply one half of a dimension by the gate of the other half: a slice would pair other elements."""
+    x, out = call.inputs[0], call.outputs[0]
+    dim = call["dim"] % len(x.shape)
+    dims = blocked_at(call, x.shape, frozenset([dim]))
+    return call.rule([dims], [(*dims[:dim], call.factor(out.shape[dim], Kind.BLOCK), *dims[dim + 1 :])])
+
+
+@register("glu_backward")
+def _glu_backward(call: RuleBuilder) -> Rule:
+    grad, x = call.inputs
+    dim = call["dim"] % len(x.shape)
+    dims = blocked_at(call, x.shape, frozenset([dim]))
+    return call.rule(
+        [(*dims[:dim], call.factor(grad.shape[dim], Kind.BLOCK), *dims[dim + 1 :]), dims], [dims]
+    )
+
+
+@register("_fft_c2c", "_fft_r2c", "_fft_c2r")
+def _fft(call: RuleBuilder) -> Rule:
+    x, out = call.inputs[0], call.outputs[0]
+    whole = reduced_dims(call, len(x.shape))
+    dims = blocked_at(call, x.shape, whole)
+    # Transforms between real and complex numbers store about half of the last dimension.
+    changed = {d for d in whole if x.shape[d] != out.shape[d]}
+    return call.rule(
+        [dims],
+        [tuple(call.factor(out.shape[d], Kind.BLOCK) if d in changed else f for d, f in enumerate(dims))],
+    )

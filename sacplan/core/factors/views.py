@@ -1,0 +1,354 @@
+"""Ops that move elements: views, and copies that join, cut, repeat or pad."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sacplan.core.factors.pointwise import pointwise
+from sacplan.core.factors.reductions import blocked_at
+from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
+
+# --- other sizes for the same elements
+
+
+def _common_factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]] | None:
+    """Return the coarsest common factors as (size, dimension before, dimension after); None if there are none.
+
+    Both shapes have the same number of elements, and no size 1 or 0.
+    """
+    # Walk both shapes from the slowest dimension. Each turn splits off the smaller of the two remainders, which must
+    # divide the larger: (6, 4) and (4, 6) share none, (6, 4) and (2, 12) share 2, 3 and 4.
+    found = []
+    i = j = 0
+    left, right = list(before), list(after)
+    while i < len(left):
+        size = min(left[i], right[j])
+        if left[i] % size or right[j] % size:
+            return None
+        found.append((size, i, j))
+        left[i] //= size
+        right[j] //= size
+        i += left[i] == 1
+        j += right[j] == 1
+    return found
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return the smallest runs of dimensions of two shapes with as many elements each. Sizes of 1 are left out.
+
+    A view can move elements between dimensions only within such a run, so each run is factored by itself.
+    """
+    left = [d for d, n in enumerate(before) if n != 1]
+    right = [d for d, n in enumerate(after) if n != 1]
+    found, i, j = [], 0, 0
+    while i < len(left):
+        first_i, first_j = i, j
+        i, j = i + 1, j + 1
+        # Whichever shape has fewer elements in the run takes its next dimension.
+        while (many := math.prod(before[d] for d in left[first_i:i])) != (
+            others := math.prod(after[d] for d in right[first_j:j])
+        ):
+            if many < others:
+                i += 1
+            else:
+                j += 1
+        found.append((left[first_i:i], right[first_j:j]))
+    return found
+
+
+@register("view.default", "_unsafe_view", "reshape", "view_copy.default")
+def _view(call: RuleBuilder) -> Rule | None:
+    """Sizes split into the factors that both shapes share; where they share none, dimensions must be whole."""
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    if math.prod(before) != math.prod(after):
+        return None  # what a damaged recording may say
+    if math.prod(before) == 0:
+        return call.rule([call.blocked(before)], [call.blocked(after)])
+    # Only the runs without common factors are blocked: the others of the same view may still be sliced.
+    dims: list[Factors] = [()] * len(before)
+    new_dims: list[Factors] = [()] * len(after)
+    for old, new in _groups(before, after):
+        common = _common_factors([before[d] for d in old], [after[d] for d in new])
+        if common is None:
+            for d in old:
+                dims[d] = call.factor(before[d], Kind.BLOCK)
+            for d in new:
+                new_dims[d] = call.factor(after[d], Kind.BLOCK)
+            continue
+        for size, i, j in common:
+            factor = call.factor(size)
+            dims[old[i]] += factor
+            new_dims[new[j]] += factor
+    call.resize_all("size" if "size" in call.arguments else "shape", tuple(new_dims))
+    return call.rule([tuple(dims)], [tuple(new_dims)])
+
+
+@register("view.dtype")
+def _view_as_type(call: RuleBuilder) -> Rule | None:
+    return pointwise(call) if tuple(call.inputs[0].shape) == tuple(call.outputs[0].shape) else None
+
+
+@register("view_as_real")
+def _view_as_real(call: RuleBuilder) -> Rule:
+    dims = call.dims(call.inputs[0].shape)
+    return call.rule([dims], [(*dims, call.factor(2, Kind.BLOCK))])
+
+
+@register("view_as_complex")
+def _view_as_complex(call: RuleBuilder) -> Rule:
+    dims = call.dims(call.outputs[0].shape)
+    return call.rule([(*dims, call.factor(2, Kind.BLOCK))], [dims])
+
+
+@register("expand", "expand_copy")
+def _expand(call: RuleBuilder) -> Rule:
+    x, out = call.inputs[0], call.outputs[0]
+    dims = call.dims(out.shape)
+    # Along new dimensions and those of size 1 all slices read the same input.
+    new = len(out.shape) - len(x.shape)
+    call.resize_all("size", dims)
+    return call.rule([tuple(dims[new + d] if n != 1 else () for d, n in enumerate(x.shape))], [dims])
+
+
+@register("repeat")
+def _repeat(call: RuleBuilder) -> Rule:
+    # A dimension of the output is (times, size): a slice of either factor is a repeat of a slice or fewer repeats.
+    x, repeats = call.inputs[0], call["repeats"]
+    dims = call.dims(x.shape)
+    times = tuple(call.factor(n) for n in repeats)
+    padded = ((),) * (len(repeats) - len(dims)) + dims
+    call.resize_all("repeats", times)
+    return call.rule([dims], [tuple(outer + inner for outer, inner in zip(times, padded, strict=True))])
+
+
+# --- the same dimensions in another order
+
+
+@register("permute", "permute_copy")
+def _permute(call: RuleBuilder) -> Rule:
+    dims = call.dims(call.inputs[0].shape)
+    return call.rule([dims], [tuple(dims[d] for d in call["dims"])])
+
+
+@register("transpose.int", "t", "transpose_copy.int", "t_copy", "adjoint", "mT")
+def _transpose(call: RuleBuilder) -> Rule:
+    dims = call.dims(call.inputs[0].shape)
+    rank = len(dims)
+    swapped = list(dims)
+    # ``t`` names no dimensions: it swaps the two of a matrix, and leaves a vector as it is.
+    if rank > 1:
+        i, j = call.arguments.get("dim0", -2) % rank, call.arguments.get("dim1", -1) % rank
+        swapped[i], swapped[j] = dims[j], dims[i]
+    return call.rule([dims], [tuple(swapped)])
+
+
+@register("unsqueeze", "unsqueeze_copy")
+def _unsqueeze(call: RuleBuilder) -> Rule:
+    dims = call.dims(call.inputs[0].shape)
+    at = call["dim"] % (len(dims) + 1)
+    return call.rule([dims], [(*dims[:at], (), *dims[at:])])
+
+
+@register("squeeze", "squeeze_copy")
+def _squeeze(call: RuleBuilder) -> Rule:
+    """Dimensions of size 1 go; of another that it would squeeze, no slice may have length 1."""
+    # A dimension that is named and has another size stays. A slice of it with length 1 would be squeezed away.
+    shape = call.inputs[0].shape
+    given = call.arguments.get("dim")
+    given = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
+    gone = frozenset(d % max(len(shape), 1) for d in given)
+    dims = blocked_at(call, shape, gone)
+    return call.rule([dims], [tuple(f for d, f in enumerate(dims) if d not in gone or shape[d] != 1)])
+
+
+# --- parts of a dimension
+
+
+@register("select.int", "select_copy.int", "unbind.int", "unbind_copy.int")
+def _select(call: RuleBuilder) -> Rule:
+    shape = call.inputs[0].shape
+    dim = call["dim"] % len(shape)
+    dims = blocked_at(call, shape, frozenset([dim]))
+    return call.rule([dims], [(*dims[:dim], *dims[dim + 1 :])] * len(call.outputs))
+
+
+@register("split.Tensor", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "narrow")
+def _split(call: RuleBuilder) -> Rule:
+    shape = call.inputs[0].shape
+    dim = call["dim"] % len(shape)
+    dims = blocked_at(call, shape, frozenset([dim]))
+    outputs = [(*dims[:dim], call.factor(o.shape[dim], Kind.BLOCK), *dims[dim + 1 :]) for o in call.outputs]
+    return call.rule([dims], outputs)
+
+
+@register("slice.Tensor", "slice_copy.Tensor")
+def _slice(call: RuleBuilder) -> Rule:
+    x, out = call.inputs[0], call.outputs[0]
+    dim = call["dim"] % len(x.shape)
+    # The whole dimension: a view of everything, as ``x[:]`` leaves it. An ``end`` that is the size shrinks with a
+    # slice; a larger one, which stands for "to the end", stays.
+    if x.shape[dim] == out.shape[dim]:
+        dims = call.dims(x.shape)
+        if call["end"] == x.shape[dim]:
+            call.resize("end", None, dims[dim])
+        return call.rule([dims], [dims])
+    return _split(call)
+
+
+@register("slice_backward")
+def _slice_backward(call: RuleBuilder) -> Rule:
+    grad, out = call.inputs[0], call.outputs[0]
+    dim = call["dim"] % len(out.shape)
+    if grad.shape[dim] == out.shape[dim]:
+        dims = call.dims(out.shape)
+        call.resize_all("input_sizes", dims)
+        if call["end"] == out.shape[dim]:
+            call.resize("end", None, dims[dim])
+        return call.rule([dims], [dims])
+    dims = blocked_at(call, out.shape, frozenset([dim]))
+    call.resize_all("input_sizes", dims)
+    given = (*dims[:dim], call.factor(grad.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
+    return call.rule([given], [dims])
+
+
+@register("select_backward")
+def _select_backward(call: RuleBuilder) -> Rule:
+    shape = call.outputs[0].shape
+    dim = call["dim"] % len(shape)
+    dims = blocked_at(call, shape, frozenset([dim]))
+    call.resize_all("input_sizes", dims)
+    return call.rule([(*dims[:dim], *dims[dim + 1 :])], [dims])
+
+
+@register("slice_scatter", "select_scatter")
+def _scatter_part(call: RuleBuilder) -> Rule:
+    x, part = call.inputs
+    dim = call["dim"] % len(x.shape)
+    dims = blocked_at(call, x.shape, frozenset([dim]))
+    # The part lacks the dimension if it is selected, and has it shorter if it is a slice.
+    cut = () if call.name == "select_scatter" else (call.factor(part.shape[dim], Kind.BLOCK),)
+    return call.rule([dims, (*dims[:dim], *cut, *dims[dim + 1 :])], [dims])
+
+
+@register("diagonal", "diagonal_copy", "diagonal_backward")
+def _diagonal(call: RuleBuilder) -> Rule:
+    """The dimensions of the diagonal must be whole; the others come first in what it returns."""
+    x, out = call.inputs[0], call.outputs[0]
+    square, line = (out, x) if call.name == "diagonal_backward" else (x, out)
+    rank = len(square.shape)
+    whole = frozenset((call["dim1"] % rank, call["dim2"] % rank))
+    dims = blocked_at(call, square.shape, whole)
+    others = tuple(f for d, f in enumerate(dims) if d not in whole)
+    diagonal = (*others, call.factor(line.shape[-1], Kind.BLOCK))
+    if call.name == "diagonal_backward":
+        call.resize_all("input_sizes", dims)
+        return call.rule([diagonal], [dims])
+    return call.rule([dims], [diagonal])
+
+
+@register("unfold")
+def _unfold(call: RuleBuilder) -> Rule:
+    x, out = call.inputs[0], call.outputs[0]
+    if not x.shape:
+        return call.rule([()], [call.blocked(out.shape)])
+    dim = call["dimension"] % len(x.shape)
+    dims = blocked_at(call, x.shape, frozenset([dim]))
+    windows = (*dims[:dim], call.factor(out.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
+    return call.rule([dims], [(*windows, call.factor(out.shape[-1], Kind.BLOCK))])
+
+
+@register("unfold_backward")
+def _unfold_backward(call: RuleBuilder) -> Rule:
+    grad, out = call.inputs[0], call.outputs[0]
+    if not out.shape:
+        return call.rule([call.blocked(grad.shape)], [()])
+    dim = call["dim"] % len(out.shape)
+    dims = blocked_at(call, out.shape, frozenset([dim]))
+    call.resize_all("input_sizes", dims)
+    windows = (*dims[:dim], call.factor(grad.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
+    return call.rule([(*windows, call.factor(grad.shape[-1], Kind.BLOCK))], [dims])
+
+
+# --- joined, moved, padded, masked by position
+
+
+@register("cat")
+def _cat(call: RuleBuilder) -> Rule:
+    out = call.outputs[0]
+    dim = call["dim"] % len(out.shape)
+    dims = blocked_at(call, out.shape, frozenset([dim]))
+    inputs = [
+        (*dims[:dim], call.factor(t.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
+        if len(t.shape) == len(out.shape)
+        else call.blocked(t.shape)  # empty, of one dimension
+        for t in call.inputs
+    ]
+    return call.rule(inputs, [dims])
+
+
+@register("stack")
+def _stack(call: RuleBuilder) -> Rule:
+    shape = call.inputs[0].shape
+    at = call["dim"] % (len(shape) + 1)
+    dims = call.dims(shape)
+    joined = call.factor(len(call.inputs), Kind.BLOCK)
+    return call.rule([dims] * len(call.inputs), [(*dims[:at], joined, *dims[at:])])
+
+
+@register("roll", "flip")
+def _roll(call: RuleBuilder) -> Rule:
+    """Without dimensions, the flattened tensor is rolled."""
+    shape = call.inputs[0].shape
+    whole = frozenset(d % len(shape) for d in call["dims"] or range(len(shape)))
+    # A flip along no dimension moves nothing, while a roll goes through the flattened tensor.
+    if call.name == "flip" and not call["dims"]:
+        whole = frozenset()
+    dims = blocked_at(call, shape, whole)
+    return call.rule([dims], [dims])
+
+
+@register("tril", "triu")
+def _triangle(call: RuleBuilder) -> Rule:
+    shape = call.inputs[0].shape
+    # What stays depends on row and column numbers, which a slice would count from its own beginning.
+    dims = blocked_at(call, shape, frozenset((len(shape) - 1, len(shape) - 2)))
+    return call.rule([dims], [dims])
+
+
+@register("constant_pad_nd")
+def _pad(call: RuleBuilder) -> Rule:
+    x, out = call.inputs[0], call.outputs[0]
+    padding = call["pad"]
+    padded = frozenset(
+        len(x.shape) - 1 - i // 2
+        for i, n in enumerate(padding)
+        if n  # pairs, from the last dimension
+    )
+    dims = blocked_at(call, x.shape, padded)
+    return call.rule(
+        [dims],
+        [tuple(call.factor(n, Kind.BLOCK) if d in padded else dims[d] for d, n in enumerate(out.shape))],
+    )
+
+
+def _shuffled(call: RuleBuilder, shape: Sequence[int], r: int) -> tuple[Dims, Dims]:
+    """Return the factors of (..., channels r r, height, width) and of (..., channels, height r, width r)."""
+    *front, channels, height, width = shape
+    before = call.dims(front)
+    c, h, w = call.factor(channels // (r * r)), call.factor(height), call.factor(width)
+    # The blocks must be whole, since their side is an argument of the op and stays as it is.
+    down, across = call.factor(r, Kind.BLOCK), call.factor(r, Kind.BLOCK)
+    return (*before, c + down + across, h, w), (*before, c, h + down, w + across)
+
+
+@register("pixel_shuffle")
+def _pixel_shuffle(call: RuleBuilder) -> Rule:
+    dims, shuffled = _shuffled(call, call.inputs[0].shape, call["upscale_factor"])
+    return call.rule([dims], [shuffled])
+
+
+@register("pixel_unshuffle")
+def _pixel_unshuffle(call: RuleBuilder) -> Rule:
+    dims, shuffled = _shuffled(call, call.outputs[0].shape, call["downscale_factor"])
+    return call.rule([shuffled], [dims])

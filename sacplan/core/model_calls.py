@@ -1,0 +1,103 @@
+"""The tensors that a model is called with, and whether another call takes more.
+
+The batch of ``profile`` may have any form, and a ``loss_fn`` takes it apart. What the model itself is called with is
+the same in every loop and every trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from msgspec import Struct
+
+from sacplan.core.files import Count
+
+Shapes: TypeAlias = tuple[tuple[str, tuple[Count, ...]], ...]
+"""By path of a tensor among the arguments of a call, its shape."""
+
+
+class ModelCall(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One call of the model in a step.
+
+    Attributes:
+        tensors: path and shape of each tensor among its arguments.
+        with_gradients: whether parameters had gradients when it began.
+    """
+
+    tensors: Shapes
+    with_gradients: bool = False
+
+
+def shapes_of(args: Any, kwargs: Mapping[str, Any]) -> Shapes:
+    """Return paths and shapes of the tensors in the arguments of a call, without those of single numbers."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for i, value in enumerate(args):
+        _add(found, value, f"[{i}]")
+    for name, value in kwargs.items():
+        _add(found, value, f"[{name!r}]")
+    return tuple(found)
+
+
+def _add(found: list[tuple[str, tuple[int, ...]]], value: Any, path: str) -> None:
+    if isinstance(value, torch.Tensor):
+        # A tensor of no dimension is a number, which is as large in every call.
+        if value.dim():
+            found.append((path, tuple(value.shape)))
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            _add(found, one, f"{path}[{key!r}]")
+    elif isinstance(value, (tuple, list)):
+        for i, one in enumerate(value):
+            _add(found, one, f"{path}[{i}]")
+
+
+class Larger(NamedTuple):
+    """A tensor that is larger than planned for.
+
+    Attributes:
+        path: among the arguments of the call.
+        shape, planned: its shape, and the one in the plan.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    planned: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The path in words: ``input_ids``, ``argument 0``, ``batch['images'][1]``."""
+        # A bracket that is left between the outer ones means that the tensor is inside of an argument.
+        inner = self.path[1:-1]
+        if "[" in inner:
+            return f"batch{self.path}"
+        return f"argument {inner}" if inner.isdigit() else inner.strip("'\"")
+
+
+def larger_than(here: Shapes, planned: Iterable[Shapes]) -> Larger | None:
+    """Return the first tensor that is larger than in any planned call; None if some planned call is as large in all.
+
+    Larger is a tensor that is longer in any dimension. More and shorter samples, of no more tokens together, are not as
+    large: kernels pad each of them. Tensors that only one of the two calls has are not compared, and neither are those
+    with one dimension, such as the offsets of packed samples, where there are others.
+    """
+    deep = [(path, shape) for path, shape in here if len(shape) > 1]
+    first = None
+    # One planned call that is as large settles it. Otherwise the first difference is the one to report.
+    for shapes in planned:
+        known = dict(shapes)
+        beyond = (
+            Larger(path, shape, known[path])
+            for path, shape in deep or here
+            if len(known.get(path, ())) == len(shape) and _is_larger(shape, known[path])
+        )
+        found = next(beyond, None)
+        if found is None:
+            return None
+        first = first or found
+    return first
+
+
+def _is_larger(shape: tuple[int, ...], planned: tuple[int, ...]) -> bool:
+    return any(n > most for n, most in zip(shape, planned, strict=True))

@@ -1,0 +1,132 @@
+"""Write names of modules and ops for people: layers that repeat share a name, ops are without their namespace."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from sacplan.core.elements import pattern_of
+from sacplan.core.program import ROOT_SCOPE, Phase, Program
+
+OUTSIDE = "(outside the model)"
+OPTIMIZER = "(optimizer)"
+
+# By the name without namespace, overload and ``_backward``, as ``short_op`` looks it up.
+_NAMES = {
+    "mm": "matmul",
+    "addmm": "matmul",
+    "bmm": "batched matmul",
+    "baddbmm": "batched matmul",
+    "convolution": "convolution",
+    "native_layer_norm": "layer norm",
+    "native_dropout": "dropout",
+    "_softmax": "softmax",
+    "_log_softmax": "log softmax",
+    "_to_copy": "cast",
+    "native_batch_norm": "batch norm",
+    "cudnn_batch_norm": "batch norm",
+    "_fused_rms_norm": "rms norm",
+    "native_group_norm": "group norm",
+    "nll_loss_forward": "nll loss",
+    "nll_loss": "nll loss",
+    "embedding_dense": "embedding",
+}
+
+
+def pattern_over(fqns: Iterable[str]) -> str:
+    """Return one name for several modules of the same pattern: ``*`` stands for the numbers that differ.
+
+    Modules whose names are only numbers are listed: ``"0, 2"``.
+    """
+    names = list(dict.fromkeys(fqns))
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    pattern = ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+    # A pattern of stars alone, as in an ``nn.Sequential``, tells nothing, so a few names are listed instead.
+    return pattern if any(c.isalpha() for c in pattern) or len(names) > 6 else ", ".join(names)
+
+
+def numbers_of(fqns: Iterable[str]) -> str:
+    """Return the numbers by which modules of a pattern differ, as ranges: ``"0-2, 5"``; "" if several parts differ."""
+    paths = [fqn.split(".") for fqn in fqns]
+    differing = [set(part) for part in zip(*paths, strict=True) if len(set(part)) > 1]
+    # Where several parts differ, ranges of each would also name modules that are not meant.
+    if len(differing) != 1:
+        return ""
+    numbers = sorted(map(int, differing[0]))
+    # numbers of one run have the same distance from their place in the list
+    grouped = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[n for _, n in run] for _, run in grouped]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def one_name(names: Sequence[str]) -> str:
+    """Return one name for names of one pattern: with the numbers by which they differ, or ``*`` if several parts do."""
+    # Several ranges stand in braces, as a shell would expand them.
+    numbers = numbers_of(names).replace("–", "-").replace(", ", ",") if len(names) > 1 else ""
+    shown = f"{{{numbers}}}" if "," in numbers else numbers or "*"
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(parts[0] if len(set(parts)) == 1 else shown for parts in columns)
+
+
+def folded_names(modules: Iterable[str]) -> tuple[str, ...]:
+    """Return one name for the modules of each pattern: ``model.layers.0-31.mlp``."""
+    by_pattern: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        by_pattern[pattern_of(module)].append(module)
+    return tuple(one_name(same) for same in by_pattern.values())
+
+
+def braced(names: Sequence[str]) -> list[str]:
+    """Write names that differ in one part as one, as a shell would expand it: ``attn.{q_proj,k_proj}.lora_A``."""
+    found = [name.split(".") for name in names]
+    for i in range(max(map(len, found), default=0)):
+        alike: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
+        for parts in found:
+            # A name of one part has nothing that could be shared.
+            rest = (*parts[:i], "*", *parts[i + 1 :]) if 1 < len(parts) > i else tuple(parts)
+            alike[rest].append(parts)
+        found = [
+            same[0]
+            if len(same) == 1
+            else [*same[0][:i], f"{{{','.join(one[i] for one in same)}}}", *same[0][i + 1 :]]
+            for same in alike.values()
+        ]
+    return [".".join(parts) for parts in found]
+
+
+def module_of(program: Program, op: int) -> str | None:
+    """Return the module whose forward an op belongs to: "" for the model itself, None outside of any."""
+    scope = program.ops[op].scope
+    return None if scope == ROOT_SCOPE else program.scopes[scope].fqn
+
+
+def shown_module(program: Program, op: int, model: str) -> str:
+    """Return the module of an op as reports show it; ``model`` stands for the model itself."""
+    module = module_of(program, op)
+    if module is not None:
+        return module or model
+    return OPTIMIZER if program.ops[op].phase == Phase.OPTIMIZER else OUTSIDE
+
+
+def short_op(name: str) -> str:
+    """Return an op in few words.
+
+    ``"aten.mm.default"`` becomes ``"matmul"``, ``"aten.add_.Tensor"`` ``"add_"``, ``"sacplan.copy_to_host"`` ``"copy to
+    host"``.
+    """
+    parts = name.split(".")
+    if parts[0] == "sacplan":  # an op that a plan adds
+        return parts[1].replace("_", " ")
+    if parts[0] != "aten" or len(parts) < 2:
+        return name.removesuffix(".default")
+    # What follows ``_backward`` in a name such as ``_softmax_backward_data`` is dropped.
+    bare, backward, _ = parts[1].partition("_backward")
+    said = "attention" if "attention" in bare else _NAMES.get(bare, bare)
+    return f"{said} backward" if backward else said
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key under which ``layers.10`` comes after ``layers.9``."""
+    # Numbers compare by value, and come before words.
+    return tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in name.split("."))

@@ -1,0 +1,331 @@
+"""CUDA's autocast on fake CPU tensors: its cast lists, and ``torch.autocast("cuda")`` where there is no CUDA.
+
+While the kernels of a CUDA device are emulated, ``torch.autocast("cuda")`` and ``torch.autocast("cpu")`` are
+the same: both switch on what CUDA's autocast does. Ops that torch's own CPU autocast casts as CUDA's does keep
+its C++ kernel, and with it the weight cache; the others get a Python kernel for ``AutocastCPU``. It caches the
+casts of weights as C++ does: those of float32 leaves that need a gradient, until the outermost autocast is left.
+
+``policies`` are the lists of ``ATen/autocast_mode.h`` and ``autocast_mode.cpp``; the tests compare them with
+the header of the installed torch. To add an op, add its name to the list of its policy.
+
+Not emulated: ``torch.autocast`` objects made earlier, in a build without CUDA (torch has disabled them with a
+warning); ``GradScaler``.
+
+Private PyTorch APIs, tried on 2.11 and 2.13: ``torch._C._ExcludeDispatchKeyGuard``,
+``torch._C._dispatch_has_kernel_for_dispatch_key``, and that ``torch.autocast`` keeps ``device``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.amp.autocast_mode import autocast
+
+from sacplan.device.devices import torch_version
+from sacplan.errors import DeviceError
+from sacplan.torch_compat.ops import COMPOSITE, arguments_by_name, run_composite, tensors_in
+from sacplan.torch_compat.private import replaced
+
+Policy = Literal["lower", "fp32", "fp32_dtype", "fp32_norm", "promote", "banned", "none"]
+"""``lower``: tensors are cast to autocast's type. ``fp32``: to float32. ``fp32_dtype``: the op is asked for a
+float32 result. ``fp32_norm``: the same, by another overload. ``promote``: to the widest type among them."""
+
+_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+_LOWER = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
+    baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+"""
+_FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
+    upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+"""
+_FP32_DTYPE = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+_FP32_NORM = "norm.Scalar norm.ScalarOpt_dim"
+_PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
+# autocast_mode.cpp: binary_cross_entropy is refused; the recurrent kernel is cast by AutocastRNN.cpp.
+_BANNED = "binary_cross_entropy"
+_LOWER_BESIDES = "_cudnn_rnn"
+
+_SINCE = {"rms_norm": (2, 12)}
+"""Ops that CUDA's list has only since a release."""
+
+
+def policies(version: tuple[int, int] | None = None) -> dict[str, Policy]:
+    """Return the policy of CUDA's autocast by op (without namespace), by default for the torch that runs."""
+    version = torch_version() if version is None else version
+    lists: tuple[tuple[Policy, str], ...] = (
+        ("lower", _LOWER + _LOWER_BESIDES),
+        ("fp32", _FP32),
+        ("fp32_dtype", _FP32_DTYPE),
+        ("fp32_norm", _FP32_NORM),
+        ("promote", _PROMOTE),
+        ("banned", _BANNED),
+    )
+    return {
+        name: policy
+        for policy, names in lists
+        for name in names.split()
+        if version >= _SINCE.get(name, (0, 0))
+    }
+
+
+# What torch's CPU autocast does to ops that CUDA's treats differently; the rest of its list is cast to float32.
+_CPU_PROMOTES = frozenset(("cat", "stack", "index_copy"))
+# Lower on the CPU's list and reached through ops that are lower on CUDA's: nothing to change.
+_CPU_LOWER = frozenset(
+    (
+        "_addmm_activation",
+        "_native_multi_head_attention",
+        "conv1d.padding",
+        "conv2d.padding",
+        "conv3d.padding",
+        "mkldnn_rnn_layer",
+    )
+)
+
+
+@functools.cache
+def _cpu_list() -> frozenset[str]:
+    """Return the ops that PyTorch's CPU autocast has a kernel for. To be cached before ours are registered."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
+    return frozenset(n.removeprefix("aten::") for n in names if has(n, "AutocastCPU"))
+
+
+@functools.cache
+def differing() -> dict[str, tuple[Policy, Policy]]:
+    """Return (CUDA's policy, the CPU's policy) by op, for the ops whose policies differ."""
+    wanted, there = policies(), _cpu_list()
+    result: dict[str, tuple[Policy, Policy]] = {}
+    for name, policy in wanted.items():
+        if name not in there:
+            if _overload(name) is not None:
+                result[name] = (policy, "none")
+        elif policy not in ("lower", "fp32"):  # where both have the op, those two agree
+            result[name] = (policy, "fp32")
+    for name in there - wanted.keys() - _CPU_LOWER:
+        result[name] = ("none", "promote" if name in _CPU_PROMOTES else "fp32")
+    return result
+
+
+def _overload(name: str) -> torch._ops.OpOverload | None:
+    """Return the op, or None if this torch does not have it."""
+    packet, _, overload = name.partition(".")
+    found = getattr(torch.ops.aten, packet, None)
+    return None if found is None else getattr(found, overload or "default", None)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Casts
+
+
+class _ThreadAutocast(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[tuple[autocast, str, tuple[bool, torch.dtype]]] = []
+        self.cache: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+_local = _ThreadAutocast()
+
+
+def _eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+        and value.device.type == "cpu"
+    )
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    # Only weights are cached: float32 leaves that need a gradient, cast to the lower type. An activation is used up
+    # soon, and a cache would keep it alive until autocast is left. These are the conditions of ``cached_cast`` in
+    # ``autocast_mode.cpp``. Without the cache a weight that is used twice would be cast twice, and autograd would keep
+    # both copies.
+    cached = (
+        dtype == torch.get_autocast_dtype("cpu")
+        and tensor.dtype == torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._is_view()
+        and torch.is_autocast_cache_enabled()
+        and bool(_local.entered)
+    )
+    if not cached:
+        return tensor.to(dtype)
+    key = (id(tensor), dtype)  # the entry holds the tensor, so that no other one gets its id
+    if key not in _local.cache:
+        _local.cache[key] = (tensor, tensor.to(dtype))
+    return _local.cache[key][1]
+
+
+def _cast_all(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _cast(value, dtype) if _eligible(value) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)([_cast_all(v, dtype) for v in value])
+    return value
+
+
+def _apply(policy: Policy, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``op`` under ``policy``; autocast's key is off."""
+    # Two policies leave the operands as they are, and ask the op for a float32 result: a cast would be one more tensor
+    # of the input's size. Both look at the first argument only, as the C++ wrappers do.
+    if policy == "banned":
+        raise DeviceError(
+            f"{op} is unsafe to autocast on CUDA, where torch refuses it. Use binary_cross_entropy_with_logits, "
+            "or call it under torch.autocast(enabled=False)."
+        )
+    if policy == "fp32_dtype" and _eligible(args[0]):
+        given = arguments_by_name(op, args, kwargs)
+        if given["dtype"] is None:
+            given["dtype"] = torch.float32
+        return op(given.pop("self"), **given)
+    if policy == "fp32_norm" and _eligible(args[0]):
+        with_dtype = (
+            torch.ops.aten.norm.ScalarOpt_dtype
+            if op._schema.overload_name == "Scalar"
+            else torch.ops.aten.norm.ScalarOpt_dim_dtype
+        )
+        return with_dtype(*arguments_by_name(op, args, kwargs).values(), dtype=torch.float32)
+    dtype = None
+    if policy == "lower":
+        dtype = torch.get_autocast_dtype("cpu")
+    elif policy == "fp32":
+        dtype = torch.float32
+    elif policy == "promote":
+        eligible = [t for t in tensors_in((args, kwargs)) if _eligible(t)]
+        wide = any(t.dtype == torch.float32 for t in eligible)
+        dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
+    if dtype is None:
+        return op(*args, **kwargs)
+    return op(*_cast_all(args, dtype), **{k: _cast_all(v, dtype) for k, v in kwargs.items()})
+
+
+def register(library: torch.library.Library, is_emulated: Callable[[Any], bool]) -> None:
+    """Register the kernels; ``is_emulated(args)`` says whether a call should behave as on CUDA."""
+    for name, (cuda, cpu) in differing().items():
+        op = _overload(name)
+        assert op is not None
+        library.impl(name, _kernel(op, cuda, cpu, is_emulated), "AutocastCPU")
+
+
+def _kernel(
+    op: torch._ops.OpOverload, cuda: Policy, cpu: Policy, is_emulated: Callable[[Any], bool]
+) -> Callable[..., Any]:
+    is_composite = op.has_kernel_for_dispatch_key(COMPOSITE)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        policy = cuda if is_emulated((args, kwargs)) else cpu
+        # With the key still on: excluded, the inner ops would run without autocast.
+        if policy == "none" and is_composite:
+            return run_composite(op, *args, **kwargs)  # the ops that it is made of are cast
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+            return _apply(policy, op, args, kwargs)
+
+    return kernel
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.autocast itself
+
+
+@contextmanager
+def cuda_autocast_on_cpu(is_active: Callable[[], bool]) -> Iterator[None]:
+    """``torch.autocast`` treats "cuda" and "cpu" alike where ``is_active()``, which is asked in each thread.
+
+    The methods of the class are replaced, so that subclasses and decorators have them too.
+    """
+    own: Any = autocast
+    init, enter, leave = own.__init__, own.__enter__, own.__exit__
+
+    @functools.wraps(init)
+    def patched_init(
+        this: autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type == "cuda" and is_active():
+            dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
+            device_type = "cpu"
+        init(this, device_type, dtype, enabled, cache_enabled)
+
+    @functools.wraps(enter)
+    def patched_enter(this: autocast) -> Any:
+        # An autocast for another device, or outside of an emulated one: torch's own, and nothing to undo on exit.
+        if this.device not in ("cpu", "cuda") or not is_active():
+            return enter(this)
+        # One object may be entered twice, so what is to be restored lies on a stack and not on the object.
+        _local.entered.append((this, this.device, _cuda_state()))
+        this.device = "cpu"
+        result = enter(this)
+        # Code that asks for CUDA's state finds what it would find there; no kernel of a CPU tensor reads it.
+        _set_state("cuda", (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return result
+
+    @functools.wraps(leave)
+    def patched_exit(this: autocast, *error: Any) -> Any:
+        # Entered by torch's own method, before the device was active or for another device.
+        if not _local.entered or _local.entered[-1][0] is not this:
+            return leave(this, *error)
+        _, device, state = _local.entered.pop()
+        # As in C++, casts of weights live until the outermost autocast is left. Weights may change after that.
+        if not _local.entered:
+            _local.cache.clear()
+        _set_state("cuda", state)
+        try:
+            return leave(this, *error)
+        finally:
+            this.device = device
+
+    with replaced(autocast, __init__=patched_init, __enter__=patched_enter, __exit__=patched_exit):
+        yield
+
+
+def _cuda_state() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+
+def _set_state(device: str, state: tuple[bool, torch.dtype]) -> None:
+    torch.set_autocast_enabled(device, state[0])
+    torch.set_autocast_dtype(device, state[1])
+
+
+@contextmanager
+def outer_autocast() -> Iterator[None]:
+    """Apply an autocast for CUDA that was entered before the device to fake CPU tensors inside."""
+    enabled, dtype = _cuda_state()
+    # Nothing is entered, or the CPU's own autocast is on already, and its kernels are the emulated ones.
+    if not enabled or torch.is_autocast_enabled("cpu"):
+        yield
+        return
+    before = torch.get_autocast_dtype("cpu")
+    _set_state("cpu", (True, dtype))
+    try:
+        yield
+    finally:
+        _set_state("cpu", (False, before))

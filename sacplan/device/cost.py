@@ -1,0 +1,429 @@
+"""The cost model: the FLOPs and bytes of an op, and its time on a device.
+
+On a CPU the time of an op is that of the plain roofline (Williams et al., "Roofline", CACM 2009), each operand moved
+once for each argument:
+
+    milliseconds = 1e3 * max(FLOPs / (peak * compute_efficiency), bytes / (bandwidth * bandwidth_efficiency))
+                   + 1e-3 * kernel_launch_us
+
+On a CUDA device an op is one kernel or more, of several kinds, and its time is the sum of theirs. ``op_kernels.py``
+says which kernels an op launches and how many bytes each of them really moves; ``kernel_rates.py`` says how fast they
+run, and where these figures come from. One elementwise kernel, or one large matrix product, has the roofline's time.
+
+All other figures are those of the :class:`DeviceSpec`. FLOPs come from the formulas of ``torch.utils.flop_counter`` (a
+multiply-add is two, causal attention counts in full) and are compared with peaks in FLOP/s. Only matrix products,
+convolutions and attention have a formula, as there; all the other ops are bound by bandwidth, instructions or latency.
+
+Times of ops add up: they are what the device takes, launches included. Where the CPU cannot issue ops as fast as the
+device runs them, as in eager mode with small tensors, a step takes longer than the sum.
+
+Known simplifications: caches are modelled only where a kernel reads its own operand again; on a CPU an operand given
+twice is read twice, and recurrent layers (oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix
+products.
+
+To add a formula, decorate a function with the names of its ops. It gets the arguments of the call by name:
+
+    @flops("aten::_cudnn_rnn")
+    def _rnn(a):
+        return 2 * rows * weights
+
+Private PyTorch API, tried on 2.11 and 2.13: ``torch.utils.flop_counter.flop_registry`` and the ``OpOverload`` schema.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+from sacplan.device import index_kernels, row_kernels  # noqa: F401  (each registers its rules)
+from sacplan.device.devices import DeviceSpec
+from sacplan.device.host_step import copy_ms, update_and_copy_ms
+from sacplan.device.kernel_rates import KINDS
+from sacplan.device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
+from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
+from sacplan.torch_compat.ops import RuleTable, arguments_by_name, aten_names, op_traits, tensors_in
+
+# ---------------------------------------------------------------------------------------------------------
+# FLOPs: torch's registry, and what it lacks or gets wrong
+
+Arguments = Mapping[str, Any]
+flops: RuleTable[Callable[[Arguments], int]] = RuleTable()
+"""By schema name; these take precedence over torch's registry."""
+
+
+# torch's own formulas for attention refuse grouped queries before 2.12: ours take precedence.
+_ATTENTION = [
+    f"aten::_scaled_dot_product_{kernel}"
+    for kernel in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+]
+
+
+@flops(*_ATTENTION)
+def _attention(a: Arguments) -> int:
+    """Count 2 B H Sq Sk (D + Dv) FLOPs: per query head, the scores Q K^T over D, and their product with the values."""
+    (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
+    return int(2 * batch * heads * seq_q * seq_k * (dim + dim_v))
+
+
+@flops(*(f"{name}_backward" for name in _ATTENTION))
+def _attention_backward(a: Arguments) -> int:
+    """Count 2 B H Sq Sk (3 D + 2 Dv) FLOPs, in five products.
+
+    The scores again, dQ and dK take 2 B H Sq Sk D each; dV and the gradient of the scores 2 B H Sq Sk Dv each.
+    """
+    (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
+    return int(2 * batch * heads * seq_q * seq_k * (3 * dim + 2 * dim_v))
+
+
+@flops("aten::_grouped_mm", "aten::_scaled_grouped_mm")
+def _grouped_mm(a: Arguments) -> int:
+    """[M, K] x [E, K, N], [E, M, K] x [K, N], [E, M, K] x [E, K, N], or [M, T] x [T, N] summed by group."""
+    left, right = a["self"], a["mat2"]
+    columns = right.shape[-1]
+    if left.dim() == 2:
+        return int(2 * left.shape[0] * left.shape[1] * columns)
+    # For a 3-D and a 2-D operand the columns are divided among the groups.
+    groups = left.shape[0] if right.dim() == 3 else 1
+    return int(2 * groups * left.shape[1] * left.shape[2] * columns)
+
+
+@flops("aten::addmm_", "aten::baddbmm_")
+def _product_in_place(a: Arguments) -> int:
+    """Count 2 M N K FLOPs, times the batch. PyTorch's registry has these ops out of place only."""
+    left, right = (a["mat1"], a["mat2"]) if "mat1" in a else (a["batch1"], a["batch2"])
+    return int(2 * left.numel() * right.shape[-1])
+
+
+@flops("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit")
+def _product_4bit(a: Arguments) -> int:
+    """Count 2 M N K FLOPs for [..., K] times a packed weight whose shape was [N, K]."""
+    return int(2 * a["A"].numel() * a["shapeB"][0])
+
+
+@flops("aten::_cudnn_rnn")
+def _rnn(a: Arguments) -> int:
+    """Count 2 FLOPs per row of the input and weight element; input [T, N, C], [N, T, C], or packed [rows, C]."""
+    rows = a["input"].numel() // max(1, a["input"].shape[-1])
+    return int(2 * rows * sum(w.numel() for w in a["weight"] if w.dim() == 2))
+
+
+@flops("aten::convolution_backward")
+def _convolution_backward(a: Arguments) -> int:
+    """Count 2 FLOPs for each element of the result and of one filter, for each gradient that is wanted.
+
+    PyTorch's registry counts the weight's gradient as if there were one group.
+    """
+    result = a["input"] if a["transposed"] else a["grad_output"]
+    return int(2 * result.numel() * math.prod(a["weight"].shape[1:]) * sum(a["output_mask"][:2]))
+
+
+@flops("torch_nn::_linear_cross_entropy_batch_chunked")
+def _chunked_loss(a: Arguments) -> int:
+    """``F.linear_cross_entropy`` takes the gradients in its forward pass: a product for each, and the logits."""
+    gradients = bool(a["compute_input_grad"]) + bool(a["compute_linear_weight_grad"])
+    return int(2 * a["input"].numel() * a["linear_weight"].shape[0] * (1 + gradients))
+
+
+@flops("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")
+def _chunked_losses(a: Arguments) -> int:
+    """The logits alone; the backward pass is seen op by op."""
+    return int(2 * a["input"].numel() * a["linear_weight"].shape[0])
+
+
+@flops("aten::_cudnn_rnn_backward")
+def _rnn_backward(a: Arguments) -> int:
+    return 2 * _rnn(a)
+
+
+def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the FLOPs of one op as ``FlopCounterMode`` counts them; 0 for ops without a formula."""
+    # Ours first: torch's formulas for attention refuse grouped queries before 2.12, and it has none for some ops.
+    own = flops.get(func._schema.name)
+    if own is not None:
+        return own(arguments_by_name(func, args, kwargs))
+    formula = flop_counter.flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Bytes
+
+# Launch no kernel: they look at metadata, or only allocate. Views are found by their schema.
+_FREE = aten_names("""
+    empty empty_like empty_strided empty_permuted empty_quantized new_empty new_empty_strided _unsafe_view detach_
+    lift_fresh resize_ set_ is_same_size is_pinned _has_compatible_shallow_copy_type _version sym_size sym_stride
+    sym_numel sym_storage_offset record_stream _assert_tensor_metadata _nested_tensor_size
+    _local_scalar_dense
+""")
+_FREE_NAMESPACES = ("prim", "profiler", "inductor")
+# Read no more of their first argument than they write.
+_GATHERS = aten_names("embedding index _unsafe_index index_select gather take")
+# The index of a matrix operand where it is not the first argument.
+_MATRIX_ARG = {
+    "aten::addmm": 1,
+    "aten::addmm_": 1,
+    "aten::baddbmm_": 1,
+    "aten::baddbmm": 1,
+    "aten::addbmm": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _CostTraits:
+    """Facts about an op that its cost depends on, looked up once."""
+
+    free: bool
+    counts_flops: bool
+    overwrites: bool
+    gathers: bool
+    matrix_arg: int
+
+
+@functools.cache
+def _cost_traits(func: torch._ops.OpOverload) -> _CostTraits:
+    schema = func._schema
+    name = schema.name
+    views = bool(schema.returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+    )
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    return _CostTraits(
+        free=name in _FREE or name.split("::")[0] in _FREE_NAMESPACES or (views and not writes),
+        counts_flops=func._overloadpacket in flop_counter.flop_registry or name in flops,
+        overwrites=name in OVERWRITES,
+        gathers=name in _GATHERS,
+        matrix_arg=_MATRIX_ARG.get(name, 0),
+    )
+
+
+def is_free(func: torch._ops.OpOverload) -> bool:
+    """Whether an op launches no kernel: a view, a metadata query, a bare allocation."""
+    return _cost_traits(func).free
+
+
+def _bytes_in(tree: Any) -> int:
+    return sum(map(tensor_bytes, tensors_in(tree)))
+
+
+def op_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the bytes that one op reads and writes; 0 for views, metadata queries and bare allocations."""
+    traits = _cost_traits(func)
+    if traits.free:
+        return 0
+    # An op that writes in place may return nothing (``_foreach_add_``): what it wrote is then among its arguments.
+    written = _bytes_in(out) or _bytes_in(op_traits(func).written(args, kwargs))
+    read = 0
+    for i, arg in enumerate(args):
+        if i == 0 and traits.overwrites:
+            continue
+        nbytes = _bytes_in(arg)
+        # Of a table it reads the rows that it looks up, not all.
+        read += min(nbytes, written) if i == 0 and traits.gathers else nbytes
+    outs = op_traits(func).written_names  # among the keyword arguments: ``out=``, which is not read
+    read += sum(_bytes_in(value) for name, value in kwargs.items() if name not in outs)
+    return read + written
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Time
+
+
+def tf32_allowed() -> bool:
+    """Whether float32 matrix products may run as TF32, by torch's switches."""
+    try:
+        if torch.get_float32_matmul_precision() != "highest":
+            return True
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # old and new switches mixed: torch refuses to say
+        return getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") == "tf32"
+
+
+def _conv_tf32_allowed() -> bool:
+    """Convolutions have a switch of their own, which is on by default."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:
+        return getattr(torch.backends.cudnn, "fp32_precision", "tf32") == "tf32"
+
+
+def _matrix_dtype(func: torch._ops.OpOverload, args: Sequence[Any]) -> torch.dtype:
+    """Return the type that the matrix units work on: that of the first matrix operand."""
+    operands = args[_cost_traits(func).matrix_arg :]
+    return next((arg.dtype for arg in operands if isinstance(arg, torch.Tensor)), torch.float32)
+
+
+_FROM_HOST = "sacplan::from_host_"
+
+
+class CostModel:
+    """FLOPs and time of ops on one device, cached by op, shapes, strides and dtypes.
+
+    Args:
+        spec: the device.
+        tf32: whether float32 matrix products run as TF32; default: torch's switches, read once, here.
+
+    Not safe to share between threads that call it at the same time.
+    """
+
+    def __init__(self, spec: DeviceSpec, *, tf32: bool | None = None) -> None:
+        self.spec = spec
+        self._tf32 = tf32_allowed() if tf32 is None else tf32
+        self._conv_tf32 = _conv_tf32_allowed() if tf32 is None else tf32
+        self._known: dict[Any, tuple[int, float]] = {}
+        # For each kind, how many of what it waits for are done in a millisecond.
+        self._speeds = _speeds(spec) if spec.kind == "cuda" else {}
+
+    def cost(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> tuple[int, float]:
+        """Return (FLOPs, milliseconds) of one call of ``func`` that returned ``out``."""
+        if _cost_traits(func).free:
+            return 0, 0.0
+        # The output is in the key: where its size depends on data, equal arguments may give another one.
+        key = (func, signature(args), signature(kwargs) if kwargs else None, signature(out), _repeats(args))
+        try:
+            known = self._known.get(key)
+        except TypeError:  # an unhashable argument: a symbolic size, a generator's state
+            return self._compute(func, args, kwargs, out)
+        if known is None:
+            known = self._known[key] = self._compute(func, args, kwargs, out)
+        return known
+
+    def _compute(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> tuple[int, float]:
+        count = op_flops(func, args, kwargs, out) if _cost_traits(func).counts_flops else 0
+        peak = self.flops_per_s(func, args) if count else 0.0
+        if func._schema.name == _FROM_HOST:
+            # An update that another processor makes: no kernel of the device, and no FLOPs of it.
+            parameters, read_bytes = args
+            return 0, update_and_copy_ms(
+                zip(map(tensor_bytes, parameters), read_bytes, strict=True), self.spec
+            )
+        if func in (TO_DEVICE, TO_HOST):
+            return 0, copy_ms(tensor_bytes(out), args[1], self.spec)
+        if self.spec.kind == "cuda":
+            return count, sum(
+                self.kernel_ms(kernel, peak) for kernel in kernels_of(Call(func, args, kwargs, out, count))
+            )
+        compute_s = count / peak if count else 0.0
+        bandwidth = self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency
+        memory_s = op_bytes(func, args, kwargs, out) / bandwidth
+        return count, max(compute_s, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
+
+    def flops_per_s(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> float:
+        """Return what large matrix products reach on the operands of a call, in FLOP/s."""
+        tf32 = self._conv_tf32 if "conv" in func._schema.name else self._tf32
+        return self.spec.reached_flops(_matrix_dtype(func, args), tf32=tf32)
+
+    def kernel_ms(self, kernel: Kernel, flops_per_s: float = 0.0) -> float:
+        """Return the milliseconds of one kernel on a CUDA device, launches included.
+
+        Args:
+            kernel: the kernel.
+            flops_per_s: what large matrix products of its type reach.
+        """
+        speed = self._speeds[kernel.kind]
+        ms = max(kernel.nbytes / speed.bytes_per_ms, kernel.elements / speed.elements_per_ms)
+        if kernel.flops:
+            # Each multiprocessor has its share of the peak; the one with the most work is waited for.
+            flops = max(kernel.flops, kernel.block_flops * self.spec.sm_count)
+            ms = max(ms, 1e3 * flops / (flops_per_s * speed.matrix_share))
+        return ms + kernel.launches * self.spec.kernel_launch_us * 1e-3
+
+
+def fused_ms(spec: DeviceSpec, name: str, nbytes: int) -> float:
+    """Return the milliseconds of a kernel that inductor made, launch included: it moves bytes, and sums some up."""
+    if spec.kind == "cpu":
+        bandwidth = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency
+        return 1e3 * nbytes / bandwidth + spec.kernel_launch_us * 1e-3
+    return CostModel(spec).kernel_ms(Kernel("pointwise" if "_poi_" in name else "reduction", nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """How fast kernels of one kind run on one device.
+
+    Attributes:
+        bytes_per_ms: read and written.
+        elements_per_ms: infinite where elements do not matter.
+        matrix_share: of the FLOP/s of large matrix products.
+    """
+
+    bytes_per_ms: float
+    elements_per_ms: float
+    matrix_share: float
+
+
+def _speeds(spec: DeviceSpec) -> dict[str, _Speed]:
+    """Return the speeds of all kinds of kernels."""
+    rates = spec.kernel_rates.as_dict()
+    bytes_per_ms = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency * 1e-3
+    found = {}
+    for name, kind in KINDS.items():
+        elements_per_ms = math.inf
+        if kind.rate:
+            elements_per_ms = rates[kind.rate] * spec.cycles_per_s * 1e-3
+        elif kind.block_us:
+            elements_per_ms = spec.sm_count * large_blocks(spec) / (rates[kind.block_us] * 1e-3)
+        elif kind.us:
+            elements_per_ms = 1 / (rates[kind.us] * 1e-3)
+        found[name] = _Speed(
+            bytes_per_ms * (rates[kind.share] if kind.share else 1.0),
+            elements_per_ms,
+            rates[kind.matrix] if kind.matrix else 1.0,
+        )
+    return found
+
+
+def large_blocks(spec: DeviceSpec) -> int:
+    """Return how many blocks of 1,024 threads a multiprocessor runs at a time.
+
+    It has room for 2,048 threads on data-center GPUs, and for 1,024 or 1,536 on Turing and on all others (CUDA
+    programming guide, technical specifications by compute capability).
+    """
+    if spec.capability is None:
+        return 2
+    return 1 if spec.capability in _SMALL or spec.capability >= (11, 0) else 2
+
+
+_SMALL = {(7, 5), (8, 6), (8, 7), (8, 9)}
+
+
+def _repeats(args: Sequence[Any]) -> int:
+    """Return how many of the arguments are tensors that were given before: ``x * x`` reads once, ``x * y`` twice."""
+    tensors = [id(arg) for arg in args if isinstance(arg, torch.Tensor)]
+    return len(tensors) - len(set(tensors))
+
+
+def _nonzeros(tensor: torch.Tensor) -> int:
+    """Return the number of elements that a sparse tensor stores; 0 if it is not sparse, or on the meta device."""
+    return tensor._nnz() if "sparse" in str(tensor.layout) and not tensor.is_meta else 0
+
+
+def signature(tree: Any) -> Any:
+    """Return everything that a cost depends on, hashable.
+
+    Shape, stride and dtype of tensors, the number of elements of sparse ones, other values as they are.
+    """
+    if isinstance(tree, torch.Tensor):
+        if tree.layout is not torch.strided:
+            return tree.shape, tree.layout, tree.dtype, _nonzeros(tree)
+        return tree.shape, tree.stride(), tree.dtype
+    if isinstance(tree, (list, tuple)):
+        return tuple([signature(item) for item in tree])
+    if isinstance(tree, Mapping):
+        return tuple([(name, signature(item)) for name, item in tree.items()])
+    return tree

@@ -1,0 +1,459 @@
+"""Predict what torch reports on a GPU: ``max_memory_allocated`` and ``max_memory_reserved``.
+
+The peak of a program is the sum of its tensors (``liveness.py``). A GPU reports more, since its memory is handed out in
+blocks: a block may be larger than its tensor (``max_memory_allocated``), and segments stay reserved when their blocks
+are free (``max_memory_reserved``). So the program's allocations and frees are played through on the simulated allocator
+(``caching_allocator.py``), in their order.
+
+The play begins as a process does, since the order in which things come decides where holes are:
+
+1. The model: parameters and buffers.
+2. The first step. The optimizer's state comes when its ``step`` begins, into blocks that the backward pass has freed.
+3. More steps, until one reserves nothing more. When a step begins, the next batch is there before the old one goes,
+   and then the gradients go (``zero_grad``). The loss, and whatever else the step before has left, is in a variable of
+   the loop until the forward pass has returned.
+
+A step that adds to gradients of earlier micro-batches is played as two micro-steps, of which the first makes them.
+
+The workspaces that cuBLAS keeps stay from step to step. Buffers that ``fully_shard`` allocates on streams of their own
+have pools of their own, as in torch.
+
+Not simulated: the CUDA context, NCCL's buffers and libraries that allocate for themselves, which are outside of the
+allocator (``outside_allocator.py``); ``record_stream``, which delays frees.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import msgspec
+
+from sacplan.core.derived import derived
+from sacplan.core.elements import Event, Phase, StorageKind
+from sacplan.core.files import Count
+from sacplan.core.program import Program
+from sacplan.device.caching_allocator import (
+    Block,
+    CachingAllocator,
+    ExpandableAllocator,
+    OutOfDeviceMemory,
+)
+
+ZeroGrad = Literal["step", "backward"]
+
+_STEPS = 8
+"""Steps after the first, at most. Two are enough as a rule, but some reserve one more segment each time."""
+
+_STREAMS = {"fsdp.all_gather_copy_in.default": 1, "c10d._reduce_scatter_base_.default": 2}
+"""Ops that allocate on a stream of their own: ``foreach_all_gather`` and ``foreach_reduce`` in torch's
+``_fsdp_collectives.py``."""
+
+_STAYS = (
+    StorageKind.PARAMETER,
+    StorageKind.BUFFER,
+    StorageKind.OPTIMIZER_STATE,
+    StorageKind.GRADIENT,  # alive before the step: buckets of DDP
+)
+
+
+# Plain integers, since a play asks at every event.
+_OP, _RESIZE = int(Event.OP), int(Event.RESIZE)
+_HOLDS = frozenset(map(int, (Event.ALLOC, Event.PACK, Event.UNPACK)))
+_LETS_GO = frozenset(map(int, (Event.FREE, Event.RELEASE, Event.DROP)))
+
+
+class AllocatorPeaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The peaks that torch's allocator reports, in bytes.
+
+    Attributes:
+        max_memory_allocated: ``torch.cuda.max_memory_allocated()``: blocks in use.
+        max_memory_reserved: ``torch.cuda.max_memory_reserved()``: segments.
+    """
+
+    max_memory_allocated: Count
+    max_memory_reserved: Count
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The peaks of a training run as torch's allocator on a GPU would report them.
+
+    Attributes:
+        steps: of all steps until nothing changes any more, with the allocator's default settings.
+        first_step: of the first step alone, in which the optimizer's state does not exist before its ``step``.
+        expandable_steps, expandable_first_step: the same with
+            ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+    """
+
+    steps: AllocatorPeaks
+    first_step: AllocatorPeaks
+    expandable_steps: AllocatorPeaks
+    expandable_first_step: AllocatorPeaks
+
+    def reserved_bytes(self, *, expandable: bool | None = None) -> int:
+        """Return ``max_memory_reserved`` of the whole run. It decides whether the run fits the device.
+
+        Args:
+            expandable: With expandable segments or without; None: as this process is set up, see
+                ``expandable_segments``.
+        """
+        peaks = (
+            (self.expandable_first_step, self.expandable_steps)
+            if (expandable_segments() if expandable is None else expandable)
+            else (self.first_step, self.steps)
+        )
+        return max(each.max_memory_reserved for each in peaks)
+
+
+def expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the allocator of a process with this environment has expandable segments.
+
+    As in torch (``c10/cuda/CUDAAllocatorConfig.h``), the first of these variables that is set is the one that counts.
+    """
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = next((environment[name] for name in names if name in environment), "")
+    return "expandable_segments:True" in settings.replace(" ", "").split(",")
+
+
+@derived
+def device_memory(program: Program) -> DeviceMemory:
+    """Play a program on the allocator of a GPU, with its default settings and with expandable segments.
+
+    Args:
+        program: the step, with a plan or without. Sizes are those of a CUDA device.
+    """
+    first_step, steps = _played(program, expandable=False)
+    expandable_first_step, expandable_steps = _played(program, expandable=True)
+    return DeviceMemory(steps, first_step, expandable_steps, expandable_first_step)
+
+
+def reserved_bytes(program: Program, *, expandable: bool | None = None) -> int:
+    """Return what ``DeviceMemory.reserved_bytes`` does, for which one of the two settings is enough to play."""
+    peaks = _played(program, expandable=expandable_segments() if expandable is None else expandable)
+    return max(each.max_memory_reserved for each in peaks)
+
+
+WITH_RETRIES = "It still runs, with allocation retries: torch gives cached memory back, which takes time."
+"""What ``retries_within`` means to a user."""
+
+
+def retries_within(program: Program, n_bytes: int) -> int | None:
+    """Return how often torch gives cached segments back in a run that may reserve so much; None if it runs out.
+
+    Each time costs a synchronization and new segments. A run of a few steps: until nothing changes, at most eight.
+    None with expandable segments, too: what torch gives back of those is not played.
+    """
+    if expandable_segments():
+        return None
+    allocator = CachingAllocator(n_bytes)
+    try:
+        peaks_on(allocator, program)
+    except OutOfDeviceMemory:
+        return None
+    return allocator.retries
+
+
+def beyond_peak_bytes(program: Program) -> int:
+    """Return what the allocator reserves beyond the peak of a program: holes, and what rounding adds."""
+    return reserved_bytes(program) - program.footprint.peak_bytes
+
+
+@derived
+def _played(program: Program, *, expandable: bool) -> tuple[AllocatorPeaks, AllocatorPeaks]:
+    return peaks_on(ExpandableAllocator() if expandable else CachingAllocator(), program)
+
+
+def peaks_on(
+    allocator: CachingAllocator, program: Program, *, zero_grad: ZeroGrad = "step"
+) -> tuple[AllocatorPeaks, AllocatorPeaks]:
+    """Train on an empty allocator. Return the peaks of the first step, and of all until nothing changes.
+
+    ``zero_grad`` says when the loop drops the gradients: between two steps, or right before the next backward pass.
+    """
+    run = _Run(_changes_of(program), allocator, zero_grad)
+    run.allocate(run.changes.model)
+    first = run.step(is_first=True)
+    # Once a step reserves nothing more, there is a block for all that the next one asks for.
+    allocated, reserved = first.max_memory_allocated, -1
+    for _ in range(_STEPS):
+        if allocator.reserved_bytes == reserved:
+            break
+        reserved = allocator.reserved_bytes
+        # Torch reports the maximum of all steps. The blocks of two steps differ as long as holes move about.
+        allocated = max(allocated, run.step().max_memory_allocated)
+    return first, AllocatorPeaks(allocated, allocator.reserved_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """The allocations and frees of a process. A block is an index into ``sizes``, which the allocator is to give.
+
+    Attributes:
+        sizes: bytes of each block.
+        streams: stream of the blocks that are not on the main one.
+        model: blocks that are there before the first step.
+        given: blocks that each step is given anew, as the batch.
+        state: blocks that come when the optimizer's ``step`` begins for the first time.
+        forward, backward, optimizer: changes of a step until its backward pass begins, then until the optimizer's
+            ``step`` does, and after: a block, or the complement ``~block`` of one that is freed.
+        gradients, leftover: gradients, and other blocks, that nothing has freed when the step is over.
+        renewed: by block that is there when the step is over, the one that it is at the beginning of the next.
+        staying: blocks that come in a step and stay.
+        added: with accumulation, by block of a gradient that is added to an earlier one, that one. In the first
+            micro-step there is none yet, and the block itself becomes the gradient.
+    """
+
+    sizes: list[int]
+    streams: dict[int, int]
+    model: list[int]
+    given: list[int]
+    state: list[int]
+    forward: list[int]
+    backward: list[int]
+    optimizer: list[int]
+    gradients: list[int]
+    leftover: list[int]
+    renewed: dict[int, int]
+    staying: frozenset[int]
+    added: dict[int, int]
+
+
+@derived
+def _changes_of(program: Program) -> _Changes:
+    """Read a program's changes off its events, by the one rule of ``liveness.py``."""
+    reader = _Reader(program)
+    for code, arg in program.events:
+        reader.step(code, arg)
+    kinds, initial = program.storage_kinds, [s for s in program.initial if program.device_bytes[s]]
+    # A step without an optimizer, or without a backward pass, has none of these moments: what follows is then empty.
+    end = len(reader.changes)
+    optimizer_at = reader.begins.get(Phase.OPTIMIZER, end)
+    backward_at = min(reader.begins.get(Phase.BACKWARD, end), optimizer_at)
+    there = frozenset(initial)
+    left = {  # by storage, its block, when the step is over
+        storage: block
+        for storage, block in reader.block_of.items()
+        if block not in there and block not in reader.workspaces
+    }
+    # A tensor that was there may be replaced by another one: Adafactor makes some of its state anew in each step. It is
+    # then what the next step begins with. Where nothing takes its place, it is given to each step, as the batch is.
+    changed = {~change for change in reader.changes if change < 0}
+    renewed: dict[int, int] = {}
+    given = [s for s in initial if kinds[s] not in _STAYS]
+    for old in (s for s in initial if s in changed and kinds[s] in _STAYS):
+        like = (s for s in left if kinds[s] == kinds[old] and reader.sizes[s] == reader.sizes[old])
+        new = next(like, None)
+        if new is None:
+            given.append(old)
+        else:
+            renewed[left.pop(new)] = old
+    added = _added(program, changed)
+    accumulated = frozenset(added.values())
+    return _Changes(
+        sizes=reader.sizes,
+        streams=reader.streams,
+        model=[
+            s
+            for s in initial
+            if s not in given and s not in accumulated and kinds[s] != StorageKind.OPTIMIZER_STATE
+        ],
+        given=given,
+        state=[s for s in initial if s not in given and kinds[s] == StorageKind.OPTIMIZER_STATE],
+        forward=reader.changes[:backward_at],
+        backward=reader.changes[backward_at:optimizer_at],
+        optimizer=reader.changes[optimizer_at:],
+        gradients=[
+            *(block for s, block in left.items() if kinds[s] == StorageKind.GRADIENT),
+            *accumulated,
+        ],
+        leftover=[block for s, block in left.items() if kinds[s] != StorageKind.GRADIENT],
+        renewed=renewed,
+        staying=frozenset(reader.workspaces),
+        added=added,
+    )
+
+
+def _added(program: Program, freed: Collection[int]) -> dict[int, int]:
+    """Return, by storage of a gradient that the backward pass adds to one that was there, the latter.
+
+    Gradients of a rank of FSDP2 are not among them: shards stay as they are from step to step.
+    """
+    kinds, sizes, there = program.storage_kinds, program.storage_bytes, frozenset(program.initial)
+    found: dict[int, int] = {}
+    for op in program.ops:
+        # A sum in place writes one tensor, a gradient from before the step. It reads another of the same size, which is
+        # new and not needed any more.
+        if op.phase != Phase.BACKWARD or len(op.mutates) != 1:
+            continue
+        (total,) = op.mutates
+        if total not in there or kinds[total] != StorageKind.GRADIENT or total in found.values():
+            continue
+        new = (s for s in op.reads if s not in there and s in freed and sizes[s] == sizes[total])
+        found.update((s, total) for s in itertools.islice(new, 1))
+    return found
+
+
+class _Reader:
+    """Turn the events of a program into allocations and frees.
+
+    Attributes:
+        sizes: bytes by block. Those of the program's storages come first, under their own indices.
+        streams: stream of the blocks that are not on the main one.
+        changes: blocks as they are allocated, ``~block`` as they are freed.
+        block_of: by storage that is alive, its block.
+        begins: by phase, how many changes there were when it began.
+        workspaces: blocks that a library keeps for good.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.sizes = list(program.device_bytes)
+        self.streams = dict(program.streams)
+        self.changes: list[int] = []
+        self.block_of = {s: s for s in program.initial if program.device_bytes[s]}
+        self.begins: dict[Phase, int] = {}
+        # No op makes a workspace, and no tensor is on it.
+        seen = {tensor.storage for tensor in program.tensors}
+        self.workspaces = {arg for code, arg in program.events if code == Event.ALLOC and arg not in seen}
+        self._holders = [0] * len(self.sizes)
+        for storage in program.initial:
+            self._holders[storage] = 1
+        self._overwritten = -1  # a storage whose block was taken over by the op before
+        self._moved: set[int] = set()  # storages whose own block is another version's, or of another size
+        self._resized: dict[int, int] = {}  # their bytes now
+
+    def step(self, code: int, arg: int) -> None:
+        """Go on by one event."""
+        if code == _OP:
+            self._run(arg)
+        elif code in _HOLDS:
+            self._hold(self.program.storage_of(code, arg))
+        elif code in _LETS_GO:
+            self._release(self.program.storage_of(code, arg))
+        elif code == _RESIZE:
+            self._resize(*self.program.resizes[arg])
+
+    def _run(self, index: int) -> None:
+        op = self.program.ops[index]
+        self.begins.setdefault(op.phase, len(self.changes))
+        # The block went to the new version, but the old one is still there: it was kept after all.
+        if self._overwritten >= 0 and self._holders[self._overwritten]:
+            self._allocate(self._overwritten)
+        self._overwritten = -1
+        # An op that writes in place makes a new version of a storage, in the block of the old one.
+        if op.replaces in self.block_of and self.sizes[op.writes[0]] == self.sizes[op.replaces]:
+            self.block_of[op.writes[0]] = self.block_of.pop(op.replaces)
+            self._overwritten = op.replaces
+            self._moved.add(op.replaces)
+        inside = (self._more(op.workspace_bytes),) if op.workspace_bytes else ()
+        if op.name in _STREAMS:
+            self.streams.update(dict.fromkeys((*op.writes, *inside), _STREAMS[op.name]))
+        for storage in op.writes:
+            self._hold(storage)
+        for block in inside:
+            self.changes += (block, ~block)
+
+    def _hold(self, storage: int) -> None:
+        self._holders[storage] += 1
+        if self._holders[storage] == 1 and storage not in self.block_of:
+            self._allocate(storage)
+
+    def _allocate(self, storage: int) -> None:
+        n_bytes = self._resized.get(storage, self.sizes[storage])
+        if n_bytes:  # the allocator gives no block for 0 bytes
+            block = self._more(n_bytes) if storage in self._moved else storage
+            self.block_of[storage] = block
+            self.changes.append(block)
+
+    def _resize(self, storage: int, before: int, after: int) -> None:
+        if storage in self.program.on_host:
+            return
+        old = self.block_of.pop(storage, None)
+        self._resized[storage] = after
+        self._moved.add(storage)
+        if self._holders[storage]:
+            self._allocate(storage)  # before the old block goes: the contents are copied
+        if old is not None:
+            self.changes.append(~old)
+
+    def _more(self, n_bytes: int) -> int:
+        """Add a block that is not a storage's own."""
+        self.sizes.append(n_bytes)
+        return len(self.sizes) - 1
+
+    def _release(self, storage: int) -> None:
+        self._holders[storage] -= 1
+        if not self._holders[storage] and storage in self.block_of:
+            self.changes.append(~self.block_of.pop(storage))
+
+
+class _Run:
+    """A process that trains: its allocator, and the blocks that it holds."""
+
+    def __init__(self, changes: _Changes, allocator: CachingAllocator, zero_grad: ZeroGrad) -> None:
+        self.changes = changes
+        self.allocator = allocator
+        self.zero_grad = zero_grad
+        self.blocks: dict[int, Block] = {}
+
+    def allocate(self, indices: Iterable[int]) -> None:
+        """Allocate blocks, of which none is held."""
+        sizes, streams, allocate = self.changes.sizes, self.changes.streams, self.allocator.allocate
+        for index in indices:
+            self.blocks[index] = allocate(sizes[index], streams.get(index, 0))
+
+    def step(self, *, is_first: bool = False) -> AllocatorPeaks:
+        """Run one step, and return its peaks; with accumulation two micro-steps and the optimizer's."""
+        changes, allocator = self.changes, self.allocator
+        # Out of the way of the blocks of the same names that this step makes. A step may free its own batch.
+        given, gradients, leftover = (
+            [] if is_first else [self.blocks.pop(index) for index in indices if index in self.blocks]
+            for indices in (changes.given, changes.gradients, changes.leftover)
+        )
+        for new, old in changes.renewed.items() if not is_first else ():
+            self.blocks[old] = self.blocks.pop(new)
+        self.allocate(changes.given)
+        self._free(given)
+        if self.zero_grad == "step":
+            self._free(gradients)
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
+        if changes.added:
+            self._first_micro_step()
+        self._change(changes.forward)
+        self._free(leftover)
+        if self.zero_grad == "backward":
+            self._free(gradients)
+        self._change(changes.backward)
+        if is_first:
+            self.allocate(changes.state)
+        self._change(changes.optimizer)
+        return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.reserved_bytes)
+
+    def _first_micro_step(self) -> None:
+        """Run a micro-step that finds no gradients, and leaves those that it makes."""
+        changes, blocks = self.changes, self.blocks
+        self._change(changes.forward)
+        self._change(changes.backward, changes.added)
+        self._free([blocks.pop(index) for index in (*changes.leftover, *changes.given) if index in blocks])
+        self.allocate(changes.given)
+
+    def _free(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self.allocator.free(block)
+
+    def _change(self, indices: Iterable[int], becomes: Mapping[int, int] = MappingProxyType({})) -> None:
+        """Allocate and free blocks. One that ``becomes`` another is not freed, but goes on as that."""
+        changes, blocks = self.changes, self.blocks
+        sizes, streams, staying = changes.sizes, changes.streams, changes.staying
+        allocate, free = self.allocator.allocate, self.allocator.free
+        for index in indices:
+            if ~index in becomes:
+                blocks[becomes[~index]] = blocks.pop(~index)
+            elif index < 0:
+                free(blocks.pop(~index))
+            elif index not in staying or index not in blocks:
+                blocks[index] = allocate(sizes[index], streams.get(index, 0))

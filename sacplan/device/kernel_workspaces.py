@@ -1,0 +1,219 @@
+"""Temporaries that a CUDA kernel allocates inside, where no dispatch mode sees them: formulas over shapes.
+
+To add one, decorate a function with the names of its ops. It gets the arguments of the call by name and the
+:class:`DeviceSpec`, and returns the bytes of each allocation that is alive at the kernel's peak:
+
+    @workspace("aten::embedding_dense_backward")
+    def _embedding_backward(a, spec):
+        return (4 * a["indices"].numel() * a["indices"].element_size(),)
+
+Sources: PyTorch's ``flash_attn/flash_api.cpp``, ``mem_eff_attention/kernel_forward.h``, ``attention_backward.cu``,
+``Embedding.cu``, ``Indexing.cu``, ``layer_norm_kernel.cu``; ``backends/cuda/ops.py`` of bitsandbytes. What cuDNN
+allocates (convolutions, RNN, batch norm) is not known without the device, and counts as 0 unless stated otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sacplan.device.cublas import PRODUCTS, library_workspace_bytes, workspaces_stay
+from sacplan.device.devices import DeviceSpec
+from sacplan.torch_compat.ops import RuleTable, arguments_by_name
+
+Arguments = Mapping[str, Any]
+workspace: RuleTable[Callable[[Arguments, DeviceSpec], Sequence[int]]] = RuleTable()
+"""By schema name."""
+
+
+def kernel_workspace_bytes(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Any,
+    spec: DeviceSpec,
+) -> int:
+    """Return the bytes that the kernel of ``func`` allocates for itself while it runs on ``spec``, outputs aside.
+
+    Each allocation is rounded as the allocator does. 0 for ops without a formula and on a CPU.
+    """
+    if spec.kind != "cuda":
+        return 0
+    formula = workspace.get(func._schema.name)
+    if formula is None:
+        # cuBLAS: until torch 2.14 the workspace stays allocated, and a rewrite of the program counts it once.
+        if func._schema.name in PRODUCTS and not workspaces_stay():
+            return spec.round_up(library_workspace_bytes(spec))
+        return 0
+    allocations = formula(arguments_by_name(func, args, kwargs), spec)
+    return sum(spec.round_up(nbytes) for nbytes in allocations if nbytes > 0)
+
+
+def _ceil_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy_to_bshd(tensor: torch.Tensor) -> int:
+    """Return the bytes of the copy that a [B, H, S, D] tensor needs, 0 if it lies in memory as [B, S, H, D]."""
+    return 0 if tensor.transpose(1, 2).is_contiguous() else _nbytes(tensor)
+
+
+@workspace("aten::_scaled_dot_product_flash_attention_backward")
+def _flash_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """``mha_bwd`` in ``flash_api.cpp``. All sums are in float32, with Sq rounded up to 128 rows and D to 32 or 64.
+
+    - accumulator of dQ: 4 B Sq H D bytes; with deterministic algorithms one for each of ceil(SMs / (B H)) splits;
+    - softmax_d, the row sums of dO * O: 4 B H Sq;
+    - with grouped queries, dK and dV for all query heads: B Sk H D elements each, before they are added up by group;
+    - copies of dO and O unless they lie in memory as [B, S, H, D].
+    """
+    grad_out, query, key, out = a["grad_out"], a["query"], a["key"], a["out"]
+    batch, heads, seq_q, dim = query.shape
+    heads_k, seq_k = key.shape[1], key.shape[2]
+    rows = _ceil_to(seq_q, 128)
+    splits = 1
+    if torch.are_deterministic_algorithms_enabled():
+        splits = -(-spec.sm_count // (batch * heads))
+    accumulator = 4 * batch * rows * heads * _ceil_to(dim, 32 if dim <= 128 else 64) * splits
+    expanded = query.element_size() * batch * seq_k * heads * dim if heads != heads_k else 0
+    return (
+        accumulator,
+        4 * batch * heads * rows,
+        expanded,
+        expanded,
+        _copy_to_bshd(grad_out),
+        _copy_to_bshd(out),
+    )
+
+
+@workspace("aten::_scaled_dot_product_efficient_attention")
+def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Count the float32 accumulator of the output, 4 B Sq H Dv bytes, for half heads over 128 (``kernel_forward.h``).
+
+    Smaller heads fit one block of keys and are accumulated in registers; a float32 output is its own accumulator.
+    """
+    query, value = a["query"], a["value"]
+    # ``kNeedsOutputAccumulatorBuffer``: not in registers, and not of the output's type.
+    if query.element_size() == 4 or max(query.shape[-1], value.shape[-1]) <= 128:
+        return ()
+    batch, heads, seq_q, _ = query.shape
+    return (4 * batch * seq_q * heads * value.shape[-1],)
+
+
+@workspace("aten::_scaled_dot_product_efficient_attention_backward")
+def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Count the workspace of ``kernel_backward.h``, delta, and a copy of grad_out (``attention_backward.cu``).
+
+    The workspace has dQ in float32, with Sq and D rounded up to 64: 4 B H Sq D bytes. For half heads over 128 it has dK
+    and dV, too. Delta, the row sums of dO * O, has 4 B H Sq bytes.
+    """
+    grad_out, query, key, value = a["grad_out_"], a["query"], a["key"], a["value"]
+    batch, heads, seq_q, dim = query.shape
+    dim_v = value.shape[-1]
+    workspace = 4 * batch * heads * _ceil_to(seq_q, 64) * _ceil_to(dim, 64)
+    # ``kNeedsAccumGradK``: half outputs that do not fit the registers are summed in float32 outside of them.
+    if query.element_size() == 2 and max(dim, dim_v) > 128:
+        workspace += (
+            4 * batch * heads * _ceil_to(key.shape[2], 64) * (_ceil_to(dim, 64) + _ceil_to(dim_v, 64))
+        )
+    return (workspace, 4 * batch * heads * seq_q, _copy_to_bshd(grad_out))
+
+
+@workspace("aten::_scaled_dot_product_cudnn_attention_backward")
+def _cudnn_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Assumed, since cuDNN does not publish its workspace: an fp32 dq and the row sums, as in flash attention."""
+    batch, heads, seq_q, dim = a["query"].shape
+    return (4 * batch * heads * seq_q * dim, 4 * batch * heads * seq_q)
+
+
+@workspace("aten::embedding_dense_backward")
+def _embedding_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Above 3072 indices, the kernel that sorts (``EmbeddingBackwardKernel.cu``), with float32 partial rows.
+
+    For n indices and V rows there are at most s = min(n, V) segments of equal indices, and at most p = n / 10 + s
+    partial rows. Buffers of indices: those that are sorted, their order and the segments' offsets have n; two more s;
+    the partial rows' offsets p. Up to 3072 indices another kernel runs, which needs nothing.
+    """
+    grad_out, indices, rows = a["grad_output"], a["indices"], a["num_weights"]
+    count = indices.numel()
+    if count <= 3072:
+        return ()
+    segments, size = min(count, rows), indices.element_size()
+    partial_rows = count // 10 + segments
+    buffers = (count, count, count, segments, segments, partial_rows)
+    return (*(size * n for n in buffers), 4 * partial_rows * grad_out.shape[-1])
+
+
+@workspace("aten::_softmax_backward_data")
+def _softmax_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Gradient times output (``SoftMax.cu``). The gradient of log-softmax needs no such product."""
+    return (a["grad_output"].numel() * a["grad_output"].element_size(),)
+
+
+@workspace("aten::native_group_norm")
+def _group_norm(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """With a weight or a bias, scale and shift of each channel of each sample in float32 (``group_norm_kernel.cu``)."""
+    if a["weight"] is None and a["bias"] is None:
+        return ()
+    return (4 * a["N"] * a["C"],) * 2
+
+
+@workspace("aten::native_group_norm_backward")
+def _group_norm_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Two sums of each channel in float32, its scale if there is a weight, and two factors of each group."""
+    channels, groups = 4 * a["N"] * a["C"], 4 * a["N"] * a["group"]
+    return (*(channels,) * (2 if a["weight"] is None else 3), groups, groups)
+
+
+@workspace("aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index_put")
+def _index_put(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """With accumulate: four int64 buffers over the indices, to sort them (Indexing.cu; from memory)."""
+    indices = [i for i in a["indices"] if isinstance(i, torch.Tensor)]
+    # Without accumulate the last write wins, and nothing has to be sorted.
+    if not a["accumulate"] or not indices:
+        return ()
+    return (4 * 8 * max(i.numel() for i in indices),)
+
+
+_FUSED_ROWS = 4
+"""Rows of activations up to which bitsandbytes never dequantizes a weight of its own accord."""
+
+
+@workspace("bitsandbytes::gemm_4bit")
+def _gemm_4bit(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Count the dequantized weight, of the type of the activations, and with double quantization its scales twice.
+
+    That is ``_dequant_linear_fallback`` in bitsandbytes' ``backends/cuda/ops.py`` (0.50): the scales are dequantized to
+    float32, the offset is added out of place, and both stay until the product has run. Up to 4 rows a fused kernel
+    runs, which needs nothing. From 5 to 512 rows (1,536 for small weights) measured thresholds of each architecture
+    choose between the two; here the fallback is taken, which is an upper bound.
+    """
+    activations, scales = a["A"], a["absmax_8bit"]
+    columns = activations.shape[-1]
+    if columns % a["blocksize"] == 0 and activations.numel() // columns <= _FUSED_ROWS:
+        return ()
+    weight = a["shapeB"][0] * a["shapeB"][1] * activations.element_size()
+    library = 0 if workspaces_stay() else library_workspace_bytes(spec)
+    if scales is None:
+        return (weight, library)
+    return (4 * scales.numel(), 4 * scales.numel(), weight, library)
+
+
+@workspace("aten::convolution", "aten::convolution_backward")
+def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Count copies of operands that are not in the memory format of the kernel. cuDNN's own workspace is unknown."""
+    # One operand in channels-last is enough for that kernel. A tensor that is contiguous in both formats, as with one
+    # channel, decides nothing.
+    tensors = [t for t in (a.get("grad_output"), a["input"], a["weight"]) if t is not None and t.dim() >= 3]
+    last = tensors[0].dim() == 4 and any(
+        t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
+        for t in (a["input"], a["weight"])
+    )
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    return [_nbytes(t) for t in tensors if not t.is_contiguous(memory_format=memory_format)]

@@ -1,0 +1,253 @@
+"""The kernels of a device, emulated on fake CPU tensors, so that autograd keeps what it keeps there.
+
+:func:`fake_device` is FakeTensorMode together with :func:`device_kernels`, which switches on, for a CUDA device:
+
+- ``overrides.py``, ``attention.py``, ``cudnn_rnn.py``: the ops that CUDA runs in other kernels. A new module of
+  overrides is one more import here;
+- ``autocast.py``: CUDA's cast lists;
+- ``foreach.py``: optimizers take the path that is the default there;
+
+and for every device ``layouts.py``: strides and storages as the kernels make them.
+
+``kernel_workspaces.py`` knows what a kernel allocates inside, ``cublas.py`` what cuBLAS keeps.
+
+How: Python kernels for the dispatch key ``AutogradCPU``. A function mode would miss the calls inside
+``F.multi_head_attention_forward``, and the key ``CPU`` would lose autograd.
+
+Known gaps, all of them small, or impossible to know without the device:
+
+- math attention: ``attn.add_(mask)`` becomes out-of-place under a dispatch mode (one score-sized temporary);
+- cuDNN's own workspaces (convolutions, attention, RNN) and the reserve of fused batch norm count as 0;
+- ``dropout_`` and feature dropout are composites on both sides and left alone; packed sequences of LSTM and
+  GRU stay composites, and so do recurrent layers on ROCm;
+- efficient attention's backward on float32 briefly keeps one more product, about as large as its workspace; the
+  partial sums of layer norm's backward are not counted;
+- an optimizer's ``step`` counters count 512 bytes each, where CUDA keeps them on the host unless fused;
+- second derivatives through ``rms_norm``, ``torch.func`` transforms over it, and inference mode (which skips
+  the autograd keys) are not emulated.
+
+Private PyTorch APIs, tried on 2.11 and 2.13: ``torch._subclasses.FakeTensorMode``, ``Library._destroy``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch._refs  # registers torch's own fake layer norm, which must be there before it is replaced
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from sacplan.device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
+from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
+from sacplan.device.foreach import foreach_by_default
+from sacplan.device.layouts import cpu_kernels, elementwise_kernels, quick_kernels, shared_kernels
+from sacplan.device.overrides import fake_kernel, override
+from sacplan.torch_compat.fake_kernels import FakeKernel, fake_kernels, forget_kernels
+from sacplan.torch_compat.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
+from sacplan.torch_compat.local_tensors import local_part
+from sacplan.torch_compat.ops import run_composite, tensors_in
+
+# The registrations belong to the process: the first context that is entered anywhere makes them, and the last one
+# that is left removes them. Which device is active belongs to the thread. An overridden op that is called with
+# real tensors, or in a thread without an active CUDA device, runs torch's own composite.
+
+_device: ContextVar[DeviceSpec | None] = ContextVar("device", default=None)
+
+
+def active_device() -> DeviceSpec | None:
+    """Return the device whose kernels are emulated in this thread: the innermost one, None outside."""
+    return _device.get()
+
+
+make_fake_zeros_ordinary(lambda: active_device() is not None)
+
+
+def _active_cuda() -> DeviceSpec | None:
+    spec = active_device()
+    return spec if spec is not None and spec.kind == "cuda" else None
+
+
+def _is_any() -> bool:
+    return active_device() is not None
+
+
+def _is_cpu() -> bool:
+    spec = active_device()
+    return spec is not None and spec.kind == "cpu"
+
+
+def _is_active() -> bool:
+    return _active_cuda() is not None
+
+
+def _is_emulated(args: Any) -> bool:
+    return _is_active() and any(map(_is_fake, tensors_in(args)))
+
+
+def _is_fake(tensor: Any) -> bool:
+    """Whether a tensor is fake, or stands for a fake one that is not computed yet."""
+    deferred = getattr(type(tensor), "is_deferred", False)
+    if isinstance(tensor, torch.Tensor):
+        tensor = local_part(tensor)
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or (deferred and active_fake_mode() is not None)
+
+
+def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        spec = _active_cuda()
+        # Registered for the process: other threads, and real tensors in this one, keep torch's own kernel.
+        if spec is None or not _is_fake(args[0]):
+            return run_composite(op, *args, **kwargs)
+        return kernel(spec, *args, **kwargs)
+
+    return call
+
+
+@functools.cache  # the same one at each registration, so that ``entered_kernels`` are equal
+def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return kernel(*args, **kwargs) if is_active() else NotImplemented
+
+    return fake
+
+
+def _register_layouts(stack: ExitStack) -> None:
+    # The kernels that are entered last are asked first. So those for sizes of 1 come before a CPU's own, and these
+    # before those for every device. Those that are only quick come first, and leave what is not plain to the others.
+    on_any = {op: _where(_is_any, kernel) for op, kernel in shared_kernels().items()}
+    on_cpu = {op: _where(_is_cpu, kernel) for op, kernel in cpu_kernels().items()}
+    stack.enter_context(fake_kernels(on_any))
+    stack.enter_context(fake_kernels(on_cpu))
+    sizes_of_one = {op: _where(_is_any, kernel) for op, kernel in elementwise_kernels().items()}
+    stack.enter_context(fake_kernels(sizes_of_one))
+    quick = {op: _where(_is_any, kernel) for op, kernel in quick_kernels().items()}
+    stack.enter_context(fake_kernels(quick))
+
+
+def _register_cuda_kernels(stack: ExitStack) -> None:
+    # Without this the registrations would go when the library is collected (its finalizer, ``torch/library.py``).
+    library = torch.library.Library("aten", "IMPL")
+    stack.callback(library._destroy)
+    # While a compiler traces, torch looks kernels up in a cache of each op, which knows nothing of registrations.
+    forget_kernels(override)
+    stack.callback(forget_kernels, override)
+    for op, kernel in override.items():
+        library.impl(op, _overridden(op, kernel), "AutogradCPU")
+    with warnings.catch_warnings():
+        # Some ops have a kernel of torch's own for autocast, which is back when the library is destroyed.
+        warnings.filterwarnings("ignore", message="[\\s\\S]*[Oo]verriding a previously registered kernel")
+        autocast.register(library, _is_emulated)
+    stack.enter_context(fake_kernels({op: _where(_is_active, kernel) for op, kernel in fake_kernel.items()}))
+    stack.enter_context(autocast.cuda_autocast_on_cpu(_is_active))
+    stack.enter_context(foreach_by_default(lambda: _is_active() and active_fake_mode() is not None))
+
+
+class _Registration:
+    """Registers something for the process at the first entry, in any thread, and removes it at the last exit."""
+
+    def __init__(self, register: Callable[[ExitStack], None]) -> None:
+        self._register = register
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._made = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._entered:
+                # If a registration fails half-way, the stack takes back what was made, and nothing counts as entered.
+                with ExitStack() as stack:
+                    self._register(stack)
+                    self._made = stack.pop_all()
+            self._entered += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                self._made.close()
+
+
+_layouts = _Registration(_register_layouts)
+_cuda_kernels = _Registration(_register_cuda_kernels)
+
+
+@contextmanager
+def device_kernels(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> Iterator[DeviceSpec]:
+    """Run fake CPU tensors through the kernels of ``device``, under a FakeTensorMode that is already on.
+
+    On a device of kind ``"cpu"`` only ``layouts.py`` applies. Contexts nest: the inner device wins, and the outer one
+    is back when it is left. Real tensors and other threads keep torch's own kernels.
+
+    Raises:
+        DeviceError: an unknown device; inside, attention that no enabled backend can run.
+    """
+    spec = resolve_device(device)
+    with registered(spec), _active(spec), autocast.outer_autocast() if spec.kind == "cuda" else nullcontext():
+        yield spec
+
+
+@contextmanager
+def registered(spec: DeviceSpec) -> Iterator[None]:
+    """Keep the kernels of a device registered, so that ``device_kernels`` inside need not do it each time.
+
+    No device is made active, so that ops run as they did.
+    """
+    with _layouts, _cuda_kernels if spec.kind == "cuda" else nullcontext():
+        yield
+
+
+@contextmanager
+def kernel_layouts(kind: str) -> Iterator[None]:
+    """Give fake tensors the strides that kernels of this kind of device make (``layouts.py``), and change nothing else.
+
+    For sizes of results of a real step that are needed before they are computed. Does nothing where a device is active.
+    """
+    if active_device() is not None or kind not in ("cpu", "cuda"):
+        yield
+        return
+    with _layouts, _active(resolve_device(kind)):
+        yield
+
+
+@contextmanager
+def _active(spec: DeviceSpec) -> Iterator[None]:
+    token = _device.set(spec)
+    # Fake results are cached per process by op and shape, and would outlive the change of kernels.
+    FakeTensorMode.cache_clear()
+    try:
+        yield
+    finally:
+        _device.reset(token)
+        FakeTensorMode.cache_clear()
+
+
+@contextmanager
+def fake_device(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> Iterator[FakeTensorMode]:
+    """FakeTensorMode on CPU tensors, with the kernels and the allocator's rounding of ``device``.
+
+    .. code-block:: python
+
+        with sacplan.fake_device("h100") as mode:
+            model = Model()
+            model(torch.randint(8192, (8, 1024))).sum().backward()   # nothing is computed
+
+    Yields the mode (``mode.from_tensor`` makes fakes of real tensors, which are not accepted otherwise).
+    Shapes are static. :func:`active_device` says which device it is. Choose the dtype when the model is
+    made: torch cannot cast a fake module with ``.to(dtype)``.
+
+    For a CUDA device ``torch.autocast("cuda")`` and ``torch.autocast("cpu")`` both do what CUDA's autocast does,
+    and optimizers take the ``foreach`` path by default, as there.
+
+    Raises:
+        DeviceError: an unknown device.
+    """
+    spec = resolve_device(device)
+    with FakeTensorMode(allow_non_fake_inputs=False, static_shapes=True) as mode, device_kernels(spec):
+        yield mode

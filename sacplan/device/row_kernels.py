@@ -1,0 +1,248 @@
+"""Kernels of ops that work on rows: reductions, softmax, losses, norms, scans, attention."""
+
+from __future__ import annotations
+
+import torch
+
+from sacplan.device.op_kernels import Call, Kernel, kernels, tensor_bytes
+from sacplan.torch_compat.ops import arguments_by_name, aten_names
+
+# ---------------------------------------------------------------------------------------------------------
+# Reductions (Reduce.cuh) and scans (ScanUtils.cuh)
+
+
+@kernels(*aten_names("""
+    sum mean prod amax amin aminmax max min argmax argmin any all norm linalg_vector_norm logsumexp var std var_mean
+    std_mean nansum count_nonzero median nanmedian mode
+"""))  # fmt: skip
+def _reduction(call: Call) -> tuple[Kernel, ...]:
+    """Most reductions read once. ``max(a, b)`` of two tensors has the name of one, and is elementwise."""
+    largest = max((t.numel() for t in call.reads), default=0)
+    if any(t.numel() == largest for t in call.writes):
+        return (Kernel("pointwise", call.nbytes),)
+    return (Kernel("reduction", call.nbytes),)
+
+
+@kernels(*aten_names("cumsum cumsum_ cumprod cumprod_ cummax cummin logcumsumexp"))
+def _scan(call: Call) -> tuple[Kernel, ...]:
+    return (Kernel("scan", call.nbytes),)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Softmax (SoftMax.cu, PersistentSoftmax.cuh)
+
+_WARP_ROW = 1024
+"""Elements of a row that one warp holds in registers."""
+_SHARED_ROW_BYTES = 48 * 1024
+"""Bytes of a row that a block holds in shared memory (``sharedMemPerBlock``)."""
+_CACHED_ROW_BYTES = 64 * 1024
+"""Bytes of a row up to which all rows at work fit the L2 cache, so that reading one again costs little."""
+
+
+def _row(tensor: torch.Tensor, dim: int) -> tuple[int, int, int]:
+    """Return the elements and the bytes of a row along a dimension, and the number of rows."""
+    length = tensor.shape[dim] if tensor.dim() else 1
+    return length, length * tensor.element_size(), tensor.numel() // max(length, 1)
+
+
+@kernels("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax")
+def _softmax(call: Call) -> tuple[Kernel, ...]:
+    """One block a row. A row that fits is read once; else three times: for the maximum, the sum and the result."""
+    x = call.args[0]
+    length, nbytes, rows = _row(x, call.args[1])
+    reads = 1 if max(nbytes, length * call.writes[0].element_size()) <= _CACHED_ROW_BYTES else 3
+    moved = reads * tensor_bytes(x) + call.written_bytes
+    return (Kernel("softmax", moved, rows if length > _WARP_ROW else 0),)
+
+
+@kernels("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
+def _softmax_backward(call: Call) -> tuple[Kernel, ...]:
+    """The sum of the gradient over the row, then the result, for which the gradient is read again if it does not fit.
+
+    That of softmax needs the sum of gradient times output: a product of its own, which comes first.
+    """
+    grad, output = call.args[:2]
+    length, nbytes, rows = _row(output, call.args[2])
+    again = 0 if length <= _WARP_ROW or nbytes <= _SHARED_ROW_BYTES else tensor_bytes(grad)
+    moved = tensor_bytes(grad) + tensor_bytes(output) + call.written_bytes
+    last = Kernel("softmax_backward", moved + again, rows if length > _WARP_ROW else 0)
+    if call.func._schema.name == "aten::_log_softmax_backward_data":
+        return (last,)
+    return Kernel("pointwise", tensor_bytes(grad) + 2 * tensor_bytes(output)), last
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Losses (NLLLoss.cu)
+
+
+@kernels("aten::nll_loss_forward")
+def _nll_loss(call: Call) -> tuple[Kernel, ...]:
+    """A reduced loss is made by one block of 32 threads, which walks over all rows; otherwise it is a gather."""
+    target, reduction = call.args[1], call.args[3]
+    if reduction == 0 or call.args[0].dim() == 1:
+        return (Kernel("gather", 3 * call.written_bytes, target.numel()),)
+    return (Kernel("nll", elements=target.numel()),)
+
+
+@kernels("aten::nll_loss_backward", "aten::nll_loss2d_backward")
+def _nll_loss_backward(call: Call) -> tuple[Kernel, ...]:
+    """The gradient is filled with zeros; then one element of each row is written."""
+    rows = call.args[2].numel()
+    return Kernel("pointwise", call.written_bytes), Kernel("gather", 64 * rows, rows)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Norms (layer_norm_kernel.cu, group_norm_kernel.cu, Normalization.cu)
+
+
+@kernels("aten::native_layer_norm", "aten::_fused_rms_norm")
+def _layer_norm(call: Call) -> tuple[Kernel, ...]:
+    """One block a row, which reads the row for its moments and again, from a cache, for the result."""
+    return (Kernel("norm", call.nbytes),)
+
+
+@kernels("aten::native_layer_norm_backward", "aten::_fused_rms_norm_backward")
+def _layer_norm_backward(call: Call) -> tuple[Kernel, ...]:
+    """Two kernels that read gradient and input: for the input's gradient, and for those of weight and bias."""
+    grad, x = tensor_bytes(call.args[0]), tensor_bytes(call.args[1])
+    mask = arguments_by_name(call.func, call.args, call.kwargs)["output_mask"]
+    found = []
+    if mask[0]:
+        found.append(Kernel("norm_backward", grad + 2 * x))
+    if any(mask[1:]):
+        found.append(Kernel("norm_backward", grad + x))
+    return tuple(found)
+
+
+@kernels("aten::native_group_norm")
+def _group_norm(call: Call) -> tuple[Kernel, ...]:
+    """Moments, one block a group; scale and shift of each channel; then elementwise, with both of them broadcast."""
+    x = call.args[0]
+    nbytes, elements = tensor_bytes(x), x.numel()
+    return Kernel("moments", nbytes, elements), Kernel("pointwise"), Kernel("strided", 2 * nbytes, elements)
+
+
+@kernels("aten::native_group_norm_backward")
+def _group_norm_backward(call: Call) -> tuple[Kernel, ...]:
+    """Sums of each channel, one block for each; those of each group; the input's gradient; those of weight and bias.
+
+    The last one has a thread for each channel, which walks over the batch.
+    """
+    x, batch = call.args[1], call.args[5]
+    nbytes, elements = tensor_bytes(x), x.numel()
+    return (
+        Kernel("moments", 2 * nbytes, elements),
+        Kernel("pointwise"),
+        Kernel("strided", 3 * nbytes, elements),
+        Kernel("batch_walk", elements=batch),
+    )
+
+
+@kernels(
+    *aten_names(
+        "native_batch_norm _native_batch_norm_legit _batch_norm_with_update batch_norm cudnn_batch_norm"
+    )
+)
+def _batch_norm(call: Call) -> tuple[Kernel, ...]:
+    """In training, moments of each channel first; then elementwise."""
+    x = call.args[0]
+    nbytes = tensor_bytes(x)
+    training = arguments_by_name(call.func, call.args, call.kwargs).get("training", True)
+    if not training:
+        return (Kernel("pointwise", nbytes + call.written_bytes),)
+    return Kernel("reduction", nbytes), Kernel("norm", nbytes + call.written_bytes)
+
+
+@kernels(*aten_names("native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward"))
+def _batch_norm_backward(call: Call) -> tuple[Kernel, ...]:
+    """Two sums for each channel, from gradient and input; then the input's gradient, from both again."""
+    nbytes = tensor_bytes(call.args[0])
+    return Kernel("reduction", 2 * nbytes), Kernel("norm_backward", 3 * nbytes)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Attention (transformers/cuda/attention.cu and attention_backward.cu)
+
+_QUERY_TILE = 128
+"""Queries that one block works on."""
+
+
+@kernels(*aten_names("""
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable
+"""))  # fmt: skip
+def _attention(call: Call) -> tuple[Kernel, ...]:
+    a = arguments_by_name(call.func, call.args, call.kwargs)
+    return (_attention_kernel(call, a["query"], a["key"], bool(a["is_causal"]), backward=False),)
+
+
+@kernels(*aten_names("""
+    _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward
+    _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_fused_attention_overrideable_backward
+"""))  # fmt: skip
+def _attention_backward(call: Call) -> tuple[Kernel, ...]:
+    """The row sums of gradient times output; the gradients of keys and values; the query's gradient, from float32."""
+    a = arguments_by_name(call.func, call.args, call.kwargs)
+    query, grad = a["query"], call.args[0]
+    return (
+        Kernel("pointwise", 2 * tensor_bytes(grad)),
+        _attention_kernel(call, query, a["key"], bool(a["is_causal"]), backward=True),
+        Kernel("pointwise", 4 * query.numel() + tensor_bytes(query)),
+    )
+
+
+def _attention_kernel(
+    call: Call, query: torch.Tensor, key: torch.Tensor, causal: bool, *, backward: bool
+) -> Kernel:
+    """Return the kernel of a call. Under a causal mask blocks above the diagonal are left out, about half of all."""
+    name = call.func._schema.name
+    kind = next((k for k in ("cudnn", "efficient") if k in name), "flash") + "_attention"
+    share = 0.5 + 0.5 / max(1, key.shape[-2] / _QUERY_TILE) if causal else 1.0
+    flops = call.flops * share
+    # A block works on some queries, in the backward pass on some keys, of one head.
+    length = key.shape[-2] if backward else query.shape[-2]
+    blocks = query.shape[0] * query.shape[1] * -(-length // _QUERY_TILE)
+    kind += "_backward" if backward else ""
+    return Kernel(kind, call.nbytes, flops=flops, block_flops=flops / max(1, blocks))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Convolutions and recurrent layers (cuDNN)
+
+_GROUP_WIDTHS = (4, 8, 16, 32)
+"""Channels of a group for which there are kernels of grouped convolutions on matrix units."""
+
+
+@kernels("aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
+def _recurrent(call: Call) -> tuple[Kernel, ...]:
+    launches = 2 if call.func._schema.name.endswith("backward") else 1
+    return (Kernel("convolution", call.nbytes, flops=call.flops, launches=launches),)
+
+
+@kernels("aten::convolution", "aten::convolution_backward", "aten::cudnn_convolution")
+def _convolution(call: Call) -> tuple[Kernel, ...]:
+    """One kernel, in the backward pass one for each gradient, which read two of input, weight and output.
+
+    Matrix units take half types channels last; others are transposed before and after ("Data and Filter Formats" in
+    the guide of cuDNN). Depthwise convolutions of contiguous tensors are PyTorch's own.
+    """
+    a = arguments_by_name(call.func, call.args, call.kwargs)
+    x, weight = a["input"] if "input" in a else a["self"], a["weight"]
+    wanted = a.get("output_mask", (True, False, False))
+    y = a["grad_output"] if "output_mask" in a else call.writes[0]
+    n, depthwise = sum(wanted[:2]), weight.shape[1] == 1 and a["groups"] > 1
+    kind, backward = "convolution", "output_mask" in a
+    if depthwise:
+        kind = "depthwise_backward" if backward else "pointwise"
+    elif a["groups"] > 1 and weight.shape[1] in _GROUP_WIDTHS:
+        kind = "grouped_convolution"
+    elif a["groups"] > 1:
+        kind = "padded_convolution_backward" if backward else "padded_convolution"
+    moved = sum(map(tensor_bytes, (x, weight, y)))
+    flops = 0 if depthwise else call.flops / max(1, n)
+    found = [Kernel(kind, moved, flops=flops)] * n
+    if wanted[2]:
+        found.append(Kernel("reduction", tensor_bytes(y)))
+    if x.element_size() == 2 and x.stride(1) != 1 and not depthwise:
+        found.append(Kernel("strided", 2 * (tensor_bytes(y) + n * tensor_bytes(x)), launches=1 + n))
+    return tuple(found)

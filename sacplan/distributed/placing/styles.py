@@ -1,0 +1,89 @@
+"""The tensor-parallel style of each module, which ``parallelize_module`` is told, on one axis of a mesh.
+
+    styles = tensor_parallel(profile, model, ("tp", 4), ("embeddings", "others"))
+
+Pairs of columns and rows (``pairs.py``) are always cut. Elsewhere the output of columns has to be gathered, which may
+or may not pay: embeddings and other linear layers, such as a head, are cut where that is asked for. All other modules
+are whole (``replicated.py``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Literal, TypeAlias
+
+from torch import nn
+
+from sacplan.core.derived import derived
+from sacplan.core.elements import by_pattern, pattern_of
+from sacplan.core.program import Program
+from sacplan.distributed.placing.pairs import Pairs, Parameter, pairs_of, parameters_of
+from sacplan.errors import PlanError
+from sacplan.profiling.profile import Profile
+
+Also: TypeAlias = Literal["embeddings", "others"]
+"""What may be cut besides pairs."""
+
+_ALSO = {"Embedding": "embeddings", "Linear": "others"}
+
+
+def tensor_parallel(
+    profile: Profile, model: nn.Module, axis: tuple[str, int], also: Collection[Also] = ()
+) -> dict[str, str]:
+    """Return the styles of modules, an expression each, by name, or by pattern where all layers are alike.
+
+    Args:
+        profile: of the whole model on one device.
+        model: the one that it is of.
+        axis: name and number of ranks.
+        also: what is cut besides pairs.
+
+    Raises:
+        PlanError: nothing can be cut so over so many ranks.
+    """
+    kinds, ranks = kinds_of(model), axis[1]
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    pairs = _pairs(profile.recorded, parameters, tuple(kinds.items()), ranks)
+    styles = {}
+    for name, kind in kinds.items():
+        weight = getattr(model.get_submodule(name), "weight", None)
+        if name in pairs.columns:
+            styles[name] = "ColwiseParallel()"
+        elif name in pairs.rows:
+            styles[name] = "RowwiseParallel()"
+        elif name in pairs.norms:
+            styles[name] = f"SequenceParallel(sequence_dim={pairs.norms[name]}, use_local_output=True)"
+        elif _ALSO.get(kind) in also and weight is not None and not weight.shape[kind == "Embedding"] % ranks:
+            styles[name] = "ColwiseParallel(output_layouts=Replicate())"
+    if not styles:
+        raise PlanError(
+            f"{ranks} ranks of axis {axis[0]!r} divide no nn.Linear or nn.Embedding of "
+            f"{profile.fingerprint.model_class} that parallelize_module could cut: choose another number of ranks."
+        )
+    # Parameters that are whole are DTensors as well: optimizers do not take both kinds together.
+    everywhere = {name: styles.get(name, "Replicated()") for name in kinds}
+    return by_pattern(everywhere, everywhere, pattern_of)
+
+
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """Return ``"Linear"``, ``"Embedding"``, ``"Norm"`` or ``""`` for the innermost modules that have parameters.
+
+    ``""`` are also those whose parameters other modules have as well: these must lie alike.
+    """
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    found = {}
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own and not any(True for _ in module.children()):
+            linear = next((k.__name__ for k in (nn.Linear, nn.Embedding) if isinstance(module, k)), "")
+            kind = linear or ("Norm" if "norm" in type(module).__name__.lower() else "")
+            found[name] = kind if all(owners[id(p)] == 1 for p in own) else ""
+    return found
+
+
+@derived
+def _pairs(
+    program: Program, parameters: tuple[Parameter, ...], kinds: tuple[tuple[str, str], ...], ranks: int
+) -> Pairs:
+    return pairs_of(program, parameters, dict(kinds), ranks)

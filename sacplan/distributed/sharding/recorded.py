@@ -1,0 +1,76 @@
+"""The time of collectives that a recorded step runs itself, by the links of the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sacplan.device.devices import DeviceSpec
+from sacplan.distributed.sharding.costs import Collective, Costs
+from sacplan.distributed.sharding.mesh import Mesh
+from sacplan.errors import TraceError
+from sacplan.torch_compat.local_tensors import local_part
+from sacplan.torch_compat.ops import is_between_ranks, tensors_in
+from sacplan.torch_compat.private import group_of
+
+Cost = Callable[..., tuple[int, float]]
+"""``(func, args, kwargs, out) -> (flops, time_ms)``, as ``Recorder`` takes it."""
+
+_KINDS: Mapping[str, Collective] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "_allgather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall_base": "all_to_all",
+}
+
+
+@functools.cache
+def collective_named(op: str) -> Collective | None:
+    """Return the collective that an op is, by the name of its overload; None if it is none, or waits for one."""
+    room, _, name = op.partition(".")
+    # Collectives are in ``c10d`` and ``_c10d_functional``; endings are taken off.
+    if "c10d" not in room:
+        return None
+    return _KINDS.get(name.partition(".")[0].rstrip("_").removesuffix("_out").removesuffix("_coalesced"))
+
+
+def with_collectives(cost: Cost, spec: DeviceSpec) -> Cost:
+    """Return a cost function in which collectives take the time of their links, and waiting takes none."""
+
+    def of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> tuple[int, float]:
+        if not is_between_ranks(func):
+            return cost(func, args, kwargs, out)
+        kind = collective_named(str(func))
+        return 0, 0.0 if kind is None else _collective_ms(kind, spec, func, args, kwargs, out)
+
+    return of
+
+
+def _collective_ms(
+    kind: Collective, spec: DeviceSpec, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> float:
+    ranks = group_of(func, args, kwargs)
+    if ranks is None:
+        raise TraceError(
+            f"{func} speaks to process group {kwargs.get('group_name', args[-1])!r}, which is not there: the model was "
+            "parallelised with a device "
+            "mesh whose groups have been shut down. Profile it while torch.distributed is initialized; a "
+            '"fake" process group will do.'
+        )
+    # The full buffer is the larger one of what is given and what is made.
+    n_bytes = max(
+        sum(t.numel() * t.element_size() for t in map(local_part, tensors_in(value)))
+        for value in (*args[:2], out)
+    )
+    if kind == "all_to_all":
+        n_bytes *= len(ranks)
+    # Ranks that are not neighbours are those of an axis that is not the last.
+    apart = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    mesh = Mesh((("group", len(ranks)), ("between", max(1, apart))))
+    return Costs.of(mesh, spec).collective_ms(kind, n_bytes, axis=0)

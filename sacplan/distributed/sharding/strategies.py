@@ -1,0 +1,252 @@
+"""The strategies of an op on one axis of a mesh, from its factor rule.
+
+A factor is a dimension that tensors of an op share. If the op is spread along one, its inputs are cut along the
+dimensions that carry the factor. Its outputs are cut likewise, or partial if the factor is summed over. A linear op
+also takes partial inputs (``linear.py``). On a mesh of several axes, an op has one such strategy for each axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sacplan.core.factors.axes import Axis, FactorAxis, from_factor, into_factor
+from sacplan.core.factors.pointwise import pointwise
+from sacplan.core.factors.rule import Kind, Rule, RuleBuilder, formula_of, rule_of
+from sacplan.distributed.sharding.divided import along_classes, nbytes, norm_order
+from sacplan.distributed.sharding.linear import may_be_partial, passed_on
+from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, Placement, cut
+from sacplan.torch_compat.calls import Call
+from sacplan.torch_compat.ops import aten_names, draws_numbers, op_traits
+
+
+@dataclass(frozen=True, slots=True)
+class AxisStrategy:
+    """How one call of an op runs on the ranks of one axis.
+
+    Attributes:
+        inputs: of each tensor argument, in the order of ``Op.inputs`` (positions, then keywords, lists flattened).
+        outputs: of each tensor returned.
+        cut: what each rank has a part of; None where all ranks do the same, or each has a summand of the inputs.
+        averages: the outputs whose local result is divided by the number of ranks, because it is a mean, or the
+            gradient of one, over what is cut.
+        reduces: the outputs that are all-reduced as a part of the call.
+        inside_bytes: of all that is all-reduced as a part of the call, as unsharded tensors: these outputs, and what
+            ranks that have parts of a vocabulary tell each other (``divided.py``). There are no other collectives.
+        draws: it draws random numbers. Ranks that have parts (``cut``) must draw different ones, and those that
+            do the same must draw the same.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    cut: FactorAxis | None = None
+    averages: tuple[int, ...] = ()
+    reduces: tuple[int, ...] = ()
+    inside_bytes: int = 0
+    draws: bool = False
+
+
+# Ops of one element each that draw for it, and have no rule.
+_DRAWING = aten_names(
+    """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout normal_ rand_like randint_like
+    randn_like random_ uniform_"""
+)
+
+# Where summands of a product are added to a bias, each rank gives one of the bias, too: its argument's name.
+_ADDED = {"addmm": "self", "baddbmm": "self", "addmv": "self", "convolution": "bias"}
+
+# Gradients of a mean: the kernels divide by the number of elements that they see.
+_OF_MEANS = frozenset(
+    f"{name}_backward"
+    for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+)
+_MEAN, _SUM = 1, 2  # at::Reduction
+
+
+def _rule(call: Call) -> Rule | None:
+    """Return the factor rule of a call, also where it draws random numbers: parts draw their own."""
+    func = call.func
+    # ``rule_of`` has no rule for ops that draw, since slices of one device must not draw otherwise than the
+    # whole. Ranks may: each draws for its own part (``Grid.drawing``).
+    rule = rule_of(func, call.args, call.kwargs, call.returned)
+    if rule is None and func.namespace == "aten":
+        formula = formula_of(func) if "dropout_p" in call.arguments else None
+        if func._schema.name in _DRAWING:
+            formula = pointwise
+        builder = RuleBuilder(func, call.args, call.kwargs, call.returned)
+        return formula(builder) if formula is not None and call.outputs else None
+    return rule
+
+
+def axis_strategies(
+    call: Call,
+    ranks: int,
+    available: Sequence[Collection[Placement]] = (),
+    nested: Collection[int] = (),
+) -> tuple[AxisStrategy, ...]:
+    """Return the ways in which one call of an op may run on the ranks of one axis.
+
+    Args:
+        call: of unsharded tensors.
+        ranks: of the axis.
+        available: by tensor argument, the placements that it may have on this axis. Cuts inside a dimension
+            (``outer`` above 1) and inputs that are partial are offered only where an argument may have them. Without
+            it, all partial inputs are offered, and no cut inside a dimension of an input.
+        nested: further ``outer`` at which factors are cut: for a second axis that cuts what a first one of n ranks
+            has cut, n.
+
+    Returns:
+        The first has all tensors replicated; then cuts, by factor; then those that pass summands on. Arguments that
+        are written in place may have to be where they already are (see ``Call.written``), which is not looked at.
+        The backward pass of attention with dropout has those alone that cut as the forward pass did.
+    """
+    draws = draws_numbers(call.func, call.args, call.kwargs)
+    whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs), draws=draws)
+    found = [whole]
+    rule = _rule(call)
+    if rule is not None:
+        for within in _cuts(rule, call, ranks, available, nested):
+            strategy = _along(rule, call, within, draws)
+            if strategy is not None and _is_offered(strategy, available, nested):
+                found.append(strategy)
+    # Summands are not passed through an op that draws: the sum of dropped summands is not the dropped sum,
+    # unless all ranks drop the same.
+    if not draws:
+        found.extend(_passing(call, available))
+    if available and call.name.endswith("_backward") and call.arguments.get("dropout_p"):
+        found = _with_the_same_draws(call, found, available)
+    # The result is written onto the first input, so both have one placement.
+    if op_traits(call.func).in_place:
+        found = [s for s in found if s.inputs[:1] == s.outputs[:1]]
+    return tuple(dict.fromkeys(found))
+
+
+def _cuts(
+    rule: Rule, call: Call, ranks: int, available: Sequence[Collection[Placement]], nested: Collection[int]
+) -> dict[FactorAxis, None]:
+    """Return the cuts of factors: even ones, and those at which an argument may be cut already."""
+    found: dict[FactorAxis, None] = {}
+    for factor, size in enumerate(rule.sizes):
+        for outer in (1, *sorted(nested)):
+            if size and size % (outer * ranks) == 0:
+                found[FactorAxis(factor, outer, ranks, size // (outer * ranks))] = None
+    for t, dims, placements in zip(call.inputs, rule.inputs, available, strict=False):
+        for p in sorted(placements):
+            # Not a cut, or one that this shape does not have.
+            if not p.is_cut or p.dim >= len(t.shape) or t.shape[p.dim] % (p.outer * ranks):
+                continue
+            axis = Axis(p.dim, p.outer, ranks, t.shape[p.dim] // (p.outer * ranks))
+            # None: the dimension is made of several factors, and the cut goes through more than one.
+            within = into_factor(dims, rule.sizes, axis) if axis.inner else None
+            if within is not None:
+                found[within] = None
+    return found
+
+
+def _with_the_same_draws(
+    call: Call, strategies: Sequence[AxisStrategy], available: Sequence[Collection[Placement]]
+) -> list[AxisStrategy]:
+    """Keep the strategies with which the backward kernel draws the forward pass's dropout mask again.
+
+    Masks are drawn by position, so both kernels must be sharded alike: as ``logsumexp``, a result of the forward one.
+    """
+    logsumexp = next(i for i, (name, _) in enumerate(call.named_inputs) if name == "logsumexp")
+    return [s for s in strategies if s.inputs[logsumexp] in available[logsumexp]]
+
+
+def _is_offered(
+    strategy: AxisStrategy, available: Sequence[Collection[Placement]], nested: Collection[int]
+) -> bool:
+    inside = [(i, p) for i, p in enumerate(strategy.inputs) if p.outer > 1 and p.outer not in nested]
+    return not inside or any(p in available[i] for i, p in inside if i < len(available))
+
+
+def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrategy | None:
+    """Return the strategy that gives each rank a part of a factor; None if the results cannot be put together."""
+
+    def placement(dims: Any) -> Placement:
+        axis = from_factor(dims, rule.sizes, within)
+        return REPLICATED if axis is None else cut(axis.dim, axis.outer)
+
+    inputs, outputs = [placement(dims) for dims in rule.inputs], [placement(dims) for dims in rule.outputs]
+    kinds = [rule.kind(within.factor, i) for i in range(len(outputs))]
+    # Gradients of means first: a rank divides by the elements of its part, which only a scale can correct.
+    if call.name in _OF_MEANS and call["reduction"] == _MEAN:
+        return (
+            AxisStrategy(tuple(inputs), tuple(outputs), within, averages=(0,)) if outputs[0].is_cut else None
+        )
+    # The order matters: these have factors whose parts the rule alone could not put together (``BLOCK``).
+    classes = along_classes(call, within.factor, rule, within.size)
+    if classes is not None:
+        # The classes of a rank would be several pieces, and the code counts them from one beginning.
+        if within.outer > 1 and not classes.nests:
+            return None
+        return AxisStrategy(
+            tuple(inputs),
+            classes.outputs or tuple(outputs),
+            within,
+            (),
+            classes.reduces,
+            classes.inside_bytes,
+        )
+    # A product whose sum is cut, plus a bias: as it is, the bias would be added once for each rank.
+    added = _added(call, kinds, inputs)
+    if added is not None:
+        inputs[added], outputs[0] = PARTIAL, PARTIAL
+        return AxisStrategy(tuple(inputs), tuple(outputs), within)
+    if norm_order(call) is not None and kinds == [Kind.BLOCK]:
+        return AxisStrategy(tuple(inputs), (REPLICATED,), within, (), (0,), nbytes(call.outputs[0]))
+    averages: list[int] = []
+    reduces: list[int] = []
+    for i, kind in enumerate(kinds):
+        if kind is Kind.BLOCK:  # parts cannot be put together
+            return None
+        # It carries the factor and is cut along it, or does not depend on it.
+        if outputs[i].is_cut or kind is Kind.PASS:
+            continue
+        if not may_be_partial(call.outputs[i]):  # such as indices: of integers there are no summands
+            return None
+        outputs[i] = _PARTIAL[kind]
+        if kind is Kind.MEAN:
+            averages.append(i)
+        # The next output is the total weight, which must be known on all ranks to divide by.
+        if kind is Kind.WEIGHTED_MEAN:
+            reduces.append(i + 1)
+    for i in reduces:
+        outputs[i] = REPLICATED
+    inside = sum(nbytes(call.outputs[i]) for i in reduces)
+    return AxisStrategy(tuple(inputs), tuple(outputs), within, tuple(averages), tuple(reduces), inside, draws)
+
+
+_PARTIAL = {
+    Kind.SUM: PARTIAL,
+    Kind.MEAN: PARTIAL,
+    Kind.WEIGHTED_MEAN: PARTIAL,
+    Kind.MAX: Placement("P", reduce="max"),
+    Kind.MIN: Placement("P", reduce="min"),
+}
+
+
+def _added(call: Call, kinds: Sequence[Kind], inputs: Sequence[Placement]) -> int | None:
+    """Return the position of a bias that is added to partial products; None where there is none."""
+    name = _ADDED.get(call.name)
+    names = [name for name, _ in call.named_inputs]
+    if name not in names or kinds != [Kind.BLOCK]:
+        return None
+    at = names.index(name)
+    # Both matrices are cut, and the bias is not: this is the factor that is summed over.
+    return at if all(p.is_cut != (i == at) for i, p in enumerate(inputs)) else None
+
+
+def _passing(call: Call, available: Sequence[Collection[Placement]]) -> Iterator[AxisStrategy]:
+    """Yield the strategies of a linear op on partial inputs."""
+    for together, moves in passed_on(call.func, call):
+        for reduce in ("sum", "max", "min") if moves else ("sum",):
+            p = Placement("P", reduce=reduce)
+            # Offered only where an input is partial: otherwise each linear op would have a few more
+            # strategies that nobody takes.
+            has_it = any(p in available[i] for i in together if i < len(available))
+            if has_it or (not available and reduce == "sum"):
+                inputs = tuple(p if i in together else REPLICATED for i in range(len(call.inputs)))
+                yield AxisStrategy(inputs, (p,) * len(call.outputs))

@@ -1,0 +1,75 @@
+"""Find ``config.json`` of a model in the local cache of the hub, or fetch that one file if the user says so.
+
+    cached("Qwen/Qwen3-8B")         # the path of the file, or None
+    fetched("Qwen/Qwen3-8B")        # the same, from the hub: no weights, no tokenizer, no code
+
+The caller has asked the user. The file stays in the cache, so the question comes once for each model.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sacplan.integrations.hf.target import TargetError
+
+FILE = "config.json"
+
+
+def is_name(name: str) -> bool:
+    """Return whether a text can be the name of a model on the hub: ``org/name``."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+
+def cached(name: str) -> Path | None:
+    """Return the configuration of a model in the hub's cache (``HF_HUB_CACHE``, ``HF_HOME``), or None.
+
+    That of the branch main counts. A cache that was copied without its branches has snapshots only: of these the
+    newest.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    # Models from the first years of the hub have no owner in the cache.
+    if not is_name(name) and re.fullmatch(r"[\w.-]+", name) is None:
+        return None
+    found = huggingface_hub.try_to_load_from_cache(name, FILE, cache_dir=constants.HF_HUB_CACHE)
+    if isinstance(found, str):
+        return Path(found)
+    folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    return max(folder.glob(f"*/{FILE}"), key=lambda path: (path.stat().st_mtime, path), default=None)
+
+
+def fetched(name: str) -> Path:
+    """Fetch the configuration of a model from the hub into its cache.
+
+    Raises:
+        TargetError: There is no such model, it is closed to the user, or the hub cannot be reached.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    instead = f"Or give the file itself: hf:{FILE}."
+    telemetry = constants.HF_HUB_DISABLE_TELEMETRY
+    # Otherwise the library also asks the hub which tools there are, to name the one that calls it.
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, FILE, cache_dir=constants.HF_HUB_CACHE))
+    except errors.GatedRepoError as error:  # before the next: it is one of these
+        raise TargetError(
+            f"{name} is closed to those who have not accepted its terms. Accept them on the hub and log in with "
+            f"`hf auth login`. {instead}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise TargetError(f"the hub has no model {name}, or it is private. {instead}") from error
+    except errors.EntryNotFoundError as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):  # offline, or the hub did not answer
+            raise TargetError(
+                f"{constants.ENDPOINT} could not be reached for {FILE} of {name}. {instead}"
+            ) from error
+        raise TargetError(f"{name} has no {FILE} on the hub, so it is no model of transformers.") from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TargetError(f"{FILE} of {name} could not be fetched: {reason}. {instead}") from error
+    finally:
+        constants.HF_HUB_DISABLE_TELEMETRY = telemetry

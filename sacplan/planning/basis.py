@@ -1,0 +1,199 @@
+"""A search begins with a basis: the step, what is settled in it, and offers about its peaks.
+
+A technique does two things about the peak of a plan. What it *settles* is the same for all modules that are alike: the
+step is then planned for as if it had been recorded with it. What it *offers* is a choice beside the regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+
+from sacplan.core.decisions import Decision
+from sacplan.core.derived import derived, settled_from
+from sacplan.core.elements import pattern_of
+from sacplan.core.fingerprint import Fingerprint
+from sacplan.core.liveness import Footprint, bytes_at_ops, summits
+from sacplan.core.pins import resolve_pins
+from sacplan.core.program import Program
+from sacplan.device.devices import DeviceSpec
+from sacplan.planning.candidate import Candidate
+from sacplan.planning.context import PlanningContext, planning_context
+from sacplan.techniques.base.offers import Offer
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.registry import TECHNIQUES, rewritten, why_not
+
+_MOMENTS = 8  # kinds of modules that are asked about at a time, those with the highest moments
+_WORTH_OFFERING = 0.01  # share of the smallest peak that an offer about a lower moment has to free somewhere
+_NEAR_PEAK = 0.8  # share of the smallest peak from which on a moment is near it
+
+
+# Without slots, since what follows from it is kept in ``__dict__``.
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """The step that a search plans, with what is settled in it and what is offered.
+
+    Attributes:
+        recorded: The step as it was recorded, with the requirements on a plan.
+        fingerprint: Of the model: its modules are what pins can name.
+        techniques: Names of the techniques that plans may use.
+        settled: Decisions with which the step is planned as if it had been recorded with them.
+        offers: Choices beside the regions.
+        peaks: Footprints whose peaks offers should lower.
+    """
+
+    recorded: PlanStep
+    fingerprint: Fingerprint
+    techniques: tuple[str, ...]
+    settled: tuple[Decision, ...] = ()
+    offers: tuple[Offer, ...] = ()
+    peaks: tuple[Footprint, ...] = ()
+
+    @property
+    def is_further(self) -> bool:
+        """Whether anything is settled, or offered about a peak."""
+        return bool(self.settled or self.peaks)
+
+    @cached_property
+    def step(self) -> PlanStep:
+        """The step to plan: as it was recorded, or with what is settled."""
+        if not self.settled:
+            return self.recorded
+        program = _settled_program(self.recorded.program, self.settled, self.recorded.device)
+        # Pins name ops by number, and the ops of that step are numbered anew.
+        pins = self.recorded.pins
+        pins = resolve_pins(program, self.fingerprint, pins.keep, pins.never)
+        return replace(self.recorded, program=program, pins=pins)
+
+    @cached_property
+    def context(self) -> PlanningContext:
+        """Values derived from the step. Pins keep the other techniques away from the ops and modules of the offers."""
+        pins = self.step.pins
+        # The other techniques see these modules as if the user had named them in ``never``, and the ops in ``keep``.
+        alone = [unit for offer in self.offers for unit in offer.alone]
+        if alone:
+            pins = resolve_pins(self.step.program, self.fingerprint, pins.keep, (*pins.never, *alone))
+        kept = pins.kept_ops.union(*(offer.kept for offer in self.offers))
+        return planning_context(
+            replace(self.step, pins=replace(pins, kept_ops=kept)), self.techniques, self.offers
+        )
+
+    def offered(self) -> Basis:
+        """Return it with the offers that may pay at any budget, and those about its peaks."""
+        basis = replace(self, offers=())
+        for peak in (None, *self.peaks):
+            basis = basis._with_offers(peak)
+        return basis
+
+    def further(self, smallest: Candidate) -> Basis | None:
+        """Return it with more that is settled or offered about the peak of its smallest plan; None: there is no more.
+
+        If there is nothing about the peak itself, all moments near it are asked about: a plan that has more to choose
+        from may have its peak at any of them.
+        """
+        if not any(TECHNIQUES[name].is_about_peaks for name in self.techniques):
+            return None
+        return self._further_about(smallest, 1.0) or self._further_about(smallest, _NEAR_PEAK)
+
+    def _further_about(self, smallest: Candidate, share: float) -> Basis | None:
+        """Do so about all moments with this share of the peak, the highest first.
+
+        What is settled costs little, and leaves the other techniques their choices, so nothing is offered about a
+        moment for which something is settled.
+        """
+        plan = tuple(one for one in smallest.decisions if one not in self.settled)
+        near, basis = tuple(islice(summits(smallest.program, share), _MOMENTS)), self
+        for peak in near:
+            # A lower moment settles nothing twice.
+            settled = basis._settled_at(peak, plan, again=peak is near[0])
+            if settled is not basis:
+                basis = settled
+                continue
+            offered = basis._with_offers(peak)
+            further = offered.offers[len(basis.offers) :]
+            # Offers about one moment are about modules that are alike, so the first one speaks for all of them.
+            if further and basis._frees(further[0], _WORTH_OFFERING * near[0].peak_bytes):
+                basis = replace(offered, peaks=(*basis.peaks, peak))
+        return None if basis is self else basis
+
+    def _settled_at(self, peak: Footprint, plan: tuple[Decision, ...], *, again: bool) -> Basis:
+        """Return it with what techniques settle about a moment of a plan, the plan's own decisions aside.
+
+        Args:
+            peak: The moment.
+            plan: What the plan decides beside what is settled.
+            again: Settle something else about units that are settled already, for as long as the peak of the plan stays
+                in modules of that kind and falls.
+        """
+        taken = (*self.settled, *plan, *(offer.furthest for offer in self.offers))
+        known = () if again else {one.unit for one in self.settled}
+        found = [
+            one
+            for name in self.techniques
+            # Asked about the recorded step, since that is what decisions are carried out on.
+            for one in TECHNIQUES[name].settled(self.recorded, peak, taken)
+            if one.unit not in known
+        ]
+        # What is found takes the place of what was settled about the same units.
+        units = {one.unit for one in found}
+        settled = (*(one for one in self.settled if one.unit not in units), *found)
+        recorded, together = self.recorded, (*settled, *plan)
+        # It may not go together with what the plan has beside it.
+        if settled == self.settled or why_not(recorded.program, together, recorded.device):
+            return self
+        # The ops of the settled step have other numbers, so offers are asked for anew, about the same peaks.
+        basis = replace(self, settled=settled).offered()
+        now = rewritten(recorded.program, together, recorded.device).footprint
+        same = pattern_of(now.peak_fqn) == pattern_of(peak.peak_fqn)
+        if again and same and now.peak_bytes < peak.peak_bytes:
+            return basis._settled_at(now, plan, again=True)
+        return basis
+
+    def _with_offers(self, peak: Footprint | None) -> Basis:
+        """Return it with the offers that are compatible with it and lower a peak; None: that may pay at any budget."""
+        # By kind, since either all layers that are alike go with what is settled, or none does.
+        goes: dict[Hashable, bool] = {}
+        known = self.offers
+        for name in self.techniques:
+            for offer in TECHNIQUES[name].offers(self.step, peak):
+                # The user's patterns name an op of the offer, or it replaces events that a known offer replaces, too.
+                if not self.step.pins.named_ops.isdisjoint(offer.ops) or not all(map(offer.goes_with, known)):
+                    continue
+                # Its kind takes all of its options, which nobody has asked for so far.
+                kind = offer.region.kind if self.settled else None
+                if kind not in goes:
+                    goes[kind] = self._goes_with_settled(name, offer)
+                if goes[kind]:
+                    known = (*known, offer)
+        return replace(self, offers=known)
+
+    def _goes_with_settled(self, name: str, offer: Offer) -> bool:
+        """Whether a technique can carry out an offer in the recorded step together with what is settled."""
+        technique, step = TECHNIQUES[name], self.recorded
+        # Other techniques rewrite the program one after the other. Only decisions of the same technique can be in the
+        # way.
+        own = [one for one in self.settled if isinstance(one, technique.decision)]
+        return not own or not technique.why_not(step.program, (*own, offer.furthest), step.device)
+
+    def _frees(self, offer: Offer, least_bytes: float) -> bool:
+        """Whether an offer makes that much less be alive at some op of the step."""
+        program, device, furthest = self.step.program, self.step.device, (offer.furthest,)
+        # It does not go together with what is settled.
+        if why_not(program, furthest, device):
+            return False
+        before, now = bytes_at_ops(program), bytes_at_ops(rewritten(program, furthest, device))
+        # Ops that the offer adds come behind the recorded ones, and are left out. A recorded op that no longer runs has
+        # 0 bytes, which does not mean that anything was freed at it.
+        now = now[: len(before)]
+        freed: int = (before - now)[now > 0].max(initial=0)
+        return freed >= least_bytes
+
+
+@derived
+def _settled_program(program: Program, decisions: tuple[Decision, ...], device: DeviceSpec | None) -> Program:
+    """Return the step with what is settled, its ops in order. Worked out once, so that searches share it."""
+    found = rewritten(program, decisions, device).renumbered()
+    settled_from(found).append(program)
+    return found

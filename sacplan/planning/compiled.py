@@ -1,0 +1,322 @@
+"""Plans for a compiled step: proposals, each of which is run compiled, without kernels, and judged by that.
+
+The compiler saves less than an eager step, or more; it recomputes what fuses for nothing, and reuses buffers. None of
+that is modelled here. There are two kinds of proposals, and one search, whose budget moves by what is left, or over:
+
+- With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest.
+- If none holds the budget, with another backend, and where the user has a say in what is recomputed: plans for the
+  eager step, whose ops are tags in the graph.
+
+A proposal counts only with the peak of its dry run. The cheapest one that holds the budget wins, by its compiled time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import structs
+
+from sacplan.core.budget import exact_bytes, format_bytes
+from sacplan.core.decisions import Partition
+from sacplan.device.device_memory import device_memory
+from sacplan.errors import InfeasibleBudget
+from sacplan.planning.limits import ROUNDS, Limit, Room
+from sacplan.planning.partitions import JointGraph, Partitioner, Split
+from sacplan.planning.plan import Plan
+from sacplan.planning.request import Request
+from sacplan.planning.value import UnitPlan
+from sacplan.profiling.profile import Profile
+
+_CLOSE = 0.01
+"""Share of the budget that a plan may leave unused without a cheaper one being sought."""
+
+_UNSURE = 0.03
+"""Share of the budget by which a split may be over it before it is run: what is there beside the graphs differs by that
+between two splits of small models (BERT in ``benchmarks.compiled_budgets``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """A plan, and the step with it as it runs compiled.
+
+    Attributes:
+        asked: the budget of the proposal.
+        plan: the proposal.
+        reached: its peak as the proposal has it.
+        seen: the step with it.
+        needs: what of it is compared with the room.
+    """
+
+    asked: int
+    plan: Plan
+    reached: int
+    seen: Profile
+    needs: int
+
+
+def compiled_plan(
+    request: Request, profile: Profile, planned: Callable[[Request, Profile], Plan], unplanned: Plan
+) -> Plan | InfeasibleBudget:
+    """Return the cheapest plan that was found for a compiled step, or why there is none.
+
+    Args:
+        request: what is asked for.
+        profile: of the compiled step.
+        planned: plans an eager step, or raises ``InfeasibleBudget``.
+        unplanned: the compiled step without a plan.
+
+    Raises:
+        PlanError: the profile cannot run again, or a proposal cannot run compiled.
+    """
+    room = request.limit.room_of(profile)
+    over = max(0, room.needs(profile.program) - room.n_bytes)
+    tries: list[_Try] = []
+    if not over:
+        tries = [_Try(profile.peak_bytes, unplanned, profile.peak_bytes, profile, room.n_bytes)]
+    elif splits_graphs(request, profile):
+        tries = _partitions(profile, room, over, unplanned)
+    if not any(one.needs <= room.n_bytes for one in tries):
+        tries += _eager_plans(request, profile, room, over, planned)
+    fitting = [one for one in tries if one.needs <= room.n_bytes]
+    if not fitting:
+        return _infeasible(profile, room, tries)
+    best = min(fitting, key=lambda one: one.seen.step_ms)
+    found = structs.replace(
+        best.plan,
+        budget_bytes=room.for_peak(best.seen.program),
+        status="feasible" if best.plan.decisions else "unplanned",
+    )
+    return as_compiled(found, profile)
+
+
+def splits_graphs(request: Request, profile: Profile) -> bool:
+    """Whether plans for a compiled step are partitions of its graphs."""
+    how = profile.fingerprint.setup.compiled
+    chosen = request.keep or request.never or request.solver not in ("best", "milp")
+    techniques = request.techniques is None or tuple(request.techniques) == ("recompute",)
+    return (
+        how is not None
+        and how.backend == "inductor"
+        and profile.mode == "train"
+        and techniques
+        and not chosen
+    )
+
+
+class _Partitions:
+    """Proposals for a compiled step that split its graphs otherwise.
+
+    Attributes:
+        splits: the proposals: of each graph one.
+    """
+
+    def __init__(self, profile: Profile, unplanned: Plan) -> None:
+        how: Any = profile.fingerprint.setup.compiled
+        self._profile = profile
+        self._unplanned = unplanned
+        self._unit = how.modules[0]
+        self._calls = len(how.modules)  # alike modules share a graph, which each of them calls
+        graphs = profile.joint_graphs
+        if not graphs:
+
+            def note(graph: JointGraph) -> Split:
+                graphs[graph.key] = graph.splits
+                return graph.own
+
+            with Partitioner(note, ("sacplan",)):
+                profile.run_again()
+        self._graphs: dict[str, tuple[Split, ...]] = graphs
+        self.splits = _combined(list(graphs.values()), self._calls)
+
+    def run(self, splits: Sequence[Split]) -> tuple[Plan, Profile]:
+        """Return the plan with one split of each graph, and the step with it."""
+        decisions = tuple(
+            Partition(self._unit, key, tuple(sorted(split.saved)))
+            for key, split in zip(self._graphs, splits, strict=True)
+        )
+        before = sum(own.lowered.saved_bytes for own, *_ in self._graphs.values())
+        left = sum(split.lowered.saved_bytes for split in splits)
+        ratio = max(0.0, 1 - left / max(1, before))
+        plan = structs.replace(
+            self._unplanned,
+            decisions=decisions,
+            units={self._unit: UnitPlan(ratio, 0.0)},
+            status="feasible",
+        )
+        seen = self._profile.run_with(plan)
+        again_ms = max(0.0, seen.step_ms - self._profile.step_ms)
+        return structs.replace(plan, units={self._unit: UnitPlan(ratio, again_ms)}), seen
+
+    def n_bytes(self, splits: Sequence[Split]) -> int:
+        """Return about what graphs take that are split so, without all else that is there."""
+        saved = self._calls * sum(split.lowered.saved_bytes for split in splits)
+        return saved + max(split.lowered.needs_bytes(0) for split in splits)
+
+    def within(self, room: Room, over: int) -> list[_Try]:
+        """Return those that were run to find the fastest within some room; ``over``: what the step takes too much."""
+        own = tuple(splits[0] for splits in self._graphs.values())
+        beside = room.n_bytes + over - self.n_bytes(own)  # what is there besides, corrected by each run
+        tries: list[_Try] = []
+        left = set(self.splits)
+        while left and len(tries) < ROUNDS:
+            needs = {splits: self.n_bytes(splits) + beside for splits in left}
+            close = [splits for splits in left if needs[splits] <= (1 + _UNSURE) * room.n_bytes]
+            fits = [splits for splits in close if needs[splits] <= room.n_bytes]
+            if fits:
+                splits = min(fits, key=_order)
+            elif close or not any(one.needs <= room.n_bytes for one in tries):
+                splits = min(close or left, key=lambda splits: (needs[splits], _order(splits)))
+            else:
+                break
+            plan, seen = self.run(splits)
+            tries.append(_Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program)))
+            beside = tries[-1].needs - self.n_bytes(splits)
+            left.remove(splits)
+            if tries[-1].needs <= room.n_bytes:
+                left = {other for other in left if _order(other) < _order(splits)}
+        return tries
+
+    @property
+    def small(self) -> list[tuple[Plan, Profile]]:
+        """The plans that should take least, and the steps with them: the same for every budget."""
+        return [
+            self.run(splits) for splits in sorted(self.splits, key=lambda s: (self.n_bytes(s), _order(s)))[:2]
+        ]
+
+
+def _order(splits: Sequence[Split]) -> tuple[float, list[list[str]]]:
+    """The faster first, and always in the same order."""
+    return sum(split.lowered.ms for split in splits), [sorted(split.saved) for split in splits]
+
+
+def _combined(graphs: Sequence[Sequence[Split]], calls: int) -> list[tuple[Split, ...]]:
+    """Return some ways to split all graphs: all that there are of a single one.
+
+    Of several, they go from the fastest to those that take least, one graph at a time, where it costs least for a byte.
+    """
+    if len(graphs) < 2:
+        return [(split,) for splits in graphs for split in splits]
+    stairs: list[list[Split]] = []
+    for splits in graphs:
+        stair: list[Split] = []
+        for split in sorted(splits, key=lambda one: (one.lowered.ms, one.lowered.needs_bytes(calls))):
+            if not stair or split.lowered.needs_bytes(calls) < stair[-1].lowered.needs_bytes(calls):
+                stair.append(split)
+        stairs.append(stair)
+
+    def price(i: int) -> float:
+        now, then = (stairs[i][at[i] + k].lowered for k in (0, 1))
+        return (then.ms - now.ms) / (now.needs_bytes(calls) - then.needs_bytes(calls))
+
+    at = [0] * len(stairs)
+    found = [tuple(stair[0] for stair in stairs)]
+    while left := [i for i, stair in enumerate(stairs) if at[i] + 1 < len(stair)]:
+        at[min(left, key=price)] += 1
+        found.append(tuple(stair[i] for stair, i in zip(stairs, at, strict=True)))
+    return found
+
+
+def smallest_compiled(
+    request: Request, profile: Profile, smallest: Callable[[Profile], Plan], unplanned: Plan
+) -> Plan:
+    """Return the plan for a compiled step with the smallest peak that was found.
+
+    Args:
+        request, profile, unplanned: as for ``compiled_plan``.
+        smallest: returns the plan with the smallest peak of an eager step.
+    """
+    tries = [profile.planned_and_run(smallest)]
+    if splits_graphs(request, profile):
+        tries += _Partitions(profile, unplanned).small
+    plan, _ = min(tries, key=lambda one: one[1].peak_bytes)
+    return as_compiled(plan, profile)
+
+
+def _partitions(profile: Profile, room: Room, over: int, unplanned: Plan) -> list[_Try]:
+    proposals = _Partitions(profile, unplanned)
+    tries = proposals.within(room, over)
+    if not any(one.needs <= room.n_bytes for one in tries):
+        # What an error names is then found again.
+        tries = [
+            _Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program))
+            for plan, seen in proposals.small
+        ]
+    return tries
+
+
+def _eager_plans(
+    request: Request, profile: Profile, room: Room, over: int, planned: Callable[[Request, Profile], Plan]
+) -> list[_Try]:
+    most = profile.uncompiled.peak_bytes
+    tries: list[_Try] = []
+    budget: int | None = most - over
+    while budget is not None and len(tries) < ROUNDS:
+        asked = dataclasses.replace(request, limit=Limit.exactly(max(1, budget)))
+        try:
+            plan, seen = profile.planned_and_run(functools.partial(planned, asked))
+        except InfeasibleBudget as error:
+            # The smallest peak of the eager step, once. It may be small enough when it is compiled.
+            if any(one.asked <= error.smallest_feasible_bytes for one in tries):
+                break
+            budget = error.smallest_feasible_bytes
+            continue
+        tries.append(_Try(budget, plan, plan.peak_bytes, seen, room.needs(seen.program)))
+        budget = _next_budget(room, tries, most)
+    return tries
+
+
+def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
+    """Return the budget of the next proposal; None if the search is over."""
+    last = tries[-1]
+    fits = max((one.asked for one in tries if one.needs <= room.n_bytes), default=None)
+    over = min((one.asked for one in tries if one.needs > room.n_bytes), default=None)
+    left = room.n_bytes - last.needs
+    if fits is None:
+        # Peaks of plans lie below their budgets: the next one must do better than this plan did.
+        return min(last.reached, last.asked) + left
+    if left >= 0 and (left <= _CLOSE * room.n_bytes or last.asked >= most or not last.plan.decisions):
+        return None
+    if over is None:
+        return min(most, last.asked + left)
+    return None if over - fits <= _CLOSE * room.n_bytes else (fits + over) // 2
+
+
+def as_compiled(plan: Plan, profile: Profile) -> Plan:
+    """Return a plan of the eager step with the figures of the compiled one, which is run with it, dry."""
+    seen = profile.run_with(plan)
+    figures: dict[str, Any] = {
+        "peak_bytes": seen.peak_bytes,
+        "baseline_peak_bytes": profile.peak_bytes,
+        # What the compiler recomputes has no place in the plan; what it adds to the step has.
+        "recompute_ms": max(0.0, seen.step_ms - profile.step_ms),
+        "recompute_flops": max(0, seen.program.flops - profile.program.flops),
+        "step_ms": profile.step_ms,
+        "step_flops": profile.program.flops,
+        "lower_bound_ms": 0.0,
+        "added_ms": 0.0,
+        "waits_ms": 0.0,
+        "gap": None,
+        "device_memory": device_memory(seen.program) if profile.spec.kind == "cuda" else None,
+        "host_bytes": seen.program.footprint.host_peak_bytes,
+        "fingerprint": profile.fingerprint,
+    }
+    return structs.replace(plan, **figures)
+
+
+def _infeasible(profile: Profile, room: Room, tries: Sequence[_Try]) -> InfeasibleBudget:
+    best = min(tries, key=lambda one: one.needs)
+    at = best.seen.program.footprint
+    where = at.peak_fqn or at.peak_phase.name.lower()
+    return InfeasibleBudget(
+        f"no plan found keeps the compiled step under {format_bytes(room.n_bytes)}; {len(tries)} were run, dry. "
+        f"Unplanned it takes {format_bytes(profile.peak_bytes)}. The smallest reached is {format_bytes(best.needs)}, "
+        f"in the {at.peak_phase.name.lower()} of {where}. "
+        f"Give at least {exact_bytes(best.needs)}, or make the batch smaller.",
+        budget_bytes=room.n_bytes,
+        smallest_feasible_bytes=best.needs,
+        binding=where,
+    )

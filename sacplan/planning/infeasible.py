@@ -1,0 +1,351 @@
+"""The errors and the warning of a step for which memory is too small: no plan fits, or the one that was made does not.
+
+- No plan holds a budget: the error says what makes the smallest peak, and what would reach a smaller one.
+- The tensors of a plan fit a GPU, and the segments of none do: how much is reserved, and whether expandable segments
+  would help.
+- No plan holds a budget on a mesh: the same as the first, for a rank.
+- A plan that was made by rule, or for a budget, does not fit the device: a warning to whoever gets it.
+
+Alternatives (Rotor, other techniques, other optimizers, no pins) are searched for when ``plan`` raises the error. So
+its text is there, and taking it cannot fail. These searches are bounded: they ask a few times what else techniques can
+do about the smallest peak, but no planner with fewer techniques, so ``plan(profile, "smallest")`` may go a little
+lower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from sacplan.core.budget import exact_bytes, format_bytes
+from sacplan.core.liveness import Footprint
+from sacplan.core.pins import NO_PINS
+from sacplan.core.program import Phase, Program
+from sacplan.device.device_memory import WITH_RETRIES, reserved_bytes, retries_within
+from sacplan.device.outside_allocator import outside_text
+from sacplan.errors import InfeasibleBudget, SacplanError, SacplanWarning
+from sacplan.planning.candidate import Candidate
+from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room, Try, beside_others
+from sacplan.planning.plan import Plan
+from sacplan.planning.planner import ROTOR_STAGES, Planner, smallest_bytes
+from sacplan.planning.search import PlanSearch
+from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.profiling.optimizers import with_other_optimizer
+from sacplan.profiling.profile import Profile
+from sacplan.solvers.rotor.sequences import Rotor, is_longer
+from sacplan.techniques.registry import TECHNIQUES
+
+OPTIMIZER_STEP = "optimizer step"
+"""What binds where the smallest peak is in the optimizer's step, and not in a module."""
+
+
+def infeasible(
+    profile: Profile, asked: Planner, budget_bytes: int, *, looks_further: bool
+) -> InfeasibleBudget:
+    """Return the error: what was tried, the smallest peak and where it is, and what to do about it.
+
+    Args:
+        profile: The step.
+        asked: The planner that has found nothing.
+        budget_bytes: The budget.
+        looks_further: Whether to say what else would hold the budget. That takes searches.
+    """
+    # The search that came nearest to the budget is the one to explain.
+    search = asked.nearest
+    run = search.smallest.footprint
+    inference = profile.mode == "inference"
+    binding = _binding(run, inference=inference)
+    where = f"{run.peak_phase.name.lower()} of {binding}" if binding != OPTIMIZER_STEP else binding
+    advice = "make the batch smaller"
+    if binding == OPTIMIZER_STEP:
+        advice = (
+            "use an optimizer with less state or fewer temporaries (fused=True), or train fewer parameters: a smaller "
+            "batch does not help"
+        )
+    reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
+    own = [TECHNIQUES[name].how for one in asked.own_solvers() for name in one.techniques]
+    if inference and not own:
+        message = (
+            f"the step takes more than {format_bytes(budget_bytes)}, and in inference nothing is kept for a backward "
+            f"pass, so there is nothing to recompute. Its peak is {reached}"
+        )
+    else:
+        names = " and ".join(s.name for s in asked.solvers)
+        # Rotor counts as tried only if it made a plan: a model that is no chain gives it nothing to do.
+        if asked.last is not None and any(each.has_found(asked.last) for each in asked.searches):
+            names += f", then {asked.last.name}"
+        how = f", {', '.join(own)}" if own else f" (solvers: {names})"
+        message = (
+            f"no plan found keeps the step under {format_bytes(budget_bytes)}{how}. Unplanned it takes "
+            f"{format_bytes(profile.peak_bytes)}. The smallest peak reached is {reached}"
+        )
+    message += "".join(f"{said}. " for said in differentiated_twice(profile.program))
+    # A technique's own solver has tried everything there is.
+    if looks_further and not own:
+        message += _Alternatives(profile, asked, search, budget_bytes).said()
+    return InfeasibleBudget(
+        f"{message}Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
+        budget_bytes=budget_bytes,
+        smallest_feasible_bytes=run.peak_bytes,
+        binding=binding,
+    )
+
+
+def differentiated_twice(program: Program) -> tuple[str, ...]:
+    """Say what a backward pass with ``create_graph=True`` keeps; nothing for a step without one.
+
+    Its ops are differentiated as well, so autograd keeps what they read. A plan only discards what is kept in the
+    forward pass of a unit: a tensor that runs again for the first backward pass is then kept by it for the second.
+    """
+    kept = {
+        storage
+        for storage, op in zip(program.handle_storages, program.handle_ops, strict=True)
+        if op >= 0 and program.ops[op].phase == Phase.BACKWARD and program.ops[op].forward_of >= 0
+    }
+    if not kept:
+        return ()
+    n_bytes = format_bytes(sum(program.storage_bytes[storage] for storage in kept))
+    return (
+        f"the step differentiates twice: its first backward pass keeps {n_bytes} for the second, and no plan "
+        "recomputes what a backward pass keeps",
+    )
+
+
+def segments_do_not_fit(profile: Profile, nearest: Try[Candidate], room: Room) -> InfeasibleBudget:
+    """Return the error for plans whose tensors fit a GPU, and whose reserved segments do not.
+
+    Args:
+        profile: The step.
+        nearest: The plan with the fewest reserved bytes.
+        room: What the allocator may reserve.
+    """
+    run, reserved = nearest.made.footprint, nearest.needs
+    binding = _binding(run, inference=profile.mode == "inference")
+    # ``reserved`` is with the setting of this process. If its segments expand already, both figures are equal, and
+    # there is nothing to advise.
+    expandable = reserved_bytes(nearest.made.program, expandable=True)
+    helps = (
+        f"With {EXPANDABLE_SEGMENTS}, here and where you train, it reserves {format_bytes(expandable)}, which fits. "
+        if expandable <= room.n_bytes < reserved
+        else ""
+    )
+    return InfeasibleBudget(
+        "the tensors of a plan fit, but what the allocator reserves for them does not: with a peak of "
+        f"{format_bytes(run.peak_bytes)} it reserves {format_bytes(reserved)} ({reserved} bytes, max_memory_reserved). "
+        f"There is room for {format_bytes(room.n_bytes)}: the {format_bytes(profile.spec.memory_bytes)} of "
+        f"{profile.device} less {outside_text(room.outside)}. {helps}"
+        "Make the batch smaller, or give a budget, which limits the tensors alone: at least "
+        f"{exact_bytes(run.peak_bytes)}.",
+        budget_bytes=room.n_bytes,
+        smallest_feasible_bytes=reserved,
+        binding=binding,
+    )
+
+
+def infeasible_on_mesh(
+    profile: Profile, rank: Profile, nearest: InfeasibleBudget, where: str, name: str, *, is_share: bool
+) -> InfeasibleBudget:
+    """Return the error for a mesh on which no sharding and no plan holds the budget.
+
+    Args:
+        profile: The step on a single device.
+        rank: That of a rank with the sharding that came nearest to the budget.
+        nearest: The error for this rank.
+        where: The mesh, or all that were tried.
+        name: Name of the sharding.
+        is_share: Whether the budget is a share of what a rank takes unplanned.
+    """
+    smallest_bytes = nearest.smallest_feasible_bytes
+    unplanned = format_bytes(rank.peak_bytes)
+    of_what = f", the share of {unplanned} that a rank takes unplanned" if is_share else ""
+    return InfeasibleBudget(
+        f"no plan found keeps the step on mesh {where} under {format_bytes(nearest.budget_bytes)} on each rank"
+        f"{of_what}. On a single device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak "
+        f"reached is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes), spread as {name!r}; "
+        f"{nearest.binding} makes it. "
+        f"Give at least {exact_bytes(smallest_bytes)}, more ranks, or a smaller batch.",
+        budget_bytes=nearest.budget_bytes,
+        smallest_feasible_bytes=smallest_bytes,
+        binding=nearest.binding,
+    )
+
+
+def _binding(run: Footprint, *, inference: bool) -> str:
+    """Return the module that runs at the peak, or ``OPTIMIZER_STEP``."""
+    if run.peak_phase == Phase.OPTIMIZER:
+        return OPTIMIZER_STEP
+    # The op at the peak is in no module call, or in that of the model itself, whose name is empty.
+    outside = (
+        "the loss, outside of any module" if run.peak_scope < 0 and not inference else "the model itself"
+    )
+    return run.peak_fqn or outside
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternatives:
+    """Sentences on what else would hold a budget. Each is a search of its own.
+
+    Attributes:
+        profile: The step.
+        asked: The planner that has found nothing.
+        search: Its search that came nearest to the budget.
+        budget_bytes: The budget.
+    """
+
+    profile: Profile
+    asked: Planner
+    search: PlanSearch
+    budget_bytes: int
+
+    def said(self) -> str:
+        """Return the sentences, each with a space behind it; empty if nothing helps."""
+        said = ""
+        for sentence in (self._without_pins, self._with_rotor, self._with_techniques, self._with_optimizers):
+            # What refuses this step is no alternative, such as Rotor where the model is no chain.
+            with contextlib.suppress(SacplanError):
+                said += sentence()
+        return said
+
+    def _without_pins(self) -> str:
+        """Return a sentence on the smallest peak without pins, if it is smaller."""
+        pins = self.asked.basis.recorded.pins
+        if not pins:
+            return ""
+        free = self.asked.search(NO_PINS)
+        # A budget of 0 asks for the smallest peak, whatever budget the message is about.
+        free.minimise(self.asked.solvers, 0)
+        smallest = free.smallest.footprint.peak_bytes
+        if smallest >= self.search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up
+            return ""
+        return (
+            f"That is with {pins.said}; without the pins the smallest is {format_bytes(smallest)} "
+            f"({smallest} bytes). "
+        )
+
+    def _with_rotor(self) -> str:
+        """Return a sentence on what Rotor, which may recompute a value several times, would reach."""
+        # A new search: what Rotor finds for the advice must not count as found by the search that the error is about.
+        free, rotor = PlanSearch(self.search.basis), Rotor(stages=ROTOR_STAGES)
+        if self.asked.last is not None:
+            return ""  # Rotor was asked already
+        free.solve(rotor, self.budget_bytes)
+        # The advice names what was tried: plain ``"rotor"`` would solve a longer chain with more stages.
+        longer = is_longer(self.search.context.program, rotor)
+        found = free.best(self.budget_bytes)
+        if found is None:  # Rotor does not hold the budget either
+            return ""
+        named = f"sacplan.Rotor(stages={ROTOR_STAGES})" if longer else '"rotor"'
+        return (
+            f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
+        )
+
+    def _with_techniques(self) -> str:
+        """Return sentences on what other techniques would reach; the first one with which the budget holds ends it."""
+        if self.profile.mode == "inference":  # only chunks help there, and they are the default
+            return ""
+        said = ""
+        for name in TECHNIQUES:
+            if name in self.asked.techniques:
+                continue
+            more = self.asked.with_technique(name)
+            found = more.cheapest(self.budget_bytes, quick=True)
+            if found is None:
+                more.go_further(self.budget_bytes)
+                found = more.cheapest(self.budget_bytes, quick=True)
+            named = f"techniques={more.techniques!r}"
+            if found is not None:
+                share = (found.footprint.recompute_ms + found.added_ms) / self.profile.step_ms
+                takes = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time than"
+                if f"{abs(share):.1%}" == "0.0%":
+                    takes = "takes as long as"
+                return f"With {named} the budget holds, and the step {takes} without a plan. "
+            # This technique does not hold the budget either, but its smallest peak may be worth knowing.
+            smallest = smallest_bytes(more.nearest)
+            if smallest < smallest_bytes(self.asked.nearest):
+                said += f"With {named} a search reaches {format_bytes(smallest)} ({smallest} bytes). "
+        return said
+
+    def _with_optimizers(self) -> str:
+        """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
+        profile = self.profile
+        # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
+        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.is_of_a_rank:
+            return ""
+        # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so
+        # the model does not run again.
+        # On a CPU the 8-bit one would import bitsandbytes, which warns of kernels of its own.
+        names, peaks = ["adamw-fused", *(["adamw-8bit"] if profile.spec.kind == "cuda" else [])], {}
+        for one in map(BY_NAME.__getitem__, names):
+            step = with_other_optimizer(profile, one.make)
+            peaks[one.says] = step.footprint(self.search.smallest.decisions).peak_bytes
+            if peaks[one.says] <= self.budget_bytes:
+                return f"With {one.says} the budget holds: {format_bytes(peaks[one.says])}. "
+        best = min(peaks, key=peaks.__getitem__)
+        if peaks[best] >= self.search.smallest.footprint.peak_bytes:  # neither of them lowers the peak
+            return ""
+        return f"With {best} the smallest is {format_bytes(peaks[best])}. "
+
+
+# --- plans that do not fit the device ----------------------------------------------------------------------
+
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+@contextlib.contextmanager
+def looking_for_plans() -> Iterator[None]:
+    """Suppress the warning of ``handed_out`` inside. Plans made there are compared, and the user never sees most."""
+    before = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(before)
+
+
+def handed_out(made: Plan, profile: Profile) -> Plan:
+    """Return the plan, and warn if it takes more memory than the device has.
+
+    The ``SacplanWarning`` points at the line of the user who called the public function.
+    """
+    if not _quiet.get() and (why := _does_not_fit(made, profile)):
+        warnings.warn(
+            f"this plan does not fit: {why}",
+            SacplanWarning,
+            stacklevel=4,  # skips this function, the public one, and the decorator that checks its arguments
+        )
+    return made
+
+
+def _does_not_fit(made: Plan, profile: Profile) -> str:
+    """Return by which figures a plan does not fit its device, and what to do; empty if it fits."""
+    spec = profile.spec
+    rank = " on each rank" if made.ranks.devices > 1 else ""
+    has = f"{spec.name} has {format_bytes(spec.memory_bytes)}"
+    advice = "Try a smaller batch, several devices, or a device with more memory."
+    # Not even the tensors fit, so no setting of the allocator helps.
+    if made.peak_bytes > spec.memory_bytes:
+        return f"its step takes {format_bytes(made.peak_bytes)}{rank}, and {has}. {advice}"
+    # A plan for a CPU, or one from an older file: there are no figures of an allocator to compare.
+    if made.device_memory is None:
+        return ""
+    room = beside_others(spec, made.ranks.communicators)
+    reserved = made.device_memory.reserved_bytes()
+    if reserved <= room.n_bytes:
+        return ""
+    expandable = made.device_memory.reserved_bytes(expandable=True)
+    # In a process whose segments expand already, ``expandable`` is ``reserved`` again, and does not fit either. Then a
+    # budget may be the cause: it limits the tensors alone.
+    if expandable <= room.n_bytes:
+        advice = f"With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
+    elif made.budget_bytes is not None:
+        advice = f"Without a budget, a plan is made that fits. {advice}"
+    here = made.ranks == profile.ranks and not profile.runs_compiled
+    if here and retries_within(profile.with_plan(made), room.n_bytes) is not None:
+        advice += f" {WITH_RETRIES}"
+    return (
+        f"its tensors take {format_bytes(made.peak_bytes)}{rank}, for which the allocator reserves "
+        f"{format_bytes(reserved)} (max_memory_reserved), with {outside_text(room.outside)} outside of it, and {has}. "
+        f"{advice}"
+    )

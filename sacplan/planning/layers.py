@@ -1,0 +1,285 @@
+"""A plan by layers: what each keeps, recomputes and runs in slices.
+
+A plan decides by unit and call site; a reader thinks in layers. The way from one to the other:
+
+1. Each call site gets a name as seen from the model, so that it no longer matters which module was the unit.
+2. The values made there are grouped by layer, the outermost numbered module.
+3. Inside a layer, modules whose ops read the same are folded into one part.
+4. Layers with the same parts become one reading: ``model.layers.0-31 (32 layers)``.
+
+All figures of a reading are those of one layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from sacplan.core.decisions import Chunk
+from sacplan.core.elements import pattern_of
+from sacplan.core.names import braced, folded_names, one_name, short_op
+from sacplan.core.places import OpSequence
+from sacplan.core.program import CallSite
+from sacplan.planning.value import PlanValue, UnitPlan
+
+ITSELF = "(the model itself)"  # the layer of ops that run outside of any module but the model
+
+_LAST = (2**62, 0)  # order of a layer of which no value is known: it runs in slices and nothing else
+_RUNS_IN_SLICES = {
+    "rest": "all that is computed from its input on: the loss, and their gradients",
+    "module": "the module, forward and backward",
+    "backward": "the backward pass of the module, in which its forward pass runs again",
+}
+
+
+class _ModelSite(NamedTuple):
+    """A call site as seen from the model, so that it is the same whatever the unit of the plan."""
+
+    module: str
+    place: str
+    op: str
+    occurrence: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SiteValue:
+    """The value made at one call site.
+
+    ``order`` is the order of execution. Bytes and ms are None if the plan has no such figures, as in older files.
+    """
+
+    at: _ModelSite
+    order: tuple[int, int]
+    n_bytes: int | None
+    ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOps:
+    """Ops of the same kind in modules of a layer.
+
+    Attributes:
+        ops: Their names, with how often each runs.
+        modules: Names relative to the layer; ``""`` is the layer itself.
+        n_bytes: Bytes of their outputs that autograd asks for; None if not known.
+        ms: Predicted time to run them again, 0 if they are kept; None if not known.
+    """
+
+    ops: str
+    modules: tuple[str, ...]
+    n_bytes: int | None
+    ms: float | None
+
+    def __str__(self) -> str:
+        names = ", ".join(braced([name for name in self.modules if name]))
+        return f"{self.ops} of {names}" if names else self.ops
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReading:
+    """The effect of a plan in layers that are alike.
+
+    Attributes:
+        layers: Names of the layers. A layer is a numbered module, or outside of those a module with ops of its own.
+        kept, recomputed: Parts of one of the layers, the largest first.
+        sliced: Descriptions of what runs in slices.
+        away: The ops whose outputs or inputs wait on the host.
+    """
+
+    layers: tuple[str, ...]
+    kept: tuple[LayerOps, ...]
+    recomputed: tuple[LayerOps, ...]
+    sliced: tuple[str, ...]
+    away: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """One name for all of them: ``model.layers.0-31 (32 layers)``."""
+        return together(self.layers)
+
+
+def together(layers: Sequence[str]) -> str:
+    """Return one name for layers whose names differ in one number."""
+    if len(layers) == 1:
+        return layers[0] or ITSELF
+    return f"{one_name(layers)} ({len(layers)} layers)"
+
+
+def read_layers(plan: PlanValue) -> list[LayerReading]:
+    """Return what a plan does layer by layer, in order of execution. Outside of its units it does nothing."""
+    kept, recomputed = values_of(plan)
+    sliced: dict[str, list[str]] = defaultdict(list)
+    for chunk in plan.chunks:
+        layer, inner = _layer_of(chunk.unit)
+        sliced[layer].append(f"{f'{inner}: ' if inner else ''}{what_runs(chunk)}, in {chunk.slices} slices")
+    return folded(kept, recomputed, sliced, _away(plan))
+
+
+def kept_layers(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> list[LayerReading]:
+    """Return what a step keeps without a plan. The arguments are from ``unit_plans`` with nothing discarded."""
+    return folded(list(_kept_values(units, sequences)), [], {})
+
+
+def what_runs(chunk: Chunk) -> str:
+    """Describe what a chunk runs in slices."""
+    if chunk.span == "stretch":
+        return f"a stretch of {len(chunk.sites)} ops"
+    return _RUNS_IN_SLICES[chunk.span]
+
+
+def values_of(plan: PlanValue) -> tuple[list[_SiteValue], list[_SiteValue]]:
+    """Return the values that are kept, and those that are recomputed, in the units of a plan."""
+    discarded = plan.discarded
+    recomputed = []
+    # The place of a unit in the plan comes first in the order of its values, and their place in the unit second.
+    for index, (fqn, unit) in enumerate(plan.units.items()):
+        sites = discarded.get(fqn, {})
+        places = _ModelSites(index, fqn, unit, plan.sequences)
+        # Plans from older files have no figures for single call sites.
+        n_bytes = unit.discarded_bytes or (None,) * len(sites)
+        times = unit.discarded_ms or (None,) * len(sites)
+        recomputed += [
+            _SiteValue(*places.of(site), n, ms) for site, n, ms in zip(sites, n_bytes, times, strict=True)
+        ]
+    return list(_kept_values(plan.units, plan.sequences)), recomputed
+
+
+def _away(plan: PlanValue) -> dict[str, tuple[str, ...]]:
+    """Return by layer, in words, the tensors that wait on the host: the ops that make or read them."""
+    places = {
+        fqn: _ModelSites(index, fqn, unit, plan.sequences)
+        for index, (fqn, unit) in enumerate(plan.units.items())
+    }
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in plan.offloaded:
+        # A plan that was written by hand may name a unit of which it holds no calls.
+        known = places.get(one.unit)
+        layer, inner = _layer_of(known.of(one.sites[0])[0].module if known is not None else one.unit)
+        found[layer][f"{short_op(one.op)}{f' of {inner}' if inner else ''}"] += 1
+    return {
+        layer: (", ".join(f"{op} x{n}" if n > 1 else op for op, n in ops.items()),)
+        for layer, ops in found.items()
+    }
+
+
+def _kept_values(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> Iterable[_SiteValue]:
+    for index, (fqn, unit) in enumerate(units.items()):
+        places = _ModelSites(index, fqn, unit, sequences)
+        n_bytes = unit.kept_bytes or (None,) * len(unit.kept)
+        yield from (_SiteValue(*places.of(site), n, 0.0) for site, n in zip(unit.kept, n_bytes, strict=True))
+
+
+class _ModelSites:
+    """Names the call sites of a unit as seen from the model."""
+
+    def __init__(self, index: int, fqn: str, unit: UnitPlan, sequences: Sequence[OpSequence]) -> None:
+        self.index, self.fqn = index, fqn
+        self.known: dict[str, tuple[int, str]] = {}  # place to (order, module around it)
+        # If calls of a unit differ, a place has the position of the first call that has it.
+        for i in unit.calls:
+            for caller, place, _ in sequences[i]:
+                self.known.setdefault(place, (len(self.known), caller))
+
+    def of(self, site: CallSite) -> tuple[_ModelSite, tuple[int, int]]:
+        """Return the call site as seen from the model, and its place in the order of execution."""
+        # "after X" is in the module that calls X. If the recorded sequence does not have the place, its name tells.
+        after, inner = site.place.startswith("after "), site.place.removeprefix("after ")
+        around = inner.rpartition(".")[0] if after else inner
+        order, caller = self.known.get(site.place, (len(self.known), around))
+        place = f"after {self._named(inner)}" if after else self._named(inner)
+        # A second call of a module has " (2)" behind its name, but it is the same module.
+        module = self._named(re.sub(r" \(\d+\)$", "", caller))
+        return _ModelSite(module, place, site.op, site.occurrence), (self.index, order)
+
+    def _named(self, inner: str) -> str:
+        return f"{self.fqn}.{inner}".strip(".")
+
+
+def _layer_of(module: str) -> tuple[str, str]:
+    """Split the name of a module into its layer, the outermost numbered module, and the rest.
+
+    A module inside no numbered one is its own layer.
+    """
+    parts = module.split(".")
+    # A name without a number is a layer as a whole: the index of its last part leaves nothing for the rest.
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1]), ".".join(parts[number + 1 :])
+
+
+def folded(
+    kept: Sequence[_SiteValue],
+    recomputed: Sequence[_SiteValue],
+    sliced: Mapping[str, Sequence[str]],
+    away: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> list[LayerReading]:
+    """Group values by layer, and fold layers that read the same into one.
+
+    Layers are the same if their names differ only in numbers and their parts have the same words and bytes. Times may
+    differ by rounding, so they are not compared; those of the first layer are shown.
+    """
+    by_layer: dict[str, tuple[list[_SiteValue], list[_SiteValue]]] = {}
+    for which, values in enumerate((recomputed, kept)):
+        for value in values:
+            by_layer.setdefault(_layer_of(value.at.module)[0], ([], []))[which].append(value)
+    for layer in (*sliced, *away):
+        by_layer.setdefault(layer, ([], []))
+
+    def order(layer: str) -> tuple[int, ...]:
+        return min((value.order for values in by_layer[layer] for value in values), default=_LAST)
+
+    alike: dict[object, list[tuple[str, tuple[LayerOps, ...], tuple[LayerOps, ...]]]] = defaultdict(list)
+    for layer in sorted(by_layer, key=order):
+        again, held = map(_parts, by_layer[layer])
+        # The words that a reader would see decide whether two layers are alike, and the bytes beside them.
+        words = tuple((str(part), part.n_bytes) for part in (*again, *held))
+        others = (tuple(sliced.get(layer, ())), away.get(layer, ()))
+        # The number of recomputed parts is in the key, since ``words`` alone does not tell where they end and the kept
+        # ones begin.
+        alike[pattern_of(layer), len(again), words, others].append((layer, held, again))
+    return [
+        LayerReading(
+            tuple(one[0] for one in same),
+            same[0][1],
+            same[0][2],
+            tuple(sliced.get(same[0][0], ())),
+            away.get(same[0][0], ()),
+        )
+        for same in alike.values()
+    ]
+
+
+def _parts(values: Iterable[_SiteValue]) -> tuple[LayerOps, ...]:
+    """Group the values of a layer by module, and fold modules with the same ops into one part."""
+    by_module: dict[str, list[_SiteValue]] = defaultdict(list)
+    for value in values:
+        by_module[_layer_of(value.at.module)[1]].append(value)
+    alike: dict[tuple[str, bool], list[tuple[str, list[_SiteValue]]]] = defaultdict(list)
+    for module, own in by_module.items():
+        # Ops of the layer itself stay apart: the folded name of several modules has no word for it.
+        alike[_ops_in_words(own), not module].append((module, own))
+    parts = [
+        LayerOps(
+            ops,
+            folded_names([module for module, _ in same]),
+            summed(value.n_bytes for _, own in same for value in own),
+            summed(value.ms for _, own in same for value in own),
+        )
+        for (ops, _), same in alike.items()
+    ]
+    # The largest first. Of parts that keep nothing, the one that takes longest.
+    return tuple(sorted(parts, key=lambda part: (-(part.n_bytes or 0), -(part.ms or 0.0))))
+
+
+def _ops_in_words(values: Iterable[_SiteValue]) -> str:
+    counts = Counter(short_op(value.at.op) for value in values)
+    return ", ".join(op if n == 1 else f"{op} x{n}" for op, n in counts.items())
+
+
+def summed(numbers: Iterable[float | int | None]) -> int | None:
+    found = list(numbers)
+    # A sum with an unknown part would be wrong, so it is unknown as well.
+    return None if None in found else sum(found)  # type: ignore[arg-type]

@@ -1,0 +1,227 @@
+"""Limits: a budget, a headroom, or the device itself; and the search for a plan that fits one.
+
+Which figure a limit is about:
+
+- A budget and a headroom limit the *peak*: the sum of the tensors, which ``verify`` measures on any device.
+- Without either, a GPU is the limit, and the question is whether the run fits it:
+
+      max_memory_reserved + what lies outside of the allocator + a margin <= memory of the device
+
+  ``max_memory_reserved`` follows from a program, not from its peak (``device_memory.py``), so this limit differs from
+  plan to plan: see ``Room.for_peak``, and ``next_budget`` for the search.
+- Without either on a CPU, it is the machine's memory less ``DEFAULT_HEADROOM``: there is no allocator to play.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from sacplan.core.budget import format_bytes, is_share, parse_budget, parse_headroom
+from sacplan.core.program import Program
+from sacplan.device.device_memory import beyond_peak_bytes, reserved_bytes
+from sacplan.device.devices import DeviceSpec
+from sacplan.device.outside_allocator import Outside, outside_allocator, outside_text
+from sacplan.errors import BudgetError
+from sacplan.profiling.profile import Profile
+
+DEFAULT_HEADROOM = 0.15
+"""Share of the memory of a CPU that is left free when no budget is given. On a GPU, what fits is worked out."""
+
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""The setting with which segments grow, so that the allocator usually reserves less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many bytes a step may take, and which of its figures is compared with them.
+
+    Attributes:
+        n_bytes: How many.
+        is_reserved: Whether what the allocator of a GPU reserves has to fit; else the peak has to.
+        outside: If so, what lies on the GPU outside of the allocator.
+    """
+
+    n_bytes: int
+    is_reserved: bool = False
+    outside: tuple[Outside, ...] = ()
+
+    def needs(self, program: Program) -> int:
+        """Return what is compared: what is reserved if that has to fit and the tensors do; else the peak."""
+        peak_bytes = program.footprint.peak_bytes
+        # Playing the allocator takes long, and if the tensors alone do not fit, it has nothing to add.
+        return reserved_bytes(program) if self.is_reserved and peak_bytes <= self.n_bytes else peak_bytes
+
+    def for_peak(self, program: Program) -> int:
+        """Return the limit for the peak of a program: the room less what the allocator reserves beyond the peak.
+
+        peak <= room - (reserved - peak)    if and only if    reserved <= room
+        """
+        return self.n_bytes - (beyond_peak_bytes(program) if self.is_reserved else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The limit of one step as the user gave it: a budget, a headroom, or neither.
+
+    Raises:
+        BudgetError: Both are given.
+    """
+
+    budget: float | str | None = None
+    headroom: float | str | None = None
+    n_bytes: int | None = None
+    """The budget if it is known in bytes. Then ``budget`` is the same as text."""
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.headroom is not None:
+            raise BudgetError(
+                f"budget={self.budget!r} and headroom={self.headroom!r}: give one of them. A budget is kept as it is "
+                "given; a headroom makes one of the device's memory."
+            )
+
+    @classmethod
+    def exactly(cls, n_bytes: int) -> Limit:
+        """Return the limit of exactly this many bytes."""
+        return cls(f"{n_bytes}B", n_bytes=n_bytes)
+
+    def room_of(self, profile: Profile) -> Room:
+        """Return the room that a step has: a share (``"60%"``) is one of its peak. Errors are those of ``room``."""
+        return self.room(profile.spec, profile.ranks.communicators, profile.peak_bytes)
+
+    def room(self, spec: DeviceSpec, communicators: int = 0, unplanned_bytes: int = 0) -> Room:
+        """Return the room of a step on a device; without ``unplanned_bytes``, of any step, and the budget is no share.
+
+        Raises:
+            BudgetError: The budget or headroom cannot be read, or nothing is left.
+        """
+        if self.n_bytes is not None:
+            return Room(self.n_bytes)
+        # A budget and a headroom limit the tensors, whatever the allocator reserves.
+        if self == OF_DEVICE and spec.kind == "cuda":
+            return allocator_room(spec, communicators)
+        if self.budget is not None:
+            return Room(parse_budget(self.budget, unplanned_bytes))
+        headroom = DEFAULT_HEADROOM if self.headroom is None else self.headroom
+        return Room(spec.memory_bytes - parse_headroom(headroom, spec.memory_bytes, spec.name))
+
+
+OF_DEVICE = Limit()
+"""The limit where neither a budget nor a headroom is given: the device has to hold the step."""
+
+
+def limit_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> Limit:
+    """Return a limit that does not depend on a step: a budget, or one for the device.
+
+    Raises:
+        BudgetError: The budget or headroom cannot be read, both are given, or the budget is a share or more than the
+            device has.
+    """
+    limit = Limit(budget, headroom)
+    if budget is None:
+        room = limit.room(spec)
+        # What a GPU has room for depends on the plan, so that limit stays open. A headroom, or the memory of a CPU,
+        # gives a number of bytes now.
+        return limit if room.is_reserved else Limit.exactly(room.n_bytes)
+    # Refused before it is parsed: ``parse_budget`` would take it as a share of the device's memory.
+    refuse_share(budget)
+    found = parse_budget(budget, spec.memory_bytes)
+    if found > spec.memory_bytes:
+        raise BudgetError(
+            f"budget {budget!r} is more than {spec.name} has, {format_bytes(spec.memory_bytes)}. Give less, or another "
+            "device; dataclasses.replace(spec, memory_bytes=...) makes one."
+        )
+    return Limit.exactly(found)
+
+
+def allocator_room(spec: DeviceSpec, communicators: int = 0) -> Room:
+    """Return what the allocator of a GPU may reserve: the memory less what lies outside of it.
+
+    Raises:
+        BudgetError: Nothing is left.
+    """
+    room = beside_others(spec, communicators)
+    if room.n_bytes <= 0:
+        raise BudgetError(
+            f"{spec.name} has {format_bytes(spec.memory_bytes)}, and outside of the allocator there are "
+            f"{outside_text(room.outside)}: nothing is left. Give a budget, which limits the tensors alone."
+        )
+    return room
+
+
+def beside_others(spec: DeviceSpec, communicators: int) -> Room:
+    """Return what the allocator of a GPU may reserve, as ``allocator_room`` does; here nothing may be left."""
+    outside = outside_allocator(spec, communicators)
+    return Room(spec.memory_bytes - sum(one.n_bytes for one in outside), is_reserved=True, outside=outside)
+
+
+def refuse_share(budget: float | str | None) -> None:
+    """Raise ``BudgetError`` for a share: with several steps there is no one peak that it could be a share of."""
+    if is_share(budget):
+        raise BudgetError(
+            f"budget {budget!r}: a share is one of the unplanned peak of a step, and here are several. Give bytes, "
+            'budget="20GiB", or a share of the device\'s memory to leave free, headroom="10%".'
+        )
+
+
+# --- the search for a plan that fits ----------------------------------------------------------------------
+
+ROUNDS = 6
+"""How many plans are tried at most. For large models, two are enough."""
+
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Try(Generic[Made]):
+    """A plan that was tried for a room.
+
+    Attributes:
+        made: The plan. If none holds the budget, the one with the smallest peak.
+        budget_bytes: The limit for the peak that it was made for.
+        peak_bytes: Its peak.
+        needs: What is compared with the room: what the allocator reserves if that has to fit and the tensors do; else
+            the peak.
+    """
+
+    made: Made
+    budget_bytes: int
+    peak_bytes: int
+    needs: int
+
+
+def next_budget(room: Room, tries: Sequence[Try[Any]]) -> int | None:
+    """Return the budget to plan for next; None if the search for a plan that fits a room is over.
+
+    Plan, play the allocator, lower the budget by the excess, and plan again:
+
+        budget = room
+        repeat: plan for the budget; needs <= room ends it; else budget = peak - (needs - room)
+
+    A solver knows tensors and not segments, since where holes are depends on the whole order of allocations and frees.
+    So the found plan is one that fits, and not always the cheapest that does: another plan with the same peak may leave
+    fewer holes. A lower budget usually has fewer reserved bytes, but need not: what is reserved goes up and down by
+    whole segments. So the steps grow (``lowered``), and their number is limited.
+    """
+    if not tries:
+        return room.n_bytes
+    last = tries[-1]
+    # It fits; there is no smaller peak, or none was made for the room itself; or enough were tried.
+    if last.needs <= room.n_bytes or last.peak_bytes > last.budget_bytes or len(tries) == ROUNDS:
+        return None
+    # Counted from the peak and not from the budget. A plan may be well below its budget, and a budget between the two
+    # might give the same plan again.
+    return max(1, lowered(last.peak_bytes, last.needs - room.n_bytes, room.n_bytes, len(tries)))
+
+
+def lowered(peak_bytes: int, excess_bytes: int, room_bytes: int, tried: int) -> int:
+    """Return the next limit for the peak, after ``tried`` plans that reserve too much.
+
+    The first step is what would be enough if the holes stayed. Later ones are at least a share of the room.
+    """
+    # If the first step was not enough, the holes have moved. From then on, the least step grows with each plan, by 1/64
+    # of the room.
+    least = 0 if tried == 1 else room_bytes * tried // 64
+    return peak_bytes - max(excess_bytes, least)

@@ -1,0 +1,361 @@
+"""Plans on a mesh: ways to spread a step that PyTorch carries out, each with recomputation and chunks.
+
+A way is a list of PyTorch's own calls: ``parallelize_module`` with a style for each module, and ``fully_shard``
+or replicas. The step of one rank is recorded with these calls, and planned like any other step. The fastest plan
+that holds the budget wins:
+
+1. Make the ways: by name on every mesh, then tensor parallelism that cuts less than ``"megatron"``.
+2. Plan each with a quick solver, by rising step time. A plan only adds time, so this ends as soon as the next way
+   is slower without a plan than the best one is with its plan.
+3. Plan the ways within ``_CLOSE`` of the fastest with the solver that was asked for.
+
+This is a heuristic. Nothing is proved about other ways: ``Plan.gap`` and ``Plan.lower_bound_ms`` are about
+recomputation with the chosen one. A way that only the careful solver would bring in front is missed if the quick
+one puts it further behind than ``_CLOSE``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from msgspec import structs
+
+from sacplan.core.budget import is_share
+from sacplan.device.devices import DeviceSpec
+from sacplan.distributed.placing.styles import Also, tensor_parallel
+from sacplan.distributed.ranks.ranks import Ranks, layers_of
+from sacplan.distributed.sharding.mesh import Mesh
+from sacplan.distributed.sharding.sharding import Sharding
+from sacplan.errors import PlanError, TraceError
+from sacplan.planning.infeasible import infeasible_on_mesh
+from sacplan.planning.make import Outcome, outcome_of
+from sacplan.planning.plan import Plan
+from sacplan.planning.request import Request
+from sacplan.profiling.profile import NO_SOURCE, Profile
+from sacplan.techniques.registry import TECHNIQUES
+
+_DATA, _TENSOR, _SEARCH = ("ddp", "fsdp"), "megatron", "search"
+POLICIES = (*_DATA, _TENSOR)
+"""Names of shardings."""
+
+SHARD = "shard"
+"""The name that stands for a mesh among the techniques."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A step that is spread over a mesh in one way.
+
+    Attributes:
+        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
+        whole: The profile of the whole model on one device.
+        ranks: The mesh, and what PyTorch is told.
+    """
+
+    name: str
+    whole: Profile
+    ranks: Ranks
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        assert self.ranks.sharding is not None
+        return self.ranks.sharding.mesh
+
+    @cached_property
+    def profile(self) -> Profile:
+        """The profile of one rank."""
+        return self.whole.on_ranks(self.ranks)
+
+    def named(self, plan: Plan) -> Plan:
+        """Return the plan with the name of the way in its provenance."""
+        options = {**plan.provenance.options, "sharding": self.name}
+        return structs.replace(plan, provenance=structs.replace(plan.provenance, options=options))
+
+
+def devices_of(text: str, spec: DeviceSpec) -> int:
+    """Return the number in ``"8xh100"``.
+
+    Raises:
+        PlanError: The text cannot be read, or names another device than the profile's.
+    """
+    found = re.fullmatch(r"(\d+)\s*x\s*(\S+)", text.strip())
+    if found is None:
+        raise PlanError(f"{text!r} cannot be read as a number of devices; give '8x{spec.name}', or 8.")
+    # The name of a device may have several words; the first one is compared.
+    if found[2] != spec.name.split()[0]:
+        raise PlanError(
+            f"{text!r} is of {found[2]}, and the profile is of a step on {spec.name}: make a profile with "
+            f"device={found[2]!r}, or give '{found[1]}x{spec.name.split()[0]}'."
+        )
+    return int(found[1])
+
+
+def resolve_mesh(mesh: Any, spec: DeviceSpec) -> tuple[Mesh, ...]:
+    """Return the meshes that the user means: one, or all meshes of a number of devices.
+
+    Args:
+        mesh: Sizes by axis, ``{"dp": 2, "tp": 4}``. ``8`` or ``"8xh100"`` stands for all meshes of eight devices.
+        spec: The device that the profile is of.
+
+    Raises:
+        PlanError: ``mesh`` is none of these, or names another device than the profile's.
+    """
+    if isinstance(mesh, str):
+        if "x" not in mesh:
+            raise PlanError(
+                f"mesh {mesh!r} cannot be read; give '8x{spec.name}', 8, or {{'dp': 2, 'tp': 4}}."
+            )
+        mesh = devices_of(mesh, spec)
+    if isinstance(mesh, int) and not isinstance(mesh, bool) and mesh > 1:
+        return meshes_of(mesh, spec)
+    return (Mesh.of(mesh),)
+
+
+def meshes_of(devices: int, spec: DeviceSpec) -> tuple[Mesh, ...]:
+    """Return the meshes of a number of devices: one data parallel axis, and a tensor parallel axis within a node."""
+    found = []
+    # The tensor parallel axis communicates most, so it stays within a node, where links are fastest.
+    for n in range(1, min(devices, spec.ranks_per_node) + 1):
+        if devices % n == 0:
+            axes = (("dp", devices // n), ("tp", n))
+            # Axes of one rank are left out. If none remains, the data parallel axis stays, since a mesh needs one.
+            found.append(Mesh(tuple((name, size) for name, size in axes if size > 1) or axes[:1]))
+    return tuple(found)
+
+
+def spreads(
+    profile: Profile, mesh: Mesh, names: Sequence[str] | None = None, *, search: bool = False
+) -> Iterator[Spread]:
+    """Yield ways to spread a step over a mesh: the named ones, then those of a search; equal ones once.
+
+    Args:
+        profile: The profile of the whole model on one device.
+        mesh: The ranks. A last axis named ``"tp"`` is for tensor parallelism, all others are for data parallelism.
+        names: Which named ways; None for all of them.
+        search: Whether to yield tensor parallelism that cuts less than ``"megatron"``, too.
+
+    Raises:
+        PlanError: The step cannot be spread over this mesh in any of the ways. It says why for each.
+    """
+    every: tuple[Also, ...] = ("embeddings", "others")
+    asked = [(name, every) for name in (names_on(mesh) if names is None else names)]
+    asked += [
+        (_SEARCH, less) for less in ((), *((one,) for one in every)) if search and mesh.names[-1] == "tp"
+    ]
+    # Several ways are often refused for one reason, which the error then gives once.
+    refused: dict[str, list[str]] = {}  # by reason
+    seen = set[str]()
+    for name, also in asked:
+        try:
+            spread = way(profile, mesh, name, also)
+            if repr(spread.ranks) in seen:
+                continue
+            # Recorded now: if the step cannot run so, the error belongs to this way.
+            _ = spread.profile
+        except (PlanError, TraceError) as error:
+            refused.setdefault(str(error), []).append(name)
+            continue
+        seen.add(repr(spread.ranks))
+        yield spread
+    if not seen:
+        reasons = " ".join(
+            f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in refused.items()
+        )
+        raise PlanError(f"the step cannot be spread over mesh {mesh}. {reasons}".rstrip())
+
+
+def names_on(mesh: Mesh) -> tuple[str, ...]:
+    """Return the ways that use each axis for what its name says: ranks of one for data get parts of a batch."""
+    if mesh.names[-1] != "tp":
+        return _DATA
+    return (_TENSOR,) if len(mesh.axes) == 1 else (f"fsdp + {_TENSOR}",)
+
+
+def described_name(name: str, mesh: Mesh) -> str:
+    """Return a name and what it does on which axis: ``"megatron (tensors cut over dp)"``."""
+    words = name.split(" + ")
+    if not set(words) <= set(POLICIES):
+        return name
+    # As in ``way``, tensor parallelism has the last axis, and data parallelism all others.
+    axes = list(mesh.names)
+    tensor = [axes.pop()] if _TENSOR in words else []
+    parts = [f"batch cut over {' and '.join(axes)}"] if axes else []
+    parts += [f"tensors cut over {axis}" for axis in tensor]
+    return f"{name} ({', '.join(parts)})"
+
+
+def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddings", "others")) -> Spread:
+    """Return a way to spread a step by its name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, or ``"fsdp + megatron"``.
+
+    ``also`` says what tensor parallelism cuts beside pairs of columns and rows.
+
+    Raises:
+        PlanError: The name is unknown, ``mesh`` stands for several meshes, PyTorch has no such way on it, or the number
+            of ranks does not divide what has to be cut.
+    """
+    meshes = resolve_mesh(mesh, profile.spec)
+    if len(meshes) != 1:
+        raise PlanError(
+            f"mesh {mesh!r} stands for several meshes; name the axes, such as {{'dp': 4, 'tp': 2}}."
+        )
+    mesh, words = meshes[0], name.split(" + ")
+    if name not in (*POLICIES, f"fsdp + {_TENSOR}", f"ddp + {_TENSOR}", _SEARCH):
+        raise PlanError(
+            f"sharding {name!r} is not known; it is one of {', '.join(map(repr, POLICIES))}, or 'fsdp + {_TENSOR}'."
+        )
+    has_tensors = words[-1] in (_TENSOR, _SEARCH)
+    data = Mesh(mesh.axes[:-1] if has_tensors else mesh.axes)
+    if has_tensors and data.size > 1 and words[0] in ("ddp", _TENSOR):
+        raise PlanError(
+            "DistributedDataParallel does not take a model that parallelize_module has cut: with tensor parallelism, "
+            f"the other axes of mesh {mesh} are for fully_shard: 'fsdp + {_TENSOR}'."
+        )
+    styles: dict[str, str] = {}
+    if has_tensors:
+        if profile.source is None:
+            raise PlanError(NO_SOURCE)
+        styles = tensor_parallel(profile, profile.source.model, mesh.axes[-1], also)
+    units = (
+        None
+        if words[0] in ("ddp", _TENSOR)
+        else layers_of(name for name, *_ in profile.fingerprint.parameters)
+    )
+    return Spread(name, profile, Ranks.on_mesh(Sharding(mesh, styles), units))
+
+
+@dataclass(frozen=True, slots=True)
+class TriedSpread:
+    """A way to spread a step, and the outcome of planning one of its ranks."""
+
+    spread: Spread
+    outcome: Outcome
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted time of the step with the plan; infinite if there is no plan."""
+        found = self.outcome.step_ms
+        return math.inf if found is None else found
+
+
+def asks_for_mesh(
+    mesh: Any,
+    techniques: Sequence[str] | None,
+    ranks: Any,
+) -> bool:
+    """Whether the user wants the step spread over a mesh.
+
+    Raises:
+        PlanError: Arguments that contradict each other.
+    """
+    asked = techniques or ()
+    # Neither way of asking for a mesh was used.
+    if mesh is None and SHARD not in asked:
+        return False
+    # A mesh without the technique, or the technique without a mesh. Without a list of techniques, the mesh is enough.
+    if mesh is None or SHARD not in (techniques or (SHARD,)):
+        raise PlanError(
+            f'to shard, give a mesh, such as mesh={{"dp": 2, "tp": 4}}, and "{SHARD}" among the techniques.'
+        )
+    if ranks is not None:
+        raise PlanError("give either a mesh, or ranks.")
+    for name in asked:
+        if name in TECHNIQUES and TECHNIQUES[name].one_device:
+            others = (SHARD, *(other for other, each in TECHNIQUES.items() if not each.one_device))
+            named = [f'"{other}"' for other in others]
+            raise PlanError(
+                f'"{name}" does not go together with a mesh: {TECHNIQUES[name].one_device}. Use techniques='
+                f"({', '.join(named)}), or more ranks."
+            )
+    return True
+
+
+def tried(ways: Iterable[Spread], request: Request, *, all_of_them: bool = False) -> list[TriedSpread]:
+    """Plan each way, by rising step time. Unless ``all_of_them``, stop when no other way can be faster."""
+    found: list[TriedSpread] = []
+    best = math.inf
+    for spread in sorted(ways, key=lambda each: each.profile.step_ms):
+        if spread.profile.step_ms >= best and not all_of_them:
+            break  # a plan only adds time, and the ways that follow are slower still
+        outcome = outcome_of(request, spread.profile)
+        if outcome.plan is not None:
+            outcome = replace(outcome, plan=spread.named(outcome.plan))
+        found.append(TriedSpread(spread, outcome))
+        best = min(best, found[-1].step_ms)
+    return found
+
+
+_CLOSE = 0.05
+"""A way is planned carefully if its quick plan takes at most this share more time than the fastest one."""
+
+
+def on_meshes(request: Request, profile: Profile, mesh: Any) -> Outcome:
+    """Return the fastest plan within the limit of each rank, on a mesh or on any mesh of a number of devices.
+
+    A budget that is a share differs from one sharding to another: it is a share of the peak that a rank has with this
+    sharding and without a plan.
+
+    Args:
+        request: What is asked for, ``"shard"`` among the techniques or not.
+        profile: The profile of the whole model.
+        mesh: As for ``plan``.
+
+    Raises:
+        PlanError: The step cannot be spread over the mesh.
+    """
+    request.limit.room_of(profile)  # a budget that cannot be read is refused before the long search
+    if request.techniques is not None:
+        request = replace(request, techniques=[name for name in request.techniques if name != SHARD])
+    found = _fastest(request, profile, mesh)
+    if found.plan is None:
+        return found
+    # The planner of a rank knows nothing of ``shard``, which the plan names among its techniques.
+    made_by = found.plan.provenance
+    made_by = structs.replace(made_by, techniques=(SHARD, *made_by.techniques))
+    return replace(found, plan=structs.replace(found.plan, provenance=made_by))
+
+
+def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
+    if profile.ranks.devices > 1:
+        raise PlanError(
+            "the profile is that of one of several ranks; a mesh is planned for from a profile of the whole model."
+        )
+    # Only ``"best"`` is several solvers, of which one is quick. Another solver is asked for every sharding.
+    quick = replace(request, solver="greedy") if request.solver == "best" else request
+    meshes = resolve_mesh(mesh, profile.spec)
+    ways: list[Spread] = []
+    refused: list[str] = []
+    for each in meshes:
+        try:
+            ways += spreads(profile, each, search=True)
+        except PlanError as error:
+            refused.append(str(error))
+    # One mesh may be refused as long as there is another. The reasons count only if there is none.
+    if not ways:
+        raise PlanError(" ".join(refused))
+    found = tried(ways, quick)
+    fastest = min(one.step_ms for one in found)
+    near = [one for one in found if one.step_ms <= fastest * (1 + _CLOSE)]  # all, if none holds the budget
+    # Planned again with the solver that was asked for. The quick plans stay in the list, since they may turn out
+    # cheaper.
+    found += tried([one.spread for one in near if _may_improve(one)], request)
+    best = min(found, key=lambda one: one.step_ms)
+    if best.outcome.plan is not None:
+        return best.outcome
+    # Budgets differ if they are shares, so the smallest peak is the one nearest to its own budget.
+    without = [(one.spread, one.outcome.error) for one in found if one.outcome.error is not None]
+    least, nearest = min(without, key=lambda each: each[1].smallest_feasible_bytes / each[1].budget_bytes)
+    where = " or ".join(map(str, meshes))
+    shared = is_share(request.limit.budget)
+    failed = infeasible_on_mesh(profile, least.profile, nearest, where, least.name, is_share=shared)
+    return Outcome(least.profile, None, failed.smallest_feasible_bytes, failed)
+
+
+def _may_improve(one: TriedSpread) -> bool:
+    """Whether a careful planner could do better than the quick one. It cannot if the step fits without a plan."""
+    return one.outcome.plan is None or bool(one.outcome.plan.decisions)

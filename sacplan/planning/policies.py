@@ -1,0 +1,422 @@
+"""Plans by rule: checkpoint nothing, everything, every k-th layer, or by op; and the loss in slices.
+
+This is what people do by hand. The checkpointing modes and their names are those of torchtitan
+(``torchtitan/distributed/activation_checkpoint.py``) and torchtune (PR #785). They differ in how they run: as recipes
+(``techniques/recompute/executor/recipes.py``), so that only ops whose outputs the backward pass asks for run again, and nothing
+is cached that autograd does not use. Nothing is optimised here. The peak and the recomputation of the plan are measured
+on the rewritten program, as for any other plan.
+
+A rule turns into decisions in three steps. ``layers_of`` finds the layers: the longest runs of numbered siblings that
+look alike and feed one another. The mode then selects ops in them (``_Selects``, by position in one call of a layer).
+At last ``_discarded_in`` walks back from what autograd saves to the selected ops that have to run again for it. A
+selected op whose output nobody needs in the backward pass does not become a decision.
+
+Known inefficiency: the layers of a run are compared by walking over the ops between them, once per neighbour.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from msgspec import structs
+
+from sacplan.core.arguments import checked, opened
+from sacplan.core.decisions import Chunk, Decision, Discarded, as_decisions
+from sacplan.core.elements import names_module
+from sacplan.core.pins import Pins, resolve_pins
+from sacplan.core.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
+from sacplan.errors import PlanError
+from sacplan.planning.infeasible import handed_out, looking_for_plans
+from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.planning.meshes import POLICIES, way
+from sacplan.planning.plan import Plan
+from sacplan.profiling.profile import Profile, ProfileOrPath
+from sacplan.techniques.chunk.entries import ChunkOptions, entry_size, loss_chunks
+from sacplan.techniques.registry import DEFAULT_TECHNIQUES
+
+MODES = ("none", "full", "selective", "chunked-loss")
+
+
+@checked(PlanError, "option", "slices")
+def policy(
+    mode: str,
+    option: int | str | None = None,
+    *,
+    profile: ProfileOrPath,
+    layers: str | None = None,
+    slices: int | None = None,
+    keep: Sequence[str] = (),
+    never: Sequence[str] = (),
+    mesh: Any = None,
+) -> Plan:
+    """Return a plan made by a rule instead of a search: the same in every layer, whatever the budget.
+
+        plan = sacplan.policy("selective", 2, profile=profile)   # checkpoint every second layer
+        plan = sacplan.policy("full", profile=profile, layers="model.layers.*")
+        plan = sacplan.policy("chunked-loss", slices=16, profile=profile)
+
+    Args:
+        mode: ``"none"`` discards nothing. ``"full"`` discards everything in every layer that may run again; the inputs
+            of the layer are kept. ``"selective"`` does what ``option`` says. ``"chunked-loss"`` discards nothing, but
+            computes the loss and its gradients in slices. They begin at the module with which this saves most, which
+            is the head in most models.
+
+            ``"ddp"`` and ``"fsdp"`` cut the batch over all axes of a mesh; each rank has all parameters, or a shard of
+            them. ``"megatron"`` is tensor parallelism on the last axis, with ``"ddp"`` on
+            the other axes; ``"fsdp + megatron"`` has ``"fsdp"`` on them.
+        option: For ``"selective"`` only:
+
+            - An integer ``k`` (or its digits, ``"2"``): checkpoint the layers number k, 2k, ... of the run as
+              ``"full"`` does, and leave the others alone. 1 is the same as ``"full"``.
+            - ``"op"``: in every layer, keep attention and every second matmul or convolution (the first, the third,
+              ...), and recompute the rest. The count starts anew in each call of a layer.
+            - ``"op-keep-matmuls"``: in every layer, keep attention and all matmuls and convolutions, and recompute the
+              rest.
+
+        profile: A profile from ``sacplan.profile``, or the path of one.
+        layers: A pattern for the names of the layers (``fnmatch``; ``*`` also matches dots). If matches are nested, the
+            outermost ones count. By default, layers are found by structure: siblings with consecutive numbers in a list
+            (``h.0``, ``h.1``, ...) that are of the same kind, each of which depends on the one before. The longest run
+            counts, and so do others that are not nested with it (an encoder and a decoder). A recorded step has no
+            classes, so two modules count as the same kind if they share at least half of the names of the modules that
+            are called in them.
+        slices: For ``"chunked-loss"`` only: the number of slices, 2 or more. If it does not divide the rows, there may
+            be fewer.
+        keep, never: Patterns as for ``sacplan.plan``. The outputs of these ops and modules are kept, whatever the mode
+            says. They change neither which modules are layers nor how matmuls are counted. A layer that contains a
+            module of ``never`` does not become a unit; in its place, inner modules that contain none become units. A
+            chunked loss must not contain anything pinned.
+        mesh: For ``"ddp"``, ``"fsdp"``, ``"megatron"`` and ``"fsdp + megatron"`` only: the ranks, as for
+            ``sacplan.plan``. The batch of the profile is that of all ranks together.
+
+    Returns:
+        A plan with status ``"policy"`` and without a budget: peaks in bytes, times in ms. A plan that takes more memory
+        than the device has gives a ``SacplanWarning``.
+
+    Raises:
+        PlanError: An unknown mode or option, no layers, a mode that would discard nothing in them, a pattern that
+            matches nothing, or a loss that cannot run in these slices. The message says why.
+    """
+    profile = opened(profile, Profile)
+    # A mesh makes it another kind of policy: it decides where parameters lie, and discards nothing.
+    if mesh is not None:
+        if option is not None or layers is not None or slices is not None or keep or never:
+            raise PlanError("a policy on a mesh takes no option, layers, slices, keep or never.")
+        with looking_for_plans():
+            spread = spread_policy(profile, mode, mesh)
+        return handed_out(spread, profile)
+    # A policy of a mesh, but without one. Unknown modes come after it, since their message says less.
+    if mode in POLICIES or " + " in mode:
+        raise PlanError(f"policy {mode!r} spreads a step over ranks: give them, mesh={{'dp': 8}}.")
+    if mode not in MODES:
+        raise PlanError(f"unknown mode {mode!r}; known are {_listed((*MODES, *POLICIES))}.")
+    if mode != "selective" and option is not None:
+        raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
+    # A rule names ops, which a compiled graph has not: those of the step as it runs uncompiled.
+    step = profile.uncompiled if mode in MODES else profile
+    program = step.program
+    if mode == "chunked-loss":
+        n_slices = _read_slices(slices, layers)
+    elif slices is not None:
+        raise PlanError(f"mode {mode!r} takes no slices, got {slices!r}. They belong to mode 'chunked-loss'.")
+    pins = resolve_pins(program, profile.fingerprint, keep, never)
+    decisions: tuple[Decision, ...] = ()
+    name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
+    asked: dict[str, Any] = {"mode": mode, "option": option, "layers": layers}
+    techniques = DEFAULT_TECHNIQUES
+    if mode == "chunked-loss":
+        decisions = (_chunked_loss(step, n_slices, pins),)
+        name, asked, techniques = f"{name}-{n_slices}", {"mode": mode, "slices": n_slices}, ("chunk",)
+    elif mode != "none":
+        decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
+    made_by = MadeBy(name, asked, pins=pins, techniques=techniques)
+    return handed_out(plan_by_hand(profile, decisions, made_by), profile)
+
+
+def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:
+    """Return the plan of a named sharding, without recomputation."""
+    spread = way(profile, mesh, mode)
+    made = policy("none", profile=spread.profile)
+    provenance = structs.replace(
+        made.provenance,
+        solver=f"policy-{mode}",
+        options={"mode": mode, "sharding": mode},
+        techniques=("shard",),
+    )
+    return structs.replace(made, provenance=provenance)
+
+
+def _discarded_by(
+    mode: str, option: int | str | None, program: Program, layers: str | None, pins: Pins
+) -> Discarded:
+    """Return by unit the call sites that the layers discard in the modes ``"full"`` and ``"selective"``."""
+    selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
+    found = layers_of(program, layers)
+    if k > len(found):
+        raise PlanError(
+            f"option {option!r} would checkpoint every {k}th layer, but there are {len(found)} layers "
+            f"({_shortened(found)}), so none. Known options: an integer from 1 to {len(found)}, {_listed(_BY_OP)}."
+        )
+    discarded: dict[str, dict[CallSite, int]] = defaultdict(dict)
+    # The layers number k, 2k, ..., so that with k = 1 every layer is checkpointed.
+    for fqn in found[k - 1 :: k]:
+        for unit, sites in _discarded_in(program, fqn, selects, pins).items():
+            discarded[unit].update(sites)
+    if not discarded:
+        raise PlanError(
+            f"mode {mode!r} would discard nothing in the layers {_shortened(found)}: autograd keeps nothing there "
+            + ("that may run again and is not pinned by keep or never. " if pins else "that may run again. ")
+            + "Name other modules with layers=, or use mode 'none'."
+        )
+    return discarded
+
+
+# --- the loss in slices -----------------------------------------------------------------------------------
+
+_MOST_REASONS = 4  # in a message
+
+
+def _read_slices(slices: object, layers: str | None) -> int:
+    if layers is not None:
+        raise PlanError(f"mode 'chunked-loss' takes no layers, got {layers!r}: there is one loss.")
+    if isinstance(slices, bool) or not isinstance(slices, int) or slices < 2:
+        raise PlanError(
+            f"mode 'chunked-loss' needs a number of slices, 2 or more, and slices is {slices!r}. Give for example "
+            "slices=16, or a budget: sacplan.plan(profile, budget, techniques=('recompute', 'chunk'))."
+        )
+    return slices
+
+
+def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
+    """Return the chunk that begins where slices save most, with this number of slices.
+
+    Raises:
+        PlanError: The profile is of inference; no module can begin a chunked loss; pins forbid it; or there are more
+            slices than rows.
+    """
+    if profile.mode == "inference":
+        raise PlanError(
+            "mode 'chunked-loss' is for training, and this profile is of inference, which computes no gradients. "
+            "sacplan.profile(model, batch, loss_fn) records a step of training."
+        )
+    # Either what can run in slices, or the reasons why nothing can, module by module.
+    found = loss_chunks(profile.program, profile.spec)
+    if not isinstance(found, ChunkOptions):
+        why = [f"from {refused.unit!r} on: {refused.why}" for refused in found[:_MOST_REASONS]]
+        raise PlanError(
+            "there is no module from which on the loss could be computed in slices. "
+            + ("; ".join(why) + "." if why else "No module with a name is called once in the step.")
+        )
+    # Within a chunk no op makes its whole output, so nothing in it can be kept.
+    if not pins.named_ops.isdisjoint(found.ops):
+        op = profile.program.ops[min(pins.named_ops & found.ops)]
+        given = (("keep", pins.keep), ("never", pins.never))
+        said = " and ".join(f"{name}={list(patterns)!r}" for name, patterns in given if patterns)
+        raise PlanError(
+            f"the loss would run in slices from {found.unit!r} on, where {said} pins what {op.name} makes. "
+            "Leave that pattern out."
+        )
+    rows = entry_size(profile.program, found.chunks[0])
+    if slices > rows:
+        raise PlanError(f"slices={slices}, but what enters {found.unit!r} has only {rows} rows.")
+    return structs.replace(found.chunks[0], slices=slices)
+
+
+# --- options ----------------------------------------------------------------------------------------------
+
+_Selects = Callable[[Sequence[Op]], set[int]]
+"""A rule: it takes the ops of one call of a layer, and returns the positions of those to discard."""
+
+
+def _everything(ops: Sequence[Op]) -> set[int]:
+    return set(range(len(ops)))
+
+
+def _all_but_matmuls(ops: Sequence[Op]) -> set[int]:
+    return {i for i, op in enumerate(ops) if not op.flops}
+
+
+def _every_second_matmul(ops: Sequence[Op]) -> set[int]:
+    # FLOPs are counted for matmuls, convolutions and attention, and for nothing else.
+    matmuls = [i for i, op in enumerate(ops) if op.flops and "attention" not in op.name]
+    return _all_but_matmuls(ops).union(matmuls[1::2])
+
+
+_BY_OP: dict[str, _Selects] = {"op": _every_second_matmul, "op-keep-matmuls": _all_but_matmuls}
+
+
+def _read_option(option: object) -> tuple[_Selects, int]:
+    """Return the rule for the ops of a layer, and k if only every k-th layer follows it.
+
+    Raises:
+        PlanError: The option is unknown.
+    """
+    if isinstance(option, str):
+        if option in _BY_OP:
+            return _BY_OP[option], 1
+        # ``isdigit`` alone also accepts digits such as ``"²"``, which ``int`` refuses.
+        k = int(option) if option.isascii() and option.isdigit() else 0
+    else:
+        k = option if isinstance(option, int) and not isinstance(option, bool) else 0
+    if k < 1:
+        raise PlanError(
+            f"unknown option {option!r} of mode 'selective'; known are an integer k of at least 1 (checkpoint "
+            f"every k-th layer), {_listed(_BY_OP)}."
+        )
+    return _everything, k
+
+
+# --- layers -----------------------------------------------------------------------------------------------
+
+
+def layers_of(program: Program, pattern: str | None = None) -> list[str]:
+    """Return the names of the layers in execution order: those that match, or those found by structure (``policy``).
+
+    Raises:
+        PlanError: There are none.
+    """
+    runs = _runs(program)
+    if pattern is None:
+        if not runs:
+            raise PlanError(
+                "no layers found: no two modules in a list that are alike and feed one another. Name the layers with "
+                f'layers="..."; the modules are {_shortened([f for f in program.calls if f])}.'
+            )
+        return _in_order(program, (fqn for run in runs for fqn in run))
+    matching = {fqn for fqn in program.calls if fqn and names_module(pattern, fqn)}
+    # Of nested matches only the outermost is a layer, since units of a plan do not nest.
+    outermost = [f for f in matching if not any(is_inside(f, other) for other in matching)]
+    if not outermost:
+        known = [f"{run[0].rpartition('.')[0]}.*" for run in runs]
+        raise PlanError(
+            f"no module that is called matches layers={pattern!r}. "
+            + (f"Layers found by structure: {_listed(known)}; " if known else "")
+            + f"modules are {_shortened([f for f in program.calls if f])}."
+        )
+    return _in_order(program, outermost)
+
+
+def _in_order(program: Program, fqns: Iterable[str]) -> list[str]:
+    wanted = set(fqns)
+    return [fqn for fqn in program.calls if fqn in wanted]
+
+
+def _runs(program: Program) -> list[list[str]]:
+    """Return runs of at least two siblings that are alike and feed one another, the longest first.
+
+    Runs do not nest. If two do (layers, and numbered modules inside each of them), the longer one wins. This is greedy.
+    """
+    members: dict[str, set[str]] = defaultdict(set)  # module to the names of modules called directly in it
+    for fqn in program.calls:
+        parts = fqn.split(".")
+        for depth in range(1, len(parts)):
+            members[".".join(parts[:depth])].add(parts[depth])
+    siblings: dict[str, list[str]] = defaultdict(list)
+    for fqn in program.calls:
+        parent, _, name = fqn.rpartition(".")
+        # A numbered leaf, such as a linear module of nn.Sequential, is not a layer.
+        if name.isdigit() and fqn not in program.leaf_fqns and members[fqn]:
+            siblings[parent].append(fqn)
+
+    def first_call(fqn: str) -> range:
+        return program.ops_in(program.calls[fqn][0])
+
+    def follows(one: str, other: str) -> bool:
+        # Half of the names is enough: layers of one model may differ, such as dense ones and mixtures of experts.
+        alike = 2 * len(members[one] & members[other]) >= len(members[one] | members[other])
+        return alike and program.depends(first_call(other), first_call(one))
+
+    runs: list[list[str]] = []
+    for fqns in siblings.values():
+        run = fqns[:1]
+        # A run is extended as long as neighbours follow each other, and ends at the first pair that does not.
+        for one, other in pairwise(fqns):
+            if not follows(one, other):
+                runs.append(run)
+                run = []
+            run.append(other)
+        runs.append(run)
+    taken: list[list[str]] = []
+    # The sort is stable, so runs of equal length stay in execution order.
+    for run in sorted((run for run in runs if len(run) > 1), key=len, reverse=True):
+        others = [fqn for other in taken for fqn in other]
+        if not any(is_inside(a, b) or is_inside(b, a) for a in run for b in others):
+            taken.append(run)
+    return taken
+
+
+# --- decisions --------------------------------------------------------------------------------------------
+
+
+def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> Discarded:
+    """Return by unit the call sites that one layer discards, each once.
+
+    These are the selected ops that made saved tensors, and the selected ops that have to run again for those. The unit
+    is the layer, or if pins forbid that, modules inside it.
+    """
+    chosen: set[int] = set()
+    for scope in program.calls[fqn]:
+        # Selected by position within one call, so that every call of a layer counts its matmuls anew.
+        order = [i for i in program.sites(scope) if program.ops[i].phase == Phase.FORWARD]
+        chosen.update(order[at] for at in selects([program.ops[i] for i in order]))
+    # Pinned ops go after the selection, so that they do not change how matmuls are counted.
+    chosen -= pins.kept_ops
+    found = {}
+    for unit in pins.units_in(program, fqn):
+        sites: dict[CallSite, int] = {}
+        for scope, (inside, outside) in _saved_by_call(program, unit).items():
+            # A storage that something else holds is available without recomputing; above all, the unit's own output.
+            again = _again(program, scope, inside, outside | program.liveness.outlives_forward, chosen)
+            sites.update((site, 1) for op, site in program.sites(scope).items() if op in again)
+        # A decision holds for all calls of the unit. If an op may not run again in one call, its site is kept in all.
+        for site, ops in program.call_sites(unit).items():
+            if not pins.kept_ops.isdisjoint(ops) or not all(program.ops[i].recomputable for i in ops):
+                sites.pop(site, None)
+        if sites:
+            found[unit] = sites
+    return found
+
+
+def _saved_by_call(program: Program, fqn: str) -> dict[int, tuple[set[int], set[int]]]:
+    """Return by call of a module the storages that autograd saves in it, and those that it saves anywhere else."""
+    # A handle counts as inside a call if autograd took it in that call or in one within it.
+    scopes = {scope for scope in program.liveness.handle_scopes if scope != ROOT_SCOPE}
+    around = {scope: {scope, *program.ancestors(scope)} for scope in scopes}
+    by_call: dict[int, tuple[set[int], set[int]]] = {call: (set(), set()) for call in program.calls[fqn]}
+    for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
+        for call, (inside, outside) in by_call.items():
+            (inside if call in around.get(scope, ()) else outside).add(storage)
+    return by_call
+
+
+def _again(
+    program: Program, scope: int, saved: set[int], held: Container[int], chosen: Container[int]
+) -> set[int]:
+    """Return the chosen ops of one call that have to run again to make its saved storages.
+
+    Walks from the saved storages back to their makers, and on to what those read, as far as the makers are chosen and
+    nothing else holds the storage.
+    """
+    ops = program.ops
+    inside = [i for i in program.sites(scope) if i in chosen and ops[i].recomputable]
+    # Storages that something else holds have no entry, so the walk ends at them.
+    maker = {s: i for i in inside for s in ops[i].writes if s not in held}
+    stack = [maker[s] for s in saved if s in maker]
+    again = set(stack)
+    while stack:
+        for s in ops[stack.pop()].reads:
+            if s in maker and maker[s] not in again:
+                again.add(maker[s])
+                stack.append(maker[s])
+    return again
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _shortened(names: Sequence[str], most: int = 8) -> str:
+    return _listed(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,112 @@
+"""A request: what ``plan`` is asked for, whatever the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from sacplan.core.budget import format_bytes, parse_budget
+from sacplan.core.decisions import Accumulate
+from sacplan.core.pins import resolve_pins
+from sacplan.errors import PlanError
+from sacplan.planning.basis import Basis
+from sacplan.planning.limits import OF_DEVICE, Limit
+from sacplan.planning.planner import ROTOR_STAGES, Planner
+from sacplan.profiling.profile import Profile
+from sacplan.solvers.alike import Alike
+from sacplan.solvers.greedy import Greedy
+from sacplan.solvers.milp import Milp
+from sacplan.solvers.rotor.sequences import Rotor
+from sacplan.solvers.solvers import Solver
+from sacplan.solvers.uniform import Uniform
+from sacplan.techniques.base.step import Objective, PlanStep
+from sacplan.techniques.base.technique import StepSolver
+from sacplan.techniques.registry import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of ``plan`` that do not depend on the step, as the user gave them.
+
+    Whether they can be read is known only with a step, since patterns, shares and defaults depend on it.
+    """
+
+    limit: Limit = OF_DEVICE
+    solver: str | Solver | StepSolver = "best"
+    objective: Objective = "time"
+    keep: Sequence[str] = ()
+    never: Sequence[str] = ()
+    techniques: Sequence[str] | None = None
+    accumulate: Accumulate = "float32"
+    host_budget: float | str | None = None
+
+    def planner(self, profile: Profile) -> Planner:
+        """Check the arguments for a step, and return its planner. Errors are those of ``plan``."""
+        if profile.runs_compiled:
+            raise PlanError(
+                "this asks what a plan would make of a recorded step, and of a compiled one that shows only when it is "
+                "compiled again. Give a profile that was made with compile=False."
+            )
+        solvers = tuple(resolve_solver(self.solver))
+        if self.techniques is not None:
+            names = resolve_techniques(self.techniques)
+        else:
+            names = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
+        pins = resolve_pins(profile.program, profile.fingerprint, self.keep, self.never)
+        if self.accumulate not in get_args(Accumulate):
+            known = " and ".join(map(repr, get_args(Accumulate)))
+            raise PlanError(f"accumulate is {self.accumulate!r}; known are {known}.")
+        # Rotor as the last resort is part of ``"best"`` alone, and only if the user allows the technique that its plans
+        # use.
+        last = Rotor(stages=ROTOR_STAGES)
+        usable = self.solver == "best" and set(last.techniques) <= set(names)
+        # A value that is recomputed twice cannot be compiled.
+        usable = usable and profile.fingerprint.setup.compiled is None
+        # Several offers, such as those of all layers, make the integer program of the whole step slow. These two stay
+        # quick.
+        crowded = (Alike(), Greedy()) if self.solver == "best" else solvers
+        taken, spec = profile.unplanned_host_bytes, profile.spec
+        host_bytes = spec.host_memory_bytes
+        if self.host_budget is not None:
+            host_bytes = parse_budget(self.host_budget, spec.host_memory_bytes)
+            if host_bytes < taken:
+                raise PlanError(
+                    f"host_budget={self.host_budget!r} is {format_bytes(host_bytes)}, and without a plan the step "
+                    f"takes {format_bytes(taken)} of the host: its optimizer, and what an offload_policy keeps there. "
+                    "Raise it."
+                )
+        step = PlanStep(
+            profile.program,
+            self.objective,
+            pins,
+            spec,
+            profile.mode != "inference",
+            self.accumulate,
+            max(0, host_bytes - taken),  # what is left for a plan
+        )
+        basis = Basis(step, profile.fingerprint, names)
+        return Planner(basis, solvers, last if usable else None, crowded)
+
+
+def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:
+    """Return the solvers that a name stands for. ``"best"`` is several whose plans are compared, the quickest first.
+
+    Raises:
+        PlanError: The name is unknown.
+    """
+    if not isinstance(solver, str):
+        return [solver]
+    known: dict[str, list[Solver | StepSolver]] = {
+        "milp": [Milp()],
+        "greedy": [Greedy()],
+        "uniform": [Uniform()],
+        "rotor": [Rotor()],
+        "best": [Greedy(), Milp()],
+    }
+    if solver not in known:
+        raise PlanError(
+            f"unknown solver {solver!r}; known are {', '.join(map(repr, known))}, or an object such as "
+            "sacplan.Milp()."
+        )
+    return known[solver]

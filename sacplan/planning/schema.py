@@ -1,0 +1,36 @@
+"""The JSON schemas of plan, profile and device files, made from the types that read the files.
+
+``python -m sacplan.planning.schema`` writes them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sacplan.core import files
+from sacplan.device import files as device_files
+from sacplan.planning.plan import SCHEMA_VERSION, PlanFile
+from sacplan.profiling import files as profile_files
+
+PATH = files.schema_path("plan", SCHEMA_VERSION)
+
+
+def plan_schema() -> dict[str, Any]:
+    """Return the JSON schema of plan files."""
+    return files.schema_of(PlanFile, "A plan of sacplan")
+
+
+def schemas() -> dict[Path, dict[str, Any]]:
+    """Return all schemas by their path in the package."""
+    return {
+        PATH: plan_schema(),
+        files.schema_path("profile", profile_files.SCHEMA_VERSION): profile_files.schema(),
+        files.schema_path("device", device_files.SCHEMA_VERSION): device_files.schema(),
+    }
+
+
+# The tests compare the files in the package with what this writes.
+if __name__ == "__main__":
+    for path, schema in schemas().items():
+        files.write(path, schema)

@@ -1,0 +1,93 @@
+"""Profiles as files: JSON that is checked against the types when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from sacplan.core import files
+from sacplan.core.checks import first_problem, unknown_type
+from sacplan.core.files import Checksum
+from sacplan.core.fingerprint import Fingerprint
+from sacplan.core.program import Program
+from sacplan.device.devices import DeviceSpec
+from sacplan.distributed.ranks.ranks import Ranks
+from sacplan.errors import TraceError
+from sacplan.record.step import Mode
+
+SCHEMA_VERSION = 5
+
+
+class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fingerprint: Fingerprint
+    spec: DeviceSpec
+    trace: Literal["fake", "real"]
+    runtime: Literal["cost-model", "benchmark"]
+    mode: Mode
+    rules: tuple[str, ...]
+    ranks: Ranks
+    recorded: Program
+
+
+class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of a profile.
+
+    Attributes:
+        sha256: checksum of everything else but ``what`` and ``schema_version``.
+    """
+
+    what: Literal["profile"]
+    schema_version: Literal[5]
+    sha256: Checksum
+
+    def __post_init__(self) -> None:
+        # Contents before the checksum: for a file that somebody edited the first problem says more than "damaged".
+        types = (dtype.rpartition(".")[2] for _, _, dtype in self.fingerprint.parameters)
+        problem = first_problem(self.recorded) or unknown_type(types)
+        if problem:
+            raise TraceError(f"{problem}: it is damaged.")
+        if self.sha256 != _digest(self):
+            raise TraceError("its contents do not have the checksum in `sha256`: it was damaged or edited.")
+
+
+def save(path: str | Path, **fields: Any) -> None:
+    """Write the fields of a profile; compressed where the name ends in ``.gz``.
+
+    Raises:
+        TraceError: a field holds what no file may.
+    """
+    try:
+        digest = _digest(_Fields(**fields))
+    except UnicodeEncodeError as error:
+        raise TraceError(f"this profile cannot be saved: {error.object!r}, {error.reason}.") from error
+    # Not laid out for people, unlike a plan: a program has many thousands of numbers.
+    files.write_compact(
+        path, {"what": "profile", "schema_version": SCHEMA_VERSION, "sha256": digest, **fields}
+    )
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a profile.
+
+    Raises:
+        TraceError: the file is damaged, of another version, or holds something else.
+    """
+    found = files.load(path, ProfileFile, "profile", SCHEMA_VERSION, TraceError)
+    # The fields of the file itself have done their work when it was read.
+    return {name: getattr(found, name) for name in _Fields.__struct_fields__}
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of these files."""
+    return files.schema_of(ProfileFile, "A profile of sacplan")
+
+
+def _digest(fields: _Fields) -> str:
+    """Hash the values, independently of the order of keys and of sets."""
+    values = {name: getattr(fields, name) for name in _Fields.__struct_fields__}
+    # Some mappings have numbers as keys, which JSON does not allow.
+    plain = msgspec.to_builtins(values, str_keys=True, order="deterministic")
+    return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()

@@ -1,0 +1,242 @@
+"""Make optimizers by their names, from the classes of the libraries that have them.
+
+A class of another library is traced as it is: bitsandbytes registers fake kernels of its updates. A few
+classes of ours stand in this table. ``AdamW8bitSizes`` has the sizes of bitsandbytes' AdamW8bit, so that other
+optimizers can be compared with it where that library is not installed (``tests/profiling/test_optimizer_table.py`` checks
+the sizes), and so has its paged one. ``MuonAndAdamW`` steps two optimizers, as people do with Muon.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from sacplan.device.devices import DeviceSpec
+from sacplan.device.kernels import active_device
+from sacplan.errors import TraceError
+from sacplan.profiling.optimizer_names import OPTIMIZERS, NamedOptimizer, named_optimizer
+from sacplan.record.host_state import CPUOffloadSizes
+
+BLOCK = 256
+"""Elements that share a scale in the 8-bit state of bitsandbytes."""
+SMALLEST = 4096
+"""Elements of a parameter from which on bitsandbytes keeps its state in 8 bits."""
+_LONG = 16
+"""Rows to columns, or columns to rows, from which on a matrix counts as an embedding, a head or an adapter."""
+
+Factory = Callable[[Any], torch.optim.Optimizer]
+
+
+class AdamW8bitSizes(torch.optim.Optimizer):
+    """The memory of ``bitsandbytes.optim.AdamW8bit``, for fake steps; it computes nothing.
+
+    Two states of one byte an element with a float32 scale per block of 256, of parameters with at least 4096 elements;
+    two of float32 of smaller ones. Two tables of 256 float32 values serve all parameters. Fused kernels, without
+    temporaries.
+    """
+
+    stands_for = "AdamW8bit"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make the state at the first call; touch it."""
+        # As in the real class, frozen parameters and those that got no gradient have no state.
+        with_gradient = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in with_gradient:
+            if not self.state[p]:
+                self._make(self.state[p], p)
+        # One op that reads and writes the state and allocates nothing, as the fused kernel does.
+        states = [t for p in with_gradient for t in self.state[p].values()]
+        torch.ops.sacplan.fused_update_(with_gradient, [p.grad for p in with_gradient], states)
+
+    def _make(self, state: dict[str, Any], p: torch.Tensor) -> None:
+        new = functools.partial(torch.empty, device=p.device)
+        if p.numel() < SMALLEST:
+            state |= {name: new(p.shape, dtype=torch.float32) for name in ("state1", "state2")}
+            return
+        # bitsandbytes makes its two tables once, and all parameters share them.
+        tables = next((s for s in self.state.values() if "qmap1" in s), None)
+        # Rounded up, since the last block may be shorter.
+        blocks = -(-p.numel() // BLOCK)
+        for i in "12":
+            # A float of one byte in the place of an integer: ``data_rules`` follows the values of integers, and would
+            # compute them.
+            state[f"state{i}"] = new(p.shape, dtype=torch.float8_e4m3fn)
+            state[f"absmax{i}"] = new((blocks,), dtype=torch.float32)
+            table = f"qmap{i}"
+            state[table] = new((256,), dtype=torch.float32) if tables is None else tables[table]
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """``torch.optim.Muon`` for the matrices of hidden layers, and ``torch.optim.AdamW`` for all other parameters.
+
+    Names are not known here, so shapes decide: a matrix that is 16 times as long as wide or more is taken for an
+    embedding, a head or an adapter, which Muon is not for.
+    """
+
+    stands_for = "Muon + AdamW"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        given = [p for group in self.param_groups for p in group["params"]]
+        # Muon takes matrices alone. Those that are long or wide are left to AdamW: embeddings, heads and adapters.
+        hidden = [p for p in given if p.dim() == 2 and max(p.shape) < _LONG * min(p.shape)]
+        chosen = {id(p) for p in hidden}
+        others = [p for p in given if id(p) not in chosen]
+        # torch refuses an optimizer without parameters, so either of the two may be missing.
+        self._parts: list[torch.optim.Optimizer] = []
+        self._parts += [torch.optim.Muon(hidden)] if hidden else []
+        self._parts += [torch.optim.AdamW(others)] if others else []
+        for part in self._parts:
+            part.state = self.state  # one state, which the recorder finds
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step both."""
+        for part in self._parts:
+            part.step()
+
+
+class PagedAdamW8bitSizes(AdamW8bitSizes):
+    """The memory of ``bitsandbytes.optim.PagedAdamW8bit``; ``host_state.py`` says which state is paged."""
+
+    stands_for = "PagedAdamW8bit"
+    is_paged = True
+
+
+_SIZES: dict[str, Factory] = {
+    "AdamW8bit": AdamW8bitSizes,
+    "PagedAdamW8bit": PagedAdamW8bitSizes,
+    "CPUOffloadOptimizer": CPUOffloadSizes,
+}
+"""In the place of classes of these names, for fake steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCandidate:
+    """An optimizer that a step may use.
+
+    Attributes:
+        name: of the option of ``sacplan``, and in tables.
+        says: in a sentence.
+        make: ``params -> optimizer``.
+        code: what makes it.
+        option: the same for ``hf:`` targets of the command line; ``""`` where it has none.
+    """
+
+    name: str
+    says: str
+    make: Factory
+    code: str
+    option: str = ""
+    steps_shards: bool = True
+    """Whether it steps parameters that are sharded (``DTensor``). Those of bitsandbytes do not."""
+
+    @classmethod
+    def of(cls, named: NamedOptimizer) -> OptimizerCandidate:
+        """Return the candidate of a name."""
+        option, steps_shards = f"--optimizer {named.name}", named.install != "bitsandbytes"
+        return cls(named.name, named.says, _factory(named), named.written, option, steps_shards)
+
+
+def _factory(named: NamedOptimizer) -> Factory:
+    library, _, kind = named.path.partition(":")
+    if library == "torch.optim" and not named.arguments:
+        found: Factory = getattr(torch.optim, kind)  # the class itself, which ``fit`` recognises
+        return found
+    return _Make(named)
+
+
+@dataclass(frozen=True, slots=True)
+class _Make:
+    """``params -> optimizer``, with the class of a library that is imported when it is first needed."""
+
+    named: NamedOptimizer
+
+    def __call__(self, params: Any) -> torch.optim.Optimizer:
+        given, named = list(params), self.named
+        # The sizes stand in only where nothing is computed. A real step runs the real class, and so does a fake one for
+        # which there are no sizes.
+        if self._has_sizes_for(active_device()) and all(map(_is_without_data, given)):
+            return _SIZES[named.sizes](given, **named.arguments)
+        made: torch.optim.Optimizer = self._class()(given, **named.arguments)
+        return made
+
+    def before_a_step_on(self, spec: DeviceSpec) -> None:
+        """Import the class, if a fake step on this device needs it.
+
+        Not in that step: bitsandbytes makes tables while it is imported, and would keep fake ones.
+        """
+        if not self._has_sizes_for(spec):
+            self._class()
+
+    def _has_sizes_for(self, spec: DeviceSpec | None) -> bool:
+        """Whether sizes take the place of the class in a fake step.
+
+        They are those of CUDA's fused update. On a CPU bitsandbytes updates in float32 copies, which its class shows
+        where it is installed.
+        """
+        own_kernels = spec is not None and spec.kind == "cpu" and self.named.install == "bitsandbytes"
+        return bool(self.named.sizes) and not (
+            own_kernels and importlib.util.find_spec("bitsandbytes") is not None
+        )
+
+    def _class(self) -> Any:
+        library, _, kind = self.named.path.partition(":")
+        try:
+            return getattr(importlib.import_module(library), kind)
+        except ModuleNotFoundError as error:
+            raise TraceError(
+                f"optimizer {self.named.name!r} is {self.named.path.replace(':', '.')}, and {error.name} is not "
+                f"installed; run: pip install {self.named.install or library}"
+            ) from error
+
+
+def _is_without_data(parameter: Any) -> bool:
+    return isinstance(parameter, FakeTensor) or getattr(parameter, "is_meta", False)
+
+
+BY_NAME = {named.name: OptimizerCandidate.of(named) for named in OPTIMIZERS}
+CANDIDATES = tuple(BY_NAME[name] for name in ("adamw", "adamw-fused", "adamw-8bit", "sgd"))
+"""Those that advice compares with the step's own."""
+COMPARED = ("adamw-fused", "adamw-8bit")
+"""Those that a verdict compares with Adam and AdamW."""
+COMPARED_ON_HOST = ("paged-adamw-8bit", "adamw-offload")
+"""Those that it adds where these do not fit: their state is on the host."""
+
+
+def candidate_named(name: str) -> OptimizerCandidate:
+    """Return the optimizer of a name or of an alias.
+
+    Raises:
+        ValueError: there is none. The message lists the names that are like it, or all.
+    """
+    return BY_NAME[named_optimizer(name).name]
+
+
+def factory_of(optimizer: Any, spec: DeviceSpec) -> Any:
+    """Return what makes the optimizer of a step that is about to be traced, if it is given by its name.
+
+    An optimizer and any other callable are returned as they are.
+
+    Raises:
+        TraceError: no optimizer has this name, or its library is not installed.
+    """
+    # A name first: it may stand for a factory of this table, which is prepared below like one that the user gave.
+    if isinstance(optimizer, str):
+        try:
+            optimizer = candidate_named(optimizer).make
+        except ValueError as error:
+            raise TraceError(f"{error} Or give an optimizer, or a callable `params -> optimizer`.") from error
+    if isinstance(optimizer, _Make):
+        optimizer.before_a_step_on(spec)
+    return optimizer

@@ -1,0 +1,228 @@
+"""A recorded step with another optimizer: its step is recorded on parameters alone, and takes the other's place.
+
+The optimizer's step reads parameters and gradients, whatever made them. So it is recorded once for some parameters,
+without the model that they belong to, and put behind the recorded backward pass. That is exact
+(``tests/questions/test_advise.py`` compares it with a recording of the whole step), and quick where a model is large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from sacplan.core.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
+from sacplan.core.rewriting import Indices, PatchBuilder
+from sacplan.errors import TraceError
+from sacplan.profiling.optimizer_table import Factory
+from sacplan.profiling.profile import Profile
+from sacplan.profiling.tracing import profile
+
+_ALLOC, _FREE, _OP = int(Event.ALLOC), int(Event.FREE), int(Event.OP)
+
+
+# --- recording an optimizer's step alone
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """An optimizer's step, recorded on parameters alone.
+
+    Attributes:
+        program: of the recording.
+        parameters: their storages in it, in the order of the model's.
+        host_bytes: of the host's memory that the optimizer takes.
+        make: the optimizer.
+    """
+
+    program: Program
+    parameters: tuple[int, ...]
+    host_bytes: int = 0
+    make: Factory | None = None
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The optimizer's ops, in order."""
+        return tuple(op for op in self.program.ops if op.phase == Phase.OPTIMIZER)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the optimizer keeps from step to step."""
+        return state_bytes(self.program)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the optimizer's ops."""
+        return tuple(op.name for op in self.ops)
+
+
+def state_bytes(program: Program) -> int:
+    """Return the bytes of the optimizer's state in a program."""
+    sizes = program.storage_bytes
+    return sum(sizes[s] for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE)
+
+
+class _Gradients(torch.autograd.Function):
+    """Gives each parameter a gradient of its own, and does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = parameters
+        # The only scalar among the outputs is taken for the loss (``DefaultLoss``). It reads nothing, so the forward
+        # pass keeps nothing.
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        # Gradients of the right sizes; nothing is computed for them.
+        return tuple(map(torch.empty_like, ctx.parameters))
+
+
+class _Parameters(torch.nn.Module):
+    def __init__(self, like: Iterable[Tensor]) -> None:
+        super().__init__()
+        # On the meta device there is nothing to allocate. Strides are those that were recorded, since an optimizer's
+        # state takes them over.
+        empty = functools.partial(torch.empty_strided, device="meta")
+        self.all = torch.nn.ParameterList(
+            torch.nn.Parameter(empty(t.shape, t.stride, dtype=getattr(torch, t.dtype))) for t in like
+        )
+
+    def forward(self, _: torch.Tensor) -> Any:
+        return _Gradients.apply(*self.all)
+
+
+def trained(program: Program) -> tuple[int, ...]:
+    """Return the storages of the parameters that get a gradient, in the model's order."""
+    return tuple(sorted(program.gradients))
+
+
+def recorded_step(of: Profile, make: Factory) -> OptimizerStep:
+    """Record an optimizer's step on the parameters of a profile that get a gradient."""
+    # Shapes and types are those of the gradients, in the order of ``trained``.
+    like = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
+    found = profile(_Parameters(like), torch.empty(1, device="meta"), None, make, of.spec)
+    step = OptimizerStep(
+        found.recorded, trained(found.recorded), found.fingerprint.setup.optimizer_host_bytes, make
+    )
+    # A hook has dropped gradients in the backward pass, such as that of an optimizer which offloads them.
+    if len(step.parameters) < len(like):
+        raise TraceError(
+            "the optimizer lets gradients go in the backward pass, so its step cannot be put behind that of another. "
+            "Record the whole step with it: sacplan.profile(..., optimizer=...)."
+        )
+    return step
+
+
+# --- taking one out of a step, and putting one in
+
+
+def without_optimizer(of: Profile) -> Profile:
+    """Return the step up to the end of the backward pass, without an optimizer and its state."""
+    program = of.recorded
+    tail = _first_of_optimizer(program)
+    # There is none to take out.
+    if tail is None:
+        return of
+    # Indices stay, so that nothing else has to change: the optimizer's events go, and its storages (state, what it
+    # allocates, what its ops write) get no bytes.
+    gone = {s for s, kind in enumerate(program.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE}
+    gone |= {arg for code, arg in program.events[tail:] if code == _ALLOC}
+    gone |= {s for op in program.ops if op.phase == Phase.OPTIMIZER for s in op.writes}
+    events = {
+        at: ()
+        for at, (code, arg) in enumerate(program.events)
+        if (code == _OP and program.ops[arg].phase == Phase.OPTIMIZER)
+        or (code in (_ALLOC, _FREE) and arg in gone)
+    }
+    patch = Patch(events=events, resized=dict.fromkeys(gone, 0))
+    return dataclasses.replace(of, recorded=program.with_(patch), source=None)
+
+
+def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
+    """Return a step without an optimizer with this one put behind its backward pass."""
+    return dataclasses.replace(of, recorded=program_with_optimizer(of.recorded, step), source=None)
+
+
+def with_other_optimizer(of: Profile, make: Factory) -> Profile:
+    """Return a step with another optimizer in the place of its own."""
+    return with_optimizer(without_optimizer(of), recorded_step(of, make))
+
+
+def program_with_optimizer(program: Program, step: OptimizerStep) -> Program:
+    """Return a program without an optimizer, with a plan or without, with this one put behind its backward pass."""
+    return program.with_(_spliced(program, step, _end_of_backward(program)))
+
+
+def _first_of_optimizer(program: Program) -> int | None:
+    """Return the position of the first event of the optimizer; None if there is no optimizer."""
+    return next(
+        (
+            at
+            for at, (code, arg) in enumerate(program.events)
+            if code == _OP and program.ops[arg].phase == Phase.OPTIMIZER
+        ),
+        None,
+    )
+
+
+def _end_of_backward(program: Program) -> int:
+    """Return the position behind the backward pass.
+
+    That is the end, except for a last event that frees the loss, which the step holds until it is over.
+    """
+    # The writer of the last freed storage tells whether that is the loss: an op of the forward pass made it.
+    code, arg = program.events[-1]
+    writer = program.writer.get(arg, -1) if code == _FREE else -1
+    is_loss = writer >= 0 and program.ops[writer].phase == Phase.FORWARD
+    return len(program.events) - is_loss
+
+
+def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
+    """Return the patch that puts an optimizer's ops and state into a program, on its parameters and gradients."""
+    # Storages of the recorded step are parameters and gradients, which this program has, or the optimizer's own, which
+    # are added. ``strict``: both were listed in the order of the model's parameters.
+    source = step.program
+    known: dict[int, int] = {}
+    for ours, theirs in zip(trained(program), step.parameters, strict=True):
+        known[theirs] = ours
+        gradients = source.gradients[theirs], program.gradients[ours]
+        known[source.tensors[gradients[0]].storage] = program.tensors[gradients[1]].storage
+    # The recording begins with a forward and a backward pass of its own. Only what follows its first optimizer op is
+    # taken.
+    first = _first_of_optimizer(source)
+    assert first is not None
+    tail = source.events[first:]
+    made = {arg for code, arg in tail if code == _ALLOC}
+    made |= {s for op in step.ops for s in op.writes}
+    used = {s for op in step.ops for s in (*op.reads, *op.mutates)} | made
+    state = {s for s, kind in enumerate(source.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE}
+    # State that no op of this step touches is alive all the same.
+    new = sorted((used | (state & set(source.initial))) - known.keys())
+    draft, initial = PatchBuilder(program), set(source.initial)
+    for s in new:
+        known[s] = draft.new_storage(source.storage_bytes[s], source.storage_kinds[s])
+    # State that is there when the recorded step begins is there when this one begins.
+    draft.initial += [known[s] for s in new if s in initial]
+    # Tensors first, then ops that refer to them; module calls and forward ops of the recording mean nothing here.
+    place: dict[int, int] = {}
+    for t in sorted({t for op in step.ops for t in (*op.inputs, *op.outputs) if t >= 0}):
+        tensor = source.tensors[t]
+        place[t] = draft.tensors.add(msgspec.structs.replace(tensor, storage=known[tensor.storage]))
+    # Neither is known in the program that the ops come into: the recording had modules and a forward pass of its own.
+    ops = [msgspec.structs.replace(op, scope=-1, forward_of=-1) for op in source.ops]
+    happened = [
+        (code, arg)
+        for code, arg in tail
+        if (code == _OP and source.ops[arg].phase == Phase.OPTIMIZER)
+        or (code in (_ALLOC, _FREE) and arg in made)
+    ]
+    events = draft.put(happened, ops, Indices(known.__getitem__, tensor=place.__getitem__))
+    # In front of the event that frees the loss; if there is none, at the very end.
+    draft.events[at] = (*events, *program.events[at : at + 1])
+    return draft.patch()

@@ -1,0 +1,617 @@
+"""``profile``: trace one training step and record it; nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from msgspec import structs
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from sacplan.core.arguments import checked
+from sacplan.core.compilation import Compilation
+from sacplan.core.fingerprint import Fingerprint, local_shapes_of
+from sacplan.core.model_calls import ModelCall
+from sacplan.core.program import Phase, Program
+from sacplan.core.setup import Routing, Setup, current_autocast, scripted_inside
+from sacplan.device.cost import CostModel
+from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.device.kernels import fake_device
+from sacplan.device.timing import MeasuredTimes
+from sacplan.device.workspace import measured_reserves
+from sacplan.distributed.ranks.ranks import DDP, FSDP2, ONE_RANK, Ranks, ranks_of
+from sacplan.distributed.ranks.unit_limits import kept_at_limits
+from sacplan.distributed.sharding.process_groups import device_mesh_of, pretended_ranks, this_rank
+from sacplan.distributed.sharding.recorded import collective_named, with_collectives
+from sacplan.errors import (
+    DeviceError,
+    PlanError,
+    SacplanError,
+    SacplanWarning,
+    SumOfOutputsWarning,
+    TraceError,
+)
+from sacplan.profiling.optimizer_table import factory_of
+from sacplan.profiling.profile import Profile, Source
+from sacplan.profiling.remarks import summed_outputs, without_bfloat16
+from sacplan.record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
+from sacplan.record.device_recorder import device_recorder
+from sacplan.record.fake_copy import FakeCopier
+from sacplan.record.fake_data import DataRules, data_rules
+from sacplan.record.fake_values import is_worst
+from sacplan.record.gradient_hooks import has_gradient_hooks, optimizers_in_backward
+from sacplan.record.host_state import host_bytes, shards_host_bytes
+from sacplan.record.largest_step import before_largest_step
+from sacplan.record.limits import explained_limits
+from sacplan.record.model_inputs import recorded_inputs
+from sacplan.record.module_calls import other_thread
+from sacplan.record.recorder import Recorder
+from sacplan.record.saved_tensors import SavedMode
+from sacplan.record.state import held_by_function, preserved_rng, preserved_state
+from sacplan.record.step import (
+    LossFn,
+    Mode,
+    Step,
+    accumulation_of,
+    cached_tensors,
+    check_accumulation,
+    check_model,
+    check_optimizer,
+    inner_optimizer,
+    loss_or_default,
+    make_optimizer,
+    part_of_batch,
+    resolve_batch,
+)
+from sacplan.record.user_code import (
+    branches_of_a_real_step,
+    cleared_caches,
+    no_fake_tensors_left,
+    plain_attributes,
+    told_of_scripted,
+)
+from sacplan.torch_compat.compiling import compiled_in_place
+from sacplan.torch_compat.distributed_modules import (
+    copying_shards,
+    fake_replicas,
+    first_steps,
+    make_gathered,
+    reduce_by_hooks,
+    without_neighbours,
+)
+from sacplan.torch_compat.fake_kernels import keep_to_this_thread
+from sacplan.torch_compat.fake_tensors import FakeTensorMode, fake_parameters
+from sacplan.torch_compat.inductor import compiled_so_far, is_compiling_dry
+from sacplan.torch_compat.ops import is_computation
+
+Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
+Trace = Literal["fake", "real"]
+
+_MOST_STEPS = 4
+"""Most steps that are recorded until two in a row run the same ops."""
+
+# The longer names are those of torch's ``RuntimeEstimator``.
+_RUNTIMES = {
+    "cost-model": "cost-model",
+    "operator-level-cost-model": "cost-model",
+    "benchmark": "benchmark",
+    "operator-level-benchmark": "benchmark",
+}
+
+
+@checked(TraceError, "model", "batch", "optimizer", "ranks")
+def profile(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    device: str | DeviceSpec | torch.device | None = None,
+    runtime: Runtime = "cost-model",
+    trace: Trace = "fake",
+    *,
+    mode: Mode = "train",
+    accumulation_steps: int | None = None,
+    routing: Routing = "balanced",
+    ranks: FSDP2 | DDP | Ranks | None = None,
+    compile: CompileModules = None,
+) -> Profile:
+    """Record one step of a model.
+
+        profile = sacplan.profile(model, batch, device="h100")
+        profile.peak_bytes, profile.step_ms
+
+    Args:
+        model: with real, meta or fake parameters. It is not touched. ``functools`` caches of functions that stand
+            beside the model's classes are emptied before and afterwards. Fake tensors that a fake step leaves in
+            globals and class attributes are taken out, and what was there before is put back.
+        batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one. Of batches
+            that differ, give the largest: a plan holds for it and for smaller ones. Of a ``DataLoader`` it is made from
+            the longest samples of its data set, by its ``collate_fn``; the loader itself is not iterated.
+        loss_fn: ``loss_fn(model, batch) -> scalar``, or None if it has run the backward pass itself. By default the
+            output's ``.loss`` or ``["loss"]``, else its only scalar with a gradient, else the sum of its float tensors,
+            with a warning. It gets a copy of the model, and must use that one. In inference what it returns is the
+            output, of any kind; by default that of the model.
+        optimizer: an optimizer over the model, a callable ``params -> optimizer``, or a name of one, as those of the
+            command line (``"paged-adamw-8bit"``). With one, its state
+            and the temporaries of its step count. Without one they are missing from the peak, and
+            ``Profile.assumptions`` says by how much for AdamW.
+        device: what the step will run on, see ``sacplan.devices()``; by default that of ``sacplan.ranks`` around the
+            call, else ``"h100"``.
+        runtime: ``"cost-model"`` (predicted kernel by kernel) or ``"benchmark"`` (each distinct op timed here).
+        trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
+            part of it twice, and puts everything back: tensors, gradients, attributes, containers, random
+            generators; needed where shapes depend on data.
+        mode: ``"train"``: forward, backward, optimizer. ``"inference"``: the forward pass under ``torch.no_grad``;
+            its output is alive at the end. ``model.training`` stays as it is.
+        accumulation_steps: micro-batches whose gradients an optimizer step adds up; the batch is one of them. With
+            more than one, the last micro-step is recorded, with the optimizer's step: gradients are alive from its
+            beginning, and no earlier micro-step has a higher peak. Times are those of this one. A loop with
+            ``zero_grad(set_to_none=False)`` keeps gradients as well: say 2. By default what an optimizer that
+            Accelerate has prepared says, else 1.
+        routing: of a mixture of experts in a fake trace: ``"balanced"`` gives each expert as many tokens. ``"worst"``
+            also tries all tokens on the same experts, and takes the step with the higher peak.
+        ranks: what the step is spread over, ``sacplan.FSDP2(8)`` or ``sacplan.DDP(8)``; the profile is that of one
+            rank. The model is the whole one, before ``fully_shard`` or DistributedDataParallel; the batch is that of a
+            rank. May be said to ``sacplan.plan`` instead.
+        compile: what ``torch.compile`` is called on: True for the whole model, patterns for modules that are compiled
+            each by itself (``["model.layers.*"]``), or a mapping with ``modules`` and the keywords of
+            ``torch.compile``: ``backend`` ("inductor" or "aot_eager"), ``mode``, ``dynamic``, ``fullgraph``,
+            ``options``. By default a model is recorded as it is compiled already; False records it uncompiled.
+
+    Raises:
+        TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
+            raises comes through.
+        DeviceError: an unknown device, or one that is not here where it is needed.
+
+    Warns:
+        SumOfOutputsWarning: the step trains the sum of the outputs, for want of a loss.
+        SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
+    """
+    with compiled_in_place(model) as model:
+        # Anything that is not a module is refused by ``trace_step``, with a better message.
+        if ranks is not None and isinstance(model, torch.nn.Module):
+            ranks = ranks_of(ranks, (name for name, _ in model.named_parameters()), model)
+        compiled = compilation_of(compile, model)
+    over = ranks if isinstance(ranks, Ranks) else ONE_RANK
+    if accumulation_steps is None:
+        accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
+    trace_with = functools.partial(
+        trace_step, model, batch, loss_fn, optimizer, device, runtime, trace,
+        mode=mode, ranks=over, accumulation_steps=accumulation_steps, compiled=compiled,
+    )  # fmt: skip
+    found = trace_with(routing=routing)
+    # Experts that get no tokens may do nothing at all, not even make gradients: then balanced routing takes more.
+    if found.fingerprint.setup.routing == "worst" and any(map(is_worst, found.rules)):
+        found = max(found, trace_with(), key=lambda one: one.peak_bytes)
+    warn_of_step(found, stacklevel=3)
+    return found
+
+
+def _check_gradient_hooks(model: torch.nn.Module) -> None:
+    # ``fully_shard`` makes parameters of its own, on which the hook is not.
+    if has_gradient_hooks(model):
+        raise TraceError(
+            "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook), and "
+            "spreading the model makes other parameters. Spread it inside of sacplan.ranks(...), register the hook "
+            "there, and profile it."
+        )
+
+
+def warn_of_step(found: Profile, stacklevel: int) -> None:
+    """Warn of what makes a recorded step another than the one that its user trains."""
+    if said := without_bfloat16(found.recorded, found.spec):
+        warnings.warn(f"{said}.", SacplanWarning, stacklevel=stacklevel + 1)
+    if said := summed_outputs(found.fingerprint.setup):
+        warnings.warn(f"{said}.", SumOfOutputsWarning, stacklevel=stacklevel + 1)
+
+
+def trace_step(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    optimizer: Any,
+    device: str | DeviceSpec | torch.device | None,
+    runtime: str,
+    trace: str,
+    *,
+    mode: Mode = "train",
+    prepare: Callable[[torch.nn.Module], Any] | None = None,
+    saved: Literal["record", "observe"] = "record",
+    ranks: Ranks = ONE_RANK,
+    accumulation_steps: int = 1,
+    routing: Routing = "balanced",
+    compiled: Compilation | None = None,
+) -> Profile:
+    """Trace one step and return its profile, for ``profile`` and ``verify``.
+
+    Args:
+        model, batch, loss_fn, optimizer, device, runtime, trace, mode, accumulation_steps, routing: as for
+            ``profile``.
+        prepare: gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
+        saved: how saved tensors are followed, see ``saved_tensors.py``.
+        ranks: the step is that of one of these, on which PyTorch spreads a copy of the model. On a mesh, the batch is
+            that of all ranks.
+        compiled: the modules that run compiled.
+    """
+    check_model(model)
+    spec = resolve_device(device)
+    if compiled is not None and trace == "real":
+        raise TraceError(
+            'trace="real" with a compiled step: a dry run of the compiler has no values. Use trace="fake", or '
+            "compile=False."
+        )
+    for what, value, known in (
+        ("runtime", runtime, _RUNTIMES),
+        ("trace", trace, ("fake", "real")),
+        ("mode", mode, ("train", "inference")),
+        ("routing", routing, get_args(Routing)),
+    ):
+        if value not in known:
+            raise TraceError(f"unknown {what} {value!r}; known are {', '.join(map(repr, known))}.")
+    if mode == "inference" and optimizer is not None:
+        raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
+    if trace == "real" and routing != "balanced":
+        raise TraceError(f'routing={routing!r} is for trace="fake": in a real trace, the data decides.')
+    if ranks.sharding is not None and compiled is not None:
+        raise PlanError("a compiled step on a mesh is not recorded; profile the step with compile=False.")
+    if ranks != ONE_RANK and trace == "real":
+        raise PlanError('a step on ranks is recorded on fake tensors; make the profile with trace="fake".')
+    if ranks != ONE_RANK:
+        _check_gradient_hooks(model)
+    check_accumulation(accumulation_steps)
+    if mode == "inference" and accumulation_steps > 1:
+        raise TraceError(
+            f'accumulation_steps={accumulation_steps}: mode="inference" makes no gradients that could be added up.'
+        )
+    # Contexts from the outside in: generators are put back last; the collector is off before the first fake tensor is
+    # made; errors are explained where torch's own messages come through.
+    times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
+    autocast = current_autocast(spec.kind)  # inside a fake step it is another device's
+    run = _trace_fake if trace == "fake" else _trace_real
+    scripted = scripted_inside(model)
+    as_written = told_of_scripted(model, scripted, trace)
+    with (
+        compiled_in_place(model) as model,
+        preserved_rng(),
+        _no_garbage_collection(),
+        explained_limits(),
+        as_written,
+        _mesh_of(ranks) as mesh,
+    ):
+        # Made inside of these contexts, since a callable or a data set may draw random numbers for the batch.
+        batch = resolve_batch(batch)
+        fingerprint = Fingerprint.of(model, batch)
+        loss = loss_or_default(loss_fn, mode)
+        cost = with_collectives(times.cost, spec)
+        asked = _RecordRequest(
+            model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
+            autocast, accumulation_steps, routing, compiled, ranks, mesh,
+        )  # fmt: skip
+        if ranks.sharding is not None:
+            asked = replace(asked, batch=part_of_batch(batch, fingerprint.rows, ranks.sharding.data.size))
+        with _explained(ranks):
+            recorded, rules, setup, calls, local_shapes = run(asked)
+    _check_recorded(recorded, mode)
+    recorded = kept_at_limits(recorded)
+    if ranks == ONE_RANK and any(collective_named(op.name) for op in recorded.ops):
+        rules = (*rules, this_rank())
+    fingerprint = structs.replace(
+        fingerprint,
+        setup=structs.replace(setup, compiled=compiled, scripted=scripted, routing=routing),
+        calls=calls,
+        local_shapes=local_shapes,
+    )
+    again = functools.partial(
+        trace_step, model, batch, loss_fn, optimizer, spec, runtime, trace,
+        mode=mode, accumulation_steps=accumulation_steps, routing=routing, compiled=compiled,
+    )  # fmt: skip
+    source = Source(model, again)
+    return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules, ranks, source)
+
+
+@contextlib.contextmanager
+def _mesh_of(ranks: Ranks) -> Iterator[DeviceMesh | None]:
+    """Yield the mesh that a copy of the model is spread over; outside of fake modes, since it has a real tensor."""
+    if ranks.devices == 1:
+        yield None
+        return
+    with pretended_ranks(ranks.devices):
+        yield device_mesh_of("cpu", ranks.mesh.ranks, ranks.mesh.names)
+
+
+@contextlib.contextmanager
+def _explained(ranks: Ranks) -> Iterator[None]:
+    """Say that what goes wrong in a step does so on ranks: whatever the user's code, or torch, makes of parts."""
+    try:
+        yield
+    except SacplanError:
+        raise
+    except Exception as error:
+        if ranks == ONE_RANK:
+            raise
+        raise TraceError(
+            f"the step does not run on {ranks.mesh} as PyTorch spreads it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _reserves(spec: DeviceSpec) -> Any:
+    # On a CPU, torch's fake kernels of an LSTM return tensors of the wrong size (``measured_reserves``).
+    return measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordRequest:
+    """The arguments of ``trace_step``, checked and resolved."""
+
+    model: torch.nn.Module
+    batch: Any
+    loss_fn: LossFn
+    optimizer: Any
+    spec: DeviceSpec
+    cost: Any
+    mode: Mode
+    prepare: Callable[[torch.nn.Module], Any] | None
+    saved: str
+    autocast: str | None
+    accumulation_steps: int
+    routing: Routing
+    compiled: Compilation | None
+    ranks: Ranks
+    mesh: DeviceMesh | None
+
+
+_Recorded: TypeAlias = tuple[
+    Program, tuple[str, ...], Setup, tuple[ModelCall, ...], dict[str, tuple[int, ...]] | None
+]
+"""The step, the assumptions of the trace, how the step was set up, the calls of the model in it, and local shapes."""
+
+
+def _trace_fake(asked: _RecordRequest) -> _Recorded:
+    with no_fake_tensors_left(asked.model, asked.loss_fn) as note:
+        return _run_fake(asked, note)
+
+
+def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> _Recorded:
+    model, spec = asked.model, asked.spec
+    how: SavedMode = "virtual" if asked.saved == "record" else "observe"
+    # The order of dispatch modes, innermost first: the recorder, which is entered later, sees an op first; then the
+    # rules on data, and then FakeTensorMode. So the recorder sees what the rules answer, and not how.
+    with (
+        cleared_caches(model),
+        branches_of_a_real_step(),
+        fake_device(spec) as fake_mode,
+        _reserves(spec),
+        data_rules(asked.routing) as rules,
+        fake_replicas(),
+        without_neighbours(),
+        fake_parameters(),
+        contextlib.ExitStack() as running,
+    ):
+        # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
+        note(fake_mode)
+        keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
+        copier = FakeCopier(rules)
+        fake = copier.model(model)
+        if asked.mesh is not None and asked.ranks.sharding is not None:
+            asked.ranks.sharding.parallelize(fake, asked.mesh, source=None)
+        handle = asked.prepare(fake) if asked.prepare is not None else None
+        try:
+            if asked.mesh is not None:
+                asked.ranks.spread_data(fake, asked.mesh)
+            copier.parameters_replaced(model, fake)
+            reduce_by_hooks(fake)
+            running.enter_context(copying_shards(fake, on_gpu=spec.kind == "cuda"))
+            if asked.compiled is not None:
+                running.enter_context(dry_compiled(fake, asked.compiled, spec))
+            step = Step(
+                model=fake,
+                batch=copier.batch(asked.batch),
+                loss_fn=copier.functions.of_loss(asked.loss_fn),
+                optimizer=copier.optimizer(asked.optimizer, model, fake),
+                mode=asked.mode,
+                accumulation_steps=asked.accumulation_steps,
+            )
+            make_gathered(fake)
+            if asked.compiled is not None:
+                compile_step(step, device_recorder(spec, asked.cost, "observe", rules))
+            program, calls = _record_settled_step(
+                step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
+            )
+            setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
+            local_shapes = local_shapes_of(fake)
+        finally:
+            if handle is not None:
+                handle.remove()
+            copier.forget_hooks()
+    return program, tuple(map(str, rules.applied)), setup, calls, local_shapes
+
+
+def _trace_real(asked: _RecordRequest) -> _Recorded:
+    model, spec, optimizer = asked.model, asked.spec, asked.optimizer
+    how: SavedMode = "clone" if asked.saved == "record" else "observe"
+    check_runs_here(model, spec, 'trace="real"')
+    # Made before the snapshot, which must know the optimizer to put its state back.
+    made = optimizer
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        made = make_optimizer(optimizer, model)
+    elif optimizer is not None:
+        check_optimizer(optimizer, model)
+    # What the loss function holds, and optimizers in hooks of parameters, may change in the step as well.
+    with preserved_state(
+        model, made, asked.batch, *held_by_function(asked.loss_fn), *optimizers_in_backward(model)
+    ):
+        step = Step(model, asked.batch, asked.loss_fn, made, asked.mode, asked.accumulation_steps)
+        handle = asked.prepare(model) if asked.prepare is not None else None
+        try:
+            program, calls = _record_settled_step(
+                step, lambda: device_recorder(spec, asked.cost, how), handle
+            )
+            setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
+            return program, (), setup, calls, local_shapes_of(model)
+        finally:
+            # After an error, too: a plan must not stay on the user's own model.
+            if handle is not None:
+                handle.remove()
+
+
+def _with_host_bytes(setup: Setup, step: Step, spec: DeviceSpec) -> Setup:
+    # On a CPU the two memories are one, and all of it is in the program.
+    taken = host_bytes(step.optimizer) if spec.kind == "cuda" else 0
+    optimizers = (*step.optimizers_in_backward, *filter(None, [step.optimizer]))
+    shards = shards_host_bytes(step.model, optimizers)
+    return structs.replace(setup, optimizer_host_bytes=taken, shards_host_bytes=shards)
+
+
+def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
+    """Check that the model's tensors are real and on a device of this kind.
+
+    Raises:
+        TraceError: some are on the meta device.
+        DeviceError: they are on another kind of device.
+    """
+    # A model without tensors counts as one on the CPU.
+    kinds = {t.device.type for t in (*model.parameters(), *model.buffers())} or {"cpu"}
+    if "meta" in kinds:
+        raise TraceError(f"{what} needs real parameters, some are on the meta device.")
+    if kinds != {spec.kind}:
+        raise DeviceError(
+            f"{what} runs the step on the tensors that are there, and they are on {', '.join(sorted(kinds))}; the "
+            f'device asked for is {spec.name}. Use device="{sorted(kinds)[0]}", or trace="fake".'
+        )
+
+
+def _record_settled_step(
+    step: Step,
+    recorder: Callable[[], Recorder],
+    handle: Any = None,
+    rules: DataRules | None = None,
+) -> tuple[Program, tuple[ModelCall, ...]]:
+    """Record a step that is like all later ones, in which caches are filled.
+
+    A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
+    attributes as they were. Otherwise steps are recorded until two in a row run the same ops of the forward pass,
+    at most four times. With accumulation, or an optimizer that steps in the backward pass or lays parameters out anew,
+    one more is recorded: the first one makes the gradients, the state or the layouts that later ones find.
+    """
+    # Each round records one step. What it leaves behind (a cache that was filled) is alive from the start of the next.
+    # The first exit is the usual one: nothing was left, so the next step would be the same.
+    left: list[Any] = []
+    buckets: list[Any] = []
+    program: Program | None = None
+    # A usual step begins with what later ones begin with: gradients, and the buffers of what runs on ranks.
+    unusual = max(int(step.accumulates), first_steps(step.model))
+    is_usual = not unusual
+    for i in range(1, 1 + _MOST_STEPS + unusual + bool(step.optimizers_in_backward)):
+        # Of a plan that is applied, only the differences of the last recorded step count.
+        if handle is not None:
+            handle.forget_differences()
+        before, plain, kept = program, plain_attributes(step.model), step.state_in_backward
+        compiled = compiled_so_far() if is_compiling_dry() else None
+        strides = [p.stride() for p in step.model.parameters()]
+        recording = recorder()
+        recording.storages.track_alive([*left, *buckets])
+        # Steps write running statistics. Those of one number whose value is not known any more get one that the model
+        # can ask for.
+        if rules is not None:
+            rules.assume_statistics(step.model)
+        # A layer that is dropped at random is dropped again.
+        with preserved_rng(), recorded_inputs(step.model) as calls:
+            program = _record(step, recording, rules)
+        left = recording.storages.left_behind()
+        if left:
+            gc.collect(
+                0
+            )  # frees tensors that only reference cycles hold; the collector is off, so all are young
+            left = [ref for ref in left if ref() is not None]
+        # Optimizers that step in the backward pass have made their state: the next step finds it.
+        laid_out = strides == [p.stride() for p in step.model.parameters()]
+        is_usual = is_usual and laid_out and step.state_in_backward == kept
+        is_usual = is_usual and (compiled is None or compiled == compiled_so_far())
+        if is_usual and not left and plain_attributes(step.model) == plain:
+            return program, tuple(calls)
+        # Tensors are left at every step (a running average, say), but the ops have settled.
+        if is_usual and before is not None and _ops_run(before) == _ops_run(program):
+            return program, tuple(calls)
+        # As it was before the first step: gradients of this one must not be alive when the next begins, unless the next
+        # is to add to them.
+        is_usual = i >= unusual
+        if not step.accumulates:
+            step.model.zero_grad(set_to_none=True)
+            buckets += recording.storages.gradients_left()
+    assert program is not None
+    warnings.warn(
+        f"each of {_MOST_STEPS} steps ran other ops than the one before; the profile is of the last. A plan is "
+        "applied to what a step has in common with it, see Handle.differences.",
+        SacplanWarning,
+        stacklevel=4,
+    )
+    return program, tuple(calls)
+
+
+def _ops_run(program: Program) -> list[tuple[str, int]]:
+    # Views are left out, since they make no values.
+    forward = (op for op in program.ops if op.phase == Phase.FORWARD)
+    return [(op.name, op.scope) for op in forward if is_computation(op.name)]
+
+
+def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:
+    optimizer = step.optimizer
+
+    def make_state() -> None:
+        """Have the optimizer make its state, which the recorded step then finds, as later steps do."""
+        assert optimizer is not None
+        # The recorded step must find this state as if it had been there before. Of floats, only single ones are
+        # followed: the count of steps, and no moments.
+        with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
+            before_largest_step(optimizer, (lambda number: number) if rules is None else rules.value)
+        recorder.track_optimizer(optimizer, initial=True)
+        recorder.track_model(
+            step.model
+        )  # its first step may lay parameters out anew, and so replace their memory
+
+    # The first name that a storage gets stays: parameters before the batch, and the batch before caches.
+    recorder.track_model(step.model)
+    recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
+    recorder.track_tensors(cached_tensors(step.model))
+    for stepping in step.optimizers_in_backward:
+        recorder.track_optimizer(stepping, initial=True)
+    try:
+        with recorder:
+            output = step.run(make_state)
+        del output  # alive until the step is over
+        return recorder.program()
+    finally:
+        recorder.forget()  # a graph that the model keeps holds the recorder's hooks: a cycle that is never collected
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the garbage collector off inside. Otherwise it would free tensors in cycles at a moment that varies."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _check_recorded(program: Program, mode: Mode) -> None:
+    # A plan is made of module calls, and saves what the backward pass needs: without either there is nothing to plan.
+    if not program.scopes:
+        raise TraceError(
+            "no module of the model was called in the step. Does loss_fn use the model that it is given, "
+            "and call it rather than its .forward?"
+        )
+    if mode == "train" and not any(op.phase == Phase.BACKWARD for op in program.ops):
+        raise TraceError(
+            "the step has no backward pass that any op ran in: no gradient reaches a parameter. For a step without "
+            'one use mode="inference".'
+        )

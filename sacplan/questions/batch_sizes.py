@@ -1,0 +1,263 @@
+"""Batch sizes, tried one by one: each takes a trace and a plan, and the search finds where they stop fitting.
+
+    sizes = BatchSizes(model, make_batch, limit, spec, ...)
+    unplanned, planned = sizes.edges()
+
+The largest size that fits is found by lines through known peaks and by bisection (``largest.py``). A trace and a plan
+take seconds to minutes, so two things save planning:
+
+- A size whose floor (``Liveness.floor_bytes``, a peak that no plan goes below) is above the budget is ruled out.
+- The next guess needs the smallest peak of a size, and it is known only where planning failed. Elsewhere, the floor
+  times the last known ratio of the two stands in for it. This only guides the guesses; what is reported was planned.
+
+Nothing is assumed about sizes that were not tried: a model may need less memory from some size on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from sacplan.core.budget import format_bytes
+from sacplan.core.fingerprint import Fingerprint
+from sacplan.device.devices import DeviceSpec
+from sacplan.errors import InfeasibleBudget, PlanError, TraceError
+from sacplan.planning.make import Outcome, outcome_of
+from sacplan.planning.request import Request
+from sacplan.profiling.profile import Profile
+from sacplan.profiling.tracing import profile
+from sacplan.questions.largest import largest
+from sacplan.questions.sweep import Row
+from sacplan.record.longest import LongestBatch, is_loader
+from sacplan.record.step import resolve_batch
+from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
+
+_SECOND = 8  # the size tried after 1: far enough for a slope, small enough to be quick
+_MOST = 2**20  # if this many samples still fit, memory does not depend on the batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityPoint(Row):
+    """One batch size that was tried.
+
+    Attributes:
+        batch_size: Samples in the batch.
+        floor_bytes: No plan has a lower peak, except one that runs more than the loss in slices.
+        step_ms: With accumulation, of the last micro-step, with the optimizer's.
+        spared_ms: Part of it that the other micro-steps do not have, on average: most of the optimizer's step.
+    """
+
+    shown: ClassVar = (
+        "batch_size", "feasible", "unplanned_peak_bytes", "floor_bytes", "peak_bytes", "step_ms", "recompute_ms",
+        "added_ms", "samples_per_s",
+    )  # fmt: skip
+
+    batch_size: int
+    floor_bytes: int
+    spared_ms: float = 0.0
+
+    @property
+    def feasible(self) -> bool:
+        """Whether a plan holds the budget."""
+        return self.fits
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second; None if no plan holds the budget."""
+        return self.batch_size / (self.step_ms - self.spared_ms) * 1e3 if self.step_ms else None
+
+
+@dataclass(slots=True)
+class BatchSizes:
+    """Tries batch sizes, each once, and remembers the results.
+
+    Raises:
+        InfeasibleBudget: One sample does not fit.
+        PlanError: ``make_batch`` makes batches of the same size whatever it is asked for.
+    """
+
+    model: torch.nn.Module
+    make_batch: Callable[[int], Any]
+    spec: DeviceSpec
+    request: Request
+    at_most: int | None = None
+    progress: Callable[[CapacityPoint, str], None] | None = None
+    recording: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ``profile``
+    points: dict[int, CapacityPoint] = field(default_factory=dict)
+    above_floor: float = 1.0
+    """Ratio of the smallest peak to the floor, from the last size for which both are known."""
+    _excess: dict[int, int] = field(default_factory=dict)  # of the step without a plan, over its own limit
+
+    def __post_init__(self) -> None:
+        # Two sizes give the search its first line.
+        self.look(1)
+        if self.most > 1:
+            self.look(min(_SECOND, self.most))
+
+    @property
+    def most(self) -> int:
+        """The largest size to try."""
+        return _MOST if self.at_most is None else self.at_most
+
+    @property
+    def budget_bytes(self) -> int:
+        """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
+        return self.request.limit.room(self.spec).n_bytes
+
+    # --- one size -----------------------------------------------------------------------------
+
+    def look(self, n: int) -> CapacityPoint:
+        """Trace a batch of n, and plan it unless no plan can hold the budget."""
+        if n in self.points:  # tried before
+            return self.points[n]
+        traced = self._profile(n)
+        self._check_batch_follows(n, traced.fingerprint)
+        may_chunk = "chunk" in (self.request.techniques or ())
+        floor = _floor_bytes(traced, may_chunk)
+        # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
+        # name the smallest peak.
+        if floor <= self.budget_bytes or may_chunk or n == 1:
+            outcome = outcome_of(self.request, traced)
+            if outcome.error is not None:
+                if n == 1:
+                    raise self._nothing_fits(outcome.error) from outcome.error
+                # Only a failed search reports the smallest peak: a plan that fits takes what the budget allows.
+                self.above_floor = outcome.peak_bytes / floor
+            taken = Row.taken(outcome)
+        else:  # no plan can hold the budget, so the smallest peak is not searched for
+            taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
+        # The optimizer steps once for all micro-batches, and the recorded micro-step has that step whole.
+        spared_ms = traced.update_ms * (1 - 1 / self.recording.get("accumulation_steps", 1))
+        point = CapacityPoint(batch_size=n, floor_bytes=floor, spared_ms=spared_ms, **taken)
+        self.points[n] = point
+        # The limit depends on the program: on a GPU, what is reserved beyond the peak counts as well.
+        self._excess[n] = traced.peak_bytes - self.request.limit.room_of(traced).for_peak(traced.program)
+        if self.progress is not None:
+            self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
+        return point
+
+    def _profile(self, n: int) -> Profile:
+        def batch() -> Any:
+            # Called inside of ``profile``, which restores the random number generators.
+            return resolve_batch(self.make_batch(n))
+
+        try:
+            return profile(self.model, batch, device=self.spec, **self.recording)
+        except torch.OutOfMemoryError as error:
+            raise TraceError(
+                f"a real step with a batch of {n} ran out of memory here. A real trace runs without a plan, so it "
+                'cannot look at sizes that only fit with one: use trace="fake", or a smaller at_most or budget.'
+            ) from error
+
+    def _check_batch_follows(self, n: int, fingerprint: Fingerprint) -> None:
+        """Raise ``PlanError`` if the batch has the same shapes as that of one sample."""
+        one = self.points[1].plan if 1 in self.points else None
+        if one is not None and n >= min(_SECOND, self.most) and fingerprint.batch == one.fingerprint.batch:
+            shapes = ", ".join(str(shape) for _, shape, _ in fingerprint.batch)
+            raise PlanError(
+                f"make_batch(1) and make_batch({n}) gave batches of the same shapes: {shapes}. It must make a batch of "
+                "as many samples as it is asked for, for example lambda n: torch.randint(0, 50257, (n, 1024))."
+            )
+
+    def _nothing_fits(self, error: InfeasibleBudget) -> InfeasibleBudget:
+        return InfeasibleBudget(
+            f"not even a batch of one sample fits on {self.spec.name}: {error} The device has "
+            f"{format_bytes(self.spec.memory_bytes)}.",
+            budget_bytes=self.budget_bytes,
+            smallest_feasible_bytes=error.smallest_feasible_bytes,
+            binding=error.binding,
+        )
+
+    # --- edges --------------------------------------------------------------------------------
+
+    def edges(self) -> tuple[int, int]:
+        """Return the largest size that fits without a plan, or 0, and the largest that a plan holds."""
+        looked = -1
+        # A size that one of the two searches tried may be news for the other, so repeat until both have nothing to try.
+        while looked != len(self.points):
+            looked = len(self.points)
+            unplanned = self._largest(self._unplanned_excess, lambda p: self._unplanned_excess(p) <= 0)
+            planned = self._largest(lambda p: self._smallest_peak(p) - self.budget_bytes, lambda p: p.fits)
+        if planned == _MOST and self.at_most is None:
+            raise PlanError(
+                f"a batch of {_MOST} still fits in {format_bytes(self.budget_bytes)}: does the model's memory depend "
+                "on the batch at all? Give at_most to say how large it may get."
+            )
+        return unplanned, planned
+
+    def _largest(
+        self, excess: Callable[[CapacityPoint], float], fits: Callable[[CapacityPoint], bool]
+    ) -> int:
+        return largest(self.points, self.look, self.most, fits, excess)
+
+    def _unplanned_excess(self, point: CapacityPoint) -> int:
+        return self._excess[point.batch_size]
+
+    def _smallest_peak(self, point: CapacityPoint) -> float:
+        """Return the smallest peak of a size, or an estimate from its floor.
+
+        The peak of a plan that fits is of no use here: the plan uses the budget up, so its peak is near the budget at
+        every size.
+        """
+        if not point.fits and point.peak_bytes is not None:  # planning failed, and reported the smallest peak
+            return point.peak_bytes
+        return point.floor_bytes * self.above_floor
+
+    # --- the fastest --------------------------------------------------------------------------
+
+    @property
+    def fastest(self) -> int:
+        """The size with the most samples per second. On a tie, the smaller one."""
+        return max(self._planned, key=lambda n: (self.points[n].samples_per_s or 0.0, -n))
+
+    @property
+    def _planned(self) -> list[int]:
+        return [n for n, point in self.points.items() if point.fits]
+
+    def refine(self, looks: int) -> None:
+        """Try sizes around the fastest one: halve the wider gap to its neighbours, at most ``looks`` times.
+
+        This finds the best size only if samples per second rise and then fall. Rounding to tiles and kernels that
+        change with the size may break that.
+        """
+        for _ in range(looks):
+            best = self.fastest
+            below = max((n for n in self._planned if n < best), default=best)
+            above = min((n for n in self._planned if n > best), default=best)
+            gaps = ((best - below, (below + best) // 2), (above - best, (best + above) // 2))
+            # Neighbours one apart have no size between them: the middle is one of the two, and has been tried.
+            middles = [(gap, n) for gap, n in gaps if n not in self.points]
+            if not middles:  # both neighbours of the fastest have been tried
+                return
+            self.look(max(middles)[1])
+
+
+def batches_of(make_batch: Callable[..., Any] | DataLoader[Any]) -> Callable[..., Any]:
+    """Return what makes a batch of a size: the user's function, or the longest samples of a ``DataLoader``.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    if is_loader(make_batch):
+        return LongestBatch(make_batch)
+    # A module is callable as well, but it is the model, given in the wrong place.
+    if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
+        raise PlanError(
+            f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
+            "make_batch=lambda n: torch.zeros(n, 1024, dtype=torch.long)."
+        )
+    return make_batch
+
+
+def _floor_bytes(traced: Profile, may_chunk: bool) -> int:
+    """Return a peak that no plan goes below, except one that runs other things than the loss in slices."""
+    programs = [traced.program]
+    chunks = loss_chunks(traced.program, traced.spec) if may_chunk else ()
+    if isinstance(chunks, ChunkOptions):
+        # The last option has the most slices, which hold the least at once.
+        programs += [traced.with_plan((chunk,)) for chunk in chunks.chunks[-1:]]
+    return min(program.liveness.floor_bytes for program in programs)

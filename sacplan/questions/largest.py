@@ -1,0 +1,105 @@
+"""Find the largest size that fits by trying few sizes. Each try may take a trace and a search for a plan.
+
+The search keeps a bracket: ``low`` fits, ``high`` is the next larger size tried, and does not. Peaks are nearly linear
+in the size, so the line through the two peaks nearest to the budget gives the next guess (the secant method). If that
+has not ended the search after ``_PATIENCE`` tries, every second try halves the bracket, so the number of tries is at
+most logarithmic in it.
+
+A model may need less memory from some size on. So the claim is only about sizes that were tried: the result fits, the
+next size does not, and no larger size that was tried does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from sacplan.planning.limits import ROUNDS, Room, lowered
+
+Point = TypeVar("Point")
+
+_GROWTH = 16  # without an upper bound, the next size is at most this many times the largest that fits
+_PATIENCE = 3  # tries along lines before every second one halves the bracket
+
+
+def largest(
+    points: Mapping[int, Point],
+    look: Callable[[int], object],
+    limit: int,
+    fits: Callable[[Point], bool],
+    excess: Callable[[Point], float],
+) -> int:
+    """Return the largest of the tried sizes that fits, such that one more does not fit; 0 if none fits.
+
+    Args:
+        points: Sizes tried so far, and their results.
+        look: Tries a size, and adds it to ``points``.
+        limit: The largest size to try.
+        fits: Whether a result fits.
+        excess: By how many bytes a result exceeds the budget; negative if it fits.
+    """
+    looks = 0
+    while True:
+        # The largest that fits, even if a smaller one does not: memory need not grow with the size.
+        low = max((n for n, point in points.items() if fits(point)), default=0)
+        if low == limit:  # nothing larger may be tried
+            return low
+        high = min((n for n in points if n > low), default=None)
+        if high == low + 1:  # the bracket is closed
+            return low
+        looks += 1
+        if high is not None and looks > _PATIENCE and looks % 2:
+            guess = (low + high) // 2
+        else:
+            # Without a line that rises, double. A guess of 0 is no problem: the bracket below raises it.
+            guess = _on_a_line({n: excess(point) for n, point in points.items()}) or 2 * low
+        # Whatever the guess, stay inside the bracket, so that it shrinks with every try.
+        last = min(_GROWTH * max(low, 1), limit) if high is None else high - 1
+        look(min(max(guess, low + 1), last))
+
+
+def largest_within(excess: Callable[[int], int], limit: int) -> int:
+    """Return the largest size at which ``excess`` is not positive, as ``largest`` finds it."""
+    looked: dict[int, int] = {}
+    return largest(looked, lambda n: looked.update({n: excess(n)}), limit, lambda found: found <= 0, float)
+
+
+def largest_that_fits(
+    room: Room,
+    left: int,
+    known: int,
+    by_peak: Callable[[int], int],
+    at: Callable[[int, int], tuple[int, int]],
+) -> int:
+    """Return a size that fits: the largest by its peak, for a limit that is lowered as ``next_budget`` lowers budgets.
+
+    Args:
+        room: What a step may take.
+        left: The first limit for the peak.
+        known: A size that fits, or 0; no smaller one is looked for.
+        by_peak: The largest size whose peak is within a limit.
+        at: The peak at a size found for a limit, and what is compared with the room.
+    """
+    for tried in range(1, ROUNDS + 1):
+        n = by_peak(left)
+        # Under the lowered limit, nothing larger is left to try.
+        if n <= known:
+            break
+        peak, needs = at(n, left)
+        if needs <= room.n_bytes:
+            return n
+        left = lowered(min(left, peak), needs - room.n_bytes, room.n_bytes, tried)
+    return known
+
+
+def _on_a_line(excess: Mapping[int, float]) -> int | None:
+    """Return the size at which the line through the two peaks nearest to the budget meets it.
+
+    None if there are fewer than two, or the line does not rise.
+    """
+    near = sorted(excess, key=lambda n: abs(excess[n]))[:2]
+    if len(near) < 2 or excess[near[0]] == excess[near[1]]:
+        return None
+    a, b = near
+    slope = (excess[b] - excess[a]) / (b - a)
+    return int(a - excess[a] / slope) if slope > 0 else None

@@ -1,0 +1,256 @@
+"""A recorded step at any size, computed from recordings at two sizes: a batch of 40 without tracing it.
+
+For most models, a step runs the same ops whatever the size of the batch or the sequence is, and each dimension of its
+tensors is linear in that size. So every number of the program at size n lies on a line through the two recordings:
+
+    x(n) = x(first) + (x(second) - x(first)) * (n - first) / (second - first)
+
+This is applied to the dimensions of tensors and to the integers among the arguments of ops. Strides and bytes follow
+from the dimensions if they do so in both recordings. The result equals a recording at that size
+(``tests/questions/test_fit.py``). Two things are only near: times, and the workspaces of kernels, which need not be
+linear.
+
+If the two recordings differ in anything but sizes, ``sized`` returns None. If both happen to run the same ops and a
+third size would not, this is not noticed.
+
+The program at a size takes as long to build as the step has ops. To look for the largest size, ``Peaks`` is cheaper:
+the bytes alive at each op as a polynomial in the size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sacplan.core.derived import derived
+from sacplan.core.liveness import bytes_at_ops
+from sacplan.core.program import Event, Op, Program, Tensor
+from sacplan.device.devices import DeviceSpec
+from sacplan.errors import PlanError
+from sacplan.profiling.profile import Decided, Profile
+
+# Whole integers only: no digits of a name, of a float or of a quoted text.
+_INTEGER = re.compile(r"(?<![\w.\"])-?\d+(?![\w.\"])")
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A step at any size.
+
+    Attributes:
+        sizes: The two sizes at which it was recorded.
+        profiles: The two recordings.
+    """
+
+    sizes: tuple[int, int]
+    profiles: tuple[Profile, Profile]
+    _made: dict[int, Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def at(self, n: int) -> Profile:
+        """Return the step at a size: the recording if there is one, otherwise a computed one, which is kept."""
+        if n in self.sizes:
+            return self.profiles[self.sizes.index(n)]
+        if n not in self._made:
+            self._made[n] = self._computed(n)
+        return self._made[n]
+
+    def _computed(self, n: int) -> Profile:
+        a, b = (one.recorded for one in self.profiles)
+        line = self._line(n)
+        tensors = tuple(_tensor(x, y, line) for x, y in zip(a.tensors, b.tensors, strict=True))
+        program = msgspec.structs.replace(
+            a,
+            tensors=tensors,
+            storage_bytes=_sizes(a, b, tensors, line, self.profiles[0].spec),
+            ops=tuple(_op(x, y, line) for x, y in zip(a.ops, b.ops, strict=True)),
+        )
+        return dataclasses.replace(self.profiles[0], recorded=program, source=None)
+
+    def _line(self, n: int) -> Callable[[float, float], float]:
+        (first, second), exact = self.sizes, (n - self.sizes[0])
+        return lambda x, y: x + (y - x) * exact / (second - first)
+
+    def peaks(self, decided: Decided, degree: int = 2) -> Peaks:
+        """Return the bytes at each op, with a plan, as polynomials in the size.
+
+        Args:
+            decided: The plan.
+            degree: 1 if memory is linear in the size, as in the batch; 2 if attention scores may be kept, whose two
+                dimensions both grow with the sequence.
+
+        Raises:
+            PlanError: The plan rewrites the step to different ops at another size.
+        """
+        # A polynomial of this degree goes through degree + 1 points. The third size is computed, not recorded.
+        at = (*self.sizes, 2 * max(self.sizes))[: degree + 1]
+        moments = [bytes_at_ops(self.at(n).with_plan(decided)) for n in at]
+        if len({len(found) for found in moments}) > 1:
+            raise PlanError("the plan rewrites the step otherwise at another size.")
+        # One row of powers for each size, and the bytes at all ops on the right: solved for the coefficients.
+        points = np.stack([found.astype(np.float64) for found in moments])
+        return Peaks(np.linalg.solve(np.vander(np.array(at, dtype=np.float64)), points).astype(np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The bytes that are alive at each op, as polynomials in the size. The rounding of the allocator is not in them.
+
+    Attributes:
+        coefficients: Powers x ops, the highest power first.
+    """
+
+    coefficients: npt.NDArray[np.float64]
+
+    def at(self, n: int) -> int:
+        """Return the peak at a size: the maximum over all ops."""
+        # Horner's rule, for all ops at once.
+        value = np.zeros(self.coefficients.shape[1])
+        for row in self.coefficients:
+            value = value * n + row
+        return round(float(value.max()))
+
+
+def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | None:
+    """Return the step at any size; None if the two recordings differ in more than sizes.
+
+    Raises:
+        PlanError: The batches of the two recordings are the same.
+    """
+    batch, other = (one.fingerprint.batch for one in profiles)
+    if batch == other:
+        shapes = ", ".join(str(shape) for _, shape, _ in batch)
+        raise PlanError(
+            f"make_batch gave batches of the same shapes for sizes {sizes[0]} and {sizes[1]}: {shapes}. It must make a "
+            "batch of the size that it is asked for, for example lambda n, seq: torch.zeros(n, seq, dtype=torch.long)."
+        )
+    return sized_alike(sizes, profiles)
+
+
+def sized_alike(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | None:
+    """Return the same for steps that are known to be of two sizes, such as those of a rank of them."""
+    a, b = (one.recorded for one in profiles)
+    return Sized(sizes, profiles) if _shape(a) == _shape(b) else None
+
+
+def _shape(program: Program) -> Sequence[object]:
+    """Return everything about a program that must be equal at both sizes."""
+    return (
+        _in_any_order(program.events),
+        program.initial,
+        program.storage_kinds,
+        program.handle_storages,
+        program.handle_tensors,
+        program.handle_ops,
+        program.instance_handles,
+        program.gradients,
+        program.resizes,  # in proportion to a storage's size only where that is the same
+        [(t.storage, t.dtype, len(t.shape)) for t in program.tensors],
+        [(op.name, op.scope, op.reads, op.writes, op.mutates, op.inputs, op.outputs) for op in program.ops],
+        # Integers among the arguments may be sizes, so only what is around them has to agree.
+        [_INTEGER.sub("0", op.arguments) for op in program.ops],
+        [scope.fqn for scope in program.scopes],
+    )
+
+
+def _in_any_order(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the events with each run of ``FREE`` sorted.
+
+    Autocast frees all its copies of weights at once, in the order of a hash table of their addresses.
+    """
+    found: list[tuple[int, int]] = []
+    for is_free, run in itertools.groupby(events, lambda event: event[0] == Event.FREE):
+        same_kind = list(run)
+        found += sorted(same_kind) if is_free else same_kind
+    return found
+
+
+def _tensor(x: Tensor, y: Tensor, line: Callable[[float, float], float]) -> Tensor:
+    if x == y:
+        return x
+    shape = tuple(round(line(i, j)) for i, j in zip(x.shape, y.shape, strict=True))
+    # Strides of a dense tensor are products of dimensions, which need not be linear in the size. So they are made from
+    # the new shape, if both tensors are dense in the same order. Otherwise each stride is taken to be linear.
+    orders = [sorted(range(len(t.shape)), key=lambda d, t=t: (-t.stride[d], d)) for t in (x, y)]  # type: ignore[misc]
+    if orders[0] == orders[1] and all(_dense(t.shape, orders[0]) == t.stride for t in (x, y)):
+        stride = _dense(shape, orders[0])
+    else:
+        stride = tuple(round(line(i, j)) for i, j in zip(x.stride, y.stride, strict=True))
+    return msgspec.structs.replace(x, shape=shape, stride=stride, offset=round(line(x.offset, y.offset)))
+
+
+def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose dimensions have this order in memory, the outermost first."""
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def _sizes(
+    a: Program, b: Program, tensors: Sequence[Tensor], line: Callable[[float, float], float], spec: DeviceSpec
+) -> tuple[int, ...]:
+    """Return the bytes of the storages.
+
+    If the size of a storage is that of its largest tensor, rounded by the allocator, in both recordings, it is so at
+    any size. Interpolating the rounded bytes would be wrong by up to a block. Only other storages are interpolated.
+    """
+    whole = [_largest_on(program) for program in (a, b)]
+    found = []
+    for s, (x, y) in enumerate(zip(a.storage_bytes, b.storage_bytes, strict=True)):
+        # Equal in both recordings, as a parameter is: it does not depend on the size.
+        if x == y and whole[0][s][0] == whole[1][s][0]:
+            found.append(x)
+            continue
+        t = whole[0][s][1]
+        if (
+            t >= 0
+            and t == whole[1][s][1]
+            and all(spec.round_up(each[s][0]) == size for each, size in zip(whole, (x, y), strict=True))
+        ):
+            found.append(spec.round_up(_bytes(tensors[t])))
+        else:
+            found.append(spec.round_up(max(0, round(line(x, y)))))
+    return tuple(found)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize  # type: ignore[no-any-return]
+
+
+@derived
+def _largest_on(program: Program) -> list[tuple[int, int]]:
+    """Return by storage the bytes and the index of its largest tensor, not counting expanded ones (stride 0)."""
+    found = [(0, -1)] * len(program.storage_bytes)
+    for i, tensor in enumerate(program.tensors):
+        size = _bytes(tensor) if 0 not in tensor.stride else 0
+        if size > found[tensor.storage][0]:
+            found[tensor.storage] = size, i
+    return found
+
+
+def _op(x: Op, y: Op, line: Callable[[float, float], float]) -> Op:
+    if x == y:
+        return x
+    arguments = x.arguments
+    if arguments != y.arguments:
+        # Both texts have their integers at the same places: ``_shape`` has compared all else.
+        others = iter(_INTEGER.findall(y.arguments))
+        arguments = _INTEGER.sub(lambda m: str(round(line(int(m[0]), int(next(others))))), arguments)
+    return msgspec.structs.replace(
+        x,
+        arguments=arguments,
+        # Outside of the two recorded sizes a line may go below zero.
+        time_ms=max(0.0, line(x.time_ms, y.time_ms)),
+        flops=max(0, round(line(x.flops, y.flops))),
+        workspace_bytes=max(0, round(line(x.workspace_bytes, y.workspace_bytes))),
+    )

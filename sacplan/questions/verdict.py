@@ -1,0 +1,389 @@
+"""The answer of ``fit``: whether a step fits a device, the ways that were tried, and the recommended one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from sacplan.core.budget import format_bytes, format_difference
+from sacplan.device.device_memory import WITH_RETRIES
+from sacplan.device.outside_allocator import Outside
+from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room
+from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.questions.sweep import Row, frame
+from sacplan.techniques.registry import DEFAULT_TECHNIQUES, TECHNIQUES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_SHOWN_DEVICES = 3  # larger devices that are named; the others are counted
+_DEAR = 0.2  # share of the step that a plan adds, from which on what takes longer, or host memory, is tried as well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitRow(Row):
+    """One way to run the step.
+
+    Attributes:
+        optimizer: Its name.
+        way: "as it is", "plan" (what ``plan`` does by default), "chunked loss", or both; "plan + chunks" where only
+            modules in slices could help as well; "plan + offload" and the like where memory of the host could.
+        techniques: ``techniques=`` of ``sacplan.plan`` for it; none for the step as it is.
+        peak_bytes: With the plan that ``sacplan.plan`` finds; where none holds the budget, the smallest that was found.
+        reserved_bytes: ``torch.cuda.max_memory_reserved()`` with it. None on a CPU, and where the tensors alone do not
+            fit.
+        room: Memory of the device that the step may take: less beside more communicators.
+        expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
+        runs_with_retries: Whether it does not fit and runs all the same, since torch gives cached segments back.
+        largest_batch: At the asked sequence; 0 where one sample does not fit; None where it was not to be computed, or
+            with another optimizer than the asked one where that needs no plan.
+        longest_seq: At the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
+        same_as: The simpler way that this one is at the asked size, where a plan finds nothing to do.
+        spread: What runs the step on several devices: "DDP", "FSDP2", a mesh; empty on one. Peaks are those of a rank.
+        options, flags: Arguments for it: of ``sacplan.profile`` (of ``sacplan.plan`` for a mesh), and on the command
+            line. Empty where the command line has none.
+        host_bytes: Memory of the host that the plan and the optimizer take.
+        host_room_bytes: The host's budget.
+    """
+
+    shown: ClassVar = (
+        "optimizer", "spread", "way", "peak_bytes", "reserved_bytes", "fits", "limit_bytes", "over_bytes",
+        "expandable_bytes", "step_ms", "largest_batch", "longest_seq", "same_as", "host_bytes", "over_host_bytes",
+        "techniques",
+    )  # fmt: skip
+
+    optimizer: str
+    way: str
+    techniques: tuple[str, ...] = ()
+    peak_bytes: int
+    reserved_bytes: int | None = None
+    room: Room
+    fits: bool = field(init=False)
+    expandable_bytes: int | None = None
+    runs_with_retries: bool = False
+    largest_batch: int | None = None
+    longest_seq: int | None = None
+    same_as: str | None = None
+    spread: str = ""
+    options: str = ""
+    flags: tuple[str, ...] = ()
+    host_bytes: int = 0
+    host_room_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fits", not self.over_bytes and not self.over_host_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Limit for the reserved bytes if they decide; else for the peak."""
+        return self.room.n_bytes
+
+    @property
+    def _needs_bytes(self) -> int:
+        """The one of the figures in the row that is compared with the limit."""
+        reserved = self.reserved_bytes if self.room.is_reserved else None
+        return self.peak_bytes if reserved is None else reserved
+
+    @property
+    def over_bytes(self) -> int:
+        """By how much the step does not fit the device; 0 if it does."""
+        return max(0, self._needs_bytes - self.limit_bytes)
+
+    @property
+    def over_host_bytes(self) -> int:
+        """By how much the step takes more than the host's budget; 0 if it does not."""
+        return max(0, self.host_bytes - self.host_room_bytes)
+
+    @property
+    def name(self) -> str:
+        """The optimizer, what runs the step, and the way, in words."""
+        return ", ".join(filter(None, (self.optimizer, self.spread, self.way)))
+
+    @property
+    def memory(self) -> str:
+        """The peak, and what is reserved for it, in words."""
+        reserved = "" if self.reserved_bytes is None else f", {format_bytes(self.reserved_bytes)} reserved"
+        host = f", {format_bytes(self.host_bytes)} on the host" if self.host_bytes else ""
+        return f"{format_bytes(self.peak_bytes)}{reserved}{host}"
+
+    @property
+    def over(self) -> str:
+        """By how much it does not fit, in words."""
+        if self.over_host_bytes:
+            more = format_difference(self.host_bytes, self.host_room_bytes)
+            return f"{more} over the host's {format_bytes(self.host_room_bytes)}"
+        return format_difference(self._needs_bytes, self.limit_bytes)
+
+    @property
+    def added_share(self) -> float:
+        """Share of the step's time that the plan adds; 0 where the time is not known."""
+        return ((self.recompute_ms or 0.0) + (self.added_ms or 0.0)) / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether its plan adds so much time that what takes longer to find, or host memory, is tried as well."""
+        return self.added_share >= _DEAR
+
+    def is_quicker(self, other: FitRow) -> bool:
+        """Whether it fits and takes less time than another row that fits."""
+        return self.fits and None not in (self.step_ms, other.step_ms) and self.step_ms < other.step_ms  # type: ignore[operator]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a step fits a device, and how.
+
+    Attributes:
+        model: Class name of the model, or the name that was given.
+        parameters: Number of elements in all parameters, trained or not.
+        batch, seq: The size that was asked for; ``seq`` is None for models without sequences.
+        optimizer: Name of the optimizer that was asked for.
+        device, memory_bytes: Name of the device, and its memory.
+        budget_bytes: Limit for the peak of the step. Without a budget on a GPU: what torch's allocator may reserve, the
+            memory less ``outside``.
+        budget: The same in the form that ``plan`` takes; None if it is the default.
+        rows: All ways that were tried, those with the asked optimizer first.
+        recommended: The row to choose of those that fit; None if nothing fits.
+        headroom_bytes: Memory of the device that is left free; None if a budget was given, and on a GPU without one.
+        outside: What lies outside of torch's allocator, with the source of each figure. Empty if a budget or a headroom
+            was given, and on a CPU.
+        larger_devices: Known GPUs on which the smallest row would fit, the smallest first. Empty if something fits
+            here.
+        computed: Sentences on which figures were computed from recordings, and which were not.
+        remarks: Sentences on what is often taken for granted: how tokens are routed to experts, and what becomes of
+            the types of adapters and frozen weights that ``fully_shard`` shards.
+        devices: How many devices there are. With several, ``batch`` is that of each, and the first row is DDP.
+        accumulation_steps: Micro-batches of ``batch`` samples in a step. Largest batches are micro-batches, too.
+        compiled: What ``compile=`` was asked for, as in ``code``.
+    """
+
+    model: str
+    parameters: int
+    batch: int
+    seq: int | None
+    optimizer: str
+    device: str
+    memory_bytes: int
+    budget_bytes: int
+    budget: str | None
+    headroom_bytes: int | None
+    rows: tuple[FitRow, ...]
+    recommended: FitRow | None
+    larger_devices: tuple[str, ...]
+    computed: tuple[str, ...]
+    outside: tuple[Outside, ...] = ()
+    accumulation_steps: int = 1
+    devices: int = 1
+    compiled: str = ""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits as it is; on several devices, with any of the ways to spread it."""
+        return self._as_it_is.fits
+
+    @property
+    def _as_it_is(self) -> FitRow:
+        """The first row without a plan that fits with the optimizer that was asked for, or the first row."""
+        plain = (row for row in self.rows if row.way == "as it is" and row.optimizer == self.optimizer)
+        return next((row for row in plain if row.fits), self.rows[0])
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        tokens = "" if self.seq is None else f", {self.seq} tokens"
+        times = f" x {self.accumulation_steps} accumulated" if self.accumulation_steps > 1 else ""
+        step = f"{self.model}, batch {self.batch}{times}{tokens}, {self.optimizer}"
+        many = f"{self.devices} x " if self.devices > 1 else ""
+        device = f"{many}{self.device} ({format_bytes(self.memory_bytes)}{' each' if many else ''})"
+        asked = self._as_it_is
+        limit, outside = format_bytes(asked.limit_bytes), asked.room.outside
+        left = f"the budget of {limit}"
+        # Three kinds of limit: a budget, what the allocator of a GPU has left, and a headroom.
+        if outside:
+            names = " and ".join(one.name for one in outside)
+            left = f"the {limit} that the {names} {'leave' if len(outside) > 1 else 'leaves'}"
+        elif self.headroom_bytes is not None:
+            free = self.headroom_bytes / self.memory_bytes
+            left = f"the {limit} that {free:.0%} headroom leaves"
+        if asked.fits:
+            runs = f" with {asked.spread}" if asked.spread else ""
+            return f"{step} on {device}: fits{runs}. It needs {asked.memory}, of {left}."
+        over = asked.over if asked.over_host_bytes else f"{asked.over} more than {left}"
+        if self.recommended is not None:
+            best = self.recommended
+            return (
+                f"{step} on {device}: does not fit as it is ({asked.memory}, {over}), but does with {best.name}: "
+                f"{best.memory}."
+            )
+        smallest = self.smallest
+        return (
+            f"{step} on {device}: does not fit. It needs {asked.memory}, {over}; the smallest found is "
+            f"{smallest.memory}, with {smallest.name}."
+        )
+
+    @property
+    def smallest(self) -> FitRow:
+        """The row with the smallest peak."""
+        return min(self.rows, key=lambda row: row.peak_bytes)
+
+    @property
+    def fits_plainly(self) -> bool:
+        """Whether no plan is needed on a single device."""
+        # The first row is the step as it is, with the optimizer that was asked for.
+        return self.recommended is self.rows[0] and self.devices == 1
+
+    @property
+    def competing(self) -> tuple[FitRow, ...]:
+        """The rows to choose from: where no plan is needed, no other optimizer is either."""
+        return tuple(row for row in self.rows if row.optimizer == self.optimizer or not self.fits_plainly)
+
+    def shown(self, sizes: bool) -> tuple[FitRow, ...]:
+        """Return the rows to show, with their largest sizes or without.
+
+        Where no plan is needed on a device, that is the step as it is, and what holds the largest steps.
+        """
+        if self.fits_plainly:
+            batch = max(self.competing, key=lambda row: row.largest_batch or 0)
+            seq = max(self.competing, key=lambda row: row.longest_seq or 0)
+            return tuple(dict.fromkeys((self.rows[0], batch, seq)))
+        # A plan that finds nothing to do at this size may still hold larger ones.
+        return tuple(row for row in self.rows if row.same_as is None or sizes)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Sentences on what to do."""
+        needed = self.rows if self.recommended not in (None, self.rows[0]) else ()
+        tried = {name for row in needed if row.fits for name in row.techniques}
+        uncompiled = (one.uncompiled for name, one in TECHNIQUES.items() if name in tried)
+        return (*self._other_allocator, *self._other_ways, *filter(None, uncompiled))
+
+    @property
+    def _other_allocator(self) -> tuple[str, ...]:
+        """Sentences on what fits only with expandable segments or retries: the step as it is, or else the first way."""
+        said = (WITH_RETRIES,) if self.rows[0].runs_with_retries else ()
+        rows = [row for row in self.rows if row.expandable_bytes is not None]
+        # With another way that fits, only the step as it is is worth a change of the environment.
+        if not rows or (self.recommended is not None and rows[0] is not self.rows[0]):
+            return said
+        first = rows[0]
+        assert first.expandable_bytes is not None
+        return (
+            *said,
+            f"The tensors of {first.name} fit, only what is reserved for them does not: with {EXPANDABLE_SEGMENTS} it "
+            f"is {format_bytes(first.expandable_bytes)}, which fits.",
+        )
+
+    @property
+    def _other_ways(self) -> tuple[str, ...]:
+        if self.recommended is None:
+            names, more = self.larger_devices[:_SHOWN_DEVICES], len(self.larger_devices[_SHOWN_DEVICES:])
+            larger = f"{', '.join(names)}{f' and {more} larger ones' if more else ''}"
+            return (
+                f"GPUs that hold the smallest of these: {larger}."
+                if names
+                else "No GPU in the table holds it.",
+                f"Over several devices: devices={2 * self.devices} of fit (--devices).",
+            )
+        if self.fits_plainly:
+            return ("No plan is needed.",)
+        return (f"Use {self.recommended.name}.",)
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """The techniques of the recommended plan."""
+        return () if self.recommended is None else self.recommended.techniques
+
+    @property
+    def code(self) -> str:
+        """Lines of Python to paste. ``model``, ``batch`` and ``params`` stand for the user's own."""
+        best = self.recommended
+        if best is None:
+            return ""
+        # A function of the user's own has no code that could be pasted.
+        make = BY_NAME[best.optimizer].code if best.optimizer in BY_NAME else "..."
+        lines = [f"optimizer = {make}"] if best.optimizer != self.optimizer else []
+        if best.spread:
+            return "\n".join([*lines, *self._code_on_ranks(best)])
+        if best.techniques:
+            techniques = best.techniques
+            more = "" if self.budget is None else f', "{self.budget}"'
+            more += "" if techniques == DEFAULT_TECHNIQUES else f", techniques={techniques!r}"
+            steps = f", accumulation_steps={self.accumulation_steps}" if self.accumulation_steps > 1 else ""
+            lines += [
+                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}"{steps}'
+                f"{self.compiled})",
+                f"handle = sacplan.apply(model, sacplan.plan(profile{more}))",
+            ]
+        return "\n".join(lines)
+
+    def _code_on_ranks(self, best: FitRow) -> list[str]:
+        """Return lines that plan for a rank, and that run the step on all of them."""
+        budget = "" if self.budget is None else f', "{self.budget}"'
+        start = f"# torchrun --nproc-per-node {self.devices}"
+        # A mesh is planned for from one profile of the step of all ranks, and ``apply`` makes the calls.
+        if best.options.startswith("mesh="):
+            return [
+                start,
+                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}")  # of all ranks',
+                f"handle = sacplan.apply(model, sacplan.plan(profile{budget}, {best.options}))",
+            ]
+        lines = [start]
+        if best.way == "plan":
+            lines += [
+                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}",',
+                f"                          {best.options})",
+                f"handle = sacplan.apply(model, sacplan.plan(profile{budget}))",
+            ]
+        # Without a plan, the wrapper is all that is needed.
+        if best.spread == "DDP":
+            return [*lines, "model = torch.nn.parallel.DistributedDataParallel(model)"]
+        # Options are Python text, so units and policies are read out of it again.
+        units, _, policies = best.options.partition("[")[2].removesuffix(")").partition("]")
+        given = policies
+        for unit in units.split(", "):
+            module = unit.strip("'").removesuffix(".*")
+            lines += [f"for layer in model.{module}:", f"    fully_shard(layer{given})"] if module else []
+        return [*lines, f"fully_shard(model{given})"]
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a table with one row for each way."""
+        return frame(self.rows)
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {row.name}: {row.memory}, {'fits' if row.fits else 'does not fit'}"
+            for row in self.shown(sizes=False)
+        ]
+        return "\n".join([self.sentence, *rows, *self.advice, *self.remarks, *self.computed])
+
+
+def recommended(rows: Sequence[FitRow]) -> FitRow | None:
+    """Return the row to choose, or None if nothing fits.
+
+    The step as it is wins if it fits. Otherwise it is the fastest way that fits with the asked optimizer or its fused
+    version. Another optimizer, which changes the training, is chosen only if those do not fit.
+    """
+    holding = [row for row in rows if row.fits]
+    if not holding:
+        return None
+    # On several devices, the first of those that fit without a plan: later ones change more (precision, who runs it).
+    plain = [row for row in holding if row.way == "as it is" and row.optimizer == rows[0].optimizer]
+    if plain:
+        return plain[0]
+    same = [row for row in holding if is_same_training(row.optimizer, rows[0].optimizer)]
+    return min(same or holding, key=lambda row: math.inf if row.step_ms is None else row.step_ms)
+
+
+def cheapest_of(rows: Sequence[FitRow]) -> FitRow | None:
+    """Return the fastest row that fits with the asked optimizer, that of the first row, or its fused version."""
+    fitting = [row for row in rows if row.fits and is_same_training(row.optimizer, rows[0].optimizer)]
+    return min(fitting, key=lambda row: row.step_ms or 0.0, default=None)
+
+
+def is_same_training(name: str, optimizer: str) -> bool:
+    """Whether an optimizer is the asked one, or its fused version."""
+    # ``fit`` compares with the fused version only if a variant of Adam was asked for.
+    return name in (optimizer, "adamw-fused")

@@ -1,0 +1,194 @@
+"""Autograd's nodes: which one runs, which op made it, and the Python numbers that nodes keep.
+
+Autograd numbers nodes as it makes them. While an op is dispatched, the number that the *next* node will get can be
+read. Dispatch modes run below autograd, so the op's own node exists by then: the first op that is seen at next number
+n made node n - 1. The tables here have the next number as key; node m is looked up at m + 1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sacplan.core.program import Event, StorageKind
+from sacplan.record.storages import Storages
+from sacplan.torch_compat.autograd import autograd_sequence_number, current_node_sequence_number, keeps_graph
+from sacplan.torch_compat.private import without_torch_functions
+
+_ALLOC, _FREE = int(Event.ALLOC), int(Event.FREE)
+
+_IN_PLACE = (torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor)
+_KEEP_THEIR_SECOND = frozenset((torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, *_IN_PLACE))
+_NODE_LIVES = "sacplan: the node lives"
+"""A key of the dictionary that autograd nodes have for anomaly detection."""
+
+
+class _NodeLives:
+    """An object in a node's dictionary, which dies with the node. C++ nodes take no weak references."""
+
+    __slots__ = ("__weakref__",)
+
+
+def keeps_a_number(func: Any, args: Any) -> bool:
+    """Whether autograd keeps the tensor that a Python number became; it shows those to no saved-tensor hook."""
+    if func not in _KEEP_THEIR_SECOND or isinstance(args[1], torch.Tensor):
+        return False
+    return args[0].requires_grad and torch.is_grad_enabled()  # in the forward of a custom function it is off
+
+
+class KeptNumbers:
+    """The tensors that autograd makes of Python numbers and keeps for the backward pass.
+
+    ``x * 2.0`` saves the 2.0 as a tensor of eight bytes. On a CPU these are in the memory that is measured, and no
+    saved-tensor hook sees them. So each is entered as a storage here, and freed when its node has run or has died.
+
+    Args:
+        nbytes: size of such a tensor; 0 where it does not lie in the device's memory.
+        events, storages: the recorder's.
+    """
+
+    def __init__(self, nbytes: int, events: list[tuple[int, int]], storages: Storages) -> None:
+        self._nbytes = nbytes
+        self._events = events
+        self._storages = storages
+        self._kept: dict[int, list[int]] = {}  # autograd's next sequence number to storages
+        self._ends: dict[int, weakref.ref[_NodeLives]] = {}  # such a storage to what its node holds
+        # Of the latest: the op's output, the next sequence number, the storage.
+        self._latest: tuple[weakref.ref[torch.Tensor], int, int] | None = None
+
+    def keep(self, func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> None:
+        """Enter the number that an op of the forward pass has autograd keep, if it does."""
+        if not self._nbytes or not keeps_a_number(func, args):
+            return  # on a GPU these tensors lie on the host
+        # A write to a view is a node inside of another, ``CopySlices``, which is made next, and which the engine runs.
+        next_node = autograd_sequence_number() + (func in _IN_PLACE and args[0]._is_view())
+        nbytes = self._nbytes << isinstance(args[1], complex)  # a complex number has two parts
+        storage = self._storages.add_unseen(nbytes, StorageKind.OTHER)
+        self._events.append((_ALLOC, storage))
+        self._kept.setdefault(next_node, []).append(storage)
+        if outputs:
+            self._latest = weakref.ref(outputs[0]), next_node, storage
+
+    def given_bytes(self, node: int | None, func: Any, args: Any) -> int:
+        """Return the bytes of the number that an op of the backward pass takes from the node that keeps it.
+
+        A dispatch mode sees a Python number, as if the op made a tensor of it.
+        """
+        if node is None or func not in _KEEP_THEIR_SECOND or isinstance(args[1], torch.Tensor):
+            return 0
+        return self._nbytes if self._kept.get(node + 1) else 0
+
+    @property
+    def has_latest(self) -> bool:
+        """Whether ``follow_latest`` has something to do."""
+        return self._latest is not None
+
+    @without_torch_functions
+    def follow_latest(self) -> None:
+        """Watch the node that keeps the latest number: the node of a branch that the loss does not need never runs.
+
+        To be called at the op behind, because autograd gives an output its node (``grad_fn``) only when the dispatch
+        mode has returned.
+        """
+        assert self._latest is not None
+        latest = ref, next_node, storage = self._latest
+        self._latest = None
+        if storage not in self._kept.get(next_node, ()):
+            return  # freed already
+        output = ref()
+        if output is None:
+            # No other op took the output, so no node refers to the one that made it.
+            self._free(next_node, storage)
+            return
+        if output._is_view():
+            return  # the node is inside another one; and autograd may be in the view's lock now
+        node: Any = output.grad_fn
+        if node is None or node._sequence_nr() + 1 != next_node:
+            # Not the node of this op. A mode around this one, as an executor's, may run ops of its own before it
+            # returns: they make no node. Otherwise the number stays until its node has run.
+            if autograd_sequence_number() == next_node:
+                self._latest = latest
+            return
+        lives = node.metadata.setdefault(_NODE_LIVES, _NodeLives())
+        self._ends[storage] = weakref.ref(lives, lambda _: self._free(next_node, storage))
+
+    def node_ran(self, number: int) -> None:
+        """Free the numbers of a node: autograd releases what a node saved once it has run."""
+        for storage in tuple(self._kept.get(number + 1, ())):
+            self._free(number + 1, storage)
+
+    def _free(self, next_node: int, storage: int) -> None:
+        self._ends.pop(storage, None)
+        kept = self._kept.get(next_node, [])
+        if storage in kept:
+            kept.remove(storage)
+            self._events.append((_FREE, storage))
+
+    def stop(self) -> None:
+        """Watch no node any more: a graph that outlives the step is none of it."""
+        self._ends.clear()
+        self._latest = None
+
+    def restart(self) -> None:
+        """Begin a new record."""
+        self._kept.clear()
+        self.stop()
+
+
+class AutogradNodes:
+    """Which node runs, and by node the op that made it.
+
+    Args:
+        numbers: freed when their node has run.
+
+    Attributes:
+        running: sequence number of the node that runs; None outside of the backward pass and while gradients are
+            accumulated.
+    """
+
+    def __init__(self, numbers: KeptNumbers) -> None:
+        self.running: int | None = None
+        self._keeps = False  # whether the backward pass of that node keeps its graph
+        self._numbers = numbers
+        self._ops: dict[int, int] = {}  # autograd's next sequence number to the first op run at it
+        self._detached = {-1}  # ops that make no node
+
+    def ran(self, func: Any, op: int) -> None:
+        """Note an op. The first one at a number made the node, or is the first inside of a custom function.
+
+        An executor's hook that packs what the node saves may detach tensors before that one.
+        """
+        number = autograd_sequence_number()
+        if self._ops.get(number, -1) in self._detached:
+            self._ops[number] = op
+        if func is torch.ops.aten.detach.default:
+            self._detached.add(op)
+
+    def op_at(self, next_number: int) -> int:
+        """Return the op that ran when autograd's next sequence number was this, or -1."""
+        return self._ops.get(next_number, -1)
+
+    def forward_op(self) -> int:
+        """Return the op of the forward pass whose gradient the running node computes, or -1."""
+        return -1 if self.running is None else self._ops.get(self.running + 1, -1)
+
+    def follow(self) -> int | None:
+        """Note which autograd node runs; its number.
+
+        Also to be called before a tensor is unpacked: what is recomputed for it runs when the node before is done.
+        """
+        number = current_node_sequence_number()
+        if number != self.running:
+            # With ``retain_graph`` the numbers stay until the graph itself goes. The pass of the last node may be over.
+            if self.running is not None and not self._keeps:
+                self._numbers.node_ran(self.running)
+            self.running, self._keeps = number, keeps_graph()
+        return number
+
+    def restart(self) -> None:
+        """Begin a new record."""
+        self._ops.clear()
+        self._detached = {-1}

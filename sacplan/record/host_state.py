@@ -1,0 +1,234 @@
+"""Optimizer state that lies in the host's memory, and optimizers whose own step cannot run on fake tensors.
+
+A fake step has CPU tensors, on which nothing tells the host's memory from the device's. What the libraries do on a GPU
+is written down here:
+
+- **counters.** torch.optim makes ``state["step"]`` on the CPU unless the kernel reads it (``fused``) or a CUDA graph
+  does (``capturable``).
+- **paged optimizers of bitsandbytes** keep the state of parameters with at least 100,000 elements in CUDA's managed
+  memory (``get_paged`` in ``bitsandbytes/functional.py``, ``get_state_buffer`` in ``optim/optimizer.py``). The driver
+  moves its pages between host and device as they are needed. PyTorch's allocator knows nothing of it, and where memory
+  is short the pages are on the host: that is where they count here.
+- **CPUOffloadOptimizer of torchao** keeps a copy of each parameter with at least 4,096 elements, its gradient and its
+  state on pinned memory of the host (``torchao/optim/cpu_offload.py``). Its constructor asks for a CUDA device, so a
+  class with the same sizes takes its place.
+- **low-bit optimizers of torchao** run a compiled update. Compiled kernels are fused: they read gradient and state,
+  and write state and parameter, without a temporary. Traced op by op the update would hold several float32 copies of
+  the parameter. So the state is the class's own, and the update is one op that allocates nothing.
+
+Tried with bitsandbytes 0.50 and torchao 0.18.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from sacplan.errors import TraceError
+from sacplan.torch_compat.distributed_modules import offloaded_parameters, parts_on_host
+from sacplan.torch_compat.local_tensors import local_part
+
+PAGED_FROM = 100_000
+"""Elements of a parameter from which on bitsandbytes pages its state."""
+
+_LIBRARY = torch.library.Library("sacplan", "FRAGMENT")
+_LIBRARY.define("fused_update_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states) -> ()")
+_LIBRARY.define("from_host_(Tensor(a!)[] parameters, int[] read_bytes) -> ()")
+
+
+@torch.library.impl(_LIBRARY, "fused_update_", "Meta")
+def _update(parameters: Any, gradients: Any, states: Any) -> None:
+    """Compute nothing and allocate nothing: the real kernel is fused."""
+
+
+@torch.library.impl(_LIBRARY, "from_host_", "Meta")
+def _copied(parameters: Any, read_bytes: Any) -> None:
+    """Compute nothing: the host has updated its copies, and they are written over the parameters.
+
+    ``read_bytes`` is what the update of each reads on the host; its time depends on it (``device/host_step.py``).
+    """
+
+
+# --- what is on the host
+
+
+def counters_on_host(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the counters of steps that are on the host."""
+    groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
+    on_device = {id(p) for group in groups for p in group["params"]}
+    for p, state in states(optimizer):
+        step = state.get("step")
+        if isinstance(step, torch.Tensor) and not step.dim() and id(p) not in on_device:
+            yield step
+
+
+def paged_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the state of a paged optimizer of bitsandbytes that is in managed memory."""
+    if not getattr(optimizer, "is_paged", False):
+        return
+    for p, state in states(optimizer):
+        if p.numel() >= PAGED_FROM:
+            yield from (state[name] for name in ("state1", "state2") if name in state)
+
+
+def host_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of the host's memory that an optimizer takes on a GPU, its counters aside."""
+    if optimizer is None:
+        return 0
+    return sum(t.nbytes for t in paged_state(optimizer)) + int(getattr(optimizer, "host_bytes", 0))
+
+
+def shards_host_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the bytes of the host's memory that shards take with a ``CPUOffloadPolicy``, between two steps.
+
+    Shards and gradients are in pinned memory, which comes in powers of two, if the policy says so; state is not.
+    """
+    found, offloaded = 0, set()
+    for p in offloaded_parameters(model):
+        offloaded.add(p.sharded_param)
+        for t in parts_on_host(p):
+            n_bytes = local_part(t).nbytes
+            found += 1 << (n_bytes - 1).bit_length() if p.pin_memory and n_bytes else n_bytes
+    of_shards = (state for each in optimizers for p, state in states(each) if p in offloaded)
+    parts = (part for state in of_shards for value in state.values() for part in plain_parts(value))
+    return found + sum(part.nbytes for part in parts)
+
+
+def states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    for p, state in optimizer.state.items():
+        if isinstance(state, dict):
+            yield p, state
+
+
+# --- in the place of others
+
+
+def stand_in_factory(factory: Any) -> Any:
+    """Return what makes an optimizer on fake parameters, in the place of what cannot make one there."""
+    inner = factory.func if isinstance(factory, functools.partial) else factory
+    torchao = sys.modules.get("torchao.optim")
+    if torchao is None or inner is not torchao.CPUOffloadOptimizer:
+        return factory
+    if isinstance(factory, functools.partial):
+        return functools.partial(CPUOffloadSizes, *factory.args, **factory.keywords)
+    return CPUOffloadSizes
+
+
+def for_fake_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer over fake parameters whose step can run on them."""
+    if getattr(optimizer, "is_paged", False):
+        # It would warn that there are no pages on a CPU, which the step is not for.
+        vars(optimizer)["_cpu_paged_warned"] = True
+    kind: Any = type(optimizer)
+    if kind.__module__.startswith("torchao.optim") and hasattr(kind, "_subclass_zeros"):
+        optimizer.__class__ = _with_compiled_step(kind)
+    return optimizer
+
+
+@functools.cache
+def _with_compiled_step(kind: Any) -> type[torch.optim.Optimizer]:
+    """Return a subclass of a low-bit optimizer of torchao that makes its state, and updates in one op."""
+
+    @torch.no_grad()
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> None:
+        updated: list[torch.Tensor] = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                updated.append(p)
+                # As the class does in its first step.
+                if not self.state[p]:
+                    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
+                    made = {name: self._new_buffer(p, name == "exp_avg") for name in names}
+                    self.state[p] |= {"step": torch.zeros(()), **made}
+        states = [t for p in updated for v in self.state[p].values() for t in plain_parts(v)]
+        torch.ops.sacplan.fused_update_(updated, [p.grad for p in updated], states)
+
+    hooked = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # type: ignore[attr-defined]  # ``Optimizer`` would hook it a second time
+    return type(kind.__name__, (kind,), {"step": hooked, "__module__": kind.__module__})
+
+
+def plain_parts(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that hold a state: itself, or those inside of a tensor of torchao."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from plain_parts(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+class CPUOffloadSizes(torch.optim.Optimizer):
+    """The memory of ``torchao.optim.CPUOffloadOptimizer``, for fake steps; it computes nothing.
+
+    On the device it keeps no state but that of small parameters, and with ``offload_gradients`` no gradient of others
+    once the backward pass has added to it.
+
+    Attributes:
+        host_bytes: of parameters, gradients and state on the host.
+    """
+
+    stands_for = "CPUOffloadOptimizer"
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        offload_gradients: bool = False,
+        minimal_size: int = 4096,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, {})
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        small = [p for p in trained if p.numel() < minimal_size]
+        self._offloaded = [p for p in trained if p.numel() >= minimal_size]
+        self._read_bytes = [_bytes_on_host(optimizer_class, p, kwargs) for p in self._offloaded]
+        self.host_bytes = sum(self._read_bytes)
+        self._small = optimizer_class(small, **kwargs) if small else None
+        if self._small is not None:
+            # All state on the device is that of the small parameters.
+            self.state = self._small.state
+        if offload_gradients:
+            for p in self._offloaded:
+                p.register_post_accumulate_grad_hook(_drop_gradient)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Write the host's copies over the parameters; update the small ones."""
+        torch.ops.sacplan.from_host_(self._offloaded, self._read_bytes)
+        if self._small is not None:
+            self._small.step()
+
+
+def _drop_gradient(p: torch.Tensor) -> None:
+    p.grad = None
+
+
+def _bytes_on_host(
+    make: Callable[..., torch.optim.Optimizer], p: torch.Tensor, kwargs: dict[str, Any]
+) -> int:
+    copy = torch.empty_like(p, requires_grad=True)
+    copy.grad = torch.empty_like(copy)
+    # A step of the real class on a copy: what it keeps then is what the host keeps.
+    one = make([copy], **kwargs)
+    one.step()
+    state = [t for _, found in states(one) for v in found.values() for t in plain_parts(v)]
+    return sum(t.nbytes for t in (copy, copy.grad, *state))
+
+
+def explain_offload(error: AssertionError) -> TraceError | None:
+    """Return the error for a function that calls torchao's ``CPUOffloadOptimizer`` itself; None for another one."""
+    if not str(error).startswith("CPU Offload currently only supports"):
+        return None
+    return TraceError(
+        "torchao's CPUOffloadOptimizer can only be made on a GPU. Give the class itself, so that its sizes take its "
+        "place: optimizer=functools.partial(CPUOffloadOptimizer, offload_gradients=True), or the name "
+        '"adamw-offload".'
+    )

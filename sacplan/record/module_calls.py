@@ -1,0 +1,236 @@
+"""The calls of modules: which one runs, and to which one an op belongs.
+
+In the forward pass that is the innermost call on the stack. In the backward pass no module runs. There each autograd
+node has the sequence number that the forward pass gave it, and the call whose range of numbers it falls into is the
+one that made it.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sacplan.core.program import ROOT_SCOPE, Event, Scope
+from sacplan.errors import TraceError
+from sacplan.torch_compat.autograd import autograd_sequence_number, called_by_checkpoint, in_backward
+from sacplan.torch_compat.distributed_modules import gathers
+
+_ENTER, _EXIT = int(Event.ENTER), int(Event.EXIT)
+
+
+def other_thread(what: str) -> TraceError:
+    """Return the error to raise where a part of the step runs in another thread."""
+    return TraceError(
+        f"{what} runs in another thread than the step that is recorded, such as one of a ThreadPoolExecutor. Dispatch "
+        "modes and saved-tensor hooks belong to one thread, so neither a recording nor a plan would see what it runs. "
+        "Call the parts of the model one after the other, in the thread that calls the model."
+    )
+
+
+@dataclass(slots=True)
+class _ModuleCall:
+    """A ``Scope`` while it is recorded."""
+
+    fqn: str
+    parent: int
+    first_op: int
+    end_op: int
+    input_bytes: int
+    output_bytes: int = 0
+
+
+class ModuleCalls:
+    """Hooks on all modules, and the calls that they see.
+
+    Args:
+        events: the recorder's.
+        n_ops: tells how many ops ran so far.
+        bytes_of: bytes of the tensors in a value.
+        fail: keeps an error, to be raised when the recorder is left.
+        track_model: names the modules of a model that nobody has named before its first call.
+
+    Attributes:
+        backward_order: calls in the order in which the backward pass comes to them, outer ones before inner ones.
+        on_dtensors: modules whose forward ran ops on DTensors; ``""`` outside of all.
+    """
+
+    def __init__(
+        self,
+        *,
+        events: list[tuple[int, int]],
+        n_ops: Callable[[], int],
+        bytes_of: Callable[[Any], int],
+        fail: Callable[[Exception], None],
+        track_model: Callable[[torch.nn.Module], None],
+    ) -> None:
+        self.backward_order: dict[int, None] = {}
+        self.on_dtensors: set[str] = set()
+        self._events = events
+        self._n_ops = n_ops
+        self._bytes_of = bytes_of
+        self._fail = fail
+        self._track_model = track_model
+        self._fqns: dict[int, str] = {}
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._calls: list[_ModuleCall] = []
+        self._stack: list[int] = []
+        self._marks: list[
+            tuple[int, int]
+        ] = []  # (autograd's next sequence number, call that runs from there on)
+        self._backward_call = ROOT_SCOPE
+        self._thread = threading.get_ident()
+        self._removers: list[Any] = []
+        self._have_hooks: set[int] = set()  # modules with hooks of their own that run before their forward
+
+    def name(self, model: torch.nn.Module) -> None:
+        """Name the modules after ``model``. One that two models share keeps its first name."""
+        for fqn, module in model.named_modules():
+            self._fqns.setdefault(id(module), fqn)
+            self._modules[id(module)] = module
+
+    def __enter__(self) -> ModuleCalls:
+        hooks = torch.nn.modules.module
+        self._removers = [
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._exit, always_call=True),
+        ]
+        # Global pre-hooks run before a module's own ones (torch/nn/modules/module.py, ``_call_impl``). What these run
+        # is no part of the module, since recipes of a unit do not see it; so the call begins in a hook behind them.
+        for key, module in self._modules.items():
+            if module._forward_pre_hooks:
+                self._removers.append(module.register_forward_pre_hook(self._begin))
+                self._have_hooks.add(key)
+        self._thread = threading.get_ident()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for remover in self._removers:
+            remover.remove()
+        self._removers = []
+        self._have_hooks.clear()
+
+    def restart(self) -> None:
+        """Begin a new record, between two forwards."""
+        self._calls.clear()
+        self._marks.clear()
+        self.backward_order.clear()
+        self.on_dtensors.clear()
+        self._backward_call = ROOT_SCOPE
+
+    def forget(self) -> None:
+        """Let go of the model."""
+        self._modules.clear()
+        self._fqns.clear()
+
+    # --- the forward pass --------------------------------------------------------------------
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in self._have_hooks:
+            self._begin(module, args)
+
+    def _begin(self, module: torch.nn.Module, args: Any) -> None:
+        # Not a call of the forward pass: one inside of a backward pass, one in another thread (an error if it is of the
+        # model, since its ops would be missing), and one of a module that nobody has named.
+        if in_backward():
+            # A custom autograd.Function may call modules in its backward: those ops belong to the node that runs.
+            fqn = self._fqns.get(id(module))
+            if fqn is not None and called_by_checkpoint():
+                self._fail(
+                    TraceError(
+                        f"the forward of module {fqn!r} ran again during the backward pass: checkpointing is "
+                        "already switched on in this model. Switch it off (for a Hugging Face model "
+                        "`model.gradient_checkpointing_disable()`), sacplan chooses what to recompute."
+                    )
+                )
+            return
+        if threading.get_ident() != self._thread:
+            if id(module) in self._fqns:
+                error = other_thread(f"module {self._fqns[id(module)]!r}")
+                self._fail(error)  # whoever started the thread may never ask what became of it
+                raise error
+            return  # of a model that is not recorded
+        if id(module) not in self._fqns:
+            if self._stack or self._fqns:
+                return  # a module that the model does not own, such as a loss: part of whoever calls it
+            self._track_model(module)  # nobody named a model: the first module that is called is it
+        call = len(self._calls)
+        n_ops = self._n_ops()
+        self._calls.append(
+            _ModuleCall(self._fqns[id(module)], self.current, n_ops, n_ops, self._bytes_of(args))
+        )
+        self._stack.append(call)
+        self._marks.append((autograd_sequence_number(), call))
+        self._events.append((_ENTER, call))
+
+    def _exit(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # The same calls that ``_begin`` took no note of.
+        if in_backward() or id(module) not in self._fqns or not self._stack:
+            return
+        if threading.get_ident() != self._thread:
+            return
+        index = self._stack.pop()
+        call = self._calls[index]
+        call.end_op = self._n_ops()
+        call.output_bytes = self._bytes_of(output)
+        self._marks.append((autograd_sequence_number(), self.current))
+        self._events.append((_EXIT, index))
+
+    @property
+    def current(self) -> int:
+        """The call whose forward runs, or ``ROOT_SCOPE``."""
+        return self._stack[-1] if self._stack else ROOT_SCOPE
+
+    def note_dtensors(self) -> None:
+        """Note that the forward that runs now has run an op on DTensors."""
+        self.on_dtensors.add(self._calls[self._stack[-1]].fqn if self._stack else "")
+
+    # --- the backward pass -------------------------------------------------------------------
+
+    def of_node(self, number: int | None) -> int:
+        """Return the call that made an autograd node.
+
+        Marks rise with the sequence number, so the last mark at or before the node's number is the call that ran when
+        the node was made. Nodes that accumulate gradients have no number: they go with the node before.
+        """
+        if number is None:
+            return self._backward_call
+        # ``bisect_right``: of several marks at one number the last is right, since no node was made between them.
+        at = bisect_right(self._marks, number, key=lambda mark: mark[0])
+        call = self._marks[at - 1][1] if at else ROOT_SCOPE
+        self._backward_call = call
+        # Calls around it that have not been met yet come first, outermost at the front.
+        chain = []
+        while call != ROOT_SCOPE and call not in self.backward_order:
+            chain.append(call)
+            call = self._calls[call].parent
+        self.backward_order.update(dict.fromkeys(reversed(chain)))
+        return self._backward_call
+
+    # --- the result --------------------------------------------------------------------------
+
+    def scopes(self) -> tuple[Scope, ...]:
+        """Return the calls as plain values."""
+        return tuple(
+            Scope(c.fqn, c.parent, c.first_op, c.end_op, c.input_bytes, c.output_bytes) for c in self._calls
+        )
+
+    def leaf_fqns(self) -> frozenset[str]:
+        """Modules without modules in them."""
+        return frozenset(fqn for key, fqn in self._fqns.items() if not any(self._modules[key].children()))
+
+    def gathering(self) -> frozenset[str]:
+        """Modules that gather parameters."""
+        return frozenset(fqn for key, fqn in self._fqns.items() if gathers(self._modules[key]))
+
+    def parameter_bytes(self) -> dict[str, int]:
+        """By module, bytes of its parameters and those of the modules in it."""
+        parameters = {id(p): p for m in self._modules.values() for p in m.parameters(recurse=False)}
+        sizes = {key: self._bytes_of(p) for key, p in parameters.items()}  # once each: modules are nested
+        return {
+            fqn: sum(sizes[id(p)] for p in self._modules[key].parameters()) for key, fqn in self._fqns.items()
+        }

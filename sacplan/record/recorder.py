@@ -1,0 +1,548 @@
+"""Watch one training step and write down its recording: a dispatch mode, saved-tensor hooks, module hooks.
+
+The recorder sees each dispatched op, and asks the parts of it that follow one thing each:
+
+- ``storages.py``: storages, and when each is gone;
+- ``tensor_table.py``: the tensors on them;
+- ``module_calls.py``: the module call that an op belongs to;
+- ``autograd_nodes.py``: the autograd node that runs, and the op of the forward pass that made it;
+- ``saved_tensors.py``: what autograd keeps, told apart from what code holds;
+- ``training_state.py``: parameters, gradients and the optimizer's state;
+- ``in_place.py``: what the plain step would write in place;
+- ``regenerated_views.py``: gradients of views that were written to;
+- ``seen_ops.py``: ops that a fake step has had before.
+
+All of them write into one list of events, in the order in which things happen. ``Recorder.program`` makes the program
+of it when the step is over.
+
+Cost: O(1) Python work per dispatched op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from sacplan.core.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind
+from sacplan.core.rewrites.in_place_versions import in_place_versions
+from sacplan.core.rewrites.settle import settled
+from sacplan.record.autograd_nodes import AutogradNodes, KeptNumbers
+from sacplan.record.calls import arguments_of, plain_tensors, tensor_list
+from sacplan.record.fake_data import DataRules
+from sacplan.record.in_place import InPlaceWrites, plain_formulas
+from sacplan.record.module_calls import ModuleCalls
+from sacplan.record.regenerated_views import RegeneratedViews
+from sacplan.record.saved_tensors import SavedMode, SavedTensors
+from sacplan.record.seen_ops import SeenOp, SeenOps, SeenOutputs
+from sacplan.record.storages import Storages
+from sacplan.record.streams import Streams
+from sacplan.record.tensor_table import TensorTable
+from sacplan.record.training_state import TrainingState
+from sacplan.record.unseen_writes import UnseenWrites
+from sacplan.torch_compat import inductor
+from sacplan.torch_compat.autograd import in_backward
+from sacplan.torch_compat.distributed_modules import unwrapped
+from sacplan.torch_compat.fake_tensors import ZERO_TENSOR, FakeTensorMode, active_fake_mode, fake_device_of
+from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
+from sacplan.torch_compat.local_tensors import Watching, has_local_parts, is_deferred
+from sacplan.torch_compat.ops import (
+    OpTraits,
+    can_run_again,
+    draws_numbers,
+    is_composite,
+    op_traits,
+    run_in_parts,
+)
+from sacplan.torch_compat.private import (
+    dispatch_modes,
+    noted_generator_states,
+    storage_resizes,
+    without_torch_functions,
+)
+
+# Plain integers, which the event stream is made of.
+_ALLOC, _OP = int(Event.ALLOC), int(Event.OP)
+
+NUMBER_BYTES = 8
+"""Size of the tensor that a Python number becomes."""
+
+_LIFTS = torch.ops.aten.lift_fresh.default
+
+
+def _reads_a_number(func: Any, read: Sequence[torch.Tensor]) -> bool:
+    """Whether the step asks for the value of a float, such as that of its loss.
+
+    Such an op has no output, and is recorded all the same: a chunk that would compute the value later has to compute
+    it there, in a loop of its own.
+    """
+    return func is torch.ops.aten._local_scalar_dense.default and read[0].is_floating_point()
+
+
+def _as_recorded(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
+    return None
+
+
+class Recorder(Watching):
+    """Context manager: everything dispatched inside becomes a ``Program``.
+
+    Args:
+        cost: ``(func, args, kwargs, out) -> (flops, time_ms)`` for each op.
+        workspace: ``(func, args, kwargs, out) -> bytes`` that the kernel allocates inside.
+        formula: the same arguments, for an op that is differentiated: bytes that its backward formula takes beyond its
+            gradients in the plain step, for an incoming gradient that is contiguous and for one that is expanded; or
+            None if the ops that are recorded are those of the plain step.
+        kernel_ms: ``(name, bytes that it moves) -> ms`` of a kernel that the compiler made.
+        host_ms: ``bytes of what it reads and writes -> ms`` of an op that runs on the host.
+        round_bytes: the allocator's granularity.
+        host_bytes: rounds up as the allocator of the host's memory does.
+        saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
+        state_bytes: size of a random generator's state where it lies in the device's memory (on a CPU).
+        number_bytes: size of a tensor that autograd makes of a Python number, where it lies in that memory.
+        on_gpu: whether the device has memory of its own, beside which optimizers keep some state in the host's.
+        rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
+
+    Attributes:
+        storages, tensors: those that have been seen.
+
+    Errors in the recorder's own bookkeeping are kept and raised on exit: an exception that starts
+    inside a dispatch mode under FakeTensorMode can abort the interpreter.
+    """
+
+    def __init__(
+        self,
+        *,
+        cost: Callable[..., tuple[int, float]],
+        workspace: Callable[..., int],
+        formula: Callable[..., tuple[int, int] | None] = _as_recorded,
+        kernel_ms: Callable[[str, int], float] = lambda name, nbytes: 0.0,
+        host_ms: Callable[[int], float] = lambda nbytes: 0.0,
+        round_bytes: int,
+        saved: SavedMode,
+        state_bytes: int = 0,
+        number_bytes: int = 0,
+        host_bytes: Callable[[int], int] | None = None,
+        on_gpu: bool = False,
+        rules: DataRules | None = None,
+    ) -> None:
+        super().__init__()
+        self._cost = cost
+        self._workspace = workspace
+        self._formula = formula
+        self._kernel_ms = kernel_ms
+        self._host_ms = host_ms
+        self._rules = rules
+        self._events: list[tuple[int, int]] = []
+        self._ops: list[Op] = []
+        self._formulas: dict[int, tuple[int, int]] = {}  # op to what its backward formula takes
+        self._seen: SeenOps | None = None
+        self._paused = 0
+        self._error: Exception | None = None
+        self.storages = Storages(self._events, self._phase, round_bytes, host_bytes)
+        self.tensors = TensorTable()
+        self._training = TrainingState(self.storages, self.tensors, lambda: self._paused > 0, on_gpu=on_gpu)
+        self._calls = ModuleCalls(
+            events=self._events,
+            n_ops=self._ops.__len__,
+            bytes_of=self.storages.bytes_of,
+            fail=self._fail,
+            track_model=self.track_model,
+        )
+        self._numbers = KeptNumbers(self.storages.rounded(number_bytes), self._events, self.storages)
+        self._nodes = AutogradNodes(self._numbers)
+        self._in_place = InPlaceWrites()
+        self._unseen = UnseenWrites()
+        self._regenerated = RegeneratedViews(self.paused)
+        self._saved = SavedTensors(
+            saved,
+            storages=self.storages,
+            tensors=self.tensors,
+            events=self._events,
+            paused=self.paused,
+            unpacks=self._nodes.follow,
+            rules=rules,
+        )
+        self._streams = Streams(self._extend) if on_gpu else None
+        self._state_bytes = self.storages.rounded(state_bytes)
+        self.storages.is_fake = active_fake_mode() is not None  # what is tracked before the step counts, too
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether Dynamo may compile below: only where the step is to run compiled."""
+        return inductor.is_compiling_dry()
+
+    # --- what is there before the step -------------------------------------------------------
+
+    @without_torch_functions
+    def track_model(self, model: torch.nn.Module) -> None:
+        """Name the modules after ``model`` and count its parameters, buffers and gradients."""
+        self._calls.name(unwrapped(model))
+        self._training.track_model(model)
+
+    def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
+        """Count the optimizer's state, the one that is there and the one that it will make.
+
+        ``initial`` says that what is there now was there when the step began.
+        """
+        self._training.track_optimizer(optimizer, initial=initial)
+
+    @without_torch_functions
+    def track_tensors(self, tensors: Iterable[torch.Tensor], kind: StorageKind = StorageKind.OTHER) -> None:
+        """Count tensors that are alive from the start, such as the batch."""
+        for t in tensors:
+            self.storages.track(t, kind)
+
+    # --- the context --------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        self._calls.__enter__()
+        self._training.__enter__()
+        self._saved.__enter__()
+        self._watched = contextlib.ExitStack()
+        # Not around compiled code: Dynamo guards torch's functions, and would compile again.
+        if not inductor.is_compiling_dry():
+            self._watched.enter_context(noted_generator_states(self._took_state))
+        self._watched.enter_context(storage_resizes(self.storages.resized))
+        if self._streams is not None:
+            self._watched.enter_context(self._streams)
+        self.storages.is_recording = True
+        self.storages.is_fake = active_fake_mode() is not None
+        self._seen = self._seen_ops()
+        inductor.watchers.append(self)
+        super().__enter__()
+        return self
+
+    def _seen_ops(self) -> SeenOps | None:
+        """None in a real step, and where another mode would not see the ops that are looked up."""
+        mode, *others = dispatch_modes() or (None,)
+        between = () if self._rules is None else (self._rules,)
+        if isinstance(mode, FakeTensorMode) and tuple(others) == between:
+            return SeenOps(mode, self._rules)
+        return None
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        inductor.watchers.remove(self)
+        self._watched.close()
+        self._saved.__exit__(exc_type, exc_value, traceback)
+        self._calls.__exit__()
+        self._training.__exit__()
+        if exc_type is None:
+            self._training.mark_late_kinds()
+        self.storages.is_recording = False
+        self._numbers.stop()
+        self._seen = None
+        error, self._error = self._error, None
+        if error is not None and exc_type is None:
+            raise error
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it has been entered and not been left."""
+        return self.storages.is_recording
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ops inside are not recorded; what they leave behind is noticed when it is used, or tracked."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def restart(self) -> None:
+        """Begin a new record with what is alive now.
+
+        The lists are emptied in place, since the parts share them.
+        """
+        self._training.mark_late_kinds()
+        self._ops.clear()
+        self._events.clear()
+        self._formulas.clear()
+        parts = (self._calls, self._nodes, self._numbers, self._in_place, self._unseen, self.storages)
+        for part in (self._training, *parts):
+            part.restart()
+
+    def forget(self) -> None:
+        """Let go of the model and the optimizer."""
+        self._calls.forget()
+        self._training.forget()
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+
+    # --- parts of a step ------------------------------------------------------------------------
+
+    def seen(self) -> tuple[int, int]:
+        """How many ops and events there were so far."""
+        return len(self._ops), len(self._events)
+
+    def seen_since(self, n_ops: int, n_events: int) -> tuple[list[Op], list[tuple[int, int]]]:
+        """Return the ops and events after those, as they ran; ops are counted from there."""
+        events = [(code, arg - n_ops if code == _OP else arg) for code, arg in self._events[n_events:]]
+        return self._ops[n_ops:], events
+
+    # --- ops ----------------------------------------------------------------------------------
+
+    def _took_state(self, state: torch.Tensor) -> None:
+        # While an op is recorded this mode is off the stack: then it is sacplan that takes a state, to measure the op.
+        if self._state_bytes and not self._paused and self in dispatch_modes():
+            self.storages.track(state, StorageKind.OTHER)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = fake_device_of(func, args)  # first, since most calls are this one
+        if device is not None:
+            return device
+        if is_deferred(types):
+            if has_local_parts(types):  # what runs in slices runs later, and no op follows now
+                self._in_place.defers(func)
+                if not self._paused and self._phase() is Phase.FORWARD:
+                    self._calls.note_dtensors()
+            return NotImplemented
+        if is_composite(func):
+            return run_in_parts(self, func, args, kwargs)
+        # At the first op behind the one that kept a number: only now has its output got its node.
+        if self._numbers.has_latest:
+            try:
+                self._numbers.follow_latest()
+            except Exception as error:
+                self._fail(error)
+        kwargs = kwargs or {}
+        key = seen = again = None
+        if self._seen is not None and (key := self._seen.key(func, args, kwargs)) is not None:
+            seen = self._seen.get(key)
+            again = self._seen.outputs(func, key) if seen is None else seen.outputs
+        given: tuple[int, ...] = ()
+        if key is None and not self._paused and op_traits(func).resizes:
+            # Before the op runs, which may change the shapes of what it is given.
+            taken = plain_tensors(args, kwargs)
+            given = self.tensors.indices(taken, [self.storages.of(t) for t in taken], None)
+        # The op's own errors come through here. Those of our bookkeeping, below, are kept for the exit: where autograd
+        # called the op from C++, an exception may end the interpreter.
+        out = func(*args, **kwargs) if self._seen is None or again is None else self._seen.make(again, args)
+        try:
+            if not self._paused:
+                self._record(func, args, kwargs, out, given, key, seen, again)
+            elif key is not None and seen is None:
+                # Not recorded, but remembered: an optimizer's step that only makes its state runs the ops of the next.
+                self._figures(func, args, kwargs, out, key, again)
+        except Exception as error:
+            self._fail(error)
+        return out
+
+    def _figures(
+        self, func: Any, args: Any, kwargs: Any, out: Any, key: Any, again: SeenOutputs | None
+    ) -> SeenOp:
+        """Work out what an op costs, and remember it with its outputs where ``key`` says what these depend on."""
+        flops, time_ms = self._cost(func, args, kwargs, out)
+        workspace_bytes = self.storages.rounded(self._workspace(func, args, kwargs, out))
+        seen = SeenOp(flops, time_ms, workspace_bytes, arguments_of(args, kwargs))
+        if key is not None and self._seen is not None:
+            seen.outputs = again or self._seen.observed(func, key, args, kwargs, out)
+            self._seen.remember(key, seen)
+        return seen
+
+    def _record(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        given: tuple[int, ...],
+        key: Any,
+        seen: SeenOp | None,
+        again: SeenOutputs | None,
+    ) -> None:
+        # The order matters: written storages and inputs are numbered before outputs are, so that an output on a storage
+        # that is not known yet is one that the op made. ``n_storages`` is taken before all of them.
+        traits = op_traits(func)
+        n_storages = len(self.storages.nbytes)
+        # A compiled graph is run as it is: nothing of it is rewritten, and none of its ops runs again.
+        compiled = inductor.in_compiled_graph()
+        written = plain_tensors(traits.written(args, kwargs)) if traits.written_names and not compiled else ()
+        mutates = tuple(dict.fromkeys(map(self.storages.of, written)))
+        if key is None:  # an op that can be looked up resizes nothing (``SeenOps``)
+            for t in written:
+                self.storages.resized(t.untyped_storage())
+        # An op that can be looked up takes plain tensors only (``SeenOps``).
+        taken = plain_tensors(args, kwargs) if key is None else tensor_list(args, kwargs)
+        taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
+        lent |= func is ZERO_TENSOR
+        if key is None and self.storages.is_fake and func is not _LIFTS:
+            self.storages.know_copies(func, taken, taken_on, out)
+        outputs = tensor_list(out)
+        made = outputs if again is not None else plain_tensors(outputs)
+        host_bytes = self.storages.host_bytes_of(taken, taken_on) if func is not TO_DEVICE else 0
+        made_on, writes = self.storages.made(made, lent, func is TO_HOST or host_bytes > 0)
+        phase = self._phase()
+        reads_number = _reads_a_number(func, taken) and phase is Phase.FORWARD
+        if not outputs and not mutates and not reads_number:
+            return  # a metadata query
+        index = len(self._ops)
+        if seen is None:
+            seen = self._figures(func, args, kwargs, out, key, again)
+        scope = self._scope(phase)
+        running = self._nodes.running if phase is Phase.BACKWARD else None
+        given_bytes = self._numbers.given_bytes(running, func, args)
+        if not reads_number:  # autograd makes no node for it, and the op behind has the same sequence number
+            self._nodes.ran(func, index)
+        tensors = self.tensors.indices(
+            (*taken, *made), (*taken_on, *made_on), seen if key is not None else None
+        )
+        # In place, the tensor must be what another op made, so that it can be made again up to this version. Out of
+        # place, all results must be new.
+        if traits.in_place:
+            replayable = self.storages.is_as_made(args[0], mutates)
+        else:
+            replayable = bool(writes) and len(made) == len(outputs) and all(s in writes for s in made_on)
+        time_ms = self._host_ms(host_bytes) if host_bytes else seen.time_ms
+        if self._streams is not None:
+            time_ms = self._streams.ran(index, func, args, kwargs, time_ms, (*taken_on, *mutates), writes)
+        op = Op(
+            name=traits.name,
+            phase=phase,
+            scope=scope,
+            time_ms=time_ms,
+            flops=seen.flops,
+            workspace_bytes=0 if host_bytes else seen.workspace_bytes - given_bytes,
+            reads=_read(traits, args, taken, taken_on),
+            writes=tuple(writes),
+            mutates=mutates,
+            recomputable=phase is Phase.FORWARD
+            and replayable
+            and not compiled
+            and can_run_again(func, args, kwargs, out),
+            state_bytes=self._state_bytes if draws_numbers(func, args, kwargs) else 0,
+            inputs=given or tensors[: len(taken)],
+            outputs=tensors[len(taken) :],
+            arguments=seen.arguments,
+            forward_of=self._nodes.forward_op() if phase is Phase.BACKWARD else -1,
+        )
+        self._ops.append(op)
+        self._events.append((_OP, index))
+        if compiled:
+            return
+        if phase is Phase.BACKWARD:
+            self._in_place.saw(self._nodes.running, func, args, out, index, op.reads, op.writes, n_storages)
+        elif phase is Phase.FORWARD:
+            for lost in self._unseen.lost(taken, taken_on):
+                self._ops[lost] = msgspec.structs.replace(self._ops[lost], recomputable=False)
+            if op.recomputable:
+                self._unseen.wrote(index, made, made_on, in_place=traits.in_place)
+            inside = self._formula(func, args, kwargs, out)
+            if inside is not None:
+                self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
+            self._numbers.keep(func, args, outputs)
+            if self.storages.is_fake:
+                self._regenerated.saw(func, taken, made, writes=bool(mutates))
+
+    def _extend(self, op: int, ms: float) -> None:
+        self._ops[op] = msgspec.structs.replace(self._ops[op], time_ms=self._ops[op].time_ms + ms)
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Record memory that a compiled graph allocates."""
+        if not self._paused:
+            self.storages.of(tensor)
+
+    def generator_state(self) -> torch.Tensor:
+        """Make the state of a generator that a compiled graph saves."""
+        state = torch.empty(self._state_bytes, dtype=torch.uint8)
+        self.allocated(state)
+        return state
+
+    def kernel_ran(self, name: str, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
+        """Record a kernel of the compiler, which no dispatcher sees."""
+        if self._paused:
+            return
+        phase = self._phase()
+        on = [self.storages.of(t) for t in tensors]
+        op = Op(
+            name=f"inductor.{name}",
+            phase=phase,
+            scope=self._scope(phase),
+            time_ms=self._kernel_ms(name, nbytes),
+            flops=0,
+            workspace_bytes=0,
+            reads=tuple(dict.fromkeys(on)),
+            writes=(),
+            mutates=(),
+            recomputable=False,
+            inputs=self.tensors.indices(tensors, on, None),
+            forward_of=self._nodes.forward_op() if phase is Phase.BACKWARD else -1,
+        )
+        self._events.append((_OP, len(self._ops)))
+        self._ops.append(op)
+
+    def _phase(self) -> Phase:
+        if self._training.in_optimizer_step:
+            return Phase.OPTIMIZER
+        return Phase.BACKWARD if in_backward() else Phase.FORWARD
+
+    def _scope(self, phase: Phase) -> int:
+        if phase == Phase.FORWARD:
+            return self._calls.current
+        if phase == Phase.OPTIMIZER:
+            return ROOT_SCOPE
+        return self._calls.of_node(self._nodes.follow())
+
+    # --- the result ---------------------------------------------------------------------------
+
+    def program(self) -> Program:
+        """Return what was seen as a plain value.
+
+        Each step needs the one before: what was done under a dispatch mode becomes what the plain step does (in-place
+        sums, backward formulas), then storages that are written in place in the forward pass are split into versions,
+        and only then is it known which ops may run again and what each storage is for.
+        """
+        storages, saved = self.storages, self._saved
+        kinds = list(storages.kinds)
+        born_backward = [phase is Phase.BACKWARD for phase in storages.born]
+        given = storages.real_from_the_start()
+        # Real tensors that were there before the step: they become ``initial``, so that their ``ALLOC`` must go.
+        own_events = [event for event in self._events if event[0] != _ALLOC or event[1] not in given]
+        ops, events, same = self._in_place.settle(self._ops, own_events, kinds, born_backward)
+        table = self.tensors.table(same)
+        ops, events = plain_formulas(ops, events, self._formulas, table)
+        recorded = Program(
+            storage_bytes=tuple(storages.nbytes),
+            storage_kinds=tuple(StorageKind.TEMPORARY if kind is None else kind for kind in kinds),
+            initial=(*storages.initial, *sorted(given)),
+            tensors=table,
+            ops=tuple(ops),
+            scopes=self._calls.scopes(),
+            events=tuple(events),
+            handle_storages=tuple(same[s] for s in saved.handle_storages),
+            handle_tensors=tuple(saved.handle_tensors),
+            handle_ops=tuple(map(self._nodes.op_at, saved.handle_numbers)),
+            instance_handles=tuple(saved.instance_handles),
+            backward_order=tuple(self._calls.backward_order),
+            leaf_fqns=self._calls.leaf_fqns(),
+            parameter_bytes=self._calls.parameter_bytes(),
+            gradients=dict(self._training.gradients),
+            on_dtensors=frozenset(self._calls.on_dtensors),
+            resizes=tuple((same[s], before, after) for s, before, after in storages.resizes),
+            streams={} if self._streams is None else {same[s]: n for s, n in self._streams.side.items()},
+            gathering=self._calls.gathering(),
+        )
+        named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
+        split = recorded.with_(in_place_versions(recorded))
+        return settled(split, named, storages.born)
+
+
+inductor.follow_generators(Recorder)
+
+
+def _read(
+    traits: OpTraits, args: Any, taken: Sequence[torch.Tensor], storages: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the storages whose values an op needs: not statistics that it only writes."""
+    left_out = [args[i] for i in traits.left_out(args)]
+    return tuple(
+        dict.fromkeys(
+            s for t, s in zip(taken, storages, strict=True) if not any(t is other for other in left_out)
+        )
+    )

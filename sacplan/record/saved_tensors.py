@@ -1,0 +1,213 @@
+"""Saved tensors: tell the storages that autograd keeps from those that code holds.
+
+Both keep a storage alive, and PyTorch does not say which of them does. So the pack hook gives autograd an empty handle
+instead of the tensor. Then:
+
+- a storage dies (``FREE``) when code lets go of it, whatever autograd saved;
+- the end of the handle (``RELEASE``) is the moment at which autograd lets go;
+- the unpack hook returns a fresh tensor on a storage of its own. It dies (``DROP``) when the tensor that autograd would
+  have handed out would have died.
+
+Only a recorder can afford this, since the values are lost. Under FakeTensorMode there are none (``"virtual"``). On real
+tensors the handle keeps a clone of them (``"clone"``), which is not recorded. ``"observe"`` leaves autograd alone.
+
+An object can only tell its end through a weak reference, so handles and unpacked storages are watched by weak
+references that this module keeps. Their callbacks write the events.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from sacplan.core.program import Event
+from sacplan.record.fake_data import DataRules
+from sacplan.record.storages import Storages
+from sacplan.record.tensor_table import TensorTable
+from sacplan.torch_compat.autograd import autograd_sequence_number
+from sacplan.torch_compat.fake_tensors import active_fake_mode, fake_empty_strided
+from sacplan.torch_compat.local_tensors import Wrapping, arrived, stands_for_another, wrapping_of
+from sacplan.torch_compat.private import is_plain, storage_key, without_torch_functions
+
+SavedMode = Literal["virtual", "clone", "observe"]
+
+_PACK, _RELEASE, _UNPACK, _DROP = map(int, (Event.PACK, Event.RELEASE, Event.UNPACK, Event.DROP))
+
+
+class _SavedTensor:
+    """The handle that autograd keeps instead of a tensor."""
+
+    __slots__ = ("__weakref__", "clone", "dtype", "index", "offset", "rules", "size", "stride", "value")
+
+    def __init__(self, index: int, tensor: torch.Tensor, clone: torch.Tensor | None) -> None:
+        self.index = index
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = int(tensor.storage_offset())
+        self.dtype = tensor.dtype
+        self.clone = clone
+        self.value: torch.Tensor | None = None  # what a fake tensor holds, where it is known
+        self.rules: dict[str, None] = {}  # the rules of ``fake_data.py`` that this value rests on
+
+
+class _SavedLocalTensor(NamedTuple):
+    """The handle of a DTensor: that of its local part, and how to wrap it again."""
+
+    local: _SavedTensor
+    wrapping: Wrapping
+
+
+class SavedTensors:
+    """The saved-tensor hooks of one recorder, and the handles and instances that they have seen.
+
+    Args:
+        how: see the module's docstring.
+        storages, tensors, events: the recorder's. Storages that are alive anyway (``initial``: parameters, the batch)
+            need no handle.
+        paused: context in which the recorder takes no note of ops.
+        unpacks: called before a tensor is unpacked.
+        rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
+
+    Attributes:
+        handle_storages, handle_tensors, instance_handles: as in ``Program``.
+        handle_numbers: autograd's next sequence number when it saved the tensor: it tells the op that did.
+    """
+
+    def __init__(
+        self,
+        how: SavedMode,
+        *,
+        storages: Storages,
+        tensors: TensorTable,
+        events: list[tuple[int, int]],
+        paused: Callable[[], AbstractContextManager[None]],
+        unpacks: Callable[[], object],
+        rules: DataRules | None,
+    ) -> None:
+        self.handle_storages: list[int] = []
+        self.handle_tensors: list[int] = []
+        self.handle_numbers: list[int] = []
+        self.instance_handles: list[int] = []
+        self._how = how
+        self._storages = storages
+        self._tensors = tensors
+        self._events = events
+        self._paused = paused
+        self._unpacks = unpacks
+        self._rules = rules
+        self._handle_refs: dict[int, weakref.ref[Any]] = {}
+        self._instance_refs: dict[int, weakref.ref[Any]] = {}
+        self._clones: weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+        self._hooks: Any = None
+
+    def __enter__(self) -> SavedTensors:
+        if self._how != "observe":
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(exc_type, exc_value, traceback)
+            self._hooks = None
+        self._clones.clear()
+
+    @without_torch_functions
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not is_plain(tensor):
+            if not stands_for_another(tensor):
+                return tensor  # a wrapper that we know nothing of: autograd keeps it as it is, as code would
+            # The storage is that of the local part. A collective may still be on its way to it: wait as the plain step
+            # does when it reads the tensor.
+            packed = self._pack(arrived(tensor))
+            return (
+                _SavedLocalTensor(packed, wrapping_of(tensor)) if isinstance(packed, _SavedTensor) else tensor
+            )
+        # From here on the tensor gets a handle, unless there is nothing to tell apart. Without one autograd holds the
+        # tensor itself, and its storage dies when both have let go.
+        storage = self._storages.ids.get(storage_key(tensor.untyped_storage()))
+        if storage is None or storage in self._storages.initial:
+            return tensor  # not of this step, or alive to its end in any case: nothing to tell apart
+        index = len(self.handle_storages)
+        # The handle must hold neither the tensor nor its storage, or ``FREE`` would wait for autograd.
+        handle = _SavedTensor(index, tensor, self._clone(tensor, storage) if self._how == "clone" else None)
+        if self._rules is not None and self._rules.knows(tensor):
+            handle.value, handle.rules = self._rules.value(tensor), self._rules.rules_of([tensor])
+        self.handle_storages.append(storage)
+        self.handle_tensors.append(self._tensors.index(tensor, storage))
+        self.handle_numbers.append(autograd_sequence_number())
+        self._events.append((_PACK, index))
+
+        def released(_: Any) -> None:
+            self._events.append((_RELEASE, index))
+            self._handle_refs.pop(index, None)
+
+        self._handle_refs[index] = weakref.ref(handle, released)
+        return handle
+
+    def _clone(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
+        """Return a copy of the part of the storage that the tensor spans; handles on the same part share one.
+
+        The version is in the key: an in-place write between two packs makes another value.
+        """
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        span = reach + 1 if tensor.numel() else 0
+        key = (storage, tensor._version, tensor.dtype, tensor.storage_offset(), span)
+        copy = self._clones.get(key)
+        if copy is None:
+            with torch.no_grad(), self._paused():
+                copy = torch.as_strided(tensor, (span,), (1,), tensor.storage_offset()).clone()
+            self._clones[key] = copy
+        return copy
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        # The three things that ``_pack`` returns, in turn.
+        if isinstance(packed, _SavedLocalTensor):
+            return packed.wrapping.around(self._unpack(packed.local))
+        if not isinstance(packed, _SavedTensor):
+            tensor: torch.Tensor = packed  # ``_pack`` gave it back as it was
+            return tensor
+        # First: numbers that the node before has kept are freed before this tensor counts.
+        self._unpacks()
+        out = self._twin_of(packed)
+        instance = len(self.instance_handles)
+        self.instance_handles.append(packed.index)
+        self._events.append((_UNPACK, instance))
+        storage = out.untyped_storage()
+        key = storage_key(storage)
+
+        def dropped(_: Any) -> None:
+            self._events.append((_DROP, instance))
+            self._instance_refs.pop(instance, None)
+            self._storages.ids.pop(key, None)
+            self._tensors.offsets.pop(key, None)
+
+        # Ops that read the fresh tensor read the recorded storage.
+        self._instance_refs[instance] = weakref.ref(storage, dropped)
+        self._storages.ids[key] = self.handle_storages[packed.index]
+        if packed.offset:
+            self._tensors.offsets[key] = packed.offset
+        return out
+
+    def _twin_of(self, handle: _SavedTensor) -> torch.Tensor:
+        """Return a fresh tensor in the layout of the one that was packed."""
+        mode = active_fake_mode()
+        if handle.clone is None and handle.value is None and mode is not None:
+            # The common case, and a short way: no dispatch mode takes note of this one.
+            return fake_empty_strided(mode, handle.size, handle.stride, handle.dtype)
+        # Paused, since the tensors made here are none of the step's.
+        with self._paused():
+            if handle.clone is not None:
+                # A copy for each unpacking: every instance has a storage of its own, whose end is its ``DROP``.
+                return torch.as_strided(handle.clone.clone(), handle.size, handle.stride, 0)
+            if handle.value is None or self._rules is None:
+                return torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype)
+            return self._rules.as_fake_like(
+                handle.size, handle.stride, handle.dtype, handle.value, handle.rules
+            )

@@ -1,0 +1,252 @@
+"""A cache of ops that a fake step ran before on arguments of the same layout: their costs, and the layout of outputs.
+
+A fake step of a deep model is the ops of one layer over and over. FakeTensorMode has such a cache too
+(``torch/_subclasses/fake_tensor.py``), but it is general, and takes most of the time of a trace. Here an op is looked
+up once, for its outputs, its FLOPs, its time and its workspace.
+
+A hit must give what the op would have given. So an op is only in the cache if sizes, strides and types alone decide its
+outputs: aten's functions, views and in-place ops on plain fake tensors, where no value that ``data_rules`` follows goes
+in and none is decided. (None is where ``zeros_like`` and its relatives make more floats than are followed: an
+optimizer's state, of hundreds of parameters.) All others (data-dependent sizes, factories, ops that change a tensor's
+storage, other tensor classes) go the long way.
+
+Figures are those of one trace, whose cost model may be its own. Layouts of outputs are the same in every trace with the
+same kernels and settings (``_here``), so the process keeps them: a model that is recorded again, or rehearsed in
+slices, asks no fake kernel twice. No shorter-lived value could hold them, since two calls of ``profile`` share nothing.
+So whatever a fake kernel reads, other than its arguments, has to be in ``_here`` or in the key of an op:
+``test_outputs_that_are_kept_are_those_of_the_setting_of_the_process`` goes through the settings of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from sacplan.device.kernels import active_device
+from sacplan.record.fake_data import DataRules
+from sacplan.torch_compat.fake_kernels import entered_kernels
+from sacplan.torch_compat.fake_tensors import FIRST_ARGUMENT, fake_tensors
+from sacplan.torch_compat.ops import op_traits, tensors_in
+from sacplan.torch_compat.private import is_plain, storage_key
+
+_VALUES = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+_FILLED = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default))
+"""Ops on a tensor whose values do not matter: ``data_rules`` decides those of the result, unless it is too large."""
+_UNLIKE = object()  # an output that cannot be made from layouts
+
+ArgumentLayout = tuple[bool, torch.Size, tuple[int, ...], int, torch.dtype]
+"""An output: whether it is a view of the first argument, its size, stride, storage offset and type."""
+
+
+class SeenOutputs(NamedTuple):
+    """How to make the outputs of an op on arguments of one layout.
+
+    Attributes:
+        func: the op; its identity is in the key, so that it must not be given to another one.
+        outputs: layouts of results, and values that are no tensors.
+        wrap: tuple or list; None for a single tensor.
+    """
+
+    func: Any
+    outputs: list[Any]
+    wrap: type | None
+
+
+_MOST_KEPT = 50_000
+_kept: dict[Hashable, dict[Any, SeenOutputs]] = {}
+"""Outputs by what they depend on beside the op and its arguments (``_here``), for the life of the process."""
+
+
+def _here() -> Hashable:
+    """Return all that decides what fake kernels return, beside their arguments and what is in every key."""
+    return (
+        active_device(),
+        entered_kernels(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+    )
+
+
+def _kept_here() -> dict[Any, SeenOutputs]:
+    # A process that goes through many models begins anew now and then, rather than to grow for ever.
+    if sum(map(len, _kept.values())) > _MOST_KEPT:
+        _kept.clear()
+    return _kept.setdefault(_here(), {})
+
+
+class SeenOp:
+    """The figures of an op on arguments of one layout, and how to make its outputs.
+
+    Attributes:
+        flops, time_ms, workspace_bytes, arguments: as in ``Op``.
+        layouts: of its tensors, inputs before outputs; numbers of the recorder's, None until it has seen one call.
+        outputs: None where they cannot be made from layouts.
+    """
+
+    __slots__ = ("arguments", "flops", "layouts", "outputs", "time_ms", "workspace_bytes")
+
+    def __init__(self, flops: int, time_ms: float, workspace_bytes: int, arguments: str) -> None:
+        self.flops = flops
+        self.time_ms = time_ms
+        self.workspace_bytes = workspace_bytes
+        self.arguments = arguments
+        self.layouts: tuple[int, ...] | None = None
+        self.outputs: SeenOutputs | None = None
+
+
+class SeenOps:
+    """The ops that one trace has had.
+
+    Args:
+        mode: the FakeTensorMode that runs.
+        rules: the mode right above it, or None; there is nothing else between it and the recorder.
+    """
+
+    def __init__(self, mode: FakeTensorMode, rules: DataRules | None) -> None:
+        self._mode = mode
+        self._rules = rules
+        self._seen: dict[Any, SeenOp] = {}
+        self._kept = _kept_here()
+        self._of_parameters = self._others = False  # among the arguments of the op that is looked up
+        self._eligible: dict[int, tuple[Any, bool, bool]] = {}  # by the op's identity: hashing one is slow
+
+    def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return everything that the outputs depend on; None where that is not known, and the op takes the long way."""
+        found = self._eligible.get(id(func))
+        if found is None:
+            found = self._eligible[id(func)] = (func, *self._look_up(func))
+        _, eligible, is_view = found
+        if not eligible or (func in _FILLED and not self._is_not_followed(args, kwargs)):
+            return None
+        # Whether gradients are on is in the key: oneDNN's LSTM returns a workspace only then. So is the default type:
+        # that of a quotient of integers. The entry holds the op, so that its identity is not given to another one.
+        parts: list[Any] = [id(func), torch.is_grad_enabled(), torch.get_default_dtype()]
+        # The values of a view are those of its storage, whether they are known or not: nothing has to be followed.
+        known = not is_view and self._rules is not None and self._rules.knows_values
+        self._others = func in _FILLED
+        self._of_parameters = False
+        if not self._add(args, parts, known):
+            return None
+        for name, value in kwargs.items():
+            parts.append(name)
+            if not self._add((value,), parts, known):
+                return None
+        # What is made of parameters alone has values that may be asked for.
+        return None if self._of_parameters and not self._others else tuple(parts)
+
+    def _look_up(self, func: Any) -> tuple[bool, bool]:
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+            return False, False
+        # Factories have no tensor argument, and may depend on defaults that are not in the key. Ops that change a
+        # tensor's sizes have an input that is not what the key says afterwards.
+        traits = op_traits(func)
+        eligible = (
+            any("Tensor" in str(a.type) for a in func._schema.arguments)
+            and not traits.resizes
+            and (DataRules.leaves_alone(func) or func in _FILLED)
+        )
+        return eligible, func.is_view and not traits.written_names
+
+    def _is_not_followed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the rules let go of the values of a new tensor like the first argument: it is too large."""
+        # With another type or device, the new tensor is not known to be as large.
+        like = args[0]
+        return (
+            type(like) is FakeTensor
+            and kwargs.get("dtype") in (None, like.dtype)
+            and kwargs.get("device") in (None, like.fake_device)
+            and (self._rules is None or not self._rules.follows(like))
+        )
+
+    def _add(self, values: Iterable[Any], parts: list[Any], known: bool) -> bool:
+        for v in values:
+            kind = type(v)
+            if kind is FakeTensor:
+                # A value that is known may decide the output, and must be followed.
+                if v.constant is not None or not is_plain(v):
+                    return False
+                if known and self._rules is not None and self._rules.knows(v):
+                    if not self._rules.is_of_parameters(v):
+                        return False
+                    self._of_parameters = True
+                else:
+                    self._others = True
+                parts += (v.shape, v.stride(), v.storage_offset(), v.dtype, v.fake_device)
+            elif kind in _VALUES:
+                parts += (kind, v)
+            elif kind is tuple or kind is list or kind is torch.Size:
+                parts += (kind, len(v))
+                if not self._add(v, parts, known):
+                    return False
+            else:
+                return False
+        return True
+
+    def get(self, key: Any) -> SeenOp | None:
+        """Return the entry of a key; None if this trace has not had the op."""
+        return self._seen.get(key)
+
+    def outputs(self, func: Any, key: Any) -> SeenOutputs | None:
+        """Return how an earlier trace made the outputs of an op that this one has not had; None if none has."""
+        found = self._kept.get(key)
+        return found if found is not None and found.func is func else None
+
+    def remember(self, key: Any, seen: SeenOp) -> None:
+        """Keep the figures and the outputs of an op for this trace."""
+        self._seen[key] = seen
+
+    def observed(
+        self, func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, out: Any
+    ) -> SeenOutputs | None:
+        """Keep what an op has returned if it can be made again from layouts alone; None if not."""
+        kind = type(out)
+        wrap = kind if kind is tuple or kind is list else None
+        values = out if wrap is not None else (out,)
+        inputs = {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs))}
+        base = storage_key(args[0].untyped_storage()) if args and type(args[0]) is FakeTensor else None
+        layouts = []
+        for v in values:
+            layout = self._layout(v, args, inputs, base)
+            if layout is _UNLIKE:
+                return None  # only the figures are looked up
+            layouts.append(layout)
+        outputs = self._kept[key] = SeenOutputs(func, layouts, wrap)
+        return outputs
+
+    def _layout(self, v: Any, args: tuple[Any, ...], inputs: set[int], base: int | None) -> Any:
+        """Return how to make one output; ``_UNLIKE`` unless it is new, a view of the first argument, or that itself."""
+        if type(v) in _VALUES:
+            return v
+        if args and v is args[0]:
+            return FIRST_ARGUMENT
+        if (
+            type(v) is not FakeTensor
+            or v.constant is not None
+            or v.fake_device.type != "cpu"
+            or not is_plain(v)
+            or any(v is a for a in args)
+        ):
+            return _UNLIKE
+        storage = v.untyped_storage()
+        key = storage_key(storage)
+        layout: ArgumentLayout = (key == base, v.shape, v.stride(), int(v.storage_offset()), v.dtype)
+        if key == base:
+            return layout
+        elements = 1 + sum((n - 1) * s for n, s in zip(v.shape, v.stride(), strict=True)) if v.numel() else 0
+        # A new output must fill its storage from the start, or the storage that is made for it has another size.
+        if key in inputs or layout[3] or storage.nbytes() != elements * v.element_size():
+            return _UNLIKE
+        inputs.add(key)  # a second output on the same storage is no new one
+        return layout
+
+    def make(self, seen: SeenOutputs, args: tuple[Any, ...]) -> Any:
+        """Return the outputs of an op that was seen, for other arguments of the same layout."""
+        made = fake_tensors(self._mode, seen.outputs, args[0] if args else None)
+        return made[0] if seen.wrap is None else seen.wrap(made)

@@ -1,0 +1,335 @@
+"""The storages of a step that is recorded: how large each is, what it is for, and when it is gone.
+
+A storage is recognised by the address of its C++ object (``storage_key``), which is unique while the object lives. A
+weak reference tells the end of that life. Its callback removes the address, since the next storage may get the same
+one, and writes ``FREE``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from sacplan.core.program import Event, Phase, StorageKind
+from sacplan.record.calls import plain_tensors, tensor_list
+from sacplan.torch_compat.fake_tensors import FakeTensor
+from sacplan.torch_compat.host_memory import is_for_host
+from sacplan.torch_compat.local_tensors import local_part
+from sacplan.torch_compat.private import counts_writes_of, is_plain, storage_key, without_torch_functions
+
+_ALLOC, _FREE, _RESIZE = int(Event.ALLOC), int(Event.FREE), int(Event.RESIZE)
+
+
+class Storages:
+    """All storages that a recorder has seen.
+
+    Args:
+        events: the recorder's.
+        phase: tells the phase that runs now.
+        round_bytes: the allocator's granularity.
+        host_bytes: rounds up as the allocator of the host's memory does; by default as that of the device.
+
+    Attributes:
+        ids: storage key to storage, for those that are alive. Tensors that autograd unpacks are entered under the
+            storage that was packed.
+        nbytes, kinds, born: by storage, its rounded size (the largest, if it is resized), what it is for (None: not
+            known by name), and the phase in which it was first seen.
+        resizes: as in ``Program``.
+        initial: storages that were alive when the record began, in the order in which they were found.
+        is_recording: whether changes are events of the step.
+        is_fake: whether the step runs under FakeTensorMode.
+        on_host: storages of shards in the host's memory, and of what is computed with them there. They count 0 bytes.
+    """
+
+    def __init__(
+        self,
+        events: list[tuple[int, int]],
+        phase: Callable[[], Phase],
+        round_bytes: int,
+        host_bytes: Callable[[int], int] | None = None,
+    ) -> None:
+        self.ids: dict[int, int] = {}
+        self.nbytes: list[int] = []
+        self.kinds: list[StorageKind | None] = []
+        self.born: list[Phase] = []
+        self.initial: dict[int, None] = {}
+        self.on_host: set[int] = set()
+        self.resizes: list[tuple[int, int, int]] = []
+        self.is_recording = False
+        self.is_fake = False
+        self._events = events
+        self._phase = phase
+        self._round = max(1, round_bytes)
+        self._host_bytes = host_bytes or self.rounded
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._makers_output: dict[int, weakref.ref[torch.Tensor]] = {}  # what the op that made it returned
+        self._raw: dict[int, int] = {}  # bytes now, as torch says them
+        self._lent: set[int] = set()  # on memory that PyTorch did not allocate, such as an array's
+        self._real: set[int] = set()  # storages of real tensors that a fake step was seen to read
+        self._copies: dict[int, weakref.ref[Any]] = {}  # by key, storages that count as another one
+
+    def rounded(self, nbytes: int) -> int:
+        """Round up as the allocator does."""
+        return -(-nbytes // self._round) * self._round
+
+    @without_torch_functions
+    def bytes_of(self, value: Any) -> int:
+        """Return the rounded bytes of the tensors in a value; of a DTensor its local part counts."""
+        parts = map(local_part, tensor_list(value))
+        return sum(self.rounded(t.numel() * t.element_size()) for t in parts)
+
+    def restart(self) -> None:
+        """Begin a new record: what is alive now is what the step begins with."""
+        for index, _, now in self.resizes:
+            self.nbytes[index] = now
+        self.resizes.clear()
+        self.initial.clear()  # in place: the saved-tensor hooks look into it
+        self.initial.update(dict.fromkeys(sorted(set(self.ids.values()))))
+
+    # --- what is there before the step -------------------------------------------------------
+
+    def track(self, tensor: torch.Tensor, kind: StorageKind, *, initial: bool = False) -> None:
+        """Count a tensor that no op was seen to make, and say what it is for.
+
+        ``initial`` says that it was there when the step began, though it is only tracked now. A kind that is known
+        already stays: a parameter may also be in the batch.
+        """
+        if not is_plain(tensor):
+            for part in plain_tensors(tensor):
+                self.track(part, kind, initial=initial)
+            return
+        storage = tensor.untyped_storage()
+        known = self.ids.get(storage_key(storage))
+        # Tracked for the first time: in the step it appears with an event, before it or as ``initial`` without.
+        if known is None:
+            index = self.add(storage, kind)
+            if self.is_recording and not initial:
+                self._events.append((_ALLOC, index))
+            else:
+                self.initial[index] = None
+        elif self.kinds[known] is None:
+            self.kinds[known] = kind
+
+    def leave_on_host(self, tensor: torch.Tensor, *, shard: bool = False) -> None:
+        """Count a tensor that is not in the device's memory as 0 bytes; ops on shards that are not run on the host."""
+        index = self.known(local_part(tensor))
+        self.nbytes[index] = 0
+        if shard:
+            self.on_host.add(index)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a shard on the host, or was computed there."""
+        return self.ids.get(storage_key(local_part(tensor).untyped_storage())) in self.on_host
+
+    def host_bytes_of(self, tensors: Sequence[torch.Tensor], storages: Sequence[int]) -> int:
+        """Return what an op moves that runs on the host, where its largest tensor is; 0 for one of the device."""
+        if self.on_host.isdisjoint(storages):
+            return 0
+        _, largest = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
+        return sum(self._raw[s] for s in self.on_host.intersection(storages)) if largest else 0
+
+    def is_another_of(self, tensor: torch.Tensor, same_as: torch.Tensor) -> None:
+        """Take the storage of a tensor for that of another one, as long as it lives. Its end is no event."""
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        self.ids[key] = self.known(same_as)
+        self._copies[key] = weakref.ref(storage, functools.partial(self._forget_copy, key))
+
+    def track_given(self, tensor: torch.Tensor) -> int:
+        """Count a tensor as alive from the start; return its storage."""
+        self.track(tensor, StorageKind.OTHER, initial=True)
+        return self.known(tensor)
+
+    def track_alive(self, storages: Iterable[weakref.ref[Any]]) -> None:
+        """Count storages that are alive from the start, as far as they are."""
+        for storage in filter(None, (ref() for ref in storages)):
+            if storage_key(storage) not in self.ids:
+                self.initial[self.add(storage, StorageKind.OTHER)] = None
+
+    def left_behind(self) -> list[weakref.ref[Any]]:
+        """Storages that ops of the step made and that are still alive, such as those in a module's cache.
+
+        Gradients and the optimizer's state are expected to stay and are left out.
+        """
+        expected = (StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
+        return [
+            ref
+            for index, ref in self._alive.items()
+            if index in self._makers_output
+            and index not in self.initial
+            and self.kinds[index] not in expected
+            and ref() is not None
+        ]
+
+    def gradients_left(self) -> list[weakref.ref[Any]]:
+        """Storages of gradients that are still alive, and those that no op made: buckets are there before the step."""
+        return [
+            ref
+            for index, ref in self._alive.items()
+            if self.kinds[index] is StorageKind.GRADIENT
+            or (self.kinds[index] is None and index not in self._makers_output and self.nbytes[index])
+        ]
+
+    # --- while it runs -----------------------------------------------------------------------
+
+    def known(self, tensor: torch.Tensor) -> int:
+        """Return the storage of a tensor whose storage has been seen."""
+        return self.ids[storage_key(tensor.untyped_storage())]
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """Return the storage of a tensor; one that is met for the first time is entered."""
+        storage = tensor.untyped_storage()
+        index = self.ids.get(storage_key(storage))
+        return self.found(storage) if index is None else index
+
+    def found(self, storage: Any) -> int:
+        """Enter a storage that is there although no op was seen to make it.
+
+        Memory that the step borrows from an array (``torch.from_numpy``) and gives back is not PyTorch's: once the
+        storage is freed it counts as 0 bytes. If it stays alive it was there before, as far as anybody can tell.
+        """
+        index = self.add(storage, None)
+        self._events.append((_ALLOC, index))
+        # PyTorch's allocators make storages that can be resized; a borrowed one cannot.
+        if not self.is_fake and not storage.resizable():
+            self._lent.add(index)
+        return index
+
+    def taken(self, inputs: Sequence[torch.Tensor], *, lifts: bool) -> tuple[list[int], bool]:
+        """Return the storages of an op's inputs, and whether it lifts a constant that lies on borrowed memory.
+
+        Args:
+            lifts: whether the op is ``lift_fresh``. It gets a constant that was made outside of the fake mode. A plain
+                step goes on with that one; the fake step replaces it by a tensor with a storage of its own. So of the
+                two only the second counts, or none if the constant's memory is borrowed.
+        """
+        storages: list[int] = []
+        lent = False
+        for t in inputs:
+            # A new number means that ``of`` has just entered the storage: this op is the first to show it.
+            n_known = len(self.nbytes)
+            at = self.of(t)
+            storages.append(at)
+            if at == n_known and lifts and self.is_fake:
+                self.nbytes[at] = 0
+                if not t.untyped_storage().resizable():
+                    lent = True
+        return storages, lent
+
+    def made(
+        self, outputs: Sequence[torch.Tensor], lent: bool, on_host: bool
+    ) -> tuple[list[int], dict[int, None]]:
+        """Return the storages of an op's outputs, and those of them that are new.
+
+        New ones have no ``ALLOC``: the event ``OP`` allocates what the op writes. ``lent``: they lie on memory that is
+        not PyTorch's, or on none; ``on_host``: on the host's.
+        """
+        storages: list[int] = []
+        writes: dict[int, None] = {}
+        for t in outputs:
+            storage = t.untyped_storage()
+            at = self.ids.get(storage_key(storage))
+            if at is None:
+                at = self.add(storage, None)
+                self._makers_output[at] = weakref.ref(t)
+                writes[at] = None
+                if lent or on_host:
+                    self.nbytes[at] = 0
+                if on_host:
+                    self.on_host.add(at)
+            storages.append(at)
+        return storages, writes
+
+    def add(self, storage: Any, kind: StorageKind | None) -> int:
+        """Enter a storage without an event, and wait for its end."""
+        key = storage_key(storage)
+        raw = storage.nbytes()
+        # In a real step autograd's zero tensors have their shapes inferred on the meta device.
+        nbytes = self.rounded(raw) if self.is_fake or storage.device.type != "meta" else 0
+        if is_for_host():
+            nbytes, kind = self._host_bytes(raw), StorageKind.HOST
+        index = self.ids[key] = self.add_unseen(nbytes, kind)
+        self._raw[index] = raw
+
+        # Runs when the storage's Python object goes. The key must go with it, since the next C++ object may get the
+        # same address, and would be taken for this storage.
+        def freed(_: Any) -> None:
+            self.ids.pop(key, None)
+            self._alive.pop(index, None)
+            if index in self._lent:
+                self.nbytes[index] = 0
+            if self.is_recording:
+                self._events.append((_FREE, index))
+
+        self._alive[index] = weakref.ref(storage, freed)
+        return index
+
+    def resized(self, storage: Any) -> None:
+        """Note that a storage may have another size than before."""
+        index, n_bytes = self.ids.get(storage_key(storage), -1), storage.nbytes()
+        ref = self._alive.get(index)
+        # The storage itself, and not one that counts as it, such as that of a tensor that autograd has unpacked.
+        if ref is None or ref() is not storage or n_bytes == self._raw[index]:
+            return
+        size = self._host_bytes if self.kinds[index] is StorageKind.HOST else self.rounded
+        before, after = size(self._raw[index]), size(n_bytes)
+        self._raw[index] = n_bytes
+        if before and not self.nbytes[index]:
+            return  # not in the device's memory
+        self.nbytes[index] = max(self.nbytes[index], after)
+        if self.is_recording:
+            self._events.append((_RESIZE, len(self.resizes)))
+            self.resizes.append((index, before, after))
+
+    def add_unseen(self, nbytes: int, kind: StorageKind | None) -> int:
+        """Enter a storage that PyTorch makes without showing it: its end is for the caller to tell."""
+        self.nbytes.append(nbytes)
+        self.kinds.append(kind)
+        self.born.append(self._phase() if self.is_recording else Phase.FORWARD)
+        return len(self.nbytes) - 1
+
+    def is_as_made(self, tensor: Any, storages: Sequence[int]) -> bool:
+        """Whether a tensor is the one that the op returned that made the first of these storages, or a view of it.
+
+        An alias will not do: it may have a version counter of its own, as ``x.data`` has.
+        """
+        made = self._makers_output.get(storages[0]) if storages else None
+        return made is not None and counts_writes_of(made(), tensor)
+
+    # --- real tensors in a fake step ---------------------------------------------------------
+
+    def know_copies(
+        self, func: Any, taken: Sequence[torch.Tensor], storages: Sequence[int], out: Any
+    ) -> None:
+        """Note real tensors among the arguments of a fake step, such as a loss function's own.
+
+        FakeTensorMode runs the op on a fake copy (``validate_and_convert_non_fake_tensors`` in
+        ``torch/_subclasses/fake_tensor.py``), so a view of a real tensor lies on the storage of the copy. In a plain
+        step it is the same storage, and it is entered as such.
+        """
+        real = [s for t, s in zip(taken, storages, strict=True) if not isinstance(t, FakeTensor)]
+        self._real.update(real)
+        # Any op but a view makes a new storage in a plain step, too.
+        if not real or not isinstance(func, torch._ops.OpOverload) or not func.is_view:
+            return
+        for t in plain_tensors(out):
+            storage = t.untyped_storage()
+            key = storage_key(storage)
+            if key not in self.ids:
+                self.ids[key] = real[0]
+                self._copies[key] = weakref.ref(storage, functools.partial(self._forget_copy, key))
+
+    def _forget_copy(self, key: int, _: Any) -> None:
+        self._copies.pop(key, None)
+        self.ids.pop(key, None)
+
+    def real_from_the_start(self) -> set[int]:
+        """Real tensors that a fake step read, that are still alive, and that nobody had tracked.
+
+        No op of a fake step makes a real tensor, so these were there before the step.
+        """
+        return {s for s in self._real if s in self._alive and s not in self.initial}

@@ -1,0 +1,270 @@
+"""One HTML page about a profile and a plan, which needs no network."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from msgspec import UNSET
+
+import sacplan
+from sacplan.core.budget import format_bytes
+from sacplan.core.elements import pattern_of
+from sacplan.core.names import numbers_of, short_op, shown_module
+from sacplan.core.program import Phase, StorageKind
+from sacplan.planning.plan import Plan
+from sacplan.planning.reading import plan_rows
+from sacplan.profiling.profile import Profile
+from sacplan.questions.advise import advise
+from sacplan.questions.alive import WORKSPACE, AliveGroup, peak_groups
+from sacplan.report.blocked import BlockedRow, blocked_rows
+from sacplan.report.chunks import ChunkRow, chunk_rows
+from sacplan.report.curves import distinct_curves
+from sacplan.report.figures import (
+    BUCKETS,
+    GIB,
+    MIB,
+    draw_frontier,
+    draw_memory,
+    draw_tradeoffs,
+    has_chunks,
+)
+from sacplan.report.losses import loss_refusals, loss_rows
+from sacplan.report.modules import NOTHING, RowGroup, grouped, module_rows
+from sacplan.report.palette import STACK, css_name, css_variables
+from sacplan.report.svg import inline_svg, page_style
+from sacplan.report.timeline import Panel, buckets_of, panels_of
+from sacplan.techniques.chunk.alternatives import Alternative
+from sacplan.techniques.registry import DEFAULT_TECHNIQUES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Inches; the page stretches them to 1.1 to 1.9 times that.
+_CHART, _FRONTIER, _SMALL_CHART = (4.4, 3.7), (4.4, 4.2), (3.1, 2.3)
+_ALIVE_ROWS = 10
+_BLOCKED_ROWS = 6
+_MOST_ROWS = 250  # of the table of modules; the smallest ones are left out and counted
+_COLOURS = {kind.name.lower().replace("_", " "): css_name(kind) for kind in StorageKind} | {
+    WORKSPACE: css_name(StorageKind.TEMPORARY)
+}
+
+
+def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFrame | None = None) -> str:
+    """Return the page as text; the frontier is one that ``check_frontier`` returned."""
+    # Around everything, since figures are drawn while the page's values are collected.
+    with page_style():
+        panels = panels_of(profile, *filter(None, [plan]))
+        environment = Environment(
+            loader=PackageLoader("sacplan.report", "."), autoescape=True, undefined=StrictUndefined,
+            trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        environment.filters["bytes"] = format_bytes
+        return environment.get_template("page.html").render(
+            title=f"{profile.fingerprint.model_class} on {profile.device}",
+            model=profile.fingerprint.model_class,
+            figures=profile.in_words().rows if plan is None else plan_rows(plan),
+            made_with=_made_with(plan),
+            code=None if plan is None else _code(profile, plan),
+            colours=Markup(css_variables()),
+            peak=_peak(profile, panels[-1]),
+            remedies=advise(profile, plan).remedies if profile.mode == "train" else (),
+            assumptions=profile.assumptions,
+            panels=[_panel(profile, panel, panels) for panel in panels],
+            made=_made,
+            frontier=None if frontier is None else _frontier(profile, frontier, plan),
+            chunks=None if plan is None else _chunks(profile, plan),
+            modules=_modules(profile, plan),
+            tradeoffs=_tradeoffs(profile),
+        )
+
+
+def _made_with(plan: Plan | None) -> str:
+    """Return the date and the versions: a plan says what it was made with, a page without one what is here."""
+    if plan is not None:
+        made = plan.provenance
+        return f"sacplan {made.sacplan}, torch {made.torch}, {made.date:%Y-%m-%d}"
+    return f"sacplan {sacplan.__version__}, torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}"
+
+
+def _code(profile: Profile, plan: Plan) -> str:
+    """Return code that makes the plan again, and code that trains with it."""
+    use = 'handle = sacplan.apply(model, sacplan.Plan.load("plan.json"))  # before torch.compile'
+    # ``sacplan.plan`` would not make this plan again.
+    if plan.status == "policy":
+        return use
+    given = [f"device={profile.device!r}"]
+    if plan.provenance.mode == "inference":
+        given.append("mode='inference'")
+    elif profile.fingerprint.setup.optimizer is not None:
+        given.append("optimizer=optimizer")
+    chosen = [] if plan.provenance.budget is None else [repr(plan.provenance.budget)]
+    if plan.provenance.headroom is not None:
+        chosen.append(f"headroom={plan.provenance.headroom!r}")
+    if plan.provenance.host_budget is not UNSET:
+        chosen.append(f"host_budget={plan.provenance.host_budget!r}")
+    if plan.ranks.sharding is not None:
+        chosen.append(f"mesh={dict(plan.ranks.sharding.mesh.axes)!r}")
+    if plan.provenance.mode == "train" and plan.provenance.techniques != DEFAULT_TECHNIQUES:
+        chosen.append(f"techniques={plan.provenance.techniques!r}")
+    return "\n".join(
+        [
+            f"profile = sacplan.profile(model, batch, {', '.join(given)})",
+            f"plan = sacplan.plan({', '.join(['profile', *chosen])})",
+            'plan.save("plan.json")',
+            "",
+            use,
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks of a plan, how exact they are, alternatives for the loss, and the ops that cannot run in slices."""
+
+    rows: list[ChunkRow]
+    exactness: str
+    losses: list[Alternative]
+    refusals: list[str]
+    blocked: list[BlockedRow]
+
+
+def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
+    """Collect what the page says about chunks. None for a plan that may not use them."""
+    if "chunk" not in plan.provenance.techniques:
+        return None
+    exactness = f"Gradients are {plan.gradients}: {plan.why_gradients}"
+    if profile.mode != "train":
+        exactness = "The output is close: kernels may round slices otherwise"
+    return _Chunks(
+        rows=chunk_rows(profile, plan),
+        exactness=exactness,
+        losses=loss_rows(profile, plan),
+        refusals=[f"from {refused.unit} on: {refused.why}" for refused in loss_refusals(profile)],
+        blocked=blocked_rows(profile)[:_BLOCKED_ROWS],
+    )
+
+
+def _peak(profile: Profile, panel: Panel) -> dict[str, str]:
+    """Return when the peak is, which op runs then, and what is alive."""
+    program, model, timeline = panel.program, profile.fingerprint.model_class, panel.timeline
+    at = timeline.peak
+    op = int(timeline.ops[at])
+    return {
+        "what": "The peak" if program is profile.program else "With the plan, the peak",
+        "phase": Phase(int(timeline.phases[at])).name.lower(),
+        "ms": f"{timeline.start_ms[at]:.1f}",
+        "op": short_op(program.ops[op].name),
+        "module": shown_module(program, op, model),
+        "waits": shown_module(program, int(timeline.during[at]), model) if timeline.recomputed[at] else "",
+        "largest": ", ".join(_named(g) for g in peak_groups(profile, panel.program)[:3]),
+    }
+
+
+def _named(group: AliveGroup) -> str:
+    size = format_bytes(group.each_bytes)
+    times = f"{group.count} × {size}" if group.count > 1 else size
+    what = f"{group.kind}s" if group.op == group.kind else group.op
+    where = "" if group.module.startswith("(") else f" of {group.module}"
+    return f"{what}{where} ({times})"
+
+
+def _made(group: AliveGroup) -> str:
+    """Return the op that made a group, and the kind of the group."""
+    made = "" if group.op in group.kind else f"{group.op}{' again' if group.recomputed else ''}, "
+    return made + group.kind
+
+
+def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, Any]:
+    """Return a chart of memory over the step, and the table under it."""
+    peak_bytes = panel.timeline.peak_bytes
+    groups = peak_groups(profile, panel.program)
+    said = f"{panel.title}: memory over the step, peak {format_bytes(peak_bytes)}."
+    figure = draw_memory([panel], scale, _CHART, sampled=True)
+    return {
+        "svg": Markup(inline_svg(figure, said, panel.title)),
+        "moments": _moments(profile, panel, max(p.timeline.end_ms for p in scale) or 1.0),
+        "alive": [(g, _COLOURS.get(g.kind, css_name(StorageKind.OTHER))) for g in groups[:_ALIVE_ROWS]],
+        "rest": groups[_ALIVE_ROWS:],
+        "peak_bytes": peak_bytes,
+    }
+
+
+def _moments(profile: Profile, panel: Panel, x_max: float) -> dict[str, Any]:
+    """Return the texts under the pointer: bytes by kind and the op that runs, for each bucket of time."""
+    program, timeline, model = panel.program, panel.timeline, profile.fingerprint.model_class
+    entries = list(buckets_of(timeline, x_max / BUCKETS))
+    kinds = [k for k in STACK if timeline.kind_bytes[:, k].any()]
+    texts: dict[str, int] = {}
+    runs = []
+    for entry in entries:
+        op = int(timeline.ops[entry])
+        phase = Phase(int(timeline.phases[entry])).name.lower()
+        again = ", again" if timeline.recomputed[entry] else ""
+        said = f"{phase}: {short_op(program.ops[op].name)} of {shown_module(program, op, model)}{again}"
+        # Texts repeat from bucket to bucket, so the page has each once, and their numbers.
+        runs.append(texts.setdefault(said, len(texts)))
+    mib = timeline.kind_bytes[entries][:, kinds] / MIB
+    return {
+        "width": x_max / BUCKETS,
+        "x_max": x_max,
+        "kinds": [STACK[k] for k in kinds],
+        "mib": mib.round(1 if timeline.peak_bytes >= GIB else 3).tolist(),
+        "runs": runs,
+        "texts": list(texts),
+    }
+
+
+def _frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None) -> dict[str, Any]:
+    said = "Peak of the step against recomputation, for every solver and policy; the figures are in the table below."
+    return {
+        "svg": Markup(inline_svg(draw_frontier(profile, frame, plan, _FRONTIER), said, "frontier")),
+        "chunks": has_chunks(frame),
+        "rows": list(frame.sort_values(["solver", "peak_bytes"], kind="stable").itertuples()),
+    }
+
+
+def _modules(profile: Profile, plan: Plan | None) -> dict[str, Any]:
+    """Return the groups that the table shows, those with nothing to gain, all rows, and the number left out."""
+    rows = module_rows(profile, plan)
+    nothing = [group for group in grouped(rows) if group.row.why == NOTHING]
+    groups = [group for group in grouped(rows) if group.row.why != NOTHING]
+    # Rows are chosen by weight, and shown in the order of execution.
+    by_weight = sorted(groups, key=lambda g: -g.count * (g.row.kept_bytes + g.row.discarded_bytes))
+    shown = {g.members for g in by_weight[:_MOST_ROWS]}
+    alike = Counter(pattern_of(row.module) for row in rows)
+    return {
+        "rows": rows,
+        "groups": [(g, _which(g, alike[pattern_of(g.row.module)])) for g in groups if g.members in shown],
+        "nothing": nothing,
+        "left_out": len(groups) - len(shown),
+    }
+
+
+def _which(group: RowGroup, alike: int) -> str:
+    """Say which of the modules of its pattern a group contains."""
+    # Every module of the pattern is in this group.
+    if 1 < group.count == alike:
+        return f"all {group.count}"
+    # There is only one, or its name is nothing but numbers: nothing to add.
+    if alike == 1 or not any(c.isalpha() for c in group.module):
+        return ""
+    numbers = numbers_of(group.members)
+    return f"{group.count} of {alike}" + (f": {numbers}" if numbers else "")
+
+
+def _tradeoffs(profile: Profile) -> list[Markup]:
+    charts = []
+    for curve in distinct_curves(profile):
+        said = (
+            f"{curve.name}: {len(curve.points)} reachable points; discarding {curve.points[-1][0]:.0%} takes "
+            f"{curve.points[-1][1]:.2f} ms."
+        )
+        charts.append(Markup(inline_svg(draw_tradeoffs([curve], 1, _SMALL_CHART), said, curve.name)))
+    return charts

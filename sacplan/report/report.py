@@ -1,0 +1,332 @@
+"""``Report``: a step and a plan for it, as tables, figures, a page, and files for the viewers of others."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sacplan.core.arguments import checked, opened
+from sacplan.core.program import Program
+from sacplan.core.writing import replacing, write_bytes
+from sacplan.errors import PlanError
+from sacplan.planning.plan import Plan, PlanOrPath
+from sacplan.profiling.profile import Profile, ProfileOrPath
+from sacplan.questions.alive import peak_groups
+from sacplan.questions.planned import planned
+from sacplan.report.blocked import BlockedRow, blocked_rows
+from sacplan.report.chunks import ChunkRow, chunk_rows
+from sacplan.report.curves import distinct_curves
+from sacplan.report.figures import check_frontier, draw_frontier, draw_memory, draw_tradeoffs
+from sacplan.report.losses import loss_rows
+from sacplan.report.modules import ModuleRow, module_rows
+from sacplan.report.timeline import panels_of
+from sacplan.techniques.chunk.alternatives import Alternative
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+REST = "(smaller ones)"
+_FORMATS = ("png", "svg", "pdf")
+
+
+class Report:
+    """What a plan does to a step: tables, figures, a page, and files for viewers.
+
+        report = sacplan.Report(profile, plan, sacplan.frontier(profile))
+        report.module_table()
+        report.write("report.html")
+
+    Args:
+        profile: A profile from ``sacplan.profile``, or the path of one.
+        plan: A plan made from that profile, or the path of one. None: the step as it is.
+        frontier: The frame that ``sacplan.frontier(profile)`` returns, for the figure and the page.
+
+    Raises:
+        PlanMismatch: The plan was made from another profile.
+        PlanError: The frame is no frontier.
+    """
+
+    @checked(PlanError)
+    def __init__(
+        self,
+        profile: ProfileOrPath,
+        plan: PlanOrPath | None = None,
+        frontier: pd.DataFrame | None = None,
+    ) -> None:
+        self.profile = opened(profile, Profile)
+        self.plan = opened(plan, Plan)
+        self.frontier = None if frontier is None else check_frontier(frontier)
+        self.program: Program = planned(self.profile, self.plan)
+
+    # --- tables
+
+    @checked(PlanError)
+    def alive_at_peak(self, top: int | None = 20) -> pd.DataFrame:
+        """List the tensors that are alive at the peak of the step, and the ops that made them.
+
+        Storages share a row if the same op made them in modules that differ only by their number. The output of an op
+        is listed under the module that ran it, a parameter under the module that reads it first.
+
+        Args:
+            top: The largest rows; the others are summed up in a last one. None: all rows.
+
+        Returns:
+            ``module``, ``op``, ``kind``, ``recomputed`` (made a second time), ``count``, ``each_bytes``, ``bytes``; the
+            largest first. ``bytes`` sum up to ``peak_bytes``. In the last row, ``each_bytes`` is 0.
+
+        Raises:
+            PlanError: ``top`` is less than 1.
+        """
+        import pandas as pd
+
+        groups, shown = peak_groups(self.profile, self.program), _top(top)
+        rows = [
+            (g.module, g.op, g.kind, g.recomputed, g.count, g.each_bytes, g.n_bytes) for g in groups[shown]
+        ]
+        # One row for all that is not shown, so that the bytes still sum up to the peak.
+        if rest := groups[len(rows) :]:
+            rows.append((REST, "", "", False, sum(g.count for g in rest), 0, sum(g.n_bytes for g in rest)))
+        return pd.DataFrame(
+            rows, columns=["module", "op", "kind", "recomputed", "count", "each_bytes", "bytes"]
+        )
+
+    def module_table(self) -> pd.DataFrame:
+        """List what each module keeps for the backward pass, what it discards, and why; one row per module.
+
+        A row counts what the module's own ops make; modules inside it have their own rows. So the rows add up to what
+        the step holds, and to ``plan.recompute_ms``. Ops outside the model, such as those of a loss, have a row too.
+
+        Returns:
+            By module, in the order of execution: ``kept_bytes`` (for the backward pass, or to recompute from),
+            ``discarded_bytes`` (to be recomputed; ``why`` says what runs in slices), ``recompute_ms``,
+            ``recompute_share``, ``forward_ms`` and ``why``. Costs in ``why`` are of the whole row: µs of recomputation
+            that nothing else needs, per MiB. Without a plan, it says what discarding would cost.
+        """
+        return _frame(module_rows(self.profile, self.plan), ModuleRow)
+
+    def chunk_table(self) -> pd.DataFrame:
+        """List what the plan runs in slices. Chunks of modules that are alike share a row.
+
+        Returns:
+            By ``module``: ``count``, ``what`` runs in slices, ``slices``, ``rows`` (of the axis that is sliced),
+            ``dim``, ``added_ms`` (how much longer the step takes with the chunks of the row alone), and ``peak_bytes``
+            of the step with the rest of the plan and without them.
+        """
+        return _frame(chunk_rows(self.profile, self.plan), ChunkRow)
+
+    def loss_table(self) -> pd.DataFrame:
+        """Compare the plan's loss in slices with the plain loss, and with the fused losses of other libraries.
+
+        ``F.linear_cross_entropy`` (torch 2.13) and Liger's fused loss are priced by the rules in their source, for a
+        plain cross entropy of the head's size. Neither supports label smoothing, and the former no soft-capping.
+
+        Returns:
+            By ``name``: ``peak_bytes`` of the loss alone (hidden states, weights, targets, gradients and temporaries),
+            ``time_ms`` of forward and backward pass (predicted), ``available`` (whether it is installed here and
+            supports the device) and ``note``. Empty where no cross entropy behind a linear head runs in slices.
+        """
+        return _frame(loss_rows(self.profile, self.plan), Alternative)
+
+    @checked(PlanError)
+    def blocked_ops(self, top: int | None = 10) -> pd.DataFrame:
+        """List the ops that cannot run in slices, those on the most bytes first. A chunk ends before such an op.
+
+        Args:
+            top: How many; None: all.
+
+        Returns:
+            By ``op``: ``module`` of its largest call, ``calls``, ``most_bytes`` (that the largest call reads and
+            returns), ``why``.
+
+        Raises:
+            PlanError: ``top`` is less than 1.
+        """
+        shown = _top(top)
+        return _frame(blocked_rows(self.profile)[shown], BlockedRow)
+
+    # --- figures
+
+    @checked(PlanError)
+    def memory_figure(self, others: Sequence[PlanOrPath] = (), *, columns: int | None = None) -> Figure:
+        """Draw memory over the step, stacked by kind, without the plan and with it.
+
+            sacplan.Report(profile, recomputed).memory_figure([recomputed_and_chunked])
+
+        The x axis is predicted time: a step that recomputes takes longer. Every op is drawn; nothing is averaged.
+
+        Args:
+            others: Further plans for the step, side by side with the report's under the names of their techniques.
+            columns: How many panels stand side by side. None: all. Panels in one column can be read on a narrow page.
+
+        Raises:
+            PlanMismatch: A plan was made from another profile.
+            PlanError: ``columns`` is less than 1; matplotlib is not installed.
+        """
+        plans = [plan for plan in (self.plan, *(opened(one, Plan) for one in others)) if plan is not None]
+        panels = panels_of(self.profile, *plans)
+        if columns is not None and columns < 1:
+            raise PlanError(f"columns is {columns!r}; give 1 or more, or None for all panels side by side.")
+        columns = min(columns or len(panels), len(panels))
+        rows = -(-len(panels) // columns)
+        size = (5.6 * columns, 3.9) if rows == 1 else (4.8 * columns, 2.2 * rows + 0.8)
+        return draw_memory(panels, panels, size, columns=columns)
+
+    def frontier_figure(self) -> Figure:
+        """Draw the peak of the step against its cost: solvers as lines, policies as marks, the lower bound dotted.
+
+        The cost is that of recomputation and of chunks. With chunks there is no lower bound. A ring marks the plan.
+
+        Raises:
+            PlanError: The report has no frontier; matplotlib is not installed.
+        """
+        if self.frontier is None:
+            raise PlanError(
+                "this report has no frontier: sacplan.Report(profile, plan, sacplan.frontier(profile))."
+            )
+        return draw_frontier(self.profile, self.frontier, self.plan, (7.2, 4.3))
+
+    @checked(PlanError)
+    def tradeoff_figure(self, most: int = 6) -> Figure:
+        """Draw what each kind of module can discard and at what cost, with the fits. Equal layers are drawn once.
+
+        Args:
+            most: How many kinds of modules to draw; those that keep the most come first.
+
+        Raises:
+            PlanError: No module has anything to trade; matplotlib is not installed.
+        """
+        curves = distinct_curves(self.profile, most)
+        if not curves:
+            raise PlanError(
+                "no module of this step has anything to trade: autograd keeps nothing that may run again."
+            )
+        return draw_tradeoffs(curves, 2 if len(curves) == 4 else min(3, len(curves)), (3.7, 2.9))
+
+    @checked(PlanError)
+    def save_figures(self, directory: str | Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
+        """Write the figures to a directory, which is created if it does not exist.
+
+        ``memory`` is always written, ``frontier`` if the report has one, ``tradeoffs`` if any module can discard
+        anything.
+
+        Args:
+            directory: Where the files go.
+            formats: Of ``"png"``, ``"svg"`` and ``"pdf"``.
+
+        Returns:
+            The files that were written.
+
+        Raises:
+            PlanError: An unknown format; matplotlib is not installed.
+        """
+        # All arguments are checked before the directory is made.
+        formats = [formats] if isinstance(formats, str) else list(formats)
+        if not formats or any(one not in _FORMATS for one in formats):
+            raise PlanError(f"formats={formats!r}: give some of {', '.join(map(repr, _FORMATS))}.")
+        figures = {"memory": self.memory_figure()}
+        if self.frontier is not None:
+            figures["frontier"] = self.frontier_figure()
+        if any(tradeoff.points for tradeoff in self.profile.tradeoffs.values()):
+            figures["tradeoffs"] = self.tradeoff_figure()
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, figure in figures.items():
+            for suffix in formats:
+                written.append(Path(directory, f"{name}.{suffix}"))
+                with replacing(written[-1]) as part:
+                    figure.savefig(part, dpi=144)
+        return written
+
+    # --- files
+
+    @cached_property
+    def html(self) -> str:
+        """The page that ``write`` writes."""
+        from sacplan.report.page import report_html  # imports jinja2
+
+        return report_html(self.profile, self.plan, self.frontier)
+
+    @checked(PlanError)
+    def write(self, path: str | Path) -> Path:
+        """Write an HTML page: one file that loads nothing from the network. Return the path.
+
+        It shows the headline figures, remedies for the peak, how to use the plan, memory over the step with what is
+        alive at the peak, the frontier, what each module keeps and discards and why, and the trade-off of each kind of
+        module. If the plan may use chunks, it also shows them, the alternatives for the loss, and the ops that are in
+        the way.
+
+        Args:
+            path: Of the HTML file; its directory must exist.
+
+        Raises:
+            PlanError: matplotlib is not installed.
+        """
+        write_bytes(path, self.html.encode())
+        return Path(path)
+
+    @checked(PlanError)
+    def write_snapshot(self, path: str | Path) -> Path:
+        """Write the step as a predicted memory snapshot, as ``torch.cuda.memory._dump_snapshot`` writes a real one.
+
+            report.write_snapshot("step.pickle")  # open it in https://pytorch.org/memory_viz
+
+        PyTorch's viewer shows it, and ``python -m torch.cuda._memory_viz`` reads it. Each allocation has a stack: the
+        op that makes it, the modules around it, and the part of the step. The snapshot begins with an empty device:
+        what is alive before the step (parameters, optimizer state, batch) is allocated first. The workspace of an op is
+        allocated and freed while it runs. So the highest point of the snapshot is the predicted peak.
+
+        Sizes are those of the blocks. Times are predicted, in µs from the beginning of the step. Addresses and segments
+        are those that the caching allocator with its default settings would give out; on a device they differ.
+
+        Args:
+            path: By custom, its name ends in ``.pickle``.
+        """
+        from sacplan.report.snapshot import PROTOCOL, snapshot_of
+
+        contents = pickle.dumps(snapshot_of(self.profile, self.program), protocol=PROTOCOL)
+        with replacing(path) as part:  # never compressed: the viewer reads plain pickles
+            part.write_bytes(contents)
+        return Path(path)
+
+    @checked(PlanError)
+    def write_memory_trace(self, path: str | Path) -> Path:
+        """Write the step as a trace: memory by kind as a counter, ops and module calls as slices.
+
+            report.write_memory_trace("step.json.gz")  # open it in https://ui.perfetto.dev
+
+        Ops follow one another, each as long as it is predicted to take (views take no time). Three threads: the module
+        calls, forward and backward; the ops; and those that the plan runs a second time. A plan that offloads has two
+        more, for the copies to the host and back, each as long as it takes the link. The counter "memory" has the bytes
+        of each kind while an op runs, its outputs and its workspace included; their sum is what is alive on the device.
+        "host memory" is what waits on the host.
+
+        Args:
+            path: JSON, compressed where the name ends in ``.gz``.
+        """
+        from sacplan.report.trace_events import trace_of
+
+        budget_bytes = None if self.plan is None else self.plan.budget_bytes
+        data = trace_of(self.profile, self.program, budget_bytes)
+        write_bytes(path, json.dumps(data, separators=(",", ":")).encode())
+        return Path(path)
+
+
+def _top(top: int | None) -> slice:
+    """Return the slice of the first rows; None stands for all."""
+    if top is not None and top < 1:
+        raise PlanError(f"top={top}: ask for at least 1 row, or None for all.")
+    return slice(top)
+
+
+def _frame(rows: Sequence[Any], kind: type) -> pd.DataFrame:
+    """Return rows, values of a dataclass, as a table whose index is the first field."""
+    import pandas as pd
+
+    names = [field.name for field in fields(kind)]
+    return pd.DataFrame([asdict(row) for row in rows], columns=names).set_index(names[0])

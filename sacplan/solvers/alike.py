@@ -1,0 +1,176 @@
+"""``Alike``: the integer program in which neighbours that are alike take the same option.
+
+The choices of one kind (the layers of a model) stand in the order of the step. They are cut into at most ``groups``
+runs of equal length, and the choices of a run take one option together. So the program has ``groups`` choices for each
+kind, however deep the model is. Where a kind has no more choices than that, the program is that of ``Milp``.
+
+A plan of the smaller program is one of the whole problem. From there single choices move:
+
+    solve      give back, where the limits have room: single layers take cheaper options
+    smallest   go down further from there (``descend``), then the cheapest for the peak that was reached
+
+Limits hold exactly, since each choice uses what it uses in the whole problem. The optimum of the smaller program is no
+bound for the larger one, so an answer that is not ``Milp``'s has none.
+
+Rows that another row implies, because it has a larger base and no option uses less there, are left out. Of equal layers
+mostly the last ones remain.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from sacplan.solvers.local import descend, give_back, starts
+from sacplan.solvers.milp import Milp, Refinement
+from sacplan.solvers.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Solution
+
+_GROUPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """The mixed-integer program in which runs of choices of one kind take the same option.
+
+    Attributes:
+        groups: runs of each kind, at most.
+        milp: solves the smaller program.
+    """
+
+    groups: int = _GROUPS
+    milp: Milp = field(default_factory=Milp)
+
+    @property
+    def name(self) -> str:
+        """``"alike"``."""
+        return "alike"
+
+    def solve(self, problem: Problem) -> Solution | None:
+        """Return options that keep all limits, as cheap as runs and single moves from there get; None if none do."""
+        tied = TiedProblem.of(problem, self.groups)
+        if tied.is_whole:
+            return self.milp.solve(problem)
+        found = self.milp.solve(tied.problem)
+        if found is not None and found.status != "unknown":
+            return Solution(give_back(problem, tied.spread(found.picks)), "feasible", limited=found.limited)
+        # Not even the smallest peak that runs have may hold the limits, while single choices can.
+        lowest = self._lowest(problem, tied)
+        picks = descend(problem, lowest)
+        return Solution(give_back(problem, picks), "feasible") if problem.fits(picks) else found
+
+    def smallest(self, problem: Problem) -> Solution:
+        """Return the smallest peak that runs, and single moves from there, get to."""
+        tied = TiedProblem.of(problem, self.groups)
+        if tied.is_whole:
+            return self.milp.smallest(problem)
+        picks = self._lowest(problem, tied)
+        # This peak can be reached, so what is left is to reach it for less.
+        return self.solve(problem.with_limit(DEVICE_MEMORY, problem.peak(picks))) or Solution(
+            picks, "feasible"
+        )
+
+    def _lowest(self, problem: Problem, tied: TiedProblem) -> Picks:
+        # With a limit of 0 every byte is too many, so a descent goes on until no move lowers the peak.
+        lowest = problem.with_limit(DEVICE_MEMORY, 0)
+        picks, _ = Refinement(self.milp, tied.problem).smallest()
+        runs = tied.spread(picks)
+        # From the answer for the runs and from the plain start, since either may end lower.
+        found = [descend(lowest, start, beyond=True) for start in (runs, starts(problem))]
+        return min(found, key=problem.peak)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiedProblem:
+    """A problem whose choices are runs of those of another one.
+
+    Attributes:
+        problem: the smaller problem.
+        runs: by choice of it, the choices that take its option.
+    """
+
+    problem: Problem
+    runs: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(problem: Problem, groups: int) -> TiedProblem:
+        """Tie neighbours of one kind, in at most ``groups`` runs of each kind."""
+        runs = _runs(problem, groups)
+        choices = []
+        for run in runs:
+            # Costs are the same all over a run. Uses are not: they depend on where in the step a choice lies.
+            first = problem.choices[run[0]]
+            uses = np.sum([problem.choices[c].uses for c in run], axis=0)
+            # Runs of different lengths have different costs, so they are of different kinds.
+            kind = (first.kind, len(run))
+            choices.append(Choice(kind, first.costs * len(run), uses, first.kept_bytes * len(run)))
+        run_of = {choice: i for i, run in enumerate(runs) for choice in run}
+        tied = replace(
+            problem,
+            choices=tuple(choices),
+            links=tuple(
+                replace(link, first=run_of[link.first], second=run_of[link.second]) for link in problem.links
+            ),
+            once_costs=tuple(
+                # What is paid once is the same for a run as for one choice.
+                OnceCost(once.cost, frozenset((run_of[choice], option) for choice, option in once.pairs))
+                for once in problem.once_costs
+            ),
+        )
+        return TiedProblem(_without_implied(tied), runs)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is tied."""
+        return all(len(run) == 1 for run in self.runs)
+
+    def spread(self, picks: Picks) -> dict[int, int]:
+        """Return the picks of the whole problem."""
+        return {choice: option for run, option in picks.items() for choice in self.runs[run]}
+
+
+def _runs(problem: Problem, groups: int) -> tuple[tuple[int, ...], ...]:
+    """Return the choices that take an option together. Linked ones stay alone: a link is between two options."""
+    linked = {end for link in problem.links for end in (link.first, link.second)}
+    kinds: dict[Hashable, list[int]] = defaultdict(list)
+    for i, choice in enumerate(problem.choices):
+        # Costs that are paid once are part of what makes choices alike.
+        once = tuple(
+            tuple((i, option) in once.pairs for option in range(len(choice.costs)))
+            for once in problem.once_costs
+        )
+        kinds[choice.kind, once, i if i in linked else -1].append(i)
+    runs = [
+        tuple(map(int, run))
+        for same in kinds.values()
+        for run in np.array_split(same, min(groups, len(same)))
+    ]
+    return tuple(sorted(runs))
+
+
+def _without_implied(problem: Problem) -> Problem:
+    """Leave out rows that another row implies."""
+    columns = [choice.uses for choice in problem.choices]
+    uses = np.concatenate([problem.base[None], *columns]).T
+    keep: list[int] = []
+    for rows in problem.resources.values():
+        kept: list[int] = []
+        limits = problem.limits[rows]
+        # The larger a row's base, the fewer others can imply it.
+        for row in rows[np.lexsort((rows, -problem.base[rows], limits))]:
+            # By a row whose limit is no higher and whose use is no lower, in the base (the first column) and in every
+            # option.
+            implied = (problem.limits[kept] <= problem.limits[row]) & (uses[kept] >= uses[row]).all(axis=1)
+            if not implied.any():
+                kept.append(int(row))
+        keep += kept
+    keep.sort()
+    return replace(
+        problem,
+        rows=tuple(problem.rows[row] for row in keep),
+        base=problem.base[keep],
+        limits=problem.limits[keep],
+        choices=tuple(replace(choice, uses=choice.uses[:, keep]) for choice in problem.choices),
+    )

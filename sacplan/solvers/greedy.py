@@ -1,0 +1,55 @@
+"""``Greedy``: at the peak, take the cheapest milliseconds per byte, until the budget holds.
+
+Each step of the descent looks at all options of all choices over all rows, and there are at most as many steps as
+options: O(options^2 rows) in the worst case, in NumPy. No bound on the distance to the optimum: two cheap options may
+be taken where one dear one would do, and an option that frees memory at two peaks gets credit for one. ``give_back``
+often repairs the first case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sacplan.solvers.local import descend, give_back, starts
+from sacplan.solvers.problem import DEVICE_MEMORY, Problem, Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """Descend from 'keep everything', without an integer program.
+
+    Each step looks at the interval with the peak. It takes the option of one choice that costs least for each byte
+    freed there (bytes below the budget do not count), unless that raises another interval over the peak. At the end,
+    choices go back to cheaper options as far as the budget has room (``give_back``).
+    """
+
+    @property
+    def name(self) -> str:
+        """``"greedy"``."""
+        return "greedy"
+
+    def solve(self, problem: Problem) -> Solution | None:
+        """Return options that keep all limits; None if the descent does not get there."""
+        ways = _with_and_without(problem)
+        free = replace(problem, once_costs=())  # they count where the descents are compared
+        # If the cheap path gets stuck, moves may free more than is needed: the path to the smallest peak.
+        for beyond in (False, True):
+            descents = [descend(problem, once=once, beyond=beyond) for once in ways]
+            found = [give_back(free, picks) for picks in descents if problem.fits(picks)]
+            if found:
+                return Solution(min(found, key=problem.cost), "feasible")
+        return None
+
+    def smallest(self, problem: Problem) -> Solution:
+        """Return the lowest peak on the way down."""
+        start, lowest = starts(problem), problem.with_limit(DEVICE_MEMORY, 0)
+        descents = [descend(lowest, start, once=once, beyond=True) for once in _with_and_without(problem)]
+        picks = min(descents, key=problem.peak)
+        # The same peak may be had for less: the path down took what freed most, not what was needed.
+        at_peak = problem.with_limit(DEVICE_MEMORY, problem.peak(picks))
+        return self.solve(at_peak) or Solution(picks, "feasible")
+
+
+def _with_and_without(problem: Problem) -> tuple[bool, ...]:
+    """Return the values of ``once`` to try: options with a cost paid once look too dear to the first one that pays."""
+    return (True, False) if problem.once_costs else (True,)

@@ -1,0 +1,260 @@
+"""Cut the forward pass of a recorded step into stages, by the ops that ran and not by module classes.
+
+    cuts = find_cuts(profile.program)
+    cuts.ops  # forward ops by stage, the loss last
+
+A storage crosses a position between two ops if it is made before the position and read behind it. A position is a cut
+if exactly one storage crosses it.
+
+- Storages that depend on no parameter (a mask, a rotary table) do not count: like parameters they are input.
+- So a branch is one stage, from where it leaves the residual stream to where it comes back. A value that many layers
+  share on the gradient path (T5's position bias) makes one stage of them all.
+- A storage that is written in place crosses with all its versions: its maker and its last writer are in one stage.
+- Where one storage crosses several positions alone, the first is the cut. So views, or a mask that is made between two
+  layers, are no stage of their own.
+- A cut is left out where autograd does not save what crosses and the next cut is as good (``_without_bare_cuts``), as
+  between a linear layer and its ReLU.
+
+The crossings of all positions come from one pass: each storage adds 1 where it begins to cross and takes 1 where it
+ceases, and a running sum counts them. The same sum over storage indices names the one that crosses. Linear in the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from sacplan.core.derived import derived
+from sacplan.core.program import ROOT_SCOPE, Program, StorageKind
+from sacplan.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCuts:
+    """The cuts of a forward pass.
+
+    Attributes:
+        ops: forward ops by stage, the loss last.
+        boundary: the storage that crosses behind each stage but the last, in its last version.
+        base: by storage, the first version of it (see ``Op.replaces``).
+        shared: storages that no parameter has a part in, made in one stage and read in a later one.
+        saved: storages that autograd holds when the backward pass begins.
+    """
+
+    ops: tuple[tuple[int, ...], ...]
+    boundary: tuple[int, ...]
+    base: tuple[int, ...]
+    shared: frozenset[int]
+    saved: frozenset[int]
+
+
+@derived
+def find_cuts(program: Program) -> ForwardCuts:
+    """Find the cuts of the forward pass of a recorded step.
+
+    Raises:
+        PlanError: the model was not called exactly once, or its forward has no cut.
+    """
+    calls = program.calls.get("", ())
+    if len(calls) != 1:
+        raise PlanError(
+            f"stages: a chain is one forward pass, but the model itself was called {len(calls)} times in the recorded "
+            "step. Give sacplan.profile a loss_fn that calls the model once (gradient accumulation: one micro-batch), "
+            "or plan with another solver, which takes any step."
+        )
+    root = program.scopes[calls[0]]
+    liveness = program.liveness
+    forward = np.flatnonzero(liveness.op_events < liveness.end_of_forward).tolist()
+    lives = _Lives(program, forward)
+    crossing, which, blocked = lives.at_positions()
+    starts, boundary = [0], list[int]()
+    for p in range(1, len(forward)):
+        # Only between ops of the model, and right behind it: the loss is one stage.
+        in_root = root.first_op <= forward[p - 1] and forward[p] <= root.end_op
+        if in_root and crossing[p] == 1 and not blocked[p]:
+            storage = lives.newest[which[p]]
+            # Of several positions that one storage crosses alone, the first is the cut.
+            if not boundary or boundary[-1] != storage:
+                boundary.append(storage)
+                starts.append(p)
+    if not boundary:
+        raise PlanError(_no_cut(program, forward, program.ops_in(calls[0]), lives, crossing, blocked))
+    saved = frozenset(liveness.packed_at(liveness.end_of_forward - 1))
+    ops = [tuple(forward[a:b]) for a, b in zip(starts, (*starts[1:], len(forward)), strict=True)]
+    ops, boundary = _without_bare_cuts(program, ops, boundary, saved)
+    stage_of = {op: i for i, stage in enumerate(ops) for op in stage}
+    shared = {
+        s
+        for op in forward
+        for s in program.ops[op].reads
+        if lives.base[s] not in lives.learned
+        and stage_of.get(program.writer.get(s, -1), len(ops)) < stage_of[op]
+    }
+    return ForwardCuts(tuple(ops), tuple(boundary), lives.base, frozenset(shared), saved)
+
+
+def coarser(cuts: ForwardCuts, most: int) -> ForwardCuts:
+    """Join neighbouring stages evenly, so that there are at most ``most`` beside the loss."""
+    count = len(cuts.boundary)
+    if count <= most:
+        return cuts
+    # Rounded down one by one, so that lengths differ by at most one. The loss stays a stage by itself.
+    ends = [(part + 1) * count // most for part in range(most)]
+    ops = [
+        tuple(op for stage in cuts.ops[start:end] for op in stage)
+        for start, end in zip((0, *ends), ends, strict=False)
+    ]
+    boundary = tuple(cuts.boundary[end - 1] for end in ends)
+    return replace(cuts, ops=(*ops, cuts.ops[-1]), boundary=boundary)
+
+
+def _without_bare_cuts(
+    program: Program, ops: list[tuple[int, ...]], boundary: list[int], saved: Collection[int]
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Leave out cuts whose storage autograd does not save, where the next cut is as good.
+
+    Rotor's "keeping all" keeps the boundary, too. Between a batch norm, or a linear layer, and a ReLU nobody needs it
+    for the backward pass, and to count it would double what such stages save. So the cut is left out if the next
+    boundary is no larger and little is saved up to there; in front of the loss, if little is saved before.
+    """
+    size = program.storage_bytes
+
+    def saved_bytes(stage: Sequence[int], but: int) -> int:
+        made = (s for op in stage for s in program.ops[op].writes)
+        return sum(size[s] for s in made if s in saved and s != but)
+
+    stages, kept = [ops[-1]], list[int]()
+    for at in reversed(range(len(boundary))):
+        storage, last = boundary[at], at == 0 and not kept
+        # A boundary that autograd keeps anyway costs nothing. The last cut that is left has to stay, or there
+        # would be no chain.
+        if storage in saved or last:
+            bare = False
+        elif kept:
+            bare = size[kept[0]] <= size[storage] and saved_bytes(stages[0], kept[0]) < size[storage]
+        else:
+            bare = saved_bytes(ops[at], storage) < size[storage]
+        if bare:
+            stages[0] = ops[at] + stages[0]
+        else:
+            stages.insert(0, ops[at])
+            kept.insert(0, storage)
+    return stages, kept
+
+
+class _Lives:
+    """The lifetimes of storages in the forward pass, all versions of a storage together.
+
+    Attributes:
+        base: by storage, its first version.
+        learned: storages (first versions) that a parameter has a part in.
+        newest: first version to the last one.
+        made, written, read: first version to the position, in the forward pass, of the first write, the last write
+            and the last read.
+    """
+
+    def __init__(self, program: Program, forward: Sequence[int]) -> None:
+        self.program = program
+        base = list(range(len(program.storage_bytes)))
+        for op in program.ops:
+            if op.replaces >= 0:
+                base[op.writes[0]] = base[op.replaces]
+        self.base = tuple(base)
+        self.learned: set[int] = set()
+        self.newest: dict[int, int] = {}
+        self.made: dict[int, int] = {}
+        self.written: dict[int, int] = {}
+        self.read: dict[int, int] = {}
+        for p, i in enumerate(forward):
+            self._follow(p, i, last=i == forward[-1])
+        self._length = len(forward)
+
+    def _follow(self, p: int, index: int, last: bool) -> None:
+        op, kinds = self.program.ops[index], self.program.storage_kinds
+        if last and op.name == "aten.ones_like.default":
+            return  # the gradient of the loss, which autograd makes: it reads no value
+        learned = any(
+            kinds[s] is StorageKind.PARAMETER or self.base[s] in self.learned
+            for s in (*op.reads, *op.mutates)
+        )
+        for s in op.reads:
+            # An op that writes in place reads too, but that is a write here, which blocks cuts by itself.
+            if s not in op.mutates:
+                self.read[self.base[s]] = p
+        for s in (*op.writes, *op.mutates):
+            # What ``fully_shard`` gathers parameters into is input, as parameters are.
+            if self.program.gathering and kinds[s] is StorageKind.PARAMETER:
+                continue
+            at = self.base[s]
+            if s in op.writes or learned:
+                self.made.setdefault(at, p)
+            if learned:
+                self.learned.add(at)
+            self.written[at], self.newest[at] = p, s
+
+    def at_positions(self) -> tuple[list[int], list[int], list[int]]:
+        """Return, for each position (p is in front of the p-th op), three figures.
+
+        How many storages cross; which one, if it is one (the sum of their indices); how many forbid a cut, because they
+        are between two of their writes, or are buffers that the model computes.
+        """
+        crossing, which, blocked = ([0] * (self._length + 1) for _ in range(3))
+        initial = frozenset(self.program.initial)
+
+        def add(to: list[int], after: int, until: int, what: int) -> None:
+            # It crosses from behind the op that makes it to in front of its last reader.
+            if until > after:
+                to[after + 1] += what
+                to[until + 1] -= what
+
+        for s, p in self.made.items():
+            # What no parameter has a part in crosses nothing, as if nobody read it.
+            read = self.read.get(s, p) if s in self.learned else p
+            if s in initial:  # a buffer that the model computes, and reads
+                add(blocked, p, read, 1)
+                continue
+            add(blocked, p, self.written[s], 1)
+            add(crossing, p, read, 1)
+            add(which, p, read, s)
+        return list(accumulate(crossing)), list(accumulate(which)), list(accumulate(blocked))
+
+    def across(self, p: int) -> list[int]:
+        """Return the storages (first versions) that cross a position or forbid a cut there."""
+        return [
+            s
+            for s, made in self.made.items()
+            if made < p <= max(self.written[s], self.read.get(s, made) if s in self.learned else made)
+        ]
+
+
+def _no_cut(
+    program: Program,
+    forward: Sequence[int],
+    inside: range,
+    lives: _Lives,
+    crossing: Sequence[int],
+    blocked: Sequence[int],
+) -> str:
+    message = (
+        "stages: the model's forward is one stage: at no position between two of its ops is there a single tensor "
+        "that everything after it depends on."
+    )
+    positions = [
+        p
+        for p in range(1, len(forward))
+        if forward[p - 1] in inside and forward[p] in inside and crossing[p] > 0
+    ]
+    if positions:
+        # The nearest to a cut, and of equals the one in the middle.
+        p = min(positions, key=lambda p: (crossing[p] + blocked[p], abs(2 * p - len(forward))))
+        names = []
+        for s in lives.across(p)[:3]:
+            op = program.ops[forward[lives.made[s]]]
+            where = program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
+            names.append(f"{op.name} in {repr(where) if where else 'the model itself'}")
+        message += f" The fewest cross before {program.ops[forward[p]].name} (op {forward[p]}): made by "
+        message += ", ".join(names) + "."
+    return message + " Plan with another solver, which needs no chain: sacplan.plan(profile, budget)."

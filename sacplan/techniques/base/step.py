@@ -1,0 +1,98 @@
+"""The step to plan for, which techniques and solvers are asked about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from sacplan.core.decisions import Accumulate
+from sacplan.core.pins import NO_PINS, Pins
+from sacplan.core.program import Phase, Program
+from sacplan.device.devices import DeviceSpec
+from sacplan.errors import PlanError
+
+Objective = Literal["time", "flops"]
+"""The quantity that recomputation adds and a plan minimises: predicted time, or floating-point operations."""
+
+_TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised: most ops have none
+
+
+# Compared by identity, since a program is too large to be compared field by field. Without slots, since cached
+# properties and ``derived`` functions keep their results in ``__dict__``.
+@dataclass(frozen=True, eq=False)
+class PlanStep:
+    """A recorded step, and the requirements on a plan for it.
+
+    Attributes:
+        program: the step without a plan.
+        objective: what is minimised.
+        pins: ops and modules that a plan must leave alone.
+        device: what the step runs on; None where no technique asks for it.
+        gradients: whether the step has a backward pass; False for inference.
+        accumulate: the precision in which gradients are added up over slices.
+        host_budget_bytes: memory of the host that is left for a plan; None: all that the device's row says.
+
+    Raises:
+        PlanError: an unknown objective.
+    """
+
+    program: Program
+    objective: Objective = "time"
+    pins: Pins = NO_PINS
+    device: DeviceSpec | None = None
+    gradients: bool = True
+    accumulate: Accumulate = "float32"
+    host_budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        # ``Literal`` is for type checkers. At run time nothing keeps another word out.
+        if self.objective not in ("time", "flops"):
+            raise PlanError(f"unknown objective {self.objective!r}; known are 'time' and 'flops'.")
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """A key that is equal for steps of one program with the same requirements."""
+        # The program is not in it: what is kept by this key lies with the program.
+        return (
+            self.objective,
+            self.device,
+            self.gradients,
+            self.accumulate,
+            self.host_budget_bytes,
+            *self.pins.key,
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """The memory of the host that a plan may take. Without a device there is none."""
+        # 0 is a budget as well: no memory of the host at all.
+        if self.host_budget_bytes is not None:
+            return self.host_budget_bytes
+        return 0 if self.device is None else self.device.host_memory_bytes
+
+    @cached_property
+    def costs(self) -> tuple[float, ...]:
+        """The cost of running each op again."""
+        return op_costs(self.program, self.objective)
+
+    def added_cost(self, added_ms: float) -> float:
+        """Return the cost of time that a technique adds without running an op again. Time that it saves is worth 0."""
+        # Where FLOPs are minimised, time only decides between equals.
+        return max(0.0, added_ms) * (1.0 if self.objective == "time" else _TIE)
+
+
+def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
+    """Return the cost of running each op again, in ms; FLOPs are converted at the mean rate of the forward pass."""
+    times = tuple(op.time_ms for op in program.ops)
+    if objective == "time":
+        return times
+    forward = [op for op in program.ops if op.phase == Phase.FORWARD]
+    flops = sum(op.flops for op in forward)
+    # In a forward pass without FLOPs only the share of the time is left to decide.
+    rate = math.fsum(op.time_ms for op in forward) / flops if flops else 0.0
+    # The share of the time decides between ops of equal FLOPs. Without it, all ops that have none would be
+    # free.
+    return tuple(op.flops * rate + _TIE * ms for op, ms in zip(program.ops, times, strict=True))

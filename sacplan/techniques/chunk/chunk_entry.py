@@ -1,0 +1,118 @@
+"""Where a chunk of a training step begins, and which part of the step belongs to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sacplan.core.decisions import Chunk
+from sacplan.core.factors.axes import Axis
+from sacplan.core.program import Program, StorageKind
+
+_OF_MODEL = (StorageKind.PARAMETER, StorageKind.BUFFER)
+
+
+class CannotChunk(Exception):
+    """Something cannot be computed in slices; the message says why. ``op``: the op that is in the way, or -1."""
+
+    def __init__(self, why: str, op: int = -1) -> None:
+        super().__init__(why)
+        self.op = op
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEntry:
+    """The call of a module at which a chunk begins.
+
+    Attributes:
+        unit: fqn of a module that is called once.
+        scope: its call.
+        tensor: the activation that enters, a tensor of the program.
+    """
+
+    unit: str
+    scope: int
+    tensor: int
+
+    @staticmethod
+    def of(program: Program, unit: str) -> ChunkEntry:
+        """Return the entry at a module.
+
+        Raises:
+            CannotChunk: it is called several times, or reads no activation.
+        """
+        calls = program.calls.get(unit, ())
+        if len(calls) != 1:
+            raise CannotChunk(f"module {unit!r} is called {len(calls)} times in a step, and it must be once")
+        inside = program.ops_in(calls[0])
+        read = (t for i in inside for t in program.ops[i].inputs)
+        for t in read:
+            tensor = program.tensors[t]
+            # Passed over are the model's own tensors, and scalars. The first other tensor that is read decides,
+            # since the executor slices the module's first floating-point argument.
+            if program.storage_kinds[tensor.storage] in _OF_MODEL or not tensor.shape:
+                continue
+            if "float" in tensor.dtype and program.writer.get(tensor.storage, -1) not in inside:
+                return ChunkEntry(unit, calls[0], t)
+            break  # only the first activation that it reads may be sliced
+        raise CannotChunk(f"what module {unit!r} reads first is no floating-point activation from outside")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """The part of a step that a decision is about.
+
+    Attributes:
+        program: the recorded step.
+        chunk: the decision.
+        entry: where it begins.
+        axis: the axis of the entering tensor that is sliced.
+        begins: storage of that tensor.
+        first_op, end_op: the ops of the module's call.
+        forward: ops whose backward belongs to the chunk if they are deferred: those of the module, or all from it on.
+    """
+
+    program: Program
+    chunk: Chunk
+    entry: ChunkEntry
+    axis: Axis
+    begins: int
+    first_op: int
+    end_op: int
+    forward: range
+
+    @staticmethod
+    def of(program: Program, entry: ChunkEntry, chunk: Chunk) -> ChunkSpan:
+        """Return the span of a decision.
+
+        Raises:
+            CannotChunk: the entering tensor has no such axis.
+        """
+        like, scope = program.tensors[entry.tensor], program.scopes[entry.scope]
+        if chunk.dim >= len(like.shape) or like.shape[chunk.dim] % (chunk.outer * chunk.inner):
+            raise CannotChunk(
+                f"what enters {entry.unit!r} has shape {like.shape}, which has no such axis ({chunk})"
+            )
+        # The dimension is (outer, size, inner) in one, of which the middle is sliced.
+        size = like.shape[chunk.dim] // (chunk.outer * chunk.inner)
+        # A chunk of the rest goes on behind the module, up to the loss.
+        last = scope.end_op if chunk.span != "rest" else len(program.ops)
+        return ChunkSpan(
+            program,
+            chunk,
+            entry,
+            Axis(chunk.dim, chunk.outer, size, chunk.inner),
+            like.storage,
+            scope.first_op,
+            scope.end_op,
+            range(scope.first_op, last),
+        )
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it ends with the module's outputs, not with the loss."""
+        return self.chunk.span != "rest"
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether the forward pass of the module runs on whole tensors, as it is recorded."""
+        return self.chunk.span == "backward"

@@ -1,0 +1,208 @@
+"""The ops of a recorded step as a graph through which factors flow (``flow.py``): rules, makers and readers of tensors.
+
+An op has no rule here, so that no factor flows through it, where a slice of the loop would read other values than the
+step does:
+
+- it writes to a storage in place, and no new version of that storage is known; or returns two tensors on one storage;
+- it overwrites memory of which there are views, which would show the new values;
+- it reads through a view what was written since, so that the recording does not say which version it reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import sacplan.core.factors  # noqa: F401  (registers the rules)
+from sacplan.core.calls import Opaque, call_with, dtype_of
+from sacplan.core.derived import derived
+from sacplan.core.elements import Event, Op, Tensor
+from sacplan.core.factors.rule import Rule, rule_of
+from sacplan.core.program import Program
+from sacplan.torch_compat.ops import is_alias, op_named
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeAndDtype:
+    """The part of a tensor that a rule looks at."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _rule(
+    name: str, arguments: str, inputs: tuple[ShapeAndDtype, ...], outputs: tuple[ShapeAndDtype, ...]
+) -> Rule | None:
+    func = op_named(name)
+    if func is None:
+        return None  # a custom op that this process does not know
+    try:
+        args, kwargs = call_with(arguments, inputs)
+    except Opaque:
+        return None  # an argument that a recording cannot hold
+    rule = rule_of(func, args, kwargs, list(outputs))
+    if rule is not None and (len(rule.inputs), len(rule.outputs)) != (len(inputs), len(outputs)):
+        return None  # it takes tensors that were not recorded, such as wrapped ones
+    return rule
+
+
+def rule_of_op(program: Program, op: Op) -> Rule | None:
+    """Return the factor rule of a recorded op; None if the op must see whole tensors."""
+
+    def layouts(tensors: Sequence[int]) -> tuple[ShapeAndDtype, ...]:
+        return tuple(ShapeAndDtype(t.shape, dtype_of(t)) for t in map(program.tensors.__getitem__, tensors))
+
+    return _rule(op.name, op.arguments, layouts(op.inputs), layouts(op.outputs))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class Dataflow:
+    """The forward ops of a program.
+
+    Args:
+        program: the program.
+        pinned: ops that must see whole tensors.
+
+    Attributes:
+        rules, inputs, outputs: by op. An op that returns the tensor that it is given has no inputs and outputs.
+        producer: by tensor, the op that made it; -1: it was there, or it is on memory that was written in place.
+        computed_by: by tensor, the op that computes it: of a view, the one that made what is viewed; or -1.
+        consumers: by tensor, the ops that read it.
+        computes: by op, whether it is no view.
+        storage: by tensor.
+        maker: by storage, the op that allocated it or made this version of it; -1: none.
+        origin: by storage, the one whose memory it is a version of.
+        readers_of: by storage, the ops that read it, in order.
+        last_op: by storage, the last op at which it is alive; ``n_ops`` if it outlives the step.
+        live: by op, bytes alive while it runs, its workspace left out.
+        workspace: by op.
+    """
+
+    def __init__(self, program: Program, pinned: Collection[int] = ()) -> None:
+        self.program = program
+        ops, tensors = program.ops, program.tensors
+        self.n_ops = len(ops)
+        n_storages = len(program.storage_bytes)
+        self.storage = [t.storage for t in tensors]
+        self.computes = [not is_alias(op.name) for op in ops]
+        self.rules: list[Rule | None] = [
+            None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)
+        ]
+        self.inputs: list[tuple[int, ...]] = []
+        self.outputs: list[tuple[int, ...]] = []
+        self.producer = [-1] * len(tensors)
+        consumers: list[list[int]] = [[] for _ in tensors]
+        self.maker = [-1] * n_storages
+        self.origin = list(range(n_storages))
+        readers: list[list[int]] = [[] for _ in range(n_storages)]
+        viewed: set[int] = set()
+        for i, op in enumerate(ops):
+            inputs, outputs = op.inputs, op.outputs
+            # It returns the tensor that it was given, so nothing flows through it.
+            if outputs and set(outputs) <= set(inputs) and not op.mutates:
+                inputs = outputs = ()
+            self.inputs.append(inputs)
+            self.outputs.append(outputs)
+            for s in op.writes:
+                self.maker[s] = i
+            if op.replaces >= 0:
+                self.origin[op.writes[0]] = self.origin[op.replaces]
+                # A slice of the loop writes its own memory, and views of the old one would not see it.
+                if op.replaces in viewed:
+                    self.rules[i] = None
+            for t in inputs:
+                consumers[t].append(i)
+                if self.producer[t] < 0 and self.maker[self.storage[t]] >= 0:
+                    self.rules[i] = None  # it reads through a view what was written since
+            for t in outputs:
+                if self.producer[t] < 0:
+                    self.producer[t] = i
+                if not self.computes[i]:
+                    viewed.add(self.storage[t])
+            for s in op.reads:
+                readers[s].append(i)
+            # No version says what it wrote, or two results share memory: slices of them would not.
+            if op.mutates or len({self.storage[t] for t in outputs}) < len(outputs) * self.computes[i]:
+                self.rules[i] = None
+        self.consumers = [tuple(dict.fromkeys(c)) for c in consumers]
+        self.readers_of = readers
+        self.computed_by = [
+            self.maker[s] if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
+        ]
+        self._first_use = self._first_uses()
+        self.workspace = [op.workspace_bytes for op in ops]
+        self._fill_memory()
+
+    def _first_uses(self) -> list[int]:
+        """Return by op the first op that computes something from what it gives: itself, unless it is a view."""
+        # Backwards, so that the readers of a view are known before the view.
+        found = list(range(self.n_ops))
+        for i in range(self.n_ops - 1, -1, -1):
+            if not self.computes[i]:
+                found[i] = min(
+                    (found[c] for t in self.outputs[i] for c in self.consumers[t] if c > i),
+                    default=self.n_ops,
+                )
+        return found
+
+    def _fill_memory(self) -> None:
+        program = self.program
+        at_op = program.liveness.at_op.tolist()
+        self.live = [total - workspace for total, workspace in zip(at_op, self.workspace, strict=True)]
+        self.last_op = [self.n_ops] * len(program.storage_bytes)
+        now = -1
+        for code, arg in program.events:
+            if code == Event.OP:
+                now = arg
+            elif code == Event.FREE:
+                self.last_op[arg] = now
+        for i, op in enumerate(program.ops):
+            if op.replaces >= 0:
+                self.last_op[op.replaces] = i - 1  # its bytes are those of the new version from then on
+        self.initial = frozenset(program.initial)
+
+    def readers(self, tensor: int, end: int) -> Sequence[int]:
+        """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
+        return [c for c in self.consumers[tensor] if c <= end and self._first_use[c] <= end]
+
+    def read_after(self, storage: int, op: int) -> bool:
+        """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""
+        readers = self.readers_of[storage]
+        return self.last_op[storage] == self.n_ops or bisect_right(readers, op) < len(readers)
+
+    @functools.cached_property
+    def splits(self) -> dict[int, set[tuple[int, ...]]]:
+        """By size of a dimension, the factors that some op splits such a dimension into.
+
+        A dimension of batch times sequence looks like one factor to a matrix product. A view elsewhere says what it is.
+        """
+        found: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+        for rule in dict.fromkeys(rule for rule in self.rules if rule is not None):
+            for dims in (*rule.inputs, *rule.outputs):
+                for factors in dims:
+                    if len(factors) > 1:
+                        sizes = tuple(rule.sizes[f] for f in factors)
+                        found[functools.reduce(int.__mul__, sizes)].add(sizes)
+        return found
+
+
+@derived
+def dataflow(program: Program) -> Dataflow:
+    """Return the dataflow of a program, without pins; made once."""
+    return Dataflow(program)

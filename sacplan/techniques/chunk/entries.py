@@ -1,0 +1,370 @@
+"""Chunks that are offered to a plan for training: where they begin, along which axis, and in how many slices.
+
+- The loss (``loss_chunks``): the last modules are tried one by one backwards, each along the longest axis that works.
+  The one whose chunk has the least at its peak is taken. Only this one is offered, in 2, 4, 8 ... slices.
+- Modules (``module_chunks``): around the op at the peak of a plan, the largest module that works, and all modules that
+  are alike.
+- The backward pass of a module without children (``backward_chunks``), such as a norm: the one at the peak of a plan,
+  and all that are alike. Its forward pass stays as it is, so that what it makes may be recomputed. It costs next to
+  nothing, so it is decided once for all of them.
+
+Whether a chunk works is found by rehearsing it (``rest.py``). Only one number of slices is tried for that. The choice
+of the entry is greedy: a longer chunk with other recomputation around it could be better.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from sacplan.core.decisions import Accumulate, Chunk, Decision
+from sacplan.core.derived import derived
+from sacplan.core.elements import is_inside, pattern_of
+from sacplan.core.liveness import Fold
+from sacplan.core.pins import Pins
+from sacplan.core.program import ROOT_SCOPE, Event, Phase, Program
+from sacplan.device.devices import DeviceSpec
+from sacplan.device.kernels import registered
+from sacplan.techniques.base.offers import Offer
+from sacplan.techniques.base.regions import Option
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.chunk.chunk_entry import CannotChunk, ChunkEntry
+from sacplan.techniques.chunk.families import Rewrite
+from sacplan.techniques.chunk.rest import training_chunk
+
+_TRIED = 12  # modules, from the last one backwards
+_MOST_OPS = 400  # forward ops from the entry on
+_PROBE = 16  # slices with which entries are compared
+_MOST_SLICES = 128
+_MODULE_SLICES = (2, 4, 8, 16, 32, 64)
+_FEWEST_SLICES = 4  # of a backward pass; twice as many as long as it stays at the peak
+_HALF = ("bfloat16", "float16")
+_SAME = 1.02  # times the bytes of another entry: no better
+
+
+_TrainingSpan: TypeAlias = Literal["module", "backward", "rest"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ChunkOptions:
+    """One place where a chunk may begin, with the numbers of slices that are offered.
+
+    Each number of slices is rehearsed when its rewrite is asked for.
+
+    Attributes:
+        program: the recorded step.
+        device: what it runs on.
+        chunks: the decisions, by rising number of slices.
+    """
+
+    program: Program
+    device: DeviceSpec
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def unit(self) -> str:
+        """The fqn of the module at which it begins."""
+        return self.chunks[0].unit
+
+    @property
+    def ops(self) -> frozenset[int]:
+        """The ops that no longer run where they ran, forward and backward, however many slices there are."""
+        return self.rewrite(self.chunks[0]).deferred
+
+    def rewrite(self, chunk: Chunk) -> Rewrite:
+        """Return the rewrite of one of the decisions. It is rehearsed once for a program."""
+        return training_chunk(self.program, chunk, self.device)
+
+    @property
+    def options(self) -> tuple[tuple[Chunk, Rewrite], ...]:
+        """All decisions with their rewrites."""
+        with registered(self.device):  # once for all rehearsals
+            return tuple((chunk, self.rewrite(chunk)) for chunk in self.chunks)
+
+    def held_ops(self) -> frozenset[int]:
+        """Return forward ops that make what a loop of the backward pass holds from there on, such as a mask.
+
+        Discarding that would free nothing. What enters is not among it: autograd keeps that, and may have it made
+        again. Any number of slices holds the same.
+        """
+        program, patch, held = self.program, self.rewrite(self.chunks[0]).patch, set()
+        backward = next(
+            (i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops)
+        )
+        before = [at for at in sorted(patch.events) if at < program.liveness.op_events[backward]]
+        for code, arg in (event for at in before for event in patch.events[at]):
+            handle = arg - len(program.handle_storages)
+            if handle >= 0 and code == Event.PACK and patch.handle_ops[handle] < 0:
+                held.add(patch.handle_storages[handle])
+            elif handle >= 0 and code == Event.RELEASE:
+                held.discard(patch.handle_storages[handle])
+        return frozenset(program.writer[s] for s in held if s in program.writer)
+
+    def offer(self, step: PlanStep) -> Offer:
+        """Return the choice of slices, beside the regions that other techniques have options for.
+
+        A chunk of the loss ends with the forward pass, so no unit may be around its module.
+        """
+
+        def option_of(chunk: Decision) -> Option:
+            assert isinstance(chunk, Chunk)
+            rewrite = self.rewrite(chunk)
+            return Option(step.added_cost(rewrite.added_ms), 0, (), "chunk", chunk, rewrite.patch)
+
+        ops = self.ops
+        alone = (self.unit,) if self.chunks[0].span == "rest" else ()
+        return Offer(self.unit, self.chunks, option_of, ops, ops | self.held_ops(), alone)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A reason why no chunk begins at a module."""
+
+    unit: str
+    why: str
+
+
+# --- the loss
+
+
+@derived
+def loss_chunks(
+    program: Program, device: DeviceSpec, accumulate: Accumulate = "float32"
+) -> ChunkOptions | tuple[Refusal, ...]:
+    """Return the entry from which on slices save most up to the loss; or why none of the last modules is one.
+
+    Worked out once for a program.
+    """
+    with registered(device):  # once for all rehearsals
+        return _loss_chunks(program, device, accumulate)
+
+
+def _loss_chunks(
+    program: Program, device: DeviceSpec, accumulate: Accumulate
+) -> ChunkOptions | tuple[Refusal, ...]:
+    best: tuple[int, Chunk] | None = None
+    refused: list[Refusal] = []
+    for unit in _last_modules(program):
+        try:
+            chunk = _first_axis(program, unit, "rest", device, accumulate)
+        except CannotChunk as error:
+            if best is not None:
+                break  # what begins before it reads the same and more
+            refused.append(Refusal(unit, str(error)))
+            continue
+        most = most_bytes(program, training_chunk(program, chunk, device))
+        # Entries are tried from the loss backwards, and a longer chunk has to save clearly more than a shorter
+        # one.
+        if best is None or most * _SAME < best[0]:
+            best = most, chunk
+    if best is None:
+        return tuple(refused or _called_often(program))
+    powers = (2**i for i in range(1, _MOST_SLICES.bit_length()))
+    return _offered(program, best[1], powers, device)
+
+
+def _last_modules(program: Program) -> Iterator[str]:
+    """Yield modules that are called once, the last ones first; of those that begin at one op, the innermost first."""
+    ops = program.ops
+    last = max((i for i, op in enumerate(ops) if op.phase is Phase.FORWARD), default=-1)
+    found = [
+        (program.scopes[calls[0]].first_op, calls[0], fqn)
+        for fqn, calls in program.calls.items()
+        if len(calls) == 1 and fqn and last - program.scopes[calls[0]].first_op <= _MOST_OPS
+    ]
+    for _, _, fqn in sorted(found, reverse=True)[:_TRIED]:
+        yield fqn
+
+
+def _called_often(program: Program) -> Iterator[Refusal]:
+    """Refuse the last modules of a step in which all are called several times, such as one of several micro-batches."""
+    often = {fqn: calls for fqn, calls in program.calls.items() if fqn and len(calls) > 1}
+    for unit in sorted(often, key=lambda fqn: program.scopes[often[fqn][-1]].first_op, reverse=True)[:_TRIED]:
+        try:
+            ChunkEntry.of(program, unit)
+        except CannotChunk as error:
+            yield Refusal(unit, str(error))
+
+
+# --- modules
+
+
+@derived
+def module_chunks(
+    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate = "float32"
+) -> tuple[ChunkOptions, ...]:
+    """Return the largest module around a module call that can run in slices, and all that are alike; () if none can.
+
+    Worked out once for a program.
+    """
+    with registered(device):  # once for all rehearsals
+        return _module_chunks(program, scope, device, accumulate)
+
+
+def _module_chunks(
+    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate
+) -> tuple[ChunkOptions, ...]:
+    found = next(_largest_first(program, scope, device, accumulate), None)
+    if found is None:
+        return ()
+    n_ops = len(program.ops_in(program.calls[found.unit][0]))
+    name = _name_in_layer(found.unit)
+    alike = []
+    for unit, calls in program.calls.items():
+        if len(calls) == 1 and _name_in_layer(unit) == name and len(program.ops_in(calls[0])) == n_ops:
+            chunk = msgspec.structs.replace(found, unit=unit)
+            try:
+                offered = _offered(program, chunk, _MODULE_SLICES, device)
+                # All of them, since those of the first one serve for all that are alike, and that takes no rehearsal.
+                _ = offered.options
+            except CannotChunk:
+                continue  # of that name and size, but not alike
+            alike.append(offered)
+    return tuple(alike)
+
+
+def _largest_first(
+    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate
+) -> Iterator[Chunk]:
+    """Yield chunks of the modules around a module call, the largest first: it takes one rehearsal if that one works."""
+
+    def may_be_rehearsed(around: int) -> bool:
+        # Not the model itself, nor a module that is called several times or has too many ops.
+        unit = program.scopes[around].fqn
+        return bool(unit) and len(program.calls[unit]) == 1 and len(program.ops_in(around)) <= _MOST_OPS
+
+    outwards = (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ()
+    for around in reversed(tuple(itertools.takewhile(may_be_rehearsed, outwards))):
+        with contextlib.suppress(CannotChunk):  # a part of it may be one
+            yield _first_axis(program, program.scopes[around].fqn, "module", device, accumulate)
+
+
+def _name_in_layer(unit: str) -> str:
+    """Return the last part of a name; of a layer in a list, that of the list."""
+    *_, before, last = ("", *unit.split("."))
+    return f"{before}.*" if last.isdigit() else last
+
+
+# --- backward passes
+
+
+def backward_chunks(
+    program: Program,
+    scope: int,
+    device: DeviceSpec,
+    accumulate: Accumulate,
+    pins: Pins,
+    known: Sequence[Chunk],
+) -> tuple[Chunk, ...]:
+    """Return chunks of the backward pass of a module call and of all that are alike; () if it cannot run so.
+
+    Args:
+        program: the recorded step.
+        scope: the module call.
+        device: what it runs on.
+        accumulate: the type in which gradients are summed.
+        pins: modules with ops that they name are left out.
+        known: the chunks that there are. If the module runs so already, the answer has twice as many slices.
+    """
+    if scope == ROOT_SCOPE:
+        return ()
+    unit = program.scopes[scope].fqn
+    same = [chunk for chunk in known if chunk.span == "backward" and _alike(chunk.unit, unit)]
+    if any(chunk.unit == unit for chunk in same):
+        slices = 2 * same[0].slices
+        # No more than modules may have, and no slices without rows.
+        if slices > min(_MODULE_SLICES[-1], *(entry_size(program, chunk) for chunk in same)):
+            return ()
+        return tuple(msgspec.structs.replace(chunk, slices=slices) for chunk in same)
+    taken = any(unit == chunk.unit or is_inside(unit, chunk.unit) for chunk in known)
+    if len(program.calls[unit]) != 1 or taken:
+        return ()  # called several times, or in slices as part of another module
+    try:
+        found = _first_axis(program, unit, "backward", device, accumulate)
+    except CannotChunk:
+        return ()  # no axis of its input can be sliced
+    chunks = []
+    for other, calls in program.calls.items():
+        if not _alike(other, unit) or not pins.named_ops.isdisjoint(program.ops_in(calls[0])):
+            continue
+        chunk = msgspec.structs.replace(found, unit=other)
+        try:
+            training_chunk(program, chunk, device)
+        except CannotChunk:
+            continue  # of that name, but not alike
+        chunks.append(chunk)
+    return tuple(chunks) if any(chunk.unit == unit for chunk in chunks) else ()
+
+
+def _alike(unit: str, other: str) -> bool:
+    return pattern_of(unit) == pattern_of(other)
+
+
+# --- both
+
+
+def _sums(program: Program, unit: str, accumulate: Accumulate) -> Accumulate:
+    """Return the type that is asked for if a module computes in half precision; others add in their own."""
+    ops = (program.ops[i] for i in program.ops_in(ChunkEntry.of(program, unit).scope))
+    half = any(program.tensors[t].dtype in _HALF for op in ops for t in op.inputs)
+    return accumulate if half else "parameter"
+
+
+def _first_axis(
+    program: Program,
+    unit: str,
+    span: _TrainingSpan,
+    device: DeviceSpec,
+    accumulate: Accumulate,
+) -> Chunk:
+    """Return a chunk along the longest dimension that works. The last one is never tried: it is that of features."""
+    shape = program.tensors[ChunkEntry.of(program, unit).tensor].shape
+    why = CannotChunk(f"what enters {unit!r} has shape {shape}")
+    for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
+        # An axis of one element has no slices.
+        if size < 2:
+            continue
+        slices = min(_FEWEST_SLICES if span == "backward" else _PROBE, size)
+        chunk = Chunk(unit, span, slices, dim, accumulate=_sums(program, unit, accumulate))
+        try:
+            training_chunk(program, chunk, device)
+        except CannotChunk as error:
+            why = error
+        else:
+            return chunk
+    raise why
+
+
+def entry_size(program: Program, chunk: Chunk) -> int:
+    """Return the length of the axis that a chunk slices."""
+    shape = program.tensors[ChunkEntry.of(program, chunk.unit).tensor].shape
+    return shape[chunk.dim] // (chunk.outer * chunk.inner)
+
+
+def _offered(
+    program: Program, found: Chunk, numbers: Iterator[int] | tuple[int, ...], device: DeviceSpec
+) -> ChunkOptions:
+    size = entry_size(program, found)
+    chunks = (msgspec.structs.replace(found, slices=slices) for slices in numbers if slices <= size)
+    return ChunkOptions(program, device, tuple(chunks))
+
+
+def most_bytes(program: Program, rewrite: Rewrite) -> int:
+    """Return the most that is alive from the entry until the loop is over, beyond what is alive at the entry."""
+    patch = rewrite.patch
+    first, last = min(patch.events), max(int(program.liveness.op_events[i]) for i in rewrite.deferred)
+    fold = Fold(program, patch)
+    begins = most = 0
+    for position, event in enumerate(program.events[: last + 1]):
+        if position == first:
+            begins = most = fold.live
+        for code, arg in patch.events.get(position, (event,)):
+            fold.step(code, arg)
+            if position >= first and code == Event.OP:
+                most = max(most, fold.noted)
+    return most - begins

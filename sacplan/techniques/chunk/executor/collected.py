@@ -1,0 +1,382 @@
+"""A stretch of ops that is collected first, and then runs in one loop of the engine.
+
+In training a factor flows from what enters a region, and an op is cut when it is deferred. Of a stretch it is known
+what is sliced of the last result. So each op becomes a node when it is reached, and when all are there their cuts are
+found from the last one (``techniques/chunk/flow.py``), as the planner has found them in the recording.
+
+What is needed after the stretch has a buffer from the start, an ordinary tensor that the loop fills; views of it are
+ordinary too. Other results are lazy. Where a factor does not flow through the ops, or something asks for a tensor too
+early, the loop has one slice and no op is cut: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sacplan.core.factors.axes import Axis
+from sacplan.core.factors.rule import Kind, Rule, rule_of
+from sacplan.errors import RecipeError
+from sacplan.techniques.chunk.executor.lazy import Lazy, real
+from sacplan.techniques.chunk.executor.loop import run_nodes, slices_made
+from sacplan.techniques.chunk.executor.values import (
+    Choose,
+    DeferredOp,
+    DeferredTensor,
+    FactorCut,
+    SlicedRegion,
+    Stage,
+)
+from sacplan.techniques.chunk.flow import Conflict, factor_flow, parts_of
+from sacplan.techniques.runtime.recording import unrecorded
+from sacplan.torch_compat.local_tensors import DEFERRED_TYPES
+from sacplan.torch_compat.ops import is_alias, op_traits, tensors_in
+from sacplan.torch_compat.private import modes_off, storage_key
+
+
+class StretchTensor(Lazy):
+    """A lazy result of a stretch. An op that reads it and is not collected has the stretch computed.
+
+    Attributes:
+        stretch: the stretch that makes it.
+    """
+
+    stretch: Stretch
+    is_deferred = True  # the kernels of an emulated device are chosen for it, too (``device/kernels.py``)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*computed(args), **computed(kwargs or {}))
+
+    def settle(self) -> None:
+        """Compute its stretch whole. It could be computed alone, but ops that write in place may run only once."""
+        with unrecorded():
+            self.stretch.run_whole()
+        super().settle()  # an error, if the stretch has run in slices
+
+
+DEFERRED_TYPES.add(StretchTensor)
+
+
+def computed(arguments: Any) -> Any:
+    """Return arguments with ordinary tensors for the lazy ones of stretches.
+
+    Raises:
+        RecipeError: a stretch has run in slices, and one of its tensors is gone.
+    """
+    return tree_map(lambda x: real(x) if isinstance(x, StretchTensor) else x, arguments)
+
+
+def _is_gone(shape: tuple[int, ...]) -> NoReturn:
+    raise RecipeError(
+        f"a tensor of shape {shape} was computed in slices and is gone, since nothing read it in the step that was "
+        "planned for. Make the profile of a step that reads it, or remove the plan."
+    )
+
+
+class _ThreadMode(threading.local):
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=False)
+
+
+_local = _ThreadMode()
+
+
+class Stretch:
+    """The ops of a stretch in the order in which they are reached.
+
+    Args:
+        dim, outer, inner: the axis of the first output of the last op that is sliced, see ``Axis``.
+        slices: the number of slices.
+
+    Attributes:
+        is_over: whether the ops have run.
+    """
+
+    def __init__(self, dim: int, outer: int, inner: int, slices: int) -> None:
+        self.is_over = False
+        self._asked = dim, outer, inner, slices
+        self._region = SlicedRegion(1, 1)
+        self._fake = _local.mode
+        self._nodes: list[DeferredOp] = []
+        # Fake tensors: results have the strides that kernels give.
+        self._like: dict[DeferredTensor, torch.Tensor] = {}
+        self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps
+        self._lazies: list[weakref.ref[StretchTensor]] = []
+        self._buffers: list[torch.Tensor] = []
+        self._bound: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffers and views of them to values
+        self._storages: set[int] = set()  # of inputs and buffers
+
+    # --- collecting ---
+
+    def waits_for(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the stretch that is not computed yet, or a view of its memory."""
+        return not self.is_over and self._known(tensor) is not None
+
+    def uses_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether the loop will read or fill the storage of an ordinary tensor."""
+        return not self.is_over and storage_key(tensor.untyped_storage()) in self._storages
+
+    def may_defer(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the loop could run a call as the step would."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return False  # a higher-order op, which has no schema
+        traits = op_traits(func)
+        written = traits.written(args, kwargs)
+        if not written:
+            return True
+        if not traits.in_place or len(written) != 1:
+            return False  # it writes to out=, or to several tensors
+        value = self._known(args[0])
+        # Only all of what an op of the stretch made may be overwritten: views of it would see the new values.
+        return value is not None and not value.aliased
+
+    def _known(self, tensor: torch.Tensor) -> DeferredTensor | None:
+        """Return the value of a tensor that the loop makes; None for others."""
+        if isinstance(tensor, StretchTensor):
+            return tensor.value if tensor.stretch is self else None
+        found: DeferredTensor | None = self._bound.get(tensor)
+        return found
+
+    def _value(self, tensor: torch.Tensor) -> DeferredTensor:
+        """Return the value of an argument. One from outside becomes an input of the loop."""
+        known = self._known(tensor)
+        if known is not None:
+            return known
+        tensor = computed(tensor)
+        known = self._inputs.get(id(tensor))
+        if known is None:
+            known = self._inputs[id(tensor)] = DeferredTensor(self._region, tensor, data=tensor)
+            self._storages.add(storage_key(tensor.untyped_storage()))
+            with modes_off(), self._fake:
+                self._like[known] = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
+        return known
+
+    def defer(self, func: Any, args: Any, kwargs: Any, kept: Sequence[int] = ()) -> Any:
+        """Put off a call for which ``may_defer``.
+
+        Args:
+            func, args, kwargs: the call.
+            kept: which of the tensors that it returns are needed after the stretch.
+
+        Returns:
+            Tensors that stand for its results. A view of a buffer is made at once.
+        """
+        tensors = list(tensors_in((args, kwargs)))
+        values = {id(t): self._value(t) for t in tensors}
+        of_node, named = tree_map(
+            lambda x: values[id(x)] if isinstance(x, torch.Tensor) else x, (tuple(args), dict(kwargs))
+        )
+        likes, named_likes = tree_map(
+            lambda x: self._like[x] if isinstance(x, DeferredTensor) else x, (of_node, named)
+        )
+        with modes_off(), self._fake:
+            # Fake tensors on the device give the strides that its kernels would, which the buffers need. No
+            # mode of the program sees this.
+            made = func(*likes, **named_likes)
+        rule = rule_of(func, likes, named_likes, list(tensors_in(made)))
+        node = DeferredOp(func, of_node, named, Stage.LOOP, rule=rule)
+        self._nodes.append(node)
+        results = [node.new_output(self._region, like) for like in tensors_in(made)]
+        self._like.update(zip(results, tensors_in(made), strict=True))
+        if op_traits(func).in_place:
+            self._rebind(args[0], results[0])
+            return args[0]
+        if is_alias(str(func)):
+            for value in (*node.values, *results):
+                value.aliased = True
+            if any(t in self._bound for t in tensors if not isinstance(t, StretchTensor)):
+                views = func(*args, **kwargs)
+                for t, value in zip(tensors_in(views), results, strict=True):
+                    self._bound[t] = value
+                return views
+        stand_ins = iter([self._stand_in(value, i in kept) for i, value in enumerate(results)])
+        return tree_map(lambda x: next(stand_ins) if isinstance(x, torch.Tensor) else x, made)
+
+    def _stand_in(self, value: DeferredTensor, kept: bool) -> torch.Tensor:
+        if not kept:
+            lazy = StretchTensor(value)
+            lazy.stretch = self
+            self._lazies.append(weakref.ref(lazy))
+            return lazy
+        buffer = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
+        self._bound[buffer] = value
+        self._buffers.append(buffer)
+        self._storages.add(storage_key(buffer.untyped_storage()))
+        return buffer
+
+    def _rebind(self, tensor: torch.Tensor, value: DeferredTensor) -> None:
+        """Let a tensor that an op has overwritten stand for the new value."""
+        if isinstance(tensor, StretchTensor):
+            tensor.value = value
+        else:
+            self._bound[tensor] = value
+
+    # --- running ---
+
+    def run(self, choose: Choose | None = None) -> bool:
+        """Run the loop; without slices, if it cannot be sliced as asked.
+
+        Args:
+            choose: see ``SlicedRegion``.
+
+        Returns:
+            Whether it ran in slices.
+        """
+        nodes = self._needed()
+        size = self._cut(nodes)
+        if not size:
+            self.run_whole()
+            return False
+        region = SlicedRegion(size, min(self._asked[3], size), choose=choose)
+        run_nodes(region, nodes, (), self._filled())
+        self._end()
+        return True
+
+    def run_whole(self) -> None:
+        """Run the ops as they are, and keep all that somebody refers to."""
+        if self.is_over:
+            return
+        self.is_over = True  # ops that run now may ask for the same tensors, and come here again
+        for value in self._like:
+            if value.node is not None:
+                value.combined = Kind.PASS  # of the one slice that there is
+        wanted = [lazy.value for lazy in (ref() for ref in self._lazies) if lazy is not None]
+        filled = self._filled()
+        for value, data in run_nodes(self._region, self._nodes, wanted, filled).items():
+            if value not in filled:
+                value.settle(data)
+        self._end()
+
+    def _filled(self) -> dict[DeferredTensor, torch.Tensor]:
+        """Return the buffers by the value that each has in the end: the last one written to it."""
+        return {self._bound[buffer]: buffer for buffer in self._buffers}
+
+    def _end(self) -> None:
+        """Let go of everything but the values of lazy tensors. Those that have no data are gone for good."""
+        self.is_over = True
+        for value in self._like:
+            if value.data is None:
+                value.node, value.source = None, partial(_is_gone, value.shape)
+        self._nodes.clear()
+        self._like.clear()
+        self._inputs.clear()
+        self._lazies.clear()
+        self._buffers.clear()
+        self._bound = WeakIdKeyDictionary()
+
+    def _needed(self) -> list[DeferredOp]:
+        """Return the ops that compute something, and the views that are kept or that one of these reads."""
+        # Backwards: a view is needed only if a later node, or a buffer, reads it. An op that computes is kept
+        # even if nobody reads it, as in the plain step.
+        wanted = set(self._filled())
+        found = []
+        for node in reversed(self._nodes):
+            if not is_alias(str(node.func)) or not wanted.isdisjoint(node.made):
+                found.append(node)
+                wanted.update(node.values)
+        return found[::-1]
+
+    def _cut(self, nodes: Sequence[DeferredOp]) -> int:
+        """Cut the nodes along the axis that was asked for, or one like it where sizes differ.
+
+        Returns:
+            The size of the axis, or 0 if there is none.
+        """
+        # Each 0 makes the stretch run whole: slower, never wrong.
+        rules = [node.rule for node in nodes if node.rule is not None]
+        if len(rules) < len(nodes):
+            return 0  # an op must see whole tensors
+        dim, outer, inner, _ = self._asked
+        (last, *_) = self._nodes[-1].made
+        if last is None or dim >= len(last.shape):
+            return 0  # a tensor of other rank than in the step that was planned
+        for axis in _axes_like(Axis(dim, outer, 0, inner), int(last.shape[dim]), rules):
+            if _cut_along(nodes, last, axis):
+                return axis.size
+        return 0
+
+
+def _axes_like(asked: Axis, size: int, rules: Sequence[Rule]) -> Iterator[Axis]:
+    """Yield the axis that was asked for, then others within the same dimension.
+
+    A dimension of batch times sequence is ``outer * size * inner`` with the batch size of the recorded step in
+    ``outer``. In a step with another one the axis is a factor of the dimension in some op's rule.
+    """
+    dim, outer, _, inner = asked
+    rest, remainder = divmod(size, outer * inner)
+    seen: set[Axis] = set()
+    if not remainder and rest > 1:
+        seen.add(Axis(dim, outer, rest, inner))
+        yield Axis(dim, outer, rest, inner)
+    for rule in rules:
+        for factors in (factors for dims in (*rule.inputs, *rule.outputs) for factors in dims):
+            sizes = [rule.sizes[f] for f in factors]
+            if math.prod(sizes) != size or len(sizes) < 2:
+                continue
+            for axis in parts_of(Axis(dim, 1, size, 1), sizes):
+                # The planned axis was the innermost part of the dimension, or was not; a guess must agree in
+                # that.
+                if axis not in seen and (axis.inner == 1) == (inner == 1):
+                    seen.add(axis)
+                    yield axis
+
+
+class _CollectedOps:
+    """Nodes of a stretch as a graph through which a factor flows, see ``FlowGraph``. Values are its tensors."""
+
+    def __init__(self, nodes: Sequence[DeferredOp]) -> None:
+        numbers: dict[DeferredTensor, int] = {}
+
+        def numbered(values: Sequence[DeferredTensor | None]) -> tuple[int, ...]:
+            return tuple(numbers.setdefault(value, len(numbers)) for value in values if value is not None)
+
+        self.rules = [node.rule for node in nodes]
+        self.inputs = [numbered(node.values) for node in nodes]
+        self.outputs = [numbered(node.made) for node in nodes]  # all there: the stretch refers to them
+        self.producer = [-1] * len(numbers)
+        self._readers: list[list[int]] = [[] for _ in numbers]
+        for i, (read, made) in enumerate(zip(self.inputs, self.outputs, strict=True)):
+            for t in dict.fromkeys(read):
+                self._readers[t].append(i)
+            for t in made:
+                self.producer[t] = i
+        self.computed_by = self.producer  # views are nodes like all others
+        self.numbers = numbers
+
+    def readers(self, tensor: int, end: int) -> Sequence[int]:
+        """Return the nodes that read a tensor; all are needed."""
+        return self._readers[tensor]
+
+
+def _cut_along(nodes: Sequence[DeferredOp], last: DeferredTensor, axis: Axis) -> bool:
+    """Cut nodes, and what they make, so that one value is cut along an axis; False if that is not possible."""
+    graph = _CollectedOps(nodes)
+    try:
+        flow = factor_flow(graph, graph.numbers[last], axis, 0, len(nodes) - 1)
+    except Conflict:
+        return False
+    if len(flow.within) < len(nodes):
+        return False  # no slice reaches an op, so that nothing says how it is cut
+    for i, node in enumerate(nodes):
+        assert node.rule is not None
+        node.cut = FactorCut(flow.within[i])
+        made = slices_made(node.rule, node.cut)
+        assert made is not None
+        for value, (window, combined) in zip(node.made, made, strict=True):
+            if value is not None:
+                value.window, value.combined = window, combined
+    return True

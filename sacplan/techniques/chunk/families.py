@@ -1,0 +1,223 @@
+"""Chunks of layers that are alike: one is rehearsed, the others get its rewrite with their own ops and storages.
+
+The same holds for a module in two versions of a step: as it was recorded, and with decisions about other modules.
+
+Two parts of steps are alike if their ops, and the backward ops of these, are the same one by one, up to a renaming of
+storages from the first part to the second. The renaming is built on the way (``Kinship``): ops in
+the same position correspond, so do the storages in the same position of these, and so do the events of both. A patch is
+renamed with it. If it refers to anything that the renaming does not cover, there is no transfer, and the second part is
+rehearsed by itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from sacplan.core.derived import derived
+from sacplan.core.program import Patch, Phase, Program, StorageKind
+from sacplan.core.rewriting import Indices, PatchBuilder, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A chunk as a rewrite of a program.
+
+    Attributes:
+        patch: the rewrite.
+        deferred: ops of the program that no longer run where they ran.
+        added_ms: how much longer the step takes.
+        loop_bytes: of a stretch, the most that is alive at once of what its loop makes.
+    """
+
+    patch: Patch
+    deferred: frozenset[int]
+    added_ms: float
+    loop_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Kinship:
+    """Which ops, storages and events of two parts of steps correspond.
+
+    Attributes:
+        ours, theirs: the steps of the two parts, which may be the same one.
+        ops, storages, positions: from one part to the other; positions are those of events.
+    """
+
+    ours: Program
+    theirs: Program
+    ops: dict[int, int] = field(default_factory=dict)
+    storages: dict[int, int] = field(default_factory=dict)
+    positions: dict[int, int] = field(default_factory=dict)
+
+    def add_ops(self, here: Sequence[int], there: Sequence[int]) -> bool:
+        """Let ops correspond, and what they read and write. False if they are not alike, as far as is known."""
+        return len(here) == len(there) and all(map(self._add_op, here, there))
+
+    def _add_op(self, here: int, there: int) -> bool:
+        one, other = self.ours.ops[here], self.theirs.ops[there]
+        same = (one.name, one.arguments, one.phase, one.workspace_bytes, len(one.inputs), len(one.outputs))
+        if same != (
+            other.name, other.arguments, other.phase, other.workspace_bytes, len(other.inputs), len(other.outputs)
+        ):  # fmt: skip
+            return False
+        # Layouts decide what a kernel allocates and how a slice lies in memory.
+        for a, b in zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True):
+            x, y = self.ours.tensors[a], self.theirs.tensors[b]
+            if (x.dtype, x.shape, x.stride, x.offset) != (y.dtype, y.shape, y.stride, y.offset):
+                return False
+        self.ops[here] = there
+        position = int(self.ours.liveness.op_events[here])
+        self.positions[position] = int(self.theirs.liveness.op_events[there])
+        fields = ((one.reads, other.reads), (one.writes, other.writes), (one.mutates, other.mutates))
+        return all(
+            len(a) == len(b) and all(self._add_storage(x, y) for x, y in zip(a, b, strict=True))
+            for a, b in fields
+        )
+
+    def _add_storage(self, here: int, there: int) -> bool:
+        if self.storages.setdefault(here, there) != there:
+            return False  # it already stands for another one
+        if self.ours.storage_bytes[here] != self.theirs.storage_bytes[there]:
+            return False
+        ours, theirs = self.ours.liveness.events_of[here], self.theirs.liveness.events_of[there]
+        # Only of what ops make. If the numbers differ, something else holds one of the two, and a patch that refers to
+        # these events is not transferred.
+        if here in self.ours.writer and len(ours) == len(theirs):
+            self.positions.update(zip(ours, theirs, strict=True))
+        return True
+
+
+def kinship_of_calls(one: tuple[Program, int], other: tuple[Program, int], *, to_end: bool) -> Kinship | None:
+    """Return how two module calls, or all that follows them in the forward pass, correspond; None if not alike."""
+    (ours, here), (theirs, there) = one, other
+    found = Kinship(ours, theirs)
+    inside = [_forward_ops(ours, here, to_end=to_end), _forward_ops(theirs, there, to_end=to_end)]
+    backward = backward_ops(ours), backward_ops(theirs)
+    pairs: list[tuple[Sequence[int], Sequence[int]]] = [(inside[0], inside[1])]
+    pairs += [(backward[0].get(a, ()), backward[1].get(b, ())) for a, b in zip(*inside, strict=False)]
+    if not all(found.add_ops(a, b) for a, b in pairs):
+        return None
+    found.positions[ours.liveness.entered[here]] = theirs.liveness.entered[there]
+    found.positions[ours.liveness.exited[here]] = theirs.liveness.exited[there]
+    return found
+
+
+def _forward_ops(program: Program, scope: int, *, to_end: bool) -> Sequence[int]:
+    """Return the ops of a module call, or all forward ops from its first one on."""
+    ops = range(program.scopes[scope].first_op, len(program.ops))
+    return [i for i in ops if program.ops[i].phase is Phase.FORWARD] if to_end else program.ops_in(scope)
+
+
+@derived
+def backward_ops(program: Program) -> Mapping[int, Sequence[int]]:
+    """Return by forward op the backward ops that belong to it; worked out once."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(program.ops):
+        if op.phase is Phase.BACKWARD and op.forward_of >= 0:
+            found[op.forward_of].append(i)
+    return dict(found)
+
+
+def transferred(rewrite: Rewrite, kin: Kinship, scope: int) -> Rewrite | None:
+    """Return the rewrite of one part as that of another.
+
+    Args:
+        rewrite: the rewrite of one part.
+        kin: how the other one corresponds to it.
+        scope: the module call of the other one, to which the ops of its loops belong.
+
+    Returns:
+        None if the parts are not alike in all that the patch refers to.
+    """
+    # Each exit with None means that the second part is rehearsed by itself, which is slower and never wrong.
+    ours, theirs, patch = kin.ours, kin.theirs, rewrite.patch
+    n_ops, n_storages = len(ours.ops), len(ours.storage_bytes)
+    shared = (StorageKind.PARAMETER, StorageKind.BUFFER)
+
+    def storage(s: int) -> int:
+        if s >= n_storages:
+            return s - n_storages + len(theirs.storage_bytes)
+        if s not in kin.storages and ours.storage_kinds[s] not in shared:
+            raise KeyError(s)  # an activation from elsewhere; of the model's tensors both may read the same
+        return kin.storages.get(s, s)
+
+    def new(known: int, first: int) -> Callable[[int], int]:
+        """Map handles or instances: the patch numbers its own from the step's. It must refer to no other ones."""
+
+        def own(index: int) -> int:
+            if index < known:
+                raise KeyError(index)
+            return index - known + first
+
+        return own
+
+    indices = Indices(
+        storage,
+        op=lambda i: i - n_ops + len(theirs.ops) if i >= n_ops else kin.ops[i],
+        handle=new(len(ours.handle_storages), len(theirs.handle_storages)),
+        instance=new(len(ours.instance_handles), len(theirs.instance_handles)),
+        scope=lambda _: scope,
+    )
+    try:
+        moved = msgspec.structs.replace(
+            patch,
+            events={
+                kin.positions[at]: tuple(indices.event(*event) for event in events)
+                for at, events in patch.events.items()
+            },
+            ops=tuple(indices.moved(msgspec.structs.replace(op, scope=scope)) for op in patch.ops),
+            resized={storage(s): n_bytes for s, n_bytes in patch.resized.items()},
+            handle_storages=tuple(map(storage, patch.handle_storages)),
+            handle_ops=tuple(-1 if i < 0 else kin.ops[i] for i in patch.handle_ops),
+            instance_handles=tuple(map(indices.handle, patch.instance_handles)),
+        )
+        return replace(rewrite, patch=moved, deferred=frozenset(kin.ops[i] for i in rewrite.deferred))
+    except KeyError:
+        return None  # it looks at something that only the first call has
+
+
+def merged(program: Program, patches: Sequence[Patch]) -> Patch:
+    """Return several patches as one. Each numbers its new ops and storages from the end of the program's.
+
+    Raises:
+        ValueError: two of them replace the same event.
+    """
+    if len(patches) == 1:
+        return patches[0]
+    draft = PatchBuilder(program)
+    for patch in patches:
+        # Offsets are those of now: all that the patch refers to is renamed before anything of it is added.
+        indices = Indices(
+            storage=_behind(draft.storage_bytes),
+            op=_behind(draft.ops),
+            handle=_behind(draft.handle_storages),
+            instance=_behind(draft.instance_handles),
+        )
+        for at, found in patch.events.items():
+            if at in draft.events:
+                raise ValueError(f"two patches look at event {at}")
+            draft.events[at] = tuple(indices.event(*event) for event in found)
+        ops = [indices.moved(op) for op in patch.ops]
+        handles = list(map(indices.storage, patch.handle_storages))
+        instances = list(map(indices.handle, patch.instance_handles))
+        draft.ops.new += ops
+        for storage, n_bytes in patch.resized.items():
+            draft.storage_bytes[storage] = n_bytes
+        for n_bytes, kind in zip(patch.storage_bytes, patch.storage_kinds, strict=True):
+            draft.new_storage(n_bytes, kind)
+        for s, op in zip(handles, patch.handle_ops, strict=True):
+            draft.new_handle(s, op)
+        draft.instance_handles.new += instances
+    return draft.patch()
+
+
+def _behind(table: Table[Any]) -> Callable[[int], int]:
+    """Return where a patch's own entries of a table are, behind those that were added before."""
+    known, offset = len(table) - len(table.new), len(table.new)
+    return lambda index: index if index < known else index + offset

@@ -1,0 +1,116 @@
+"""The technique "chunk": run ops in slices, so that what they make inside is never there as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sacplan.core.decisions import Chunk, Decision
+from sacplan.core.liveness import Footprint
+from sacplan.core.optimizer_ops import steps_in_backward
+from sacplan.core.program import Patch, Phase, Program
+from sacplan.device.devices import DeviceSpec
+from sacplan.errors import PlanError
+from sacplan.techniques.base.offers import Offer
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.base.technique import Installed, StepSolver, Technique, ToInstall
+from sacplan.techniques.chunk.body import stretches_patch
+from sacplan.techniques.chunk.chunk_entry import CannotChunk
+from sacplan.techniques.chunk.entries import ChunkOptions, backward_chunks, loss_chunks, module_chunks
+from sacplan.techniques.chunk.families import merged
+from sacplan.techniques.chunk.rest import training_chunk
+from sacplan.techniques.chunk.search import StretchSolver
+
+
+class Chunking(Technique):
+    """Chunking makes offers in training, and has a solver of its own for steps without gradients.
+
+    It names no regions: other techniques have no use for ops that run in slices.
+    """
+
+    name = "chunk"
+    row = "chunked loss"
+    uncompiled = (
+        "torch.compile cannot keep slices: compile the layers, each with .compile(), and not the whole model."
+    )
+    row_of_long_search = "chunks"
+    decision = Chunk
+    one_device = "slices are planned for tensors of one device"
+    how = "however finely its ops are sliced"
+
+    def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
+        """Offer the loss in slices, or if a peak is known, the modules that make it."""
+        if not step.gradients or step.device is None or (peak and peak.peak_phase == Phase.OPTIMIZER):
+            return ()  # inference has a solver of its own; no chunk lowers a peak in the optimizer
+        if steps_in_backward(step.program):
+            return ()  # slices add up the gradients of a parameter, whose hook would run for each of them
+        program, device, accumulate = step.program, step.device, step.accumulate
+        if peak is not None:
+            return [each.offer(step) for each in module_chunks(program, peak.peak_scope, device, accumulate)]
+        loss = loss_chunks(program, device, accumulate)
+        return [loss.offer(step)] if isinstance(loss, ChunkOptions) else []
+
+    def settled(self, step: PlanStep, peak: Footprint, decisions: Sequence[Decision]) -> Sequence[Decision]:
+        """Run the backward pass of the module at the peak, and of all that are alike, in slices."""
+        if not step.gradients or step.device is None or peak.peak_phase != Phase.BACKWARD:
+            return ()
+        known = [one for one in decisions if isinstance(one, Chunk)]
+        return backward_chunks(step.program, peak.peak_scope, step.device, step.accumulate, step.pins, known)
+
+    def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
+        """Return the path through stretches of ops if there are no gradients."""
+        return () if step.gradients else (StretchSolver(),)
+
+    def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
+        """Return the patch that puts loops in the place of ops that run in slices.
+
+        Raises:
+            PlanError: this step has no such ops, or two of the loops would be in the same place.
+        """
+        found = self._patch(program, decisions, device)
+        if isinstance(found, str):
+            raise PlanError(found)
+        return found
+
+    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
+        """Return which chunk cannot be carried out on this step, or why two of them do not go together."""
+        found = self._patch(program, decisions, device)
+        return found if isinstance(found, str) else ""
+
+    @staticmethod
+    def _patch(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch | str:
+        if device is None:
+            return "a plan with chunks is read with the device that it is for; it was not given."
+        stretches = _stretches(decisions)
+        if stretches:
+            return stretches_patch(program, stretches, device)
+        chunks = [one for one in decisions if isinstance(one, Chunk)]
+        patches = []
+        for chunk in chunks:
+            try:
+                patches.append(training_chunk(program, chunk, device).patch)
+            except CannotChunk as error:
+                return f"{chunk} cannot be carried out on this step: {error}."
+        try:
+            return merged(program, patches)
+        except ValueError as error:
+            return f"{error}, so these chunks do not go together: {chunks}."
+
+    def install(self, wanted: ToInstall) -> Installed:
+        """Replace the forward of each unit."""
+        from sacplan.techniques.chunk.executor.install import (
+            InstalledChunks,  # the executor is not needed to plan
+        )
+        from sacplan.techniques.chunk.executor.stretch import InstalledStretches
+
+        stretches = _stretches(wanted.decisions)
+        if stretches:
+            return InstalledStretches(wanted.model, stretches, wanted.recorded)
+        return InstalledChunks(wanted.model, [one for one in wanted.decisions if isinstance(one, Chunk)])
+
+
+def _stretches(decisions: Sequence[Decision]) -> list[Chunk]:
+    """Return the decisions for inference; a plan has no others beside them."""
+    found = [one for one in decisions if isinstance(one, Chunk) and one.span == "stretch"]
+    if found and len(found) != len(decisions):
+        raise PlanError("a plan has stretches, which run without gradients, or other chunks, but not both.")
+    return found

@@ -1,0 +1,130 @@
+"""Marks at ops of a unit: a copy out begins, computation waits for one, or a copy back is ordered."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sacplan.errors import SacplanWarning
+from sacplan.techniques.offload.executor.parcels import Parcel
+from sacplan.techniques.runtime.saved import SavedOf, SavedStorage
+from sacplan.torch_compat.private import is_plain
+
+
+class Board:
+    """The storages that have been sent in the forward pass that runs, by the number of their decision.
+
+    A replica that runs on another thread has entries of its own.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], weakref.ref[SavedStorage]] = {}
+        self._told_of_hooks = False
+
+    def __reduce__(self) -> Any:
+        return Board, ()  # a copy of the model begins anew
+
+    def enter(self, number: int, saved: SavedStorage) -> None:
+        """Note that a storage has been sent."""
+        self._sent[threading.get_ident(), number] = weakref.ref(saved)
+
+    def look_up(self, number: int) -> SavedStorage | None:
+        """Return the storage that was sent last for a decision; None if nobody holds it any more."""
+        ref = self._sent.get((threading.get_ident(), number))
+        return None if ref is None else ref()
+
+    def note_hooks(self, unit: str) -> None:
+        """Warn once (``SacplanWarning``) that nothing is copied, since other hooks hold what autograd saves."""
+        if self._told_of_hooks:
+            return
+        self._told_of_hooks = True
+        where = f"unit {unit!r} of the plan" if unit else "the model, which is one unit of the plan,"
+        warnings.warn(
+            f"{where} runs inside of saved-tensor hooks (torch.utils.checkpoint, save_on_cpu, saved_tensors_hooks). "
+            "They hold what autograd saves there, so the plan copies nothing of it to the host, and the step may take "
+            "more memory than planned. Leave them out; or make the profile of a step with them, and plan again.",
+            SacplanWarning,
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """The copy out begins."""
+
+    board: Board
+    number: int
+    tensor: int
+    unit: str
+
+    def ran(self, tensors: Sequence[torch.Tensor], saved_of: SavedOf) -> None:
+        """Copy the tensor, unless this step has none such here: then it is kept."""
+        # A step that differs may have fewer tensors here, or a tensor subclass that no copy of a storage stands for.
+        tensor = tensors[self.tensor] if self.tensor < len(tensors) else None
+        if tensor is None or not is_plain(tensor) or tensor.is_inference():
+            return
+        storage = tensor.untyped_storage()
+        # Memory whose size is no multiple of an element's has views that a copy of the elements would leave out.
+        if not storage.nbytes() or storage.nbytes() % tensor.element_size():
+            return
+        saved = saved_of(tensor)
+        # What hooks around the unit hold stays where they have it, so a copy would serve nobody.
+        if saved.for_others:
+            self.board.note_hooks(self.unit)
+        # Another decision may have sent it from another op: one copy is enough.
+        elif saved.stand is None:
+            saved.stand = Parcel(tensor)
+            self.board.enter(self.number, saved)
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Computation waits for the copy out, and the memory on the device is let go of."""
+
+    board: Board
+    number: int
+
+    def ran(self, tensors: Sequence[torch.Tensor], saved_of: SavedOf) -> None:
+        """Let go of what is held, unless nothing was sent."""
+        saved = self.board.look_up(self.number)
+        if saved is None or not isinstance(saved.stand, Parcel) or saved.is_away:
+            return  # nothing was sent, or nobody holds it any more; or it is gone already
+        storage = saved.storage()
+        if storage is not None and saved.stand.has_all_of(storage):
+            saved.stand.await_out(storage)
+            saved.let_go(saved.stand.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The copy back begins when autograd first asks for a tensor of this op."""
+
+    board: Board
+    number: int
+    tensor: int
+
+    def ran(self, tensors: Sequence[torch.Tensor], saved_of: SavedOf) -> None:
+        """Wait for the tensor to be asked for, unless nothing was sent: then the copy back begins when it is needed."""
+        saved = self.board.look_up(self.number)
+        tensor = tensors[self.tensor] if self.tensor < len(tensors) else None
+        if saved is not None and tensor is not None and is_plain(tensor):
+            saved_of(tensor).on_ask.append(_Fetching(weakref.ref(saved)))
+
+
+class _Fetching:
+    __slots__ = ("_saved",)
+
+    def __init__(self, saved: weakref.ref[SavedStorage]) -> None:
+        self._saved = saved
+
+    def __call__(self) -> None:
+        # It may have been needed and released before, as in a backward pass through a part of the graph.
+        saved = self._saved()
+        if saved is not None and saved.is_away and isinstance(saved.stand, Parcel):
+            saved.stand.fetch()

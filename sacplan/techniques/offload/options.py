@@ -1,0 +1,492 @@
+"""The options of a region: what recomputation leaves there may wait on the host instead.
+
+    found = Offloads.of(step).options(region)
+
+A region's tensors are moved in one module, its *unit*: the module call that runs the most of its ops. For some of the
+region's options to recompute, what they still keep may be away: all of it, the largest tensors, or what comes in. A
+tensor that recomputation reads has to be back when that runs.
+
+When a tensor is let go of, and when it is fetched, follows from predicted times: the copies of a region are put on the
+link one after the other, and the places are the first op by which they are out, and the last weight that autograd asks
+for early enough. So a tensor is on the device no longer than the link needs, and the places are fixed: what an option
+does to memory adds up with that of the other regions.
+
+The price of an option is what computation has to wait where the link is slower than computation: in the region as a
+whole, or at its borders. The copies of other regions are not looked at. The clocks of the rewritten program
+(``timing.py``) say what a plan really waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sacplan.core.derived import derived
+from sacplan.core.program import ROOT_SCOPE, Event, Patch, Phase, Program, StorageKind
+from sacplan.device.devices import DeviceSpec
+from sacplan.distributed.ranks.unit_limits import too_wide
+from sacplan.techniques.base.regions import Option, Reach, Region
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.offload.rewrite import Move, behind, last_writes
+from sacplan.techniques.offload.sites import first_seen, place_of, sites_of, weights_asked_for
+from sacplan.techniques.offload.timing import copy_ms
+from sacplan.techniques.recompute.rewrite import recompute_ops
+from sacplan.techniques.recompute.technique import Recomputation
+
+_BASES = 10  # options to recompute, at most, for each of which options to offload are made
+_LARGEST = (1, 2, 3, 4, 6, 8)  # how many of the largest tensors
+_SMALLEST = 1 / 64  # share of a region's largest tensor: smaller ones stay
+_TIE = 1e-3  # price of a copy that nobody waits for, as a share of its time: what need not be copied stays
+
+_STAY = frozenset(
+    (
+        StorageKind.PARAMETER,
+        StorageKind.BUFFER,
+        StorageKind.GRADIENT,
+        StorageKind.OPTIMIZER_STATE,
+        StorageKind.HOST,
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """The moves of an option to offload.
+
+    Attributes:
+        moves: the storages, and when they are away, in the order in which they are needed again.
+        anchors: by move, the op whose weight's being asked for begins the copy back.
+        needed: by move, the event at which it is needed again.
+        unit_of: the unit in which each op of the moves is seen.
+        spec: the device.
+        base: the patch that discards the option's ops.
+    """
+
+    moves: tuple[Move, ...]
+    anchors: tuple[int | None, ...]
+    needed: tuple[int, ...]
+    unit_of: tuple[tuple[int, str], ...]
+    spec: DeviceSpec
+    base: Patch
+
+
+class Offloads:
+    """The tensors of a step that can be offloaded, and the options that they give.
+
+    Args:
+        step: the step to plan for, with a device.
+        spec: the device.
+    """
+
+    def __init__(self, step: PlanStep, spec: DeviceSpec) -> None:
+        self.step, self.spec = step, spec
+        program = self.program = step.program
+        self.liveness = program.liveness
+        self._ends = np.cumsum([op.time_ms for op in program.ops])
+        self._op_events = self.liveness.op_events
+        self.units = self._find_units()
+        self.unit_of = {op: unit for unit in self.units for op in sites_of(program, unit)}
+        # Marks may be put on the ops of all units, except on those whose results the user wants kept.
+        kept = step.pins.kept_ops
+        self._stops = sorted(op for op in self.unit_of if op not in kept)
+        # The executor sees the backward pass where autograd asks for a weight. Copies back begin at such events.
+        anchors: dict[int, int] = {}
+        for unit in self.units:
+            anchors.update({at: op for at, op in weights_asked_for(program, unit).items() if op not in kept})
+        self._anchor_at = sorted(anchors)
+        self._anchor_op = [anchors[at] for at in self._anchor_at]
+        self._handles: dict[int, list[int]] = defaultdict(list)
+        for handle, storage in enumerate(program.handle_storages):
+            self._handles[storage].append(handle)
+        # By storage, the first event at which autograd asks for its value.
+        self._asked: dict[int, int] = {}
+        for instance, handle in enumerate(program.instance_handles):
+            at, storage = self.liveness.unpacked[instance], program.handle_storages[handle]
+            self._asked[storage] = min(at, self._asked.get(storage, at))
+
+    def _find_units(self) -> dict[str, int]:
+        """Return the units of the regions, and their calls."""
+        found: dict[str, int] = {}
+        for region in Recomputation().regions(self.step, 1):
+            unit = self._unit_of_region(region)
+            if unit is not None:
+                found[unit] = self.program.calls[unit][0]
+        return found
+
+    def _unit_of_region(self, region: Region) -> str | None:
+        """Return the module that runs most of a region's ops and no others, in its only call."""
+        program = self.program
+        ops = {op for group in region.members for op in group}
+        wide = too_wide(program)
+        best, most = None, 0
+        scopes = {program.ops[op].scope for op in ops} - {ROOT_SCOPE}
+        for scope in {a for s in scopes for a in (s, *program.ancestors(s))}:
+            fqn = program.scopes[scope].fqn
+            # Call sites tell ops apart within one call, so a module that is called again cannot be a unit here.
+            inside = [op for op in program.ops_in(scope) if program.ops[op].phase == Phase.FORWARD]
+            if (
+                len(inside) > most
+                and len(program.calls.get(fqn, ())) == 1
+                and fqn not in wide
+                and self.step.pins.may_be_a_unit(program, fqn)
+                and ops.issuperset(inside)
+            ):
+                best, most = fqn, len(inside)
+        return best
+
+    def options(self, region: Region) -> Iterator[Option]:
+        """Yield the options of a region beside those that it has."""
+        unit = self._unit_of_region(region)
+        if unit is None or unit not in self.units:
+            return
+        inside = frozenset(self.program.ops_in(self.units[unit]))
+        candidates = self._candidates(unit, inside)
+        if not candidates:
+            return
+        seen: set[object] = set()
+        for kept_bytes, members in self._bases(region, inside):
+            gone = frozenset(op for member in members for op in region.members[member])
+            # Options may differ only in ops that another module runs.
+            if gone in seen:
+                continue
+            seen.add(gone)
+            patch = recompute_ops(
+                self.program, dict.fromkeys(sorted(gone), 1), frozenset(self.program.calls[unit])
+            )
+            kept = [s for s in self._kept(candidates, gone) if self._leaves(unit, s)]
+            for chosen in self._sets(kept, inside):
+                lazy = self._option(unit, region, kept_bytes, members, gone, patch, chosen, self._stops[-1])
+                yield lazy
+                # Over a slow link the copies of many regions would be under way at once: wait at the end of this one.
+                latest = max((op for op in self._stops if op in inside), default=-1)
+                prompt = self._option(unit, region, kept_bytes, members, gone, patch, chosen, latest)
+                if prompt.signature != lazy.signature:
+                    yield prompt
+            # For the smallest peak, copies come back no earlier than they must, though computation waits for them.
+            if kept:
+                every, last = tuple(sorted(kept)), self._stops[-1]
+                yield self._option(unit, region, kept_bytes, members, gone, patch, every, last, early=False)
+
+    def _bases(self, region: Region, inside: frozenset[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield members to recompute that the unit runs, and the bytes that are then kept, before anything is away."""
+        known = [o for o in region.options if o.technique == Recomputation.name]
+        for option in _along_hull(known, _BASES):
+            members = tuple(m for m in option.members if inside.issuperset(region.members[m]))
+            yield option.kept_bytes, members
+            left = self._less_at_heaviest(region, members)
+            if left != members:
+                again = (op for m in set(members).difference(left) for op in region.members[m])
+                more = {s for op in again for s in self.program.ops[op].writes if self._handles.get(s)}
+                yield option.kept_bytes + sum(self.program.storage_bytes[s] for s in more), left
+
+    def _less_at_heaviest(self, region: Region, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the members without those that make what the region's heaviest backward op reads.
+
+        To make it again just before that op takes what it is made of as well, at the moment at which most is alive. To
+        have it copied back takes the tensor alone.
+        """
+        program = self.program
+        # Ops that are kept may be those of slices, which never run as a whole.
+        ops = {op for group in region.members for op in group} - self.step.pins.kept_ops
+        heaviest = max((_heaviest(program).get(op, (0, -1)) for op in ops), default=(0, -1))[1]
+        read = frozenset(program.ops[heaviest].reads) if heaviest >= 0 else frozenset()
+        left: list[int] = []
+        asked: set[int] = set()  # what those that are left read
+        # Backwards, so that who reads the results of a member is known before it.
+        for member in sorted(members, key=lambda m: region.members[m], reverse=True):
+            again = [program.ops[op] for op in region.members[member]]
+            made = {s for op in again for s in op.writes}
+            # What is made is kept now, or was made for that alone.
+            if not made.isdisjoint(read) or not any(s in asked or self._handles.get(s) for s in made):
+                continue
+            left.append(member)
+            asked.update(s for op in again for s in op.reads)
+        return tuple(sorted(left))
+
+    def _candidates(self, unit: str, inside: frozenset[int]) -> list[int]:
+        """Return the storages that may be away: nobody outside of the unit keeps or reads them."""
+        program, liveness = self.program, self.liveness
+        scope = self.units[unit]
+        begin, end = liveness.entered[scope], liveness.exited[scope]
+        pinned = self.step.pins.kept_ops
+        found = {s for op in inside for s in (*program.ops[op].reads, *program.ops[op].writes)}
+        initial = set(program.initial)
+
+        # The unit has to see the whole life of a storage up to the backward pass: it is made by a forward op
+        # and not written to later, and is read and packed only while the unit runs. What code holds longer
+        # would stay on the device anyway.
+        def may_go(s: int) -> bool:
+            maker, write = program.writer.get(s), last_writes(program).get(s, -1)
+            since = max(begin, int(self._op_events[write]) if write >= 0 else begin)
+            return (
+                s not in initial
+                and maker is not None
+                and maker not in pinned
+                and program.ops[maker].phase == Phase.FORWARD
+                and program.storage_kinds[s] not in _STAY
+                and s not in liveness.outlives_forward
+                and s not in program.overwritten
+                and all(s != resized for resized, _, _ in program.resizes)
+                and program.readers.get(s, frozenset()) <= inside
+                and pinned.isdisjoint(program.readers.get(s, ()))
+                and all(since < liveness.packed[h] < end for h in self._handles.get(s, ()))
+                and s in first_seen(program, unit)
+            )
+
+        storages = sorted(s for s in found if may_go(s))
+        # A small tensor costs the latency of two copies and frees next to nothing.
+        least = _SMALLEST * max((program.storage_bytes[s] for s in storages), default=0)
+        return [s for s in storages if program.storage_bytes[s] >= least]
+
+    def _kept(self, candidates: Sequence[int], gone: frozenset[int]) -> list[int]:
+        """Return the candidates that autograd or recipes hold if some ops are discarded, the largest first."""
+        program = self.program
+        made = {s for op in gone for s in program.ops[op].writes}
+        read = {s for op in gone for s in program.ops[op].reads}
+        kept = [s for s in candidates if s not in made and (self._handles.get(s) or s in read)]
+        return sorted(kept, key=lambda s: (-program.storage_bytes[s], s))
+
+    def _leaves(self, unit: str, storage: int) -> bool:
+        """Whether there is an op, behind the last use of a storage, at which it may be let go of."""
+        at = first_seen(self.program, unit).get(storage)
+        return at is not None and bool(
+            self._stops
+            and self._stops[-1] > at
+            and self._op_events[self._stops[-1]] >= self._last_use(storage)
+        )
+
+    def _last_use(self, storage: int) -> int:
+        """Return the last event of the forward pass that reads a storage, or takes a handle on it."""
+        packed = [self.liveness.packed[h] for h in self._handles.get(storage, ())]
+        return max(
+            [*packed, *(int(self._op_events[op]) for op in self.program.readers.get(storage, ()))], default=-1
+        )
+
+    def _sets(self, kept: Sequence[int], inside: frozenset[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the sets of storages that are away together."""
+        incoming = tuple(s for s in kept if self.program.writer[s] not in inside)
+        # Not all subsets, of which there are too many: the largest few, all, what comes in, and what is made inside.
+        sets = [tuple(kept[:n]) for n in _LARGEST if n <= len(kept)]
+        sets += [tuple(kept), incoming, tuple(s for s in kept if s not in incoming)]
+        yield from dict.fromkeys(tuple(sorted(one)) for one in sets if one)
+
+    def _option(
+        self,
+        unit: str,
+        region: Region,
+        kept_bytes: int,
+        members: tuple[int, ...],
+        gone: frozenset[int],
+        patch: Patch,
+        chosen: tuple[int, ...],
+        latest: int,
+        *,
+        early: bool = True,
+    ) -> Option:
+        program = self.program
+        copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
+        sent = {s: first_seen(program, unit)[s] for s in chosen}
+        needed = self._needed(chosen, gone, patch)
+        let_go, late_out = self._let_go(needed, copies, sent, latest)
+        fetch, late_back = (self._fetch if early else self._fetch_last)(needed, copies, sent)
+        moves, anchors = [], []
+        for s in sorted(chosen, key=needed.__getitem__):
+            at = fetch[s]
+            moves.append(Move(s, sent[s], let_go[s], -1 if at is None else self._anchor_at[at]))
+            anchors.append(None if at is None else self._anchor_op[at])
+        ops = {op for move in moves for op in (move.sent, move.let_go)} | {
+            op for op in anchors if op is not None
+        }
+        unit_of = tuple(sorted((op, self.unit_of[op]) for op in ops))
+        again = sum(self.step.costs[op] for op in gone)
+        total = sum(copies.values())
+        forward, backward = self._time_of(region)
+        # Each way computation waits for whichever is worse: a copy that is late at a border of the region, or
+        # copies that together take longer than its ops. Ops that run again give the copies back more time.
+        waits = max(late_out, total - forward, 0.0)
+        waits += max(late_back, total - backward - sum(program.ops[op].time_ms for op in gone), 0.0)
+        first = min(program.ops_in(self.units[unit]))
+        scope = self.units[unit]
+        # Copies begin and end behind the ops of the moves, which may be of other regions.
+        positions = {int(self._op_events[op]) for op in ops} | {behind(program, op) for op in ops}
+        positions |= {move.fetch for move in moves if move.fetch >= 0}
+        positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
+        asked = tuple(needed[move.storage] for move in moves)
+        return Option(
+            cost=again + self.step.added_cost(waits + _TIE * total),
+            kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
+            members=members,
+            technique="offload",
+            also=(Recomputation.name,),
+            units=tuple(dict.fromkeys((unit, *(found for _, found in unit_of)))),
+            remembered=Away(tuple(moves), tuple(anchors), asked, unit_of, self.spec, patch),
+            # Ops are numbered from the unit's first one, so that equal layers have equal signatures.
+            signature=tuple(
+                (
+                    m.sent - first,
+                    place_of(program, m.sent, m.storage),
+                    m.let_go - first,
+                    -1 if a is None else a - first,
+                    program.storage_bytes[m.storage],
+                )
+                for m, a in zip(moves, anchors, strict=True)
+            ),
+            reach=Reach(tuple(sorted(positions)), chosen),
+            host_bytes=sum(self.spec.host_bytes(program.storage_bytes[s]) for s in chosen),
+        )
+
+    def _let_go(
+        self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int], latest: int
+    ) -> tuple[dict[int, int], float]:
+        """Return by storage the op behind which it is out, and how long computation waits there.
+
+        ``latest`` is the last op that is waited at, unless the storage is used behind it.
+        """
+        found, late, free, stops = {}, 0.0, 0.0, self._stops
+        # The link takes one copy at a time, in the order in which they can begin. Those that begin at one op go in the
+        # order of the moves.
+        for s in sorted(needed, key=lambda s: (sent[s], needed[s])):
+            free = max(free, float(self._ends[sent[s]])) + copies[s]
+            last = self._last_use(s)
+            # The first op of any unit that is behind the last use, and the first by which the copy is over.
+            unused = bisect_left(
+                stops, True, bisect_right(stops, sent[s]), key=lambda op: bool(self._op_events[op] >= last)
+            )
+            out = bisect_left(stops, True, unused, key=lambda op: bool(self._ends[op] >= free))
+            # By the time the copy is over, but not behind ``latest``, and never before the last use.
+            found[s] = stops[max(unused, min(out, bisect_right(stops, latest) - 1))]
+            late = max(late, free - float(self._ends[found[s]]))
+        return found, late
+
+    def _fetch(
+        self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int]
+    ) -> tuple[dict[int, int | None], float]:
+        """Return by storage the anchor at which its copy back begins, and how long computation waits for it."""
+        found: dict[int, int | None] = {}
+        begins, late = float("inf"), 0.0
+        # Backwards in time: a copy has to be over when its tensor is needed and when the next copy begins, so
+        # it begins as late as both allow.
+        for s in sorted(needed, key=needed.__getitem__, reverse=True):
+            begins = min(self._time_at(needed[s]), begins) - copies[s]
+            at = bisect_right(self._anchor_at, begins, key=self._time_at) - 1
+            # If neither the copy nor the ops take time, the clock alone may choose an anchor behind the need.
+            while at >= 0 and self._anchor_at[at] >= needed[s]:
+                at -= 1
+            # An op that runs before the one at which the tensor is sent cannot know of it.
+            usable = at >= 0 and self._anchor_op[at] >= sent[s]
+            if not usable:  # as early as the backward pass allows
+                earlier = [
+                    i for i in range(bisect_left(self._anchor_at, needed[s])) if self._anchor_op[i] >= sent[s]
+                ]
+                found[s] = earlier[0] if earlier else None
+                there = self._time_at(needed[s] if found[s] is None else self._anchor_at[earlier[0]])
+                late = max(late, there - begins)
+            else:
+                found[s] = at
+        return found, late
+
+    def _fetch_last(
+        self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int]
+    ) -> tuple[dict[int, int | None], float]:
+        """Return the same if each copy back begins at the last anchor before its tensor is needed."""
+        found: dict[int, int | None] = {}
+        free, late = 0.0, 0.0
+        for s in sorted(needed, key=needed.__getitem__):
+            at = bisect_left(self._anchor_at, needed[s]) - 1
+            # An op that runs before the one at which the tensor is sent cannot know of it.
+            usable = at >= 0 and self._anchor_op[at] >= sent[s]
+            found[s] = at if usable else None
+            there = self._time_at(needed[s])
+            free = max(free, self._time_at(self._anchor_at[at]) if usable else there) + copies[s]
+            late = max(late, free - there)
+        return found, late
+
+    def _needed(self, chosen: Sequence[int], gone: frozenset[int], patch: Patch) -> dict[int, int]:
+        """Return by storage the event at which its value is first needed: autograd asks for it, or an op runs again."""
+        n_ops, end = len(self.program.ops), len(self.program.events)
+        found = {s: self._asked.get(s, end) for s in chosen}
+        for position, events in patch.events.items():
+            for code, arg in events:
+                # Ops that the patch adds are numbered behind those of the program.
+                if code == Event.OP and arg >= n_ops:
+                    for s in patch.ops[arg - n_ops].reads:
+                        if s in found:
+                            found[s] = min(found[s], position)
+        return found
+
+    def _time_at(self, position: int) -> float:
+        """Return the time of the recorded step before an event."""
+        before = int(np.searchsorted(self._op_events, position))
+        return float(self._ends[before - 1]) if before else 0.0
+
+    def _time_of(self, region: Region) -> tuple[float, float]:
+        """Return the time of a region's ops, and of those of their gradients."""
+        ops = {op for group in region.members for op in group}
+        backward = self._backward_ms
+        return (
+            sum(self.program.ops[op].time_ms for op in ops),
+            sum(backward.get(op, 0.0) for op in ops),
+        )
+
+    @property
+    def _backward_ms(self) -> dict[int, float]:
+        return _backward_ms(self.program)
+
+
+def _along_hull(options: Sequence[Option], most: int) -> list[Option]:
+    """Return the first option, the last one, and those between that keep least for what they cost, in their order.
+
+    These are the vertices of the lower hull of kept bytes over cost, the farthest below the others first, and then what
+    is nearest to it (Ramer, Douglas and Peucker's way to simplify a curve). Options evenly through the list would be
+    others for every length of the list, which depends on how many layers there are.
+
+    Args:
+        options: by rising cost.
+        most: how many to return at most, two or more.
+    """
+
+    def below(i: int) -> float:
+        """Return how much less an option keeps than a mix, at the same cost, of its neighbours that are taken."""
+        at = bisect_left(taken, i)
+        left, right = options[taken[at - 1]], options[taken[at]]
+        share = (options[i].cost - left.cost) / (right.cost - left.cost) if right.cost > left.cost else 0.0
+        return left.kept_bytes + share * (right.kept_bytes - left.kept_bytes) - options[i].kept_bytes
+
+    taken = sorted({0, len(options) - 1})
+    rest = list(range(1, len(options) - 1))
+    while rest and len(taken) < most:
+        rest.remove(best := max(rest, key=below))
+        insort(taken, best)
+    return [options[i] for i in taken]
+
+
+@derived
+def _heaviest(program: Program) -> dict[int, tuple[int, int]]:
+    """Return by forward op the op of its gradient that touches most bytes: these bytes, workspace included, and it."""
+    found: dict[int, tuple[int, int]] = {}
+    for i, op in enumerate(program.ops):
+        if op.phase == Phase.BACKWARD and op.forward_of >= 0:
+            touched = sum(program.storage_bytes[s] for s in {*op.reads, *op.writes})
+            found[op.forward_of] = max(found.get(op.forward_of, (0, -1)), (touched + op.workspace_bytes, i))
+    return found
+
+
+@derived
+def _backward_ms(program: Program) -> dict[int, float]:
+    """Return by forward op the time of the ops of its gradient."""
+    found: dict[int, float] = defaultdict(float)
+    for op in program.ops:
+        if op.phase == Phase.BACKWARD and op.forward_of >= 0:
+            found[op.forward_of] += op.time_ms
+    return dict(found)
+
+
+@derived
+def offloads(step: PlanStep) -> Offloads:
+    """Return what can be offloaded in a step, whose device is known."""
+    assert step.device is not None
+    return Offloads(step, step.device)

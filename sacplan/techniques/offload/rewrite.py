@@ -1,0 +1,321 @@
+"""Offloading as a rewrite: tensors that are kept for the backward pass are away from the device in between.
+
+    move = Move(storage, sent=17, let_go=40, fetch=9120)
+    program.with_(moved(program, [move], spec.host_bytes))
+
+It follows the executor (``executor/parcels.py``) rule for rule:
+
+- Behind the op ``sent`` memory on the host is taken, and the copy out begins.
+- Behind the op ``let_go`` computation waits for that copy. All handles on the storage let go of it: those of autograd,
+  and those of recomputation, whose recipes read it. What code still holds stays on the device until code frees it. So
+  does a handle from before the last write in place: the copy has other contents.
+  If all handles are released before, computation waits then. If nobody has a handle by the end of the call, it waits
+  where the tensor is freed, or else there, and the memory on the host is free.
+- Before the event ``fetch`` memory on the device is taken, and the copy back begins; at the latest when a value is
+  needed.
+- Whoever needs the value first waits for the copy back. Then the memory on the host is free.
+- The copy on the device lives until the last of the handles is released.
+
+So all that is taken and freed is at fixed places of the program. Only the time that computation waits depends on the
+link; ``timing.py`` finds it.
+
+A rewrite is local: it looks at the events of the storages that move, and at the places named above.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from sacplan.core.derived import derived
+from sacplan.core.program import Event, Op, Patch, Phase, Program, StorageKind
+from sacplan.core.rewriting import PatchBuilder
+
+_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT, _ = map(int, Event)
+
+TO_HOST, WAIT_OUT = "sacplan.copy_to_host", "sacplan.wait_for_copy_to_host"
+TO_DEVICE, WAIT_BACK = "sacplan.copy_to_device", "sacplan.wait_for_copy_to_device"
+"""The names of the ops that a rewrite adds. Those that wait have the time that computation waits."""
+
+
+class Move(NamedTuple):
+    """A storage that is away, by places in the recorded program.
+
+    Attributes:
+        storage: which one.
+        sent: the op behind which the copy out begins.
+        let_go: the op behind which the device's memory is let go of; -1 if it does not run: it is kept.
+        fetch: the event before which the copy back begins; -1: when it is needed.
+        call: the module call that sends it: handles that are taken outside of it do not let go. -1: there are none.
+    """
+
+    storage: int
+    sent: int
+    let_go: int
+    fetch: int
+    call: int = -1
+
+
+def moved(
+    program: Program,
+    moves: Iterable[Move],
+    host_bytes: Callable[[int], int],
+    base: Patch | None = None,
+) -> Patch:
+    """Return the patch that moves storages to the host and back.
+
+    Args:
+        program: the step.
+        moves: what moves, and when.
+        host_bytes: rounds up as the allocator of the host's memory does.
+        base: what another technique does to the same program. The result does both.
+    """
+    draft = PatchBuilder(program) if base is None else PatchBuilder.continuing(program, base)
+    # Where a storage is used in the program is known. Uses that the other technique adds are found once for all.
+    concerned = _concerned(program, base)
+    for move in moves:
+        _Journey(program, draft, move, host_bytes).write(concerned.get(move.storage, ()))
+    return draft.patch()
+
+
+def _concerned(program: Program, base: Patch | None) -> dict[int, Sequence[int]]:
+    """Return by storage the positions at which a patch takes or releases handles on it, or runs an op that reads it."""
+    found: dict[int, list[int]] = defaultdict(list)
+    # Nothing is added, but the program itself may run ops again.
+    if base is None:
+        return dict(rereads(program))
+    n_ops, n_handles = len(program.ops), len(program.handle_storages)
+    for position, events in base.events.items():
+        for code, arg in events:
+            if code == _OP and arg >= n_ops:
+                for s in base.ops[arg - n_ops].reads:
+                    found[s].append(position)
+            elif code in (_PACK, _RELEASE) and arg >= n_handles:
+                found[base.handle_storages[arg - n_handles]].append(position)
+    return dict(found)
+
+
+@derived
+def rereads(program: Program) -> dict[int, Sequence[int]]:
+    """Return by storage the positions at which ops run again that read it."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for position, (code, arg) in enumerate(program.events):
+        if code == _OP and program.ops[arg].recomputes >= 0:
+            for s in program.ops[arg].reads:
+                found[s].append(position)
+    return dict(found)
+
+
+@derived
+def last_writes(program: Program) -> dict[int, int]:
+    """Return by storage the last op that writes to it in place."""
+    return {s: i for i, op in enumerate(program.ops) for s in op.mutates}
+
+
+def behind(program: Program, op: int) -> int:
+    """Return the last event of an op: the one in which its recipe, if it leaves one, takes its arguments.
+
+    Behind an op that writes in place, the old version is gone as well: both take the same memory.
+    """
+    events = program.events
+    at = int(program.liveness.op_events[op])
+    room = events[at - 1][1] if at > 0 and events[at - 1][0] == _ALLOC else -1  # for a random op's generator
+    freed = {(_FREE, room), (_FREE, program.ops[op].replaces)}
+    while at + 1 < len(events):
+        code, arg = events[at + 1]
+        of_recipe = code == _PACK and program.handle_tensors[arg] < 0 and program.handle_ops[arg] == op
+        if not of_recipe and (code, arg) not in freed:
+            break
+        at += 1
+    return at
+
+
+class _Journey:
+    """Follows the events of one storage, and writes those that take their place."""
+
+    def __init__(
+        self, program: Program, draft: PatchBuilder, move: Move, host_bytes: Callable[[int], int]
+    ) -> None:
+        self.program = program
+        self.draft = draft
+        self.move = move
+        self.host_bytes = host_bytes
+        write = last_writes(program).get(move.storage, -1)
+        self.written = int(program.liveness.op_events[write]) if write >= 0 else -1
+        self.held: dict[int, None] = {}  # handles on the storage, until it is let go of
+        self.gone: dict[int, None] = {}  # those that have let go of it, until they are released
+        self.instances: dict[int, int] = {}  # unpacked tensors, and those on the copy that take their place
+        self.again: dict[
+            int, int
+        ] = {}  # handles of formulas that save what they unpacked, and those on the copy
+        self.host = self.copy = (
+            self.handle
+        ) = -1  # storages of the copies, and a handle on the one that is back
+        self.waited = self.needed = False
+        self.out: list[tuple[int, int]] = []
+
+    def write(self, concerned: Sequence[int]) -> None:
+        program, move = self.program, self.move
+        liveness = program.liveness
+        sent = behind(program, move.sent)
+        let_go = behind(program, move.let_go) if move.let_go >= 0 else -1
+        positions = {*liveness.events_of[move.storage], *concerned, sent}
+        positions.update(at for at in (let_go, move.fetch) if at >= 0)
+        begin, end = 0, len(program.events)
+        if move.call >= 0:
+            begin, end = liveness.entered[move.call], liveness.exited[move.call]
+            positions.add(end)
+        for position in sorted(positions):
+            # What another technique has put in this place, which may be nothing, or else the recorded event.
+            was = before = self.draft.events.get(position) or (
+                (program.events[position],) if position not in self.draft.events else ()
+            )
+            self.out = []
+            # A copy back begins before the event of its place, and behind those of earlier moves. Sending and letting
+            # go come behind it.
+            if position == move.fetch and self.gone:
+                begun = self._begun(before)
+                self.out += before[:begun]
+                before = before[begun:]
+                self._fetch(position)
+            for code, arg in before:
+                self._step(position, code, arg, inside=begin < position < end)
+            if position == end and self.host >= 0 and not self.held and not self.gone:
+                self._drop(position)
+            if position == sent:
+                self._send(position)
+            if position == let_go:
+                self._let_go(position)
+            # Places where nothing changes stay out of the patch.
+            if tuple(self.out) != tuple(was):
+                self.draft.events[position] = tuple(self.out)
+
+    def _begun(self, events: Sequence[tuple[int, int]]) -> int:
+        """Return how many copies back begin before the event of a place."""
+        ops = self.draft.ops
+        return next(
+            (i for i, (code, arg) in enumerate(events) if code != _OP or ops[arg].name != TO_DEVICE),
+            len(events),
+        )
+
+    def _step(self, position: int, code: int, arg: int, *, inside: bool) -> None:
+        handles, storage = self.draft.handle_storages, self.move.storage
+        if code == _PACK and handles[arg] == storage and self.instances:
+            # For a second derivative, a backward formula saves what it has unpacked.
+            self.again[arg] = arg = self.draft.new_handle(self.copy, self.draft.handle_ops[arg])
+        elif code == _PACK and handles[arg] == storage and inside and not self._is_code_s(arg):
+            if position > self.written:
+                self.held[arg] = None
+        elif code == _FREE and arg == storage and self.host >= 0 and not self.held and not self.gone:
+            # The copy out still reads the memory.
+            self._wait_out(position)
+        elif code == _RELEASE and arg in self.again:
+            arg = self.again.pop(arg)
+        elif code == _UNPACK and self.draft.instance_handles[arg] in self.again:
+            handle = self.again[self.draft.instance_handles[arg]]
+            self.instances[arg] = self.draft.instance_handles.add(handle)
+            arg = self.instances[arg]
+        elif code == _RELEASE and arg in self.gone:
+            # This handle was released when the storage was let go of. Behind the last one nobody needs the copy.
+            del self.gone[arg]
+            if not self.gone:
+                self._end()
+            return
+        elif code == _RELEASE:
+            # If the last handle is released before the storage is let go of, nobody will ask for the copy. But it may
+            # still run, and computation waits for it.
+            known = arg in self.held
+            self.held.pop(arg, None)
+            if known and self.host >= 0 and not self.held and not self.gone:
+                self._wait_out(position)
+                self.out.append((code, arg))
+                self._end()
+                return
+        elif code == _UNPACK and self.draft.instance_handles[arg] in self.gone:
+            # Autograd asks for a handle that has let go: it gets an instance of the one on the copy.
+            self._need(position)
+            self.instances[arg] = self.draft.instance_handles.add(self.handle)
+            arg = self.instances[arg]
+        elif code == _DROP and arg in self.instances:
+            # The instance that took its place is dropped in its stead.
+            arg = self.instances.pop(arg)
+        elif (
+            code == _OP and self.gone and storage in (op := self.draft.ops[arg]).reads and op.recomputes >= 0
+        ):
+            # An op that runs again reads the copy.
+            self._need(position)
+            reads = tuple(self.copy if s == storage else s for s in op.reads)
+            self.draft.ops[arg] = replace(op, reads=reads)
+        self.out.append((code, arg))
+
+    def _is_code_s(self, handle: int) -> bool:
+        """Whether code holds this handle rather than autograd or a recipe: it lets go of nothing."""
+        return self.draft.handle_ops[handle] < 0 and self.draft.handle_tensors[handle] < 0
+
+    def _send(self, position: int) -> None:
+        n_bytes = self.host_bytes(self.program.storage_bytes[self.move.storage])
+        self.host = self.draft.new_storage(n_bytes, StorageKind.HOST)
+        self._run(position, TO_HOST, (self.move.storage,), (self.host,))
+
+    def _let_go(self, position: int) -> None:
+        if self.host < 0 or not self.held:
+            return  # nobody holds it any more
+        self._wait_out(position)
+        self.out += [(_RELEASE, handle) for handle in self.held]
+        self.gone, self.held = self.held, {}
+
+    def _drop(self, position: int) -> None:
+        """Give up a copy for which nobody has a handle when the call is over."""
+        self._wait_out(position)
+        self._end()
+
+    def _wait_out(self, position: int) -> None:
+        """Have computation wait for the copy out, unless it did."""
+        if not self.waited:
+            self.waited = True
+            self._run(position, WAIT_OUT, (self.host,), ())
+
+    def _fetch(self, position: int) -> None:
+        if self.copy >= 0:
+            return  # it was needed before
+        n_bytes, kind = (
+            self.program.storage_bytes[self.move.storage],
+            self.program.storage_kinds[self.move.storage],
+        )
+        self.copy = self.draft.new_storage(n_bytes, kind)
+        self.handle = self.draft.new_handle(self.copy)
+        self._run(position, TO_DEVICE, (self.host,), (self.copy,))
+
+    def _need(self, position: int) -> None:
+        if self.needed:
+            return
+        self.needed = True
+        self._fetch(position)
+        self._run(position, WAIT_BACK, (self.copy,), ())
+        self.out.append((_FREE, self.host))
+
+    def _end(self) -> None:
+        """Free the copies, when nobody can ask for the value any more."""
+        if self.copy >= 0:
+            self.out.append((_FREE, self.copy))
+        # Whoever needed the value has freed the memory on the host.
+        if not self.needed:
+            self.out.append((_FREE, self.host))
+        self.host = -1
+
+    def _run(self, position: int, name: str, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
+        phase, scope = self._where(position)
+        # Without time: how long a wait takes depends on all copies, and is worked out when all are placed.
+        op = Op(name, phase, scope, 0.0, 0, 0, reads, writes, (), False)
+        self.out.append((_OP, self.draft.ops.add(op)))
+
+    def _where(self, position: int) -> tuple[Phase, int]:
+        """Return the phase and the module call of the op that ran last."""
+        events = self.program.events
+        while position > 0 and events[position][0] != _OP:
+            position -= 1
+        op = self.program.ops[events[position][1]] if events[position][0] == _OP else None
+        return (Phase.FORWARD, -1) if op is None else (op.phase, op.scope)

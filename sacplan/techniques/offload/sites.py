@@ -1,0 +1,227 @@
+"""Moves by call site, as in a plan, and by op and event, as in a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from sacplan.core.decisions import Offload, SeenTensor, Site
+from sacplan.core.derived import derived
+from sacplan.core.program import CallSite, Event, Phase, Program, StorageKind
+from sacplan.techniques.offload.rewrite import Move, last_writes
+from sacplan.torch_compat.ops import is_computation
+
+
+@derived
+def sites_of(program: Program, unit: str) -> Mapping[int, CallSite]:
+    """Return the call sites of the forward ops of a unit's only call that compute something, by op; else none."""
+    scopes = program.calls.get(unit, ())
+    if len(scopes) != 1:
+        return {}
+    ops = program.ops
+    return {
+        op: site
+        for op, site in program.sites(scopes[0]).items()
+        if ops[op].phase == Phase.FORWARD and is_computation(ops[op].name)
+    }
+
+
+def tensors_of(program: Program, op: int) -> tuple[int, ...]:
+    """Return the storages of the tensors of an op's arguments, and behind these of its outputs; -1 where not known.
+
+    Of a tensor that is written in place, only the version that the op itself reads or makes is known.
+    """
+    found = program.ops[op]
+    # An argument that an earlier op has replaced has the storage of the old version: nobody could find it at run time.
+    there = {*found.reads, *found.writes}
+    storages = (program.tensors[t].storage if t >= 0 else -1 for t in (*found.inputs, *found.outputs))
+    return tuple(s if s in there else -1 for s in storages)
+
+
+def place_of(program: Program, op: int, storage: int) -> int | None:
+    """Return the place of a storage among the tensors of an op; None if it has none there."""
+    found = tensors_of(program, op)
+    return found.index(storage) if storage in found else None
+
+
+@derived
+def first_seen(program: Program, unit: str) -> Mapping[int, int]:
+    """Return by storage the first op of a unit that has it among its tensors when nothing writes to it any more."""
+    found: dict[int, int] = {}
+    # Parts that are split apart count their writes apart, so who holds one cannot tell whether the copy is as new.
+    written, split = last_writes(program), split_apart(program)
+    for op in sites_of(program, unit):
+        if program.ops[op].replaces < 0:
+            for s in tensors_of(program, op):
+                if s not in split and op > written.get(s, -1):
+                    found.setdefault(s, op)
+    return found
+
+
+@derived
+def split_apart(program: Program) -> frozenset[int]:
+    """Return the storages that are written in place and have been split into parts with versions of their own.
+
+    The gates of recurrent layers are: ``unsafe_chunk`` gives parts that autograd does not take for views.
+    """
+    split = (op for op in program.ops if op.name.startswith("aten.unsafe_split"))
+    parts = {program.tensors[t].storage for op in split for t in op.outputs if t >= 0}
+    return frozenset(parts.intersection(last_writes(program)))
+
+
+_WEIGHTS = {"aten.mm.default": 1, "aten.addmm.default": 2, "aten.convolution.default": 1}
+"""Ops whose backward formulas ask for the weight last, just before they run: its place among the tensors of the op."""
+
+
+@derived
+def weights_asked_for(program: Program, unit: str) -> Mapping[int, int]:
+    """Return by event the op whose weight autograd asks for there: nobody discards weights, so the event stays.
+
+    Only a weight that the unit uses once tells for which of its uses it is asked for.
+    """
+    uses: Counter[int] = Counter(s for op in sites_of(program, unit) for s in set(tensors_of(program, op)))
+    first = _first_backward_ops(program)
+    found = {}
+    for op in sites_of(program, unit):
+        if program.ops[op].name in _WEIGHTS and op in first:
+            # The executor learns of the backward pass only where autograd asks for what it saved.
+            weight = tensors_of(program, op)[weight_of(program, op)]
+            if weight >= 0 and program.storage_kinds[weight] == StorageKind.PARAMETER and uses[weight] == 1:
+                found[int(program.liveness.op_events[first[op]])] = op
+    return dict(sorted(found.items()))
+
+
+@derived
+def _first_backward_ops(program: Program) -> dict[int, int]:
+    """Return by forward op the first op of its gradient that runs."""
+    found: dict[int, int] = {}
+    for code, arg in program.events:
+        if code == Event.OP and program.ops[arg].phase == Phase.BACKWARD and program.ops[arg].forward_of >= 0:
+            found.setdefault(program.ops[arg].forward_of, arg)
+    return found
+
+
+def weight_of(program: Program, op: int) -> int:
+    """Return the place of an op's weight among its tensors."""
+    return _WEIGHTS[program.ops[op].name]
+
+
+def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move] | str:
+    """Return the moves that decisions stand for, or why one of them cannot be carried out on this step.
+
+    A decision about an op that does not run moves nothing.
+    """
+    by_site: dict[str, dict[CallSite, int]] = {}
+    for unit in {unit for one in decisions for unit in one.units}:
+        if len(program.calls.get(unit, ())) > 1:
+            return (
+                f"module {unit!r} runs several times in a step, so which tensor of it to copy to the host is not "
+                "known. Offload in modules that run once."
+            )
+        by_site[unit] = {site: op for op, site in sites_of(program, unit).items()}
+
+    def op_at(site: Site) -> int:
+        return by_site[site.unit].get(CallSite(site.op, site.occurrence, site.place), -1)
+
+    found: list[Move] = []
+    taken: dict[int, int] = {}  # by storage that moves, where it is sent
+    initial = frozenset(program.initial)
+    for one in decisions:
+        sent, let_go = op_at(one.site), op_at(one.let_go)
+        seen = tensors_of(program, sent) if sent >= 0 else ()
+        storage = seen[one.tensor] if one.tensor < len(seen) else -1
+        # The op does not run here, or is another one's by now; or an earlier decision moves the storage already.
+        if storage < 0 or (storage in taken and not _dropped_between(program, storage, taken[storage], sent)):
+            continue
+        # What a step begins with stays. And versions of tensors do not tell the executor of every write.
+        if storage in initial:
+            return _refused(one, "is there before the step, as a parameter is, and stays on the device")
+        if last_writes(program).get(storage, -1) >= sent:
+            return _refused(one, "is written in place by that op or after it, so the copy has other contents")
+        taken[storage] = sent
+        # PyTorch counts a write in place when the op returns, behind the mark: nobody lets go then.
+        made = program.ops[sent]
+        if let_go <= sent or (made.replaces >= 0 and storage in made.writes):
+            let_go = -1
+        (call,) = program.calls[one.unit]
+        found.append(Move(storage, sent, let_go, _fetch(program, one.fetch, op_at, sent), call))
+    return found
+
+
+def _refused(decision: Offload, why: str) -> str:
+    place = f", place {decision.place!r}" if decision.place else ""
+    return (
+        f"the plan copies tensor {decision.tensor} of {decision.op} #{decision.occurrence} of unit {decision.unit!r}"
+        f"{place} to the host, but it {why}. Leave out this decision, or have sacplan.plan make the plan."
+    )
+
+
+def _dropped_between(program: Program, storage: int, first: int, last: int) -> bool:
+    """Whether nobody was left between two ops who held a storage for the backward pass, and its copy went with them.
+
+    Code drops a part of the graph in the middle of a forward pass, as for an inner gradient, and keeps the tensor.
+    """
+    begin, end = int(program.liveness.op_events[first]), int(program.liveness.op_events[last])
+    held = 0
+    for at in program.liveness.events_of[storage]:
+        code, arg = program.events[at]
+        if at >= end:
+            break
+        if code == Event.PACK and program.handle_ops[arg] >= 0:
+            held += 1
+        elif code == Event.RELEASE and program.handle_ops[arg] >= 0:
+            held -= 1
+            if not held and at > begin:
+                return True
+    return False
+
+
+def _fetch(program: Program, seen: SeenTensor | None, op_at: Callable[[Site], int], sent: int) -> int:
+    """Return the event before which a copy back begins; -1 if only the need of it does."""
+    if seen is None:
+        return -1
+    op = op_at(seen.site)
+    # A tensor that is seen before the other one is sent cannot know of it.
+    if op < sent:
+        return -1
+    at = (position for position, asked in weights_asked_for(program, seen.unit).items() if asked == op)
+    return next(at, -1)
+
+
+def decision_of(
+    program: Program, move: Move, anchor: int | None, unit_of: Mapping[int, str]
+) -> Offload | None:
+    """Return the decision for a move; None if the program has no call sites for it, as where a chunk has taken an op.
+
+    Args:
+        program: the step.
+        move: the move.
+        anchor: the op whose weight's being asked for begins the copy back.
+        unit_of: by op, the unit that is to see it.
+    """
+
+    def site_of(op: int) -> Site | None:
+        unit = unit_of.get(op)
+        site = sites_of(program, unit).get(op) if unit is not None else None
+        return None if unit is None or site is None else Site(unit, *site)
+
+    sent, let_go = site_of(move.sent), site_of(move.let_go)
+    tensor = place_of(program, move.sent, move.storage)
+    if sent is None or let_go is None or tensor is None:
+        return None
+    fetch: SeenTensor | None = None
+    if anchor is not None:
+        site = site_of(anchor)
+        # In the unit of a plan, which may be around the one that the option was made for, the weight may have other
+        # uses: then this op is not the one for which it is asked first.
+        if site is not None and anchor in weights_asked_for(program, site.unit).values():
+            fetch = SeenTensor(*site, weight_of(program, anchor))
+    return Offload(
+        unit=sent.unit,
+        op=sent.op,
+        occurrence=sent.occurrence,
+        place=sent.place,
+        tensor=tensor,
+        let_go=let_go,
+        fetch=fetch,
+    )

@@ -1,0 +1,112 @@
+"""The technique "offload": what is kept for the backward pass waits on the host."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from operator import itemgetter
+
+from msgspec.structs import replace
+
+from sacplan.core.decisions import Decision, Offload
+from sacplan.core.program import CallSite, Patch, Program
+from sacplan.core.rewriting import PatchBuilder
+from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.errors import PlanError
+from sacplan.techniques.base.regions import Option, Region, outermost, units_of
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.base.technique import Installed, Technique, ToInstall
+from sacplan.techniques.offload.options import Away, offloads
+from sacplan.techniques.offload.rewrite import moved
+from sacplan.techniques.offload.sites import decision_of, moves_of
+from sacplan.techniques.offload.timing import clocked
+
+
+class Offloading(Technique):
+    """Copies of saved tensors wait on the host between the forward and the backward pass."""
+
+    name = "offload"
+    row = "offload"
+    uncompiled = "torch.compile cannot copy to the host: run the step uncompiled."
+    decision = Offload
+    keeps_bits = True
+    takes_host = True
+    shares_units = True
+    frees_otherwise = True
+
+    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
+        """Return options in which what the region keeps waits on the host. In inference nothing is kept."""
+        if not step.gradients or step.device is None:
+            return ()
+        return list(offloads(step).options(region))
+
+    def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
+        """Return the patch that discards the option's ops, and moves tensors."""
+        away: Away = option.remembered
+        return moved(program, away.moves, away.spec.host_bytes, away.base)
+
+    def decisions(
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
+    ) -> tuple[Decision, ...]:
+        """Return the tensors by call sites of the outermost units. What a chunk has taken stays."""
+        outer = outermost(program, units_of(taken) if units is None else units)
+        calls = {scope: unit for unit in outer for scope in program.calls[unit]}
+
+        def outer_unit(unit: str) -> str:
+            scope = program.calls[unit][0]
+            return next(calls[a] for a in (scope, *program.ancestors(scope)) if a in calls)
+
+        found = []
+        # A region may name ops by a module inside of another unit of the plan, and units do not nest.
+        for _, option in taken:
+            away: Away = option.remembered
+            unit_of = {op: outer_unit(unit) for op, unit in away.unit_of}
+            for move, anchor, needed in zip(away.moves, away.anchors, away.needed, strict=True):
+                found.append((needed, decision_of(program, move, anchor, unit_of)))
+        # Copies back that begin at the same place go in this order, and computation waits for the first one it needs.
+        found.sort(key=itemgetter(0))
+        return tuple(one for _, one in found if one is not None)
+
+    def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
+        """Return the patch that moves the tensors, with the time that computation waits for copies.
+
+        Raises:
+            PlanError: one of the decisions cannot be carried out on this step.
+        """
+        # Two passes: events are placed first, and how long each wait takes depends on all of them.
+        moves = moves_of(program, [one for one in decisions if isinstance(one, Offload)])
+        if isinstance(moves, str):
+            raise PlanError(moves)
+        spec = device or resolve_device("cpu")
+        patch = moved(program, moves, spec.host_bytes)
+        draft = PatchBuilder.continuing(program, patch)
+        found = clocked(draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec)
+        for op, ms in found.waits.items():
+            draft.ops[op] = replace(draft.ops[op], time_ms=ms)
+        return draft.patch()
+
+    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
+        """Return which tensor cannot be copied to the host on this step, and why."""
+        moves = moves_of(program, [one for one in decisions if isinstance(one, Offload)])
+        return moves if isinstance(moves, str) else ""
+
+    def install(self, wanted: ToInstall) -> Installed:
+        """Mark the ops at which something is copied in the units."""
+        # The executors are not needed to plan. That of recipes has the hooks through which all saved tensors go.
+        from sacplan.techniques.offload.executor.marks import Board, Fetch, LetGo, Send
+        from sacplan.techniques.recompute.executor.install import InstalledMarks
+
+        # At one op memory is let go of first, then copies out begin, and copies back are ordered last.
+        marks: dict[str, dict[CallSite, list[LetGo | Send | Fetch]]] = defaultdict(lambda: defaultdict(list))
+        board = Board()
+        own = [one for one in wanted.decisions if isinstance(one, Offload)]
+        for number, one in enumerate(own):
+            marks[one.let_go.unit][CallSite(*one.let_go[1:])].append(LetGo(board, number))
+        for number, one in enumerate(own):
+            marks[one.unit][one.sites[0]].append(Send(board, number, one.tensor, one.unit))
+        for number, one in enumerate(own):
+            if one.fetch is not None:
+                site = CallSite(*one.fetch.site[1:])
+                marks[one.fetch.unit][site].append(Fetch(board, number, one.fetch.tensor))
+        frozen = {unit: {site: tuple(all_) for site, all_ in sites.items()} for unit, sites in marks.items()}
+        return InstalledMarks(wanted.model, frozen, wanted.recorded)

@@ -1,0 +1,92 @@
+"""How long computation waits for the copies of a program: three clocks, of computation and of the link each way.
+
+    found = clocked(program.ops.__getitem__, program.events, program.storage_bytes.__getitem__, spec)
+    found.waits[op]  # ms
+
+The copies of one direction follow on each other. A copy back begins when the one out has ended. Waiting is exact for
+these rules, with the predicted times of the ops and ``PLANNED_SHARE`` of the link's bandwidth: a schedule that leaves
+the link no room is late as soon as anything is slower than predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from sacplan.core.program import Event, Op
+from sacplan.device.clocks import Clocks
+from sacplan.device.devices import DeviceSpec
+from sacplan.techniques.offload.rewrite import TO_DEVICE, TO_HOST, WAIT_BACK, WAIT_OUT
+
+PLANNED_SHARE = 0.8
+"""Share of the bandwidth of the link to the host with which copies are planned."""
+
+_OP = int(Event.OP)
+
+
+def copy_ms(spec: DeviceSpec, n_bytes: int) -> float:
+    """Return the time of a copy between device and host, either way."""
+    link = spec.host_link
+    return (n_bytes / (PLANNED_SHARE * link.bandwidth_bytes_per_s) + link.latency_s) * 1e3
+
+
+class Copy(NamedTuple):
+    """A copy over the link: the op that begins it, and from when to when it takes the link, in ms."""
+
+    op: int
+    begin_ms: float
+    end_ms: float
+
+
+class Clocked(NamedTuple):
+    """The times that the clocks give for a program.
+
+    Attributes:
+        waits: by op that waits for a copy, how long it waits, in ms.
+        copies: in the order in which they begin.
+    """
+
+    waits: dict[int, float]
+    copies: list[Copy]
+
+
+def clocked(
+    op_of: Callable[[int], Op],
+    events: Iterable[tuple[int, int]],
+    bytes_of: Callable[[int], int],
+    spec: DeviceSpec,
+) -> Clocked:
+    """Run the clocks through a program.
+
+    Args:
+        op_of: gives the ops of a program by index.
+        events: its events.
+        bytes_of: the size of a storage on the device.
+        spec: the device, with its link.
+    """
+    clocks = Clocks()
+    arrives: dict[int, float] = {}  # by storage of a copy
+    waits: dict[int, float] = {}
+    copies: list[Copy] = []
+
+    def send(op: int, n_bytes: int, storage: int, since: float | None, link: str) -> None:
+        ms = copy_ms(spec, n_bytes)
+        end = arrives[storage] = clocks.send(ms, since, link)
+        copies.append(Copy(op, end - ms, end))
+
+    for code, arg in events:
+        if code != _OP:
+            continue
+        op = op_of(arg)
+        # Copies are sent and waited for by two ops each, so computation between them hides the link.
+        if op.name == TO_HOST:
+            send(arg, bytes_of(op.reads[0]), op.writes[0], None, "out")
+        elif op.name == TO_DEVICE:
+            # What is not on the host yet cannot come back, though the other direction of the link may be free.
+            since = max(clocks.now, arrives[op.reads[0]])
+            send(arg, bytes_of(op.writes[0]), op.writes[0], since, "back")
+        elif op.name in (WAIT_OUT, WAIT_BACK):
+            waits[arg] = clocks.wait(arrives[op.reads[0]])
+        else:
+            clocks.compute(op.time_ms)
+    return Clocked(waits, copies)

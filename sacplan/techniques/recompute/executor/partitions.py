@@ -1,0 +1,74 @@
+"""Partitions in force: ``torch.compile`` splits the joint graphs that a plan knows as the plan says."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sacplan.core.decisions import Partition
+from sacplan.core.places import StepDifference
+from sacplan.errors import SacplanWarning
+from sacplan.torch_compat.partitioning import (
+    as_partitioner,
+    as_pytorch,
+    graph_key,
+    partitioned,
+    saving,
+    swap_partitioner,
+)
+
+
+class InstalledPartitions:
+    """What inductor asks for a partition of each graph, until it is removed.
+
+    What was compiled before is compiled again, now and when it is removed. A graph that the plan does not know is
+    partitioned as PyTorch does it, with a warning.
+    """
+
+    differences: tuple[StepDifference, ...] = ()  # a graph is known as a whole, or not at all
+
+    def __init__(self, decisions: Sequence[Partition]) -> None:
+        self.units = tuple(dict.fromkeys(one.unit for one in decisions))
+        # Of a graph with other sizes than any that was planned for, the ops decide.
+        self._saved = {one.graph.partition("-")[0]: one.saved for one in decisions}
+        self._saved |= {one.graph: one.saved for one in decisions}
+        # Out of a cache, a graph that the plan does not know would come without a word.
+        self._partitioner = as_partitioner(self._partition, uuid.uuid4().hex)
+        torch.compiler.reset()
+        self._before = swap_partitioner(self._partitioner)
+
+    def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
+        key = graph_key(module)
+        saved = self._saved.get(key, self._saved.get(key.partition("-")[0]))
+        if saved is not None:
+            return partitioned(module, inputs, arguments, saving(saved))
+        if self._saved:
+            warnings.warn(
+                f"torch.compile made a graph of {len(module.graph.nodes)} nodes that the applied plan does not know, "
+                "and PyTorch chooses what it saves. If it is of the planned model, the step may take more memory than "
+                "planned: another torch, other arguments of torch.compile, or a batch with which the model runs other "
+                "ops. Make the plan here, with the same compile=.",
+                SacplanWarning,
+                stacklevel=2,
+            )
+        if self._before is not None:
+            return self._before(module, inputs, **arguments)
+        return partitioned(module, inputs, arguments, as_pytorch)
+
+    def forget_differences(self) -> None:
+        """Do nothing: there are none."""
+
+    def check_removable(self) -> None:
+        """Do nothing: no module is changed."""
+
+    def remove(self) -> None:
+        """Have PyTorch choose again."""
+        torch.compiler.reset()
+        self._saved = {}
+        now = swap_partitioner(self._before)
+        if now is not self._partitioner:  # somebody else's, which asks this one for what it does not know
+            swap_partitioner(now)

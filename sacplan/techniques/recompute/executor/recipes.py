@@ -1,0 +1,187 @@
+"""Recipes: recompute one discarded tensor instead of running a module's Python again.
+
+While a unit's forward runs, a dispatch mode (``recorder.py``) makes a node (``nodes.py``) for every op that the plan
+discards, with its arguments: tensors, or slots of other nodes. The pack hook gives autograd a handle (``handles.py``)
+on a slot instead of the tensor. When autograd asks for it, the nodes that this slot needs run, arguments first; each
+stores only the outputs that are still referenced and drops its arguments, so that reference counts free everything
+right after its last use. Each node runs once, unless the plan says that its outputs are discarded several ``times``, as
+Rotor's sequences do.
+
+An op that writes in place gets a node too, if what it overwrites has one: that is recomputed and overwritten again.
+
+A plan is advice, and this folder does not trust it. What the mode did not see being made (custom kernels, other
+modules, wrapper subclasses), what has been written since, and ops that must not run again are kept, whatever the plan
+says. What is kept is still checked: a saved-tensor hook disables autograd's own check for in-place writes, so handles
+carry the version and check it themselves. A kernel that writes through a pointer (Triton, numpy) is seen by no mode and
+bumps no version; so in the first step of a unit each discarded tensor leaves a checksum, which the recomputed one must
+match; and on a CPU each kept argument of a recipe leaves a digest in every step.
+
+Related work: RETURNN's ``gradient_checkpoint_scope``, DTR (Kirisame et al. 2020). Known inefficiencies: every op in the
+forward of a unit passes through Python, kept ones too, since no op that writes may be missed; an argument that a recipe
+holds is not offloaded by the saved-tensor hooks around the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sacplan.core import places
+from sacplan.core.elements import CallSite
+from sacplan.core.setup import compiled_inside
+from sacplan.errors import PlanError
+from sacplan.techniques.recompute.executor import (
+    draws,
+    handles,
+    hooks,
+    lookup,
+    nodes,
+    recorder,
+    schedule,
+    slots,
+)
+from sacplan.techniques.recompute.executor.compiled import checkpointed_for_compile, tags_of
+from sacplan.techniques.recompute.executor.handles import FirstStep
+from sacplan.techniques.recompute.executor.recorder import UnitRecorder
+from sacplan.techniques.recompute.executor.schedule import Schedule
+from sacplan.techniques.runtime import alignment, recording, saved, tensors
+from sacplan.techniques.runtime.alignment import Differences, RecordedUnit
+from sacplan.techniques.runtime.recording import here
+from sacplan.techniques.runtime.saved import Mark
+from sacplan.techniques.runtime.stand_ins import StandIn
+from sacplan.torch_compat import (
+    autograd,
+    compiling,
+    fake_kernels,
+    fake_tensors,
+    kernel_settings,
+    ops,
+    private,
+)
+from sacplan.torch_compat.autograd import current_saved_tensors_hooks
+from sacplan.torch_compat.compiling import keep_dynamo_out, stop_compiling
+
+_MAX_KINDS = 8
+_MAX_SCHEDULES = 4
+"""How many schedules are remembered for calls of one kind."""
+
+keep_dynamo_out(
+    alignment,
+    draws,
+    handles,
+    hooks,
+    lookup,
+    nodes,
+    places,
+    recorder,
+    recording,
+    saved,
+    schedule,
+    slots,
+    tensors,
+    autograd,
+    compiling,
+    fake_kernels,
+    fake_tensors,
+    kernel_settings,
+    ops,
+    private,
+)
+
+
+class PlannedForward(StandIn):
+    """Stands in for a unit's ``forward`` on the instance (``stand_ins.py``); undone by ``Handle.remove``.
+
+    Args:
+        module: the unit.
+        recorded: its calls in the recorded step, with what the plan discards.
+        elsewhere: names, relative to the unit, of modules in it that the recorded step knows under a name outside.
+        differences: what is told where a call does not do what was recorded.
+        check: whether the first step compares checksums.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        recorded: RecordedUnit,
+        elsewhere: frozenset[str] = frozenset(),
+        differences: Differences | None = None,
+        check: bool = True,
+    ) -> None:
+        super().__init__(module, recorded.fqn)
+        self.recorded = recorded
+        self.tags = tags_of(recorded)
+        self.tags.units.add(self)
+        self.differences = differences or Differences()
+        self._elsewhere = elsewhere
+        self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
+        self.first_step = FirstStep(check, check)
+        self._schedules: dict[Any, tuple[Schedule, ...]] = {}
+        self._parameters: list[tuple[dict[str, Any], str]] | None = None
+
+    def mark(self, marks: Mapping[CallSite, tuple[Mark, ...]]) -> None:
+        """Do something at ops of the unit from the next call on; nothing: as before."""
+        self.recorded = self.recorded.with_marks(marks)
+        self._schedules = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which learns from its own calls."""
+        return self.__dict__ | {"_schedules": {}, "_parameters": None}
+
+    def for_replica(self, replica: torch.nn.Module) -> PlannedForward:
+        """Return the stand-in of a replica. It shares what has been learned."""
+        other = super().for_replica(replica)
+        assert isinstance(other, PlannedForward)
+        other._parameters = None
+        return other
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        trains = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        if torch.compiler.is_compiling() and trains:
+            if self.recorded.has_marks:
+                stop_compiling(
+                    PlanError,
+                    f"unit {self.fqn!r} copies tensors to the host (technique offload), which torch.compile cannot do. "
+                    "Run the model uncompiled, or plan with other techniques than offload.",
+                )
+            return checkpointed_for_compile(self, args, kwargs)
+        # Without gradients autograd saves nothing, so there is nothing to discard.
+        if here.recorder is not None or not trains:
+            return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
+        if self._first_in_training is None:
+            self.differences.note_compiled(self.fqn, compiled_inside(self.module))
+        kind = self._kind_of_call(args, kwargs)
+        known = self._schedules.get(kind, ())
+        recorder = UnitRecorder(self.recorded, self._names, self.first_step, known)
+        with recorder:
+            out = self.call_original(*args, **kwargs)
+        if recorder.difference is not None and self._first_in_training in (None, self.module.training):
+            # What the first call alone does, such as filling a cache, is worth no warning.
+            self.differences.note(recorder.difference, may_warn=self._first_in_training is not None)
+        if self._first_in_training is None:
+            self._first_in_training = self.module.training
+        # The schedule of the latest call comes first, since the next call most likely does the same.
+        latest = recorder.learned or recorder.followed
+        if latest is not None and (not known or latest is not known[0]):
+            # Kinds that keep changing would fill memory; starting over costs one lookup each.
+            if len(self._schedules) == _MAX_KINDS and kind not in self._schedules:
+                self._schedules = {}
+            others = tuple(schedule for schedule in known if schedule is not latest)
+            self._schedules[kind] = (latest, *others[: _MAX_SCHEDULES - 1])
+        return out
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of the modules in the unit, by ``id``."""
+        return {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
+
+    def _kind_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return a key for calls that are expected to run the same ops and to save the same tensors."""
+        if self._parameters is None:
+            self._parameters = [(m._parameters, n) for m in self.module.modules() for n in m._parameters]
+        flags = [p is not None and p.requires_grad for p in (d.get(n) for d, n in self._parameters)]
+        flags += [isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())]
+        # Training decides which ops run, gradients what autograd saves, and hooks around the unit whether ours
+        # may be switched.
+        return self.module.training, current_saved_tensors_hooks() is None, tuple(flags)

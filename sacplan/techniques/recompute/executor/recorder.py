@@ -1,0 +1,353 @@
+"""The recorder of one call of a unit: sees its ops, makes nodes for the discarded ones, and gives autograd handles.
+
+The first call of a unit looks up every op among those of the recorded step (``alignment.py``), and leaves a
+``Schedule``. Later calls compare each op with it, which is all that happens to a kept op. Saved-tensor hooks are on
+only where autograd is about to save a discarded tensor; what it saves in between is kept and checked by autograd as
+usual.
+
+A call that departs from the schedule is looked up from there on, and leaves a schedule of its own. A schedule decides
+what a lookup would decide. Only the gaps at which hooks are on are an assumption; a tensor saved
+at another gap is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sacplan.core.elements import CallSite
+from sacplan.core.places import StepDifference
+from sacplan.errors import RecipeError
+from sacplan.record.calls import plain_tensors
+from sacplan.techniques.recompute.executor.draws import draw_of
+from sacplan.techniques.recompute.executor.handles import (
+    FirstStep,
+    Kept,
+    PassedOn,
+    RecipeHandle,
+    Wrapped,
+    base_without_history,
+)
+from sacplan.techniques.recompute.executor.hooks import UnitHooks, why_no_hooks
+from sacplan.techniques.recompute.executor.lookup import Lookup, func_facts
+from sacplan.techniques.recompute.executor.nodes import OutsideForward, Slot
+from sacplan.techniques.recompute.executor.schedule import (
+    NO_OPS,
+    Action,
+    Schedule,
+    ScheduledOp,
+    ScheduledOps,
+    ScheduleDraft,
+)
+from sacplan.techniques.recompute.executor.slots import SlotTable
+from sacplan.techniques.runtime.alignment import RecordedUnit
+from sacplan.techniques.runtime.recording import here
+from sacplan.techniques.runtime.saved import Mark, SavedStorages
+from sacplan.techniques.runtime.tensors import TAKES_A_NUMBER, with_lent_number
+from sacplan.torch_compat.autograd import autograd_sequence_number, in_backward
+from sacplan.torch_compat.local_tensors import Watching, is_deferred, local_part, wrapping_of
+from sacplan.torch_compat.ops import is_composite, run_in_parts, tensors_in
+from sacplan.torch_compat.private import is_plain
+
+_UNSCHEDULED = frozenset((torch.ops.aten.detach.default, torch.ops.prim.device.default))
+"""Autograd detaches outputs that it keeps itself, so where hooks are off; and asks fake tensors for their device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LastOp:
+    """The op that ran last in a call that differs from the recorded step.
+
+    Attributes:
+        number: autograd's sequence number then.
+        with_gradients: whether gradients were enabled.
+        site: of an op that leaves a node.
+    """
+
+    number: int
+    with_gradients: bool
+    site: CallSite | None
+
+    def precedes_save_by_custom_function(self, slot: Slot) -> bool:
+        """Return whether a custom ``autograd.Function`` saves this slot's tensor now, rather than an op.
+
+        PyTorch does not say who calls a pack hook. But an op's node takes its sequence number just before it saves the
+        inputs, so the number has moved on since the last op ran; and outputs are saved right after the op, which ran
+        with gradients enabled. A custom function saves after its forward, whose ops ran with gradients disabled.
+
+        Either error is safe: a tensor is kept that need not be, or ``Slot.take`` notices that the function wrote to it.
+        """
+        if autograd_sequence_number() != self.number:
+            return False  # a node has been made since: an op saves its inputs
+        return not self.with_gradients or slot.node.site is not self.site
+
+
+class UnitRecorder(Watching):
+    """The dispatch mode that is on while one call of a unit's forward runs.
+
+    Its state is in parts: the ``SlotTable`` of what has been discarded, the saved-tensor ``UnitHooks``, the schedule
+    that is followed, and, from where the call leaves it, the ``Lookup`` and the ``ScheduleDraft``.
+
+    Args:
+        recorded: the unit's calls in the recorded step, with what is discarded.
+        names: gives the names, relative to the unit, of the modules in it, by ``id``.
+        first_step: whether checksums are wanted.
+        schedules: what earlier calls did, the likely one first.
+
+    Attributes:
+        paused: ops that run now are no part of the unit's forward.
+        learned: after the call, its schedule; None if it did what one of the given says, or failed.
+        followed: that one.
+        difference: after the call, where it first differs from the recorded step, if it does.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        recorded: RecordedUnit,
+        names: Callable[[], Mapping[int, str]],
+        first_step: FirstStep | None = None,
+        schedules: Sequence[Schedule] = (),
+    ) -> None:
+        super().__init__()
+        self.paused = False
+        self.learned: Schedule | None = None
+        self.followed: Schedule | None = None
+        self.difference: StepDifference | None = None
+        self._unit = recorded.fqn
+        self._first_step = first_step or FirstStep(False, False)
+        # By storage, what this call has saved; only where something may be taken away.
+        self._saved = SavedStorages() if recorded.has_marks else None
+        self._slots = SlotTable(
+            self._unit, self._first_step.digests, None if self._saved is None else self._saved.of
+        )
+        self._hooks = UnitHooks()
+        # While a schedule is followed: it, the others that the call may turn out to follow, and the next op.
+        self._schedule = schedules[0] if schedules else None
+        self._others = schedules[1:]
+        self._ops: ScheduledOps = NO_OPS
+        self._at = 0
+        # From where it is left; there is a draft only then.
+        self._lookup = Lookup(recorded, names)
+        self._draft: ScheduleDraft | None = None
+        # Whether this call does not run what was recorded, as far as is known; only then is the last op of interest.
+        self._differs = False
+        self._last: _LastOp | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each op goes through a wrapper; Dynamo is kept out of this code (``recipes.py``)
+
+    def __enter__(self) -> UnitRecorder:
+        if why_no_hooks() is not None:
+            raise RecipeError(
+                f"unit {self._unit!r} cannot discard anything here, since saved-tensor hooks are disabled "
+                f"({why_no_hooks()}). Remove the plan for this call, handle.remove(), or plan with "
+                f"never=[{self._unit or '*'!r}]."
+            )
+        schedule = self._schedule
+        if schedule is not None:
+            self._ops = schedule.ops
+        self._lookup.enter(sys._getframe(1))
+        # A mark may be about any tensor that is saved, so with marks the hooks are always on.
+        may_switch = self._saved is None and (schedule is None or schedule.switches)
+        self._hooks.begin(self._pack, may_switch=may_switch)
+        if self._saved is not None:
+            self._saved.for_others = self._hooks.around is not None
+        # Without a schedule nobody knows where autograd saves a discarded tensor, so the hooks are on
+        # throughout.
+        if schedule is None or not self._hooks.may_switch:
+            self._hooks.switch(True)
+        super().__enter__()
+        here.recorder = self
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        here.recorder = None
+        super().__exit__(exc_type, exc_value, traceback)
+        if exc_type is None:
+            self._learn()
+        # Also after an error: hooks left behind would pack what the rest of the program saves.
+        self._hooks.end()
+        self._lookup.leave()
+        self._slots.clear()
+        if self._saved is not None:
+            self._saved.end()
+        self._saved = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_deferred(types):
+            return NotImplemented  # the ops on the tensors that these stand for come here, too
+        if self.paused:
+            return func(*args, **(kwargs or {}))
+        if is_composite(func):
+            return run_in_parts(self, func, args, kwargs)
+        given = with_lent_number(args) if func in TAKES_A_NUMBER else args
+        # From cheap to expensive: the schedule's next op, another schedule that began alike, a lookup.
+        expected, op = self._ops[self._at]
+        if expected is func:
+            self._at += 1
+        elif func not in _UNSCHEDULED and self._follows_another(func):
+            op = self._ops[self._at][1]
+            self._at += 1
+        else:
+            op = self._look_up(func, args, kwargs)
+        if op is not None and op.differs:
+            self._differs = True
+        # Only computations count: autograd asks for devices and detaches outputs in between.
+        if self._differs and func_facts(func).name is not None:
+            site = op.site if op else None
+            self._last = _LastOp(autograd_sequence_number(), torch.is_grad_enabled(), site)
+        if op is None:
+            return func(*given, **kwargs) if kwargs else func(*given)  # nothing to do, as for most ops
+        kwargs = kwargs or {}
+        action = self._action_of(op, func, args, kwargs)
+        if action is Action.DISCARD:
+            out = self._run_discarded(op, func, args, given, kwargs)
+        else:
+            if action is not Action.KEEP:
+                self._slots.note_write(func, args, kwargs)
+            out = func(*given, **kwargs)
+        if op.hooks is not None:
+            self._hooks.switch(op.hooks)
+        if op.marks:
+            self._tell(op.marks, args, kwargs, out)
+        return out
+
+    def _tell(self, marks: Sequence[Mark], args: Any, kwargs: Any, out: Any) -> None:
+        """Tell those who wait for an op that it has run."""
+        assert self._saved is not None
+        # Counted as a recording counts them, which has only those with a storage of their own layout.
+        tensors = plain_tensors(args, kwargs, out)
+        with OutsideForward():
+            for mark in marks:
+                mark.ran(tensors, self._saved.of)
+
+    def _action_of(self, op: ScheduledOp, func: Any, args: Any, kwargs: Any) -> Action:
+        """Return what to do about an op in this call: one that was not recorded follows its inputs."""
+        if op.action is not Action.FOLLOW:
+            return op.action
+        # It reads something discarded, so it may stand for an op that the plan discards. Keeping its output
+        # would hold memory that the plan counts as free.
+        if any(self._slots.slot_of(t) is not None for t in tensors_in((args, kwargs)) if is_plain(t)):
+            return Action.DISCARD
+        kept = func_facts(func).kept
+        return Action.KEEP if kept is None else kept.action
+
+    def _run_discarded(self, op: ScheduledOp, func: Any, args: Any, given: Any, kwargs: Any) -> Any:
+        """Run an op that the plan discards, and note how to run it again.
+
+        ``given`` are the arguments that it runs with now, ``args`` those that it gets again (``with_lent_number``).
+        """
+        traits, site = op.traits, op.site
+        assert traits is not None
+        assert site is not None
+        # Both before the op runs: it moves the generator, and changes the storages that it writes.
+        draw = draw_of(func, args, kwargs) if traits.random else None
+        overwritten = self._slots.before_write(traits, args, kwargs) if traits.written_names else None
+        out = func(*given, **kwargs)
+        # Not pinned: another thread drew from the same generator, so the op could not run again.
+        if draw is None or draw.is_pinned(func, args, kwargs):
+            self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten)
+        return out
+
+    # --- following a schedule, leaving it, and learning one ---
+
+    def _follows_another(self, func: Any) -> bool:
+        """Whether another schedule began with the same ops, and goes on with this one; it is followed from here on."""
+        if self._draft is not None or self._schedule is None:
+            return False  # ops are looked up already; or there never was a schedule
+        done = self._at
+        for other in self._others:
+            # Hooks that may have been off so far must be what the other one expects, or gaps would be wrong.
+            if other.switches == self._hooks.may_switch and other.goes_on(self._ops, done, func):
+                self._schedule, self._ops = other, other.ops
+                self._differs = other.differs_before(done)
+                if other.switches:
+                    self._hooks.switch(other.hooks_before(done))
+                return True
+        return False
+
+    def _look_up(self, func: Any, args: Any, kwargs: Any) -> ScheduledOp | None:
+        """Return what to do about an op that no schedule expects here, and remember it for the next call."""
+        if func in _UNSCHEDULED:
+            return None  # they come and go without anything that the plan decides about
+        draft = self._draft or self._leave_schedule()
+        op, known = self._lookup.next(func, args, kwargs)
+        if self._lookup.differs and not self._differs:
+            op = replace(op or ScheduledOp(Action.KEEP), differs=True)
+        # The next call may run what was recorded here, as one whose caches are filled does. What autograd then saves,
+        # it saves before that op is seen.
+        if self._lookup.departs:
+            draft.note_saved(discarded=True)
+        draft.add(func, op, known)
+        # Somebody else changes the hooks here, so at which gaps ours are on cannot be a part of the schedule.
+        if self._hooks.may_switch and (in_backward() or not self._hooks.on_top()):
+            self._hooks.may_switch = False  # other hooks come and go inside the unit
+        return op
+
+    def _leave_schedule(self) -> ScheduleDraft:
+        """Continue as if every op so far had been looked up."""
+        # From here on hooks are on, and ``NO_OPS`` makes every op a lookup, as in the first call.
+        done, schedule = self._at, self._schedule
+        draft = self._draft = ScheduleDraft() if schedule is None else schedule.beginning(done)
+        # Autograd may have saved something for the op that was not expected, with the hooks off.
+        if schedule is not None:
+            draft.note_saved(discarded=True)
+        likely = None if schedule is None else schedule.calls_around(done)
+        self._lookup.begin(draft.known, likely, differs=self._differs)
+        self._ops, self._at = NO_OPS, 0
+        self._hooks.switch(True)
+        return draft
+
+    def _learn(self) -> None:
+        """End a call that did not fail: say which schedule it followed, or make one of what it did."""
+        draft = self._draft
+        if draft is None:
+            # None marks the end of a schedule: the call ran all of its ops, or all of another one's.
+            if self._ops[self._at][0] is None or self._follows_another(None):  # it did what the schedule says
+                self.followed = self._schedule
+                self.difference = self.followed.difference if self.followed is not None else None
+                return
+            draft = self._leave_schedule()  # it did less
+        self._lookup.end()
+        self.difference = self._lookup.difference
+        self.learned = draft.schedule(switches=self._hooks.may_switch, difference=self.difference)
+
+    # --- what autograd saves ---
+
+    def _pack(self, t: torch.Tensor) -> Any:
+        """The pack hook: return a handle for a tensor that is discarded, else the tensor with its version."""
+        local = local_part(t)
+        plain = is_plain(t)
+        slot = self._slots.slot_of(local) if plain or is_plain(local) else None
+        if (
+            slot is not None
+            and self._differs
+            and self._last is not None  # None: no op has run since the call began to differ
+            and self._last.precedes_save_by_custom_function(slot)
+        ):
+            slot = None  # its backward pass was not recorded, and may overwrite what it saved
+        saved = self._saved.of(local) if self._saved is not None and is_plain(local) else None
+        if self._draft is not None:
+            self._draft.note_saved(discarded=slot is not None)
+        if slot is not None:
+            handle = RecipeHandle(slot, local, self._first_step, saved)
+            if local is t:
+                return handle
+        paused, self.paused = self.paused, True  # what runs now is not part of the unit
+        try:
+            if slot is not None:
+                return Wrapped(handle, wrapping_of(t), base_without_history(t, local))
+            # Hooks around the unit get a kept tensor as they would without ours. Else it carries the version
+            # that autograd, with hooks on, does not check.
+            if self._hooks.around is not None:
+                pack_hook, unpack_hook = self._hooks.around
+                return PassedOn(pack_hook(t), unpack_hook)
+            return Kept(t, plain, self._unit, saved if plain and not t.is_inference() else None)
+        finally:
+            self.paused = paused

@@ -1,0 +1,95 @@
+"""Groups of ops that are kept or discarded together, since an in-place write ties them.
+
+An in-place write destroys the old version of its storage, so that version cannot be kept for the backward pass. An op
+that reads it (the write itself, or any other reader) can run again only if the op that made it runs again, too. So
+the maker and all readers of an overwritten version are one group.
+
+Groups are the connected components of these ties, by union-find with path halving: nearly linear in the ops.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from sacplan.core.program import CallSite, Program
+
+Group = tuple[int, ...]
+
+
+def in_place_groups(program: Program, groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Join the groups of ops that in-place writes tie; in the order of their first ops."""
+    if not program.overwritten:
+        return tuple(groups)
+    group_of = {op: at for at, group in enumerate(groups) for op in group}
+    # A tie is from the group of a reader to the group of the maker. Versions made outside of these groups tie
+    # nothing here; ``discardable`` refuses their readers.
+    ties = (
+        (at, group_of[program.overwritten[s]])
+        for op, at in group_of.items()
+        for s in program.ops[op].reads
+        if program.overwritten.get(s) in group_of
+    )
+    return tuple(
+        tuple(sorted(op for at in together for op in groups[at]))
+        for together in connected(range(len(groups)), ties)
+    )
+
+
+def connected(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Return the connected components of the items under these pairs, in the order of the items."""
+    leader = {item: item for item in items}
+
+    def find(item: int) -> int:
+        while leader[item] != item:
+            # Path halving: every other item on the way is hung up one level higher.
+            leader[item] = item = leader[leader[item]]
+        return item
+
+    for one, other in pairs:
+        leader[find(one)] = find(other)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for item in leader:
+        groups[find(item)].append(item)
+    return list(groups.values())
+
+
+def discardable(program: Program, group: Group) -> bool:
+    """Whether a group may run again.
+
+    Each of its ops must be able to. The group must have the op that made each overwritten version that one of them
+    reads, and all readers of each overwritten version that one of them makes.
+    """
+    ops, inside = program.ops, set(group)
+    return all(
+        ops[i].recomputable
+        and all(program.overwritten.get(s, i) in inside for s in ops[i].reads)
+        and all(program.readers.get(s, inside) <= inside for s in ops[i].writes if s in program.overwritten)
+        for i in group
+    )
+
+
+def without_missing_versions(
+    program: Program, decisions: Mapping[str, Collection[CallSite]]
+) -> dict[str, tuple[CallSite, ...]]:
+    """Leave out the call sites that read an overwritten version which is not made again in the same unit.
+
+    Decisions that were not made by groups (Rotor's, a user's policy) may have such sites. To leave one out may make
+    another invalid, but only a later one: makers come before their readers, so one pass suffices.
+    """
+    found = {}
+    for unit, sites in decisions.items():
+        wanted = set(sites)
+        # Calls are looked at one by one, but a site that fails in one call is left out in all: a decision names
+        # sites.
+        for scope in program.calls.get(unit, ()) if program.overwritten else ():
+            made: set[int] = set()  # ops that run again; makers come before readers
+            for op, site in program.sites(scope).items():
+                if site in wanted:
+                    makers = (program.overwritten.get(s) for s in program.ops[op].reads)
+                    if all(maker is None or maker in made for maker in makers):
+                        made.add(op)
+                    else:
+                        wanted.discard(site)
+        found[unit] = tuple(site for site in sites if site in wanted)
+    return found

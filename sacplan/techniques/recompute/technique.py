@@ -1,0 +1,148 @@
+"""The technique "recompute": discard what ops make, and run them again when the backward pass asks for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from sacplan.core.decisions import Decision, Discarded, Partition, Recompute, as_decisions, discarded_by
+from sacplan.core.derived import derived
+from sacplan.core.program import CallSite, Patch, Program
+from sacplan.device.devices import DeviceSpec
+from sacplan.distributed.ranks.unit_limits import narrowed
+from sacplan.errors import PlanError
+from sacplan.techniques.base.regions import Option, Region, outermost, units_of
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.base.technique import Installed, Technique, ToInstall
+from sacplan.techniques.recompute.parts import parts
+from sacplan.techniques.recompute.regions import Regions
+from sacplan.techniques.recompute.rewrite import recompute, recompute_ops
+
+
+class Recomputation(Technique):
+    """Recomputation names the regions of the forward pass, which come with its own options (``regions.py``)."""
+
+    name = "recompute"
+    decision = (Recompute, Partition)
+    keeps_bits = True
+    shares_units = True
+
+    def longest_run(self, step: PlanStep) -> int:
+        """Return the length of the longest run of parts that can be joined."""
+        return _regions(step).longest_run
+
+    def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
+        """Return regions that cover the forward pass, each with its options."""
+        return _regions(step).joined(size)
+
+    def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
+        """Return the patch that discards the option's ops in the region's unit."""
+        discarded = dict.fromkeys(region.ops(option), 1)
+        return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())))
+
+    def parts(self, program: Program, region: Region, option: Option) -> Sequence[Option]:
+        """Return the groups of ops that do not touch each other."""
+        return parts(program, region, option)
+
+    def decisions(
+        self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
+    ) -> tuple[Decision, ...]:
+        """Return call sites of units that do not nest; a unit takes over those of units inside it."""
+        gone = frozenset(op for region, option in taken for op in region.ops(option))
+        # A unit inside a unit belongs to the outer one in the executor, so only the outermost are named.
+        outer = set(outermost(program, units_of(taken) if units is None else units))
+        found: dict[str, dict[CallSite, int]] = defaultdict(dict)
+        for unit in program.calls:
+            if unit in outer:
+                for scope in program.calls[unit]:
+                    for op, site in program.sites(scope).items():
+                        if op in gone:
+                            found[unit][site] = 1
+        return as_decisions(narrowed(program, found))
+
+    def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
+        """Return the patch that drops the discarded storages and runs their ops again.
+
+        Raises:
+            PlanError: one of these ops cannot run again.
+        """
+        discarded = discarded_by(decisions)
+        why = _why_not_again(program, discarded)
+        if why:
+            raise PlanError(why)
+        return recompute(program, discarded)
+
+    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
+        """Return which op that the decisions discard cannot run again; call sites that do not run are ignored."""
+        return _why_not_again(program, discarded_by(decisions))
+
+    def install(self, wanted: ToInstall) -> Installed:
+        """Replace the forward of each unit, or have the compiler's graphs partitioned so."""
+        # The executors are not needed to plan.
+        from sacplan.techniques.recompute.executor.install import InstalledRecipes
+        from sacplan.techniques.recompute.executor.partitions import InstalledPartitions
+
+        partitions = [one for one in wanted.decisions if isinstance(one, Partition)]
+        if partitions and len(partitions) < len(wanted.decisions):
+            raise PlanError("a plan recomputes call sites or splits compiled graphs; this one is to do both.")
+        if partitions:
+            return InstalledPartitions(partitions)
+
+        return InstalledRecipes(wanted.model, discarded_by(wanted.decisions), wanted.recorded, wanted.check)
+
+
+@derived
+def _regions(step: PlanStep) -> Regions:
+    early = step.program.liveness.unpacked_before_peak
+    return Regions(step.program, step.costs, early, step.pins)
+
+
+def _why_not_again(program: Program, discarded: Discarded) -> str:
+    # The executor sees one op at a time: it would discard such an op, and hold what that reads.
+    for unit, sites in discarded.items():
+        fixed = _fixed_sites(program, unit)
+        found = next((site for site in sites if site in fixed), None)
+        if found is not None:
+            return _cannot_run_again(unit, found, "it would not give the same values, or have another effect")
+        lost = _reads_lost_value(program, unit, sites)
+        if lost is not None:
+            why = "what it reads is written in place later, and the plan keeps what makes that"
+            return _cannot_run_again(unit, lost, why)
+    return ""
+
+
+@derived
+def _fixed_sites(program: Program, unit: str) -> frozenset[CallSite]:
+    """Return the call sites of a unit whose op may not run again, in one of its calls at least."""
+    ops = program.ops
+    return frozenset(
+        site
+        for scope in program.calls.get(unit, ())
+        for op, site in program.sites(scope).items()
+        if not ops[op].recomputable
+    )
+
+
+def _reads_lost_value(program: Program, unit: str, sites: Collection[CallSite]) -> CallSite | None:
+    """Return a call site that reads a value which is overwritten later and not made again, if there is one."""
+    for scope in program.calls.get(unit, ()) if program.overwritten else ():
+        made: set[int] = set()  # ops that run again; makers come before readers
+        for op, site in program.sites(scope).items():
+            if site not in sites:
+                continue
+            makers = {s: program.overwritten.get(s) for s in program.ops[op].reads}
+            lost = [s for s, maker in makers.items() if maker is not None and maker not in made]
+            if not lost:
+                made.add(op)
+            # An op that overwrites such a value is kept like the value, by the executor and by the rewrite.
+            elif lost != [program.ops[op].replaces]:
+                return site
+    return None
+
+
+def _cannot_run_again(unit: str, site: CallSite, why: str) -> str:
+    place = f", place {site.place!r}" if site.place else ""
+    return (
+        f"the plan discards {site.op} #{site.occurrence} of unit {unit!r}{place}, which cannot run again in this step: "
+        f"{why}. Leave out this decision, or have sacplan.plan make the plan."
+    )

@@ -1,0 +1,252 @@
+"""Stand-ins for a module's forward, on the module and on copies of it.
+
+A stand-in belongs to one module, but a shallow copy takes over the module's ``__dict__`` and would run it on the
+original's weights. So the module also gets, on the instance, what ``copy`` and ``pickle`` ask for its state and what
+``DataParallel`` asks for a replica:
+
+- ``copy.deepcopy`` and ``pickle`` give a module with a plan of its own.
+- ``copy.copy`` gives a module without a plan.
+- A replica has the plan, on its own weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from sacplan.core.places import StepDifference
+from sacplan.errors import PlanError
+from sacplan.techniques.runtime.alignment import Differences
+
+_CARRIER = "_sacplan_plan"  # in a module's state
+
+
+class _CannotBeScripted(PlanError, AttributeError):
+    """An ``AttributeError`` too, so that ``hasattr`` and ``getattr`` with a default see no such attribute."""
+
+
+class StandIn:
+    """Takes the place of a module's ``forward`` on the instance; undone by ``Handle.remove``.
+
+    Args:
+        module: the module.
+        fqn: its name in the model.
+
+    Attributes:
+        replaced: what had been put in that place before: by somebody else, or by another technique of the same plan,
+            since a module may run in slices and discard what they make.
+    """
+
+    def __init__(self, module: torch.nn.Module, fqn: str) -> None:
+        self.module = module
+        self.fqn = fqn
+        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._is_method = isinstance(inspect.getattr_static(type(module), "forward"), FunctionType)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in place of the module's own forward."""
+        raise NotImplementedError
+
+    def for_replica(self, replica: torch.nn.Module) -> StandIn:
+        """Return a stand-in for a replica, which may run on another thread."""
+        # Without ``__init__``: subclasses take other arguments, and a replica shares what has been learned.
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__, module=replica)
+        if isinstance(self.replaced, StandIn):
+            other.replaced = self.replaced.for_replica(replica)
+        return other
+
+    @property
+    def replaced_by_others(self) -> Callable[..., Any] | None:
+        """The forward that somebody else had put there before the plan, below all of the plan's own stand-ins."""
+        below = self.replaced
+        return below.replaced_by_others if isinstance(below, StandIn) else below
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that this one stands in for."""
+        if self.replaced is not None:
+            return self.replaced
+        # A function, or a static or class method, ... Bound by hand, since the instance's own ``forward`` is this.
+        found = inspect.getattr_static(type(self.module), "forward")
+        bind = getattr(type(found), "__get__", None)
+        forward: Callable[..., Any] = found if bind is None else bind(found, self.module, type(self.module))
+        return forward
+
+    def call_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``original`` in a way that Dynamo of torch 2.11 can trace: it cannot trace the binding of a method."""
+        if self._is_method and self.replaced is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.original(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.original
+
+    @property
+    def __code__(self) -> Any:
+        """``torch.export`` asks a forward where it is written."""
+        return getattr(self.original, "__code__")  # noqa: B009  (a callable need not have one)
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """``torch.jit.script`` asks a forward for this attribute. A plan cannot be scripted, so say that."""
+        raise cannot_be_scripted(f"unit {self.fqn!r}")
+
+
+def cannot_be_scripted(what: str) -> PlanError:
+    """Return the error for ``torch.jit.script`` on a model with a plan."""
+    return _CannotBeScripted(
+        f"a plan is applied to {what}, and torch.jit.script cannot keep it. Script the model without the plan: call "
+        "handle.remove() first."
+    )
+
+
+class InstalledStandIns:
+    """The stand-ins of one technique on the modules of a model.
+
+    Attributes:
+        units: fqns of the modules whose forward is replaced.
+    """
+
+    def __init__(self) -> None:
+        self._differences = Differences()
+        self._planned: list[StandIn] = []
+
+    def _put_on(self, planned: Iterable[StandIn]) -> None:
+        self._planned = list(planned)
+        for stand_in in self._planned:
+            put_on(stand_in.module, stand_in)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of the modules, in the order in which they were put on."""
+        return tuple(planned.fqn for planned in self._planned)
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """For each unit that departed from the recorded step, its first difference."""
+        return tuple(self._differences.by_unit.values())
+
+    def forget_differences(self) -> None:
+        """Start a new step: drop the differences so far."""
+        self._differences.clear()
+
+    def check_removable(self) -> None:
+        """Raise ``PlanError`` if somebody replaced a forward again.
+
+        The stand-in of another technique may lie over this one: they are of one plan, and removed from the top.
+        """
+        for planned in self._planned:
+            found = planned.module.__dict__.get("forward")
+            # Down through the stand-ins of the same plan; anything else in between was put there by others.
+            while isinstance(found, StandIn) and found is not planned:
+                found = found.replaced
+            if found is not planned:
+                raise PlanError(
+                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
+                    "first, then remove the plan."
+                )
+
+    def remove(self) -> None:
+        """Give every module its own forward back. Pending backward passes stay correct."""
+        for planned in self._planned:
+            take_off(planned.module, planned)
+        self._planned = []
+
+
+def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:
+    """Make the module run ``stand_in``; its copies behave as the top of this file says."""
+    # On the instance, where Python looks before it asks the class, and past ``Module.__setattr__``.
+    module.__dict__["forward"] = stand_in
+    module.__dict__["__getstate__"] = _State(module, stand_in)
+    module.__dict__["_replicate_for_data_parallel"] = _Replicate(module, stand_in)
+
+
+def take_off(module: torch.nn.Module, stand_in: StandIn) -> None:
+    """Undo ``put_on``."""
+    _clear(module.__dict__, stand_in)
+    # ``_clear`` goes down to what is below the whole plan. What another technique of the plan has there comes back.
+    if isinstance(stand_in.replaced, StandIn):
+        put_on(module, stand_in.replaced)
+
+
+def _clear(attributes: dict[str, Any], stand_in: StandIn) -> None:
+    """Remove the plan from the attributes of a module, or of a copy of it."""
+    for name in ("__getstate__", "_replicate_for_data_parallel", _CARRIER):
+        attributes.pop(name, None)
+    if attributes.get("forward") is stand_in:
+        del attributes["forward"]
+        if stand_in.replaced_by_others is not None:
+            attributes["forward"] = stand_in.replaced_by_others
+
+
+class _Replicate:
+    """The ``_replicate_for_data_parallel`` of a module.
+
+    PyTorch's own copies the module's ``__dict__`` (``torch/nn/modules/module.py``), the stand-in with it.
+    """
+
+    def __init__(self, module: torch.nn.Module, stand_in: StandIn) -> None:
+        self._module = module
+        self._stand_in = stand_in
+
+    def __call__(self) -> torch.nn.Module:
+        replica: torch.nn.Module = type(self._module)._replicate_for_data_parallel(self._module)
+        planned = replica.__dict__.get("forward") is self._stand_in
+        _clear(replica.__dict__, self._stand_in)
+        # A forward that others put on the module is bound to the original's weights. DataParallel without a
+        # plan would run it as it is, and so does this.
+        if planned and self._stand_in.replaced_by_others is None:
+            put_on(replica, self._stand_in.for_replica(replica))
+        return replica
+
+
+class _State:
+    """The ``__getstate__`` of a module."""
+
+    def __init__(self, module: torch.nn.Module, stand_in: StandIn) -> None:
+        self._module = module
+        self._stand_in = stand_in
+
+    def __call__(self) -> Any:
+        own = getattr(type(self._module), "__getstate__", None)  # Python 3.10 has none for every object
+        state = self._module.__dict__ if own is None else own(self._module)
+        if not isinstance(state, dict):
+            return state  # the class has a format of its own, in which there is no place for the plan
+        state = dict(state)
+        planned = state.get("forward") is self._stand_in
+        _clear(state, self._stand_in)
+        # ``copy.copy`` and ``copy.deepcopy`` ask for the state in the same way, so only the caller tells them
+        # apart.
+        if planned and sys._getframe(1).f_code is not copy.copy.__code__:
+            state["forward" if "forward" in state else _CARRIER] = _Carrier(self._module, self._stand_in)
+        return state
+
+
+class _Carrier:
+    """A placeholder in a module's state: a deep or pickled copy that is made from the state gets a plan."""
+
+    def __init__(self, module: torch.nn.Module, stand_in: StandIn) -> None:
+        self._module = module
+        self._stand_in = stand_in
+
+    def __reduce__(self) -> Any:
+        return _carried, (self._module, self._stand_in)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward that was there before the plan: a class that copies its state shallowly ends up here."""
+        replaced = self._stand_in.replaced_by_others
+        assert replaced is not None
+        return replaced(*args, **kwargs)
+
+
+def _carried(module: torch.nn.Module, stand_in: StandIn) -> StandIn:
+    put_on(module, stand_in)
+    return stand_in

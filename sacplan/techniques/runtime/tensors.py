@@ -1,0 +1,156 @@
+"""Cheap reads from tensors: views, versions, aliases, digests and checksums.
+
+Private PyTorch API, tried on 2.13: keysets of tensors, and the thread's set of excluded dispatch keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sacplan.torch_compat.fake_tensors import FakeTensor
+from sacplan.torch_compat.ops import is_ordinary_tensor
+
+View = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
+"""Size, strides, storage offset, dtype."""
+
+_REAL = frozenset({torch.Tensor, torch.nn.Parameter})
+_HASHED_BYTES, _BLOCK_BYTES = 2**14, 2**12
+_TYPE_OF_NUMBER = {int: np.int64, float: np.float64}
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_ADINPLACEORVIEW = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_number_of_modes = torch._C._len_torch_dispatch_stack
+_keys_of = torch._C._dispatch_keys
+
+_ordinary: dict[tuple[type, int], bool] = {}
+
+
+def view_of(t: torch.Tensor) -> View:
+    """Return how the tensor lies on its storage."""
+    return t.shape, t.stride(), t.storage_offset(), t.dtype
+
+
+def version_of(t: torch.Tensor) -> int:
+    """Return the version counter; 0 for an inference tensor, which has none."""
+    return 0 if t.is_inference() else t._version
+
+
+def is_ordinary(t: torch.Tensor) -> bool:
+    """Whether size, strides and storage describe the tensor; remembered by type and dispatch keys, which decide it."""
+    key = (type(t), _keys_of(t).raw_repr())
+    found = _ordinary.get(key)
+    if found is None:
+        found = _ordinary[key] = is_ordinary_tensor(t)
+    return found
+
+
+def history_free_aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return aliases on the same storages and version counters, without history; for real tensors no mode sees it."""
+    # Inside of a dispatch mode the key is off that makes an alias share the version counter (``detach`` in
+    # ``torch/csrc/autograd/VariableTypeManual.cpp``).
+    below = _is_excluded(_ADINPLACEORVIEW)
+    if below:
+        _set_excluded(_ADINPLACEORVIEW, False)
+    try:
+        # Without a mode nothing sees the op. A subclass needs its own dispatch, so it goes through the modes.
+        if not _number_of_modes():
+            return [t.detach() for t in tensors]
+        return [_unseen_detach(t) if type(t) in _REAL else t.detach() for t in tensors]
+    finally:
+        if below:
+            _set_excluded(_ADINPLACEORVIEW, True)
+
+
+def _unseen_detach(t: torch.Tensor) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch():
+        return t.detach()
+
+
+TAKES_A_NUMBER = frozenset(
+    getattr(torch.ops.aten, name).Tensor
+    for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
+)
+"""Elementwise ops whose second argument is a tensor, of 8 bytes, that C++ made of the Python number it was."""
+
+
+def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments for a dispatch mode to pass on, with a number put into a tensor on numpy's memory.
+
+    The mode gets the number as a Python number, while the tensor that C++ made of it is still alive in the caller.
+    Passing on the number would make a second tensor, which the plain step does not have, perhaps at the step's peak.
+
+    This is done only where the op treats a tensor without dimensions like a number: beside a float tensor that has
+    dimensions, neither decides the type of the result.
+    """
+    tensor, number = args[0], args[1]
+    # In order: no number (``type``, since a bool is an int, too); a subclass, another device, or a type of result that
+    # the number could decide; modes below this one, which would see a tensor; a number that int64 does not hold.
+    if (
+        type(number) not in _TYPE_OF_NUMBER
+        or type(tensor) not in _REAL
+        or not tensor.is_cpu
+        or not tensor.ndim
+        or not tensor.is_floating_point()
+        or _number_of_modes()
+        or not -(2**63) <= number < 2**63
+    ):
+        return args
+    lent = torch.from_numpy(np.array(number, _TYPE_OF_NUMBER[type(number)]))
+    return (tensor, lent, *args[2:])
+
+
+def digest(t: torch.Tensor) -> int | None:
+    """Return a number that shows whether a CPU tensor was written, by whatever; None where that is not checked.
+
+    All bytes are read once, at about the memory's bandwidth, and none are allocated by PyTorch, whose peak a plan
+    predicts. Up to 16 KiB they are hashed. Of what is larger, 8-byte words are added up twice: by blocks of 4 KiB, and
+    by their place in a block. A write goes by unseen only if it leaves every block and every place its sum; to write a
+    value, or to let rows change places, does not.
+
+    Not checked are tensors on other devices, since reading them would synchronize, and tensors with gaps in their
+    memory, where others may write.
+    """
+    # See above: other devices, subclasses (a fake tensor has no bytes), and memory that others share.
+    if not t.is_cpu or type(t) not in _REAL or not _is_dense(t):
+        return None
+    address, n_bytes = t.data_ptr(), t.nbytes
+    if n_bytes <= _HASHED_BYTES:
+        return hash(ctypes.string_at(address, n_bytes))
+    memory = memoryview((ctypes.c_char * n_bytes).from_address(address))
+    in_blocks = n_bytes // _BLOCK_BYTES * _BLOCK_BYTES
+    words = np.frombuffer(memory, np.uint64, in_blocks // 8).reshape(-1, _BLOCK_BYTES // 8)
+    rest = ctypes.string_at(address + in_blocks, n_bytes - in_blocks)
+    return hash((words.sum(axis=1).tobytes(), words.sum(axis=0).tobytes(), rest))
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    """Whether its elements are all that lies between the first and the last, in any order of dimensions."""
+    if t.is_contiguous():
+        return t.numel() > 0
+    # ``last`` is the offset of the last element: with one element more than that there are no gaps.
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return 0 < t.numel() == last + 1
+
+
+def checksum(t: torch.Tensor) -> tuple[int, ...] | None:
+    """Return a checksum of the bits, without a temporary of the tensor's size; None where nothing can be computed."""
+    if isinstance(t, FakeTensor) or t.is_meta or not t.numel():
+        return None  # there are no bits
+    if t.numel() <= 2 and not t.is_floating_point():
+        return None  # seeds and offsets, which attention kernels without dropout do not fill
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # to read the result would synchronize, which a capture forbids
+    bits = torch.view_as_real(t) if t.is_complex() else t
+    bits = bits.view(_INT_OF_SIZE[bits.element_size()])
+    # On a CPU the result lies in numpy's memory: PyTorch allocates nothing, at what may be the peak of the step.
+    out = torch.from_numpy(np.empty((), np.uint64)) if t.is_cpu else None
+    found = torch.hash_tensor(bits, out=out)
+    # Equal elements cancel out in the hash, so one of them is looked at.
+    return int(found.view(torch.int64)), int(bits[(0,) * bits.ndim])

@@ -1,0 +1,192 @@
+"""Fake tensors: how they are made below every dispatch mode, and which errors their ops raise.
+
+Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``torch._subclasses``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._subclasses import fake_impls, fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+)
+
+from sacplan.torch_compat.private import replaced
+
+FAKE_TENSORS_CANNOT = (
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.UnsupportedOperatorException,
+)
+"""Errors of fake tensors for ops whose results depend on data, or that have no fake kernel."""
+
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+def fake_device_of(func: Any, args: Any) -> torch.device | None:
+    """Answer as FakeTensorMode does if ``func`` asks for a fake tensor's device; return None for any other op.
+
+    Two thirds of the calls that reach a dispatch mode above FakeTensorMode are this query.
+    """
+    if func is not _DEVICE_OF or type(args[0]) is not FakeTensor:
+        return None
+    tensor = args[0]
+    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
+def fake_empty_strided(
+    mode: FakeTensorMode, size: Any, stride: Any, dtype: torch.dtype, storage: Any = None, offset: int = 0
+) -> FakeTensor:
+    """Make a fake CPU tensor, on a given meta storage or on a new one. No dispatch mode sees it being made."""
+    # On the meta device, and wrapped: that is what FakeTensorMode does, but through the dispatcher and its cache.
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        if storage is None:
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
+        return _wrapped(mode, meta)
+
+
+@contextmanager
+def fake_parameters() -> Iterator[None]:
+    """Inside, making a fake tensor one of a subclass of Parameter, such as bitsandbytes', leaves a fake Parameter."""
+
+    def made(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(data) is not FakeTensor or not issubclass(kind, torch.nn.Parameter):
+            return _MAKE_SUBCLASS(kind, data, *args, **kwargs)
+        # As Parameter does with a tensor of another class, which would not know the subclass either.
+        return torch.nn.Parameter(data, *args, **kwargs)
+
+    with replaced(torch.Tensor, _make_subclass=staticmethod(made)):
+        yield
+
+
+_MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
+
+FIRST_ARGUMENT = object()
+"""Marks, among an op's outputs, the op's first argument."""
+
+
+def fake_tensors(mode: FakeTensorMode, outputs: Any, base: Any) -> list[Any]:
+    """Make fake CPU tensors of (is a view of ``base``, size, stride, offset, dtype); pass on other values."""
+    made: list[Any] = []
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        for spec in outputs:
+            if type(spec) is not tuple:
+                made.append(base if spec is FIRST_ARGUMENT else spec)
+                continue
+            is_view, size, stride, offset, dtype = spec
+            if is_view:
+                meta = torch.empty(0, dtype=dtype, device="meta")
+                meta.set_(base.untyped_storage(), offset, size, stride)
+            else:
+                meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            made.append(_wrapped(mode, meta))
+    return made
+
+
+def _wrapped(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
+    """Return ``FakeTensor(mode, meta, CPU)``, in a third of the time: all but the tensor itself is copied.
+
+    ``meta`` is new: it requires no gradient.
+    """
+    attributes = vars(mode).get(_ATTRIBUTES)
+    if attributes is None:
+        first = FakeTensor(mode, meta, CPU)
+        # Not the mode itself, which would then hold itself until the garbage collector runs.
+        vars(mode)[_ATTRIBUTES] = {name: value for name, value in vars(first).items() if value is not mode}
+        return first
+    made: FakeTensor = _MAKE_SUBCLASS(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(attributes)
+    made.fake_mode = mode
+    return made
+
+
+_ATTRIBUTES = "_sacplan_attributes"
+"""Name in the mode under which the attributes of a new fake CPU tensor are kept."""
+
+
+def meta_storage(nbytes: int) -> Any:
+    """Make a storage that has a size and no data."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def fake_failures_unlogged() -> Iterator[None]:
+    """Keep FakeTensorMode from logging the traceback of an op that its formula refuses. The error is still raised."""
+    logger, says_nothing = logging.getLogger(fake_tensor.__name__), logging.Filter()
+    # Only messages of that text: whatever else the module logs comes through.
+    says_nothing.filter = lambda record: "failed while attempting" not in str(record.msg)  # type: ignore[method-assign]
+    logger.addFilter(says_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(says_nothing)
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """Return the innermost FakeTensorMode that is on; None if none is."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, FakeTensorMode):
+            return mode
+    return None
+
+
+# Makes a tensor without memory.
+ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
+
+
+def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
+    """Where ``where()`` is true, replace fake zero tensors by expanded ones of one element. For the whole process.
+
+    Autograd's formulas make zero tensors, which have sizes and no memory. Ops on them run under the dispatch key
+    ZeroTensor (``aten/src/ATen/ZeroTensorFallback.cpp``), above any dispatch mode. Those kernels fail on fake tensors,
+    and an exception there ends the interpreter.
+    """
+
+    def zeros(
+        mode: FakeTensorMode, func: Any, size: Any, dtype: torch.dtype | None = None, **options: Any
+    ) -> Any:
+        if not where():
+            return NotImplemented
+        # Strides of 0: one element stands for all, as close to no memory as an ordinary tensor comes.
+        return fake_empty_strided(mode, size, [0] * len(size), dtype or torch.get_default_dtype())
+
+    fake_impls.op_implementations_dict[ZERO_TENSOR] = zeros
+
+
+_FALLBACK: CodeType = fake_tensor.run_fallback_kernel.__code__
+
+
+def op_run_on_zeros(error: BaseException) -> Any:
+    """Return the op that raised ``error`` while FakeTensorMode ran it for real on zeros; None if there is none.
+
+    FakeTensorMode does so with ops that have no fake kernel (``run_fallback_kernel`` in ``fake_tensor.py``), and the
+    error then says nothing of the op. The frame of that function does.
+    """
+    # From the outside in: the first frame of that function is the call that failed.
+    at = error.__traceback__
+    while at is not None:
+        if at.tb_frame.f_code is _FALLBACK:
+            return at.tb_frame.f_locals["func"]
+        at = at.tb_next
+    return None

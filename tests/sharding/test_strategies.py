@@ -1,0 +1,257 @@
+"""Strategies of ops on simulated ranks: what each says, against the op on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sacplan.distributed.sharding.mesh import Mesh
+from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, cut
+from sacplan.distributed.sharding.strategies import AxisStrategy, axis_strategies
+from sacplan.torch_compat.calls import Call
+from tests.support.local_calls import local_call
+from tests.support.op_steps import STEPS, below, calls_of, ignored, x
+from tests.support.placed import assert_all_right, assert_right, offered, random_pairs, run_on_ranks
+from tests.support.slices import OpCall
+from tests.support.slow import slow_after
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def doubles() -> Any:
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_strategy_is_right(name: str) -> None:
+    found = [assert_all_right(call, 2) for call in calls_of(STEPS[name])]
+    assert sum(n > 1 for n in found) >= 0.5 * len(found)
+
+
+@pytest.mark.parametrize("name", slow_after(4, STEPS))
+def test_axes_do_not_depend_on_each_other(name: str) -> None:
+    """A strategy for each of two axes, whatever they are, where their cuts fit together."""
+    mesh = Mesh.of({"dp": 2, "tp": 2})
+    several = 0
+    for call in calls_of(STEPS[name]):
+        for pair in random_pairs(call, mesh, most=12):
+            if not any(s.draws for s in pair):
+                assert_right(call, pair, mesh)
+                several += all(s.cut for s in pair)
+    assert several > 3
+
+
+def strategy_of(call: OpCall, *inputs: Any) -> AxisStrategy:
+    """The one on two ranks whose inputs lie so."""
+    return next(s for s in offered(call, 2) if s.inputs == inputs)
+
+
+def mm() -> OpCall:
+    return OpCall(aten.mm.default, (x(4, 6), x(6, 8)), {})
+
+
+def addmm() -> OpCall:
+    return OpCall(aten.addmm.default, (x(8), x(4, 6), x(6, 8)), {})
+
+
+def nll(labels: torch.Tensor, reduction: int = 1) -> OpCall:
+    return OpCall(aten.nll_loss_forward.default, (x(8, 6), labels, None, reduction, -100), {})
+
+
+R, P = REPLICATED, PARTIAL
+WRONG: dict[str, Callable[[], tuple[OpCall, AxisStrategy]]] = {
+    "a product's rows said to be summands": lambda: (
+        call := mm(), replace(strategy_of(call, cut(0), R), outputs=(P,))
+    ),
+    "a sum over ranks said to be whole": lambda: (
+        call := mm(), replace(strategy_of(call, cut(1), cut(0)), outputs=(R,))
+    ),
+    "every rank adds the bias": lambda: (
+        call := addmm(), replace(strategy_of(call, P, cut(1), cut(0)), inputs=(R, cut(1), cut(0)))
+    ),
+    "both factors of a product are summands": lambda: (mm(), AxisStrategy((P, P), (P,))),
+    "a function of a sum is the sum of the function": lambda: (
+        OpCall(aten.exp.default, (x(4, 6),), {}), AxisStrategy((P,), (P,))
+    ),
+    "a mean of parts is not scaled": lambda: (
+        call := OpCall(aten.mean.dim, (x(4, 6), [0]), {}), replace(strategy_of(call, cut(0)), averages=())
+    ),
+    "the other half of a dimension": lambda: (
+        call := OpCall(aten.view.default, (x(4, 6, 8), [24, 8]), {}),
+        replace(strategy_of(call, cut(1)), outputs=(cut(0),)),
+    ),
+    "a mean over labels, weighed by ranks": lambda: (
+        call := nll(ignored(6, 8)), replace(strategy_of(call, cut(0), cut(0)), reduces=(), averages=(0,))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_strategy_is_found(what: str) -> None:
+    call, strategy = WRONG[what]()
+    assert strategy not in offered(call, 2)
+    with pytest.raises(AssertionError):
+        assert_right(call, [strategy], Mesh.of(2))
+
+
+def strategies_of(func: Any, *args: Any, available: Sequence[Any] = (), **kwargs: Any) -> list[str]:
+    """As text: inputs, then outputs."""
+    found = axis_strategies(Call(func, args, kwargs, func(*args, **kwargs)), 2, available)
+    assert set(found[0].inputs + found[0].outputs) == {R}
+    return [f"{' '.join(map(str, s.inputs))} -> {' '.join(map(str, s.outputs))}" for s in found]
+
+
+def test_what_is_offered() -> None:
+    a, b = x(4, 6), x(6, 8)
+    product = ["R R -> R", "S0 R -> S0", "S1 S0 -> P", "R S1 -> S1"]
+    assert strategies_of(aten.mm.default, a, b) == [*product, "P R -> P", "R P -> P"]
+    assert strategies_of(aten.mm.default, a, b, available=[[R], [R, P]]) == [*product, "R P -> P"]
+    assert strategies_of(aten.amax.default, a, [1]) == ["R -> R", "S0 -> S0", "S1 -> Pmax"]
+    assert strategies_of(aten.any.dim, a > 0, 1) == ["R -> R", "S0 -> S0"]  # no partial truth
+    assert strategies_of(aten._softmax.default, a, 1, False) == ["R -> R", "S0 -> S0"]
+    assert strategies_of(aten.mm.default, x(3, 5), x(5, 7)) == ["R R -> R", "P R -> P", "R P -> P"]
+    assert strategies_of(aten.add.Tensor, a, 1.0) == ["R -> R", "S0 -> S0", "S1 -> S1"]
+    assert strategies_of(aten.add.Tensor, a, a)[-1] == "P P -> P"
+
+
+def test_a_vocabulary_and_classes_may_be_cut() -> None:
+    weight, ids, labels = x(12, 8), below(12, 4, 6), ignored(6, 8)
+    scores, total = x(8, 6), torch.tensor(5.0)
+    assert "S0 R -> P" in strategies_of(aten.embedding.default, weight, ids)
+    assert "R R -> S0" in strategies_of(aten.embedding_dense_backward.default, x(4, 6, 8), ids, 12, 3, False)
+    assert "S1 -> S1" in strategies_of(aten._log_softmax.default, scores, 1, False)
+    assert "S1 R -> P R" in strategies_of(aten.nll_loss_forward.default, scores, labels, None, 1, -100)
+    assert "S1 R S0 -> P P" in strategies_of(aten.nll_loss_forward.default, scores, labels, x(6), 2, -100)
+    backward = aten.nll_loss_backward.default
+    assert "R S1 R R -> S1" in strategies_of(backward, x(), scores, labels, None, 1, -100, total)
+    (told,) = [
+        s
+        for s in offered(OpCall(aten._log_softmax.default, (scores, 1, False), {}), 2)
+        if s.inputs == (cut(1),)
+    ]
+    assert told.inside_bytes == 2 * 8 * 8  # one double for each rank and row
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_softmax_over_ranks_is_as_exact_as_the_kernel(dtype: torch.dtype) -> None:
+    scores = (x(32, 512) * 4).to(dtype)
+    call = OpCall(aten._log_softmax.default, (scores, 1, False), {})
+    (whole,) = call.run()
+    (found,), _ = run_on_ranks(call, [strategy_of(call, cut(1))], Mesh.of(2))
+    assert found.dtype == dtype
+    exact = scores.double().log_softmax(1)
+    assert (found.double() - exact).abs().max() <= 1.1 * (whole.double() - exact).abs().max()
+    grad = x(32, 512).to(dtype)
+    call = OpCall(aten._log_softmax_backward_data.default, (grad, whole, 1, dtype), {})
+    (theirs,) = call.run()
+    (ours,), _ = run_on_ranks(call, [strategy_of(call, cut(1), cut(1))], Mesh.of(2))
+    assert ours.dtype == dtype
+    exact = grad.double() - whole.double().exp() * grad.double().sum(1, keepdim=True)
+    assert (ours.double() - exact).abs().max() <= 1.5 * (theirs.double() - exact).abs().max()
+
+
+def test_classes_that_are_ignored_may_be_classes() -> None:
+    scores, labels = x(8, 6), below(6, 8)
+    for ignore in (0, 2, 5):
+        assert_all_right(
+            OpCall(aten.nll_loss_forward.default, (scores, labels, x(6).exp(), 1, ignore), {}), 2
+        )
+
+
+def test_norms_come_from_those_of_parts() -> None:
+    for args in ((), (3.0,), (2, [1]), (1, [0, 2], True), (2, None, False)):
+        assert assert_all_right(OpCall(aten.linalg_vector_norm.default, (x(4, 6, 8), *args), {}), 2) > 3
+    found = strategies_of(aten.linalg_vector_norm.default, x(4, 6))
+    assert found == ["R -> R", "S0 -> R", "S1 -> R"]
+    assert strategies_of(aten.linalg_vector_norm.default, x(4, 6), 0) == ["R -> R"]
+
+
+def test_cuts_inside_a_dimension_are_offered_where_an_input_has_them() -> None:
+    merged = x(24, 8)
+    assert strategies_of(aten.view.default, merged, [4, 6, 8]) == ["R -> R", "S0 -> S0", "S1 -> S2", "P -> P"]
+    found = strategies_of(aten.view.default, merged, [4, 6, 8], available=[[cut(0, 4)]])
+    assert found == ["R -> R", "S0 -> S0", "S0/4 -> S1", "S1 -> S2"]
+    nested = axis_strategies(Call(aten.neg.default, (x(8),), {}, x(8)), 2, nested=[2])
+    assert [s.outputs[0] for s in nested] == [R, cut(0), cut(0, 2), P]
+
+
+def test_a_cast_to_less_precision_gets_the_sum() -> None:
+    a, bias = x(4), x(4).float()
+    assert "P -> P" not in strategies_of(aten._to_copy.default, a, dtype=torch.float32)
+    assert "P -> P" not in strategies_of(aten._to_copy.default, a, dtype=torch.int64)
+    assert "P -> P" in strategies_of(aten._to_copy.default, bias, dtype=torch.float64)
+
+
+def test_ops_that_draw_say_so() -> None:
+    a = x(4, 6)
+    with torch.no_grad():
+        out = aten.native_dropout(a, 0.5, True)
+        found = axis_strategies(Call(aten.native_dropout.default, (a, 0.5, True), {}, out), 2)
+        assert [s.outputs for s in found] == [(R, R), (cut(0), cut(0)), (cut(1), cut(1))]
+        assert all(s.draws for s in found)
+        found = axis_strategies(Call(aten.bernoulli_.float, (a, 0.5), {}, a), 2)
+    assert [s.inputs for s in found] == [(R,), (cut(0),), (cut(1),)]
+    assert all(s.draws for s in found)
+    assert not axis_strategies(Call(aten.neg.default, (a,), {}, a), 2)[0].draws
+
+
+def test_attention_draws_its_mask_again_as_it_was_drawn() -> None:
+    q, lse, seed = (torch.empty(s, device="meta") for s in ((2, 4, 64, 8), (2, 4, 64), ()))
+    forward = aten._scaled_dot_product_efficient_attention.default
+    drawn = axis_strategies(Call(forward, (q, q, q, None, True, 0.5), {}, (q, lse, seed, seed)), 2)
+    assert [s.outputs[0] for s in drawn] == [R, cut(0), cut(1)]
+    assert all(s.draws for s in drawn)
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    args = (q, q, q, q, torch.empty(0), q, lse, seed, seed, 0.5, [True, True, True, False])
+    n = 9
+    for forward_cut in (R, cut(0), cut(1)):
+        available = [[R, cut(0), cut(1)]] * n
+        available[6] = [forward_cut]
+        found = axis_strategies(Call(backward, args, {}, (q, q, q)), 2, available)
+        assert {s.outputs[0] for s in found if not any(p.is_partial for p in s.outputs)} == {forward_cut}
+
+
+def test_what_an_op_writes_stays_where_it_is() -> None:
+    a, b = x(4, 6), x(4, 6)
+    for func in (aten.add_.Tensor, aten.mul_.Tensor, aten.copy_.default):
+        found = axis_strategies(Call(func, (a, b), {}, a), 2)
+        assert len(found) > 2
+        assert all(s.inputs[0] == s.outputs[0] for s in found)
+        assert Call(func, (a, b), {}).written == (0,)
+    norm = aten.native_batch_norm.default
+    stats = (x(6), x(6))
+    assert Call(norm, (a, None, None, *stats, True, 0.1, 1e-5), {}).written == (1, 2)
+    assert Call(norm, (a, None, None, *stats, False, 0.1, 1e-5), {}).written == ()
+
+
+def test_a_mean_over_labels_that_are_left_out_says_what_it_reduces() -> None:
+    call = nll(ignored(6, 8))
+    strategy = strategy_of(call, cut(0), cut(0))
+    assert strategy.outputs == (P, R)
+    assert strategy.reduces == (1,)
+    local = local_call(Call(call.func, call.args, {}, call.run()), [strategy], Mesh.of(2))
+    assert not local.is_plain
+    assert not any(s.reduces for s in offered(nll(below(6, 8), reduction=2), 2))
+
+
+def test_descriptions_of_tensors_are_enough() -> None:
+    """As a recorded program has them: shapes, and dtypes by name."""
+    described = [Described(t.shape, str(t.dtype).removeprefix("torch.")) for t in (x(4, 6), x(6, 8), x(4, 8))]
+    found = axis_strategies(Call(aten.mm.default, described[:2], {}, described[2]), 2)
+    assert found == axis_strategies(Call(aten.mm.default, (x(4, 6), x(6, 8)), {}, x(4, 8)), 2)
+
+
+class Described:
+    """A tensor's shape and type."""
+
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
