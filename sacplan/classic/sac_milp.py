@@ -49,7 +49,7 @@ class SacMilpResult(_Triple):
     bound_ms: float | None
     gap: float | None
 
-    def __new__(
+    def __new__(  # noqa: D102  # the docstring of the class documents it
         cls,
         ac_decisions: dict[str, float],
         recomputation_time_ms: float,

@@ -80,6 +80,8 @@ def fit_schema() -> dict[str, Any]:
 
 
 class Error(msgspec.Struct):
+    """What went wrong, in the place of an answer."""
+
     type: str
     message: str
     exit_code: int

@@ -204,6 +204,7 @@ class RealOp:
         self.kwargs = {name: self._value(value, name) for name, value in kwargs.items()}
 
     def __call__(self) -> Any:
+        """Run the op."""
         if self._op == "mkldnn_rnn_layer":
             # It prepares for the backward pass, and keeps a workspace for it, only where autograd is on.
             with torch.enable_grad():

@@ -7,9 +7,9 @@ is alive. The rest must be made again from them, and each op that makes a missin
     bytes kept for later at this moment <= peak_bytes - bytes alive for other reasons
 
 The cheapest choice of what to keep is a closure problem over the whole forward pass. Its lower hull of kept bytes
-against time (``techniques/recompute/closure.py``) lies below every choice, so the point of the hull at that many bytes is a valid
-bound. A few minimum cuts find the edge of the hull around that point. Each moment gives a bound, and the largest
-counts. We look at a few moments, those with the most bytes alive without a plan.
+against time (``techniques/recompute/closure.py``) lies below every choice, so the point of the hull at that many bytes
+is a valid bound. A few minimum cuts find the edge of the hull around that point. Each moment gives a bound, and the
+largest counts. We look at a few moments, those with the most bytes alive without a plan.
 
 The bound holds for schedules that run the recorded ops in their order, recompute tensors, and hold between ops what
 the code holds. In the tables of ``benchmarks/bound.py`` it is called "boundary". It is not tight: it ignores the

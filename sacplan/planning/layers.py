@@ -280,6 +280,6 @@ def _ops_in_words(values: Iterable[_SiteValue]) -> str:
 
 
 def summed(numbers: Iterable[float | int | None]) -> int | None:
+    """Return the sum; None if a number is unknown."""
     found = list(numbers)
-    # A sum with an unknown part would be wrong, so it is unknown as well.
     return None if None in found else sum(found)  # type: ignore[arg-type]

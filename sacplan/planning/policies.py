@@ -2,9 +2,9 @@
 
 This is what people do by hand. The checkpointing modes and their names are those of torchtitan
 (``torchtitan/distributed/activation_checkpoint.py``) and torchtune (PR #785). They differ in how they run: as recipes
-(``techniques/recompute/executor/recipes.py``), so that only ops whose outputs the backward pass asks for run again, and nothing
-is cached that autograd does not use. Nothing is optimised here. The peak and the recomputation of the plan are measured
-on the rewritten program, as for any other plan.
+(``techniques/recompute/executor/recipes.py``), so that only ops whose outputs the backward pass asks for run again, and
+nothing is cached that autograd does not use. Nothing is optimised here. The peak and the recomputation of the plan are
+measured on the rewritten program, as for any other plan.
 
 A rule turns into decisions in three steps. ``layers_of`` finds the layers: the longest runs of numbered siblings that
 look alike and feed one another. The mode then selects ops in them (``_Selects``, by position in one call of a layer).

@@ -182,6 +182,7 @@ def layer_facts(layers: Sequence[LayerReading]) -> list[dict[str, object]]:
 
 
 def part_facts(part: LayerOps) -> dict[str, object]:
+    """Return a part of a layer as JSON has it."""
     return {"ops": part.ops, "modules": list(part.modules), "bytes": part.n_bytes, "ms": part.ms}
 
 

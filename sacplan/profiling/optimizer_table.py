@@ -2,8 +2,8 @@
 
 A class of another library is traced as it is: bitsandbytes registers fake kernels of its updates. A few
 classes of ours stand in this table. ``AdamW8bitSizes`` has the sizes of bitsandbytes' AdamW8bit, so that other
-optimizers can be compared with it where that library is not installed (``tests/profiling/test_optimizer_table.py`` checks
-the sizes), and so has its paged one. ``MuonAndAdamW`` steps two optimizers, as people do with Muon.
+optimizers can be compared with it where that library is not installed (``tests/profiling/test_optimizer_table.py``
+checks the sizes), and so has its paged one. ``MuonAndAdamW`` steps two optimizers, as people do with Muon.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ class ConfigChange:
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
+        """Have the model changed inside of the ``with`` block."""
         before = getattr(self.config, self.attribute)
         setattr(self.config, self.attribute, self.value)
         try:
@@ -52,13 +53,16 @@ class FusedAttention:
 
     @property
     def says(self) -> str:
+        """What was found in the recording."""
         return f"Attention runs as separate ops because {', and '.join(self.found)}: a fused kernel"
 
     @property
     def code(self) -> str:
+        """The lines that help."""
         return "\n".join(self.found.values())
 
     def made(self) -> AbstractContextManager[None]:
+        """Have the model changed inside of the ``with`` block."""
         return repaired(self.found)
 
 

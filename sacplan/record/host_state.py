@@ -99,6 +99,7 @@ def shards_host_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.O
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """Iterate over parameters that have state, with it."""
     for p, state in optimizer.state.items():
         if isinstance(state, dict):
             yield p, state

@@ -66,6 +66,7 @@ class LinearSolution:
 
     @property
     def gap(self) -> float | None:
+        """The relative distance of the objective from the bound."""
         return relative_gap(self.objective, self.bound)
 
 

@@ -1,7 +1,7 @@
 """Layouts: the placements of a tensor on the ranks of a mesh, one for each axis.
 
-A dimension that is cut is seen as (outer, ranks, inner), as slices in ``core/factors/axes.py`` are: each rank has one of
-the middle. ``outer`` is in units of the full tensor, so the placements on two axes do not depend on each other, even
+A dimension that is cut is seen as (outer, ranks, inner), as slices in ``core/factors/axes.py`` are: each rank has one
+of the middle. ``outer`` is in units of the full tensor, so the placements on two axes do not depend on each other, even
 where both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
 
 In messages: ``"R"`` replicated, ``"S1"`` cut along dimension 1, ``"S1/8"`` the same with an outer size of 8,

@@ -128,6 +128,7 @@ class BatchInputs:
         return name in self.parameters and self.parameters[name].default is inspect.Parameter.empty
 
     def layout_of(self, name: str) -> int:
+        """Return a size of the layout; 0 if it has none of this name."""
         return self.layout.get(name, 0)
 
     def part(self, *names: str) -> Any:
@@ -145,6 +146,7 @@ class BatchInputs:
         )
 
     def floats(self, *shape: int) -> torch.Tensor:
+        """Return random floats, normally distributed."""
         return torch.randn(shape, dtype=self.dtype, device=self.place)
 
     def shares(self, *shape: int) -> torch.Tensor:
@@ -152,9 +154,11 @@ class BatchInputs:
         return torch.rand(shape, dtype=self.dtype, device=self.place)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """Return random integers in [low, high), at least ``low``."""
         return torch.randint(low, max(high, low + 1), shape, device=self.place_of_integers)
 
     def ones(self, *shape: int) -> torch.Tensor:
+        """Return ones, such as a mask that hides nothing."""
         return torch.ones(shape, dtype=torch.long, device=self.place_of_integers)
 
     def rows_of(self, *values: int) -> torch.Tensor:
@@ -167,6 +171,7 @@ class BatchInputs:
         return self.integers(min(10, self.vocab - 1), self.vocab, self.rows, *choices, length or self.length)
 
     def classes(self, *shape: int) -> torch.Tensor:
+        """Return random labels of the classes that the model knows."""
         return self.integers(0, self.config.num_labels, *shape)
 
     def image_shape(self) -> tuple[int, int, int]:
@@ -195,6 +200,7 @@ class BatchInputs:
         return max(1, self.sizes.samples // unit) * unit
 
     def images(self) -> torch.Tensor:
+        """Return one random image in each row."""
         return self.floats(self.rows, *self.image_shape())
 
     def patches(self) -> int:

@@ -32,22 +32,28 @@ from sacplan.core.factors.rule import Dims, Rule
 class FlowGraph(Protocol):
     """Ops and tensors, by number. Ops are numbered in the order in which they run.
 
-    Attributes:
-        rules, inputs, outputs: by op.
-        producer: by tensor, the op that returned it; -1: it comes from outside.
-        computed_by: by tensor, the op that computes it: of a view, the one that made what is viewed; or -1.
+    An op is -1 where there is none: the tensor comes from outside.
     """
 
     @property
-    def rules(self) -> Sequence[Rule | None]: ...
+    def rules(self) -> Sequence[Rule | None]:
+        """By op."""
+
     @property
-    def inputs(self) -> Sequence[tuple[int, ...]]: ...
+    def inputs(self) -> Sequence[tuple[int, ...]]:
+        """By op."""
+
     @property
-    def outputs(self) -> Sequence[tuple[int, ...]]: ...
+    def outputs(self) -> Sequence[tuple[int, ...]]:
+        """By op."""
+
     @property
-    def producer(self) -> Sequence[int]: ...
+    def producer(self) -> Sequence[int]:
+        """By tensor, the op that returned it."""
+
     @property
-    def computed_by(self) -> Sequence[int]: ...
+    def computed_by(self) -> Sequence[int]:
+        """By tensor, the op that computes it: of a view, the one that made what is viewed."""
 
     def readers(self, tensor: int, end: int) -> Sequence[int]:
         """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""

@@ -97,9 +97,8 @@ class Chunking(Technique):
 
     def install(self, wanted: ToInstall) -> Installed:
         """Replace the forward of each unit."""
-        from sacplan.techniques.chunk.executor.install import (
-            InstalledChunks,  # the executor is not needed to plan
-        )
+        # The executor is not needed to plan.
+        from sacplan.techniques.chunk.executor.install import InstalledChunks
         from sacplan.techniques.chunk.executor.stretch import InstalledStretches
 
         stretches = _stretches(wanted.decisions)

@@ -290,6 +290,7 @@ class SlicedForward(StandIn):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # ops of a compiled graph reach no mode
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, with its stretches in slices unless gradients are recorded."""
         if torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         # Asked anew in each call: modules may have been added or replaced since.

@@ -138,6 +138,7 @@ class PlannedForward(StandIn):
         return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit as planned; without gradients, as it is."""
         trains = torch.is_grad_enabled() and not torch.compiler.is_exporting()
         if torch.compiler.is_compiling() and trains:
             if self.recorded.has_marks:
