@@ -11,7 +11,6 @@ step does:
 from __future__ import annotations
 
 import functools
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -86,12 +85,8 @@ class Dataflow:
         consumers: by tensor, the ops that read it.
         computes: by op, whether it is no view.
         storage: by tensor.
-        maker: by storage, the op that allocated it or made this version of it; -1: none.
         origin: by storage, the one whose memory it is a version of.
-        readers_of: by storage, the ops that read it, in order.
         last_op: by storage, the last op at which it is alive; ``n_ops`` if it outlives the step.
-        live: by op, bytes alive while it runs, its workspace left out.
-        workspace: by op.
     """
 
     def __init__(self, program: Program, pinned: Collection[int] = ()) -> None:
@@ -108,10 +103,10 @@ class Dataflow:
         self.outputs: list[tuple[int, ...]] = []
         self.producer = [-1] * len(tensors)
         consumers: list[list[int]] = [[] for _ in tensors]
-        self.maker = [-1] * n_storages
         self.origin = list(range(n_storages))
-        readers: list[list[int]] = [[] for _ in range(n_storages)]
+        self._last_read = [-1] * n_storages
         viewed: set[int] = set()
+        writer = program.writer
         for i, op in enumerate(ops):
             inputs, outputs = op.inputs, op.outputs
             # It returns the tensor that it was given, so nothing flows through it.
@@ -119,8 +114,6 @@ class Dataflow:
                 inputs = outputs = ()
             self.inputs.append(inputs)
             self.outputs.append(outputs)
-            for s in op.writes:
-                self.maker[s] = i
             if op.replaces >= 0:
                 self.origin[op.writes[0]] = self.origin[op.replaces]
                 # A slice of the loop writes its own memory, and views of the old one would not see it.
@@ -128,7 +121,7 @@ class Dataflow:
                     self.rules[i] = None
             for t in inputs:
                 consumers[t].append(i)
-                if self.producer[t] < 0 and self.maker[self.storage[t]] >= 0:
+                if self.producer[t] < 0 and writer.get(self.storage[t], i) < i:
                     self.rules[i] = None  # it reads through a view what was written since
             for t in outputs:
                 if self.producer[t] < 0:
@@ -136,18 +129,16 @@ class Dataflow:
                 if not self.computes[i]:
                     viewed.add(self.storage[t])
             for s in op.reads:
-                readers[s].append(i)
+                self._last_read[s] = i
             # No version says what it wrote, or two results share memory: slices of them would not.
             if op.mutates or len({self.storage[t] for t in outputs}) < len(outputs) * self.computes[i]:
                 self.rules[i] = None
         self.consumers = [tuple(dict.fromkeys(c)) for c in consumers]
-        self.readers_of = readers
         self.computed_by = [
-            self.maker[s] if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
+            writer.get(s, -1) if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
         ]
         self._first_use = self._first_uses()
-        self.workspace = [op.workspace_bytes for op in ops]
-        self._fill_memory()
+        self.last_op = self._last_ops()
 
     def _first_uses(self) -> list[int]:
         """Return by op the first op that computes something from what it gives: itself, unless it is a view."""
@@ -161,21 +152,18 @@ class Dataflow:
                 )
         return found
 
-    def _fill_memory(self) -> None:
-        program = self.program
-        at_op = program.liveness.at_op.tolist()
-        self.live = [total - workspace for total, workspace in zip(at_op, self.workspace, strict=True)]
-        self.last_op = [self.n_ops] * len(program.storage_bytes)
-        now = -1
+    def _last_ops(self) -> list[int]:
+        program, now = self.program, -1
+        found = [self.n_ops] * len(program.storage_bytes)
         for code, arg in program.events:
             if code == Event.OP:
                 now = arg
             elif code == Event.FREE:
-                self.last_op[arg] = now
+                found[arg] = now
         for i, op in enumerate(program.ops):
             if op.replaces >= 0:
-                self.last_op[op.replaces] = i - 1  # its bytes are those of the new version from then on
-        self.initial = frozenset(program.initial)
+                found[op.replaces] = i - 1  # its bytes are those of the new version from then on
+        return found
 
     def readers(self, tensor: int, end: int) -> Sequence[int]:
         """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
@@ -183,8 +171,7 @@ class Dataflow:
 
     def read_after(self, storage: int, op: int) -> bool:
         """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""
-        readers = self.readers_of[storage]
-        return self.last_op[storage] == self.n_ops or bisect_right(readers, op) < len(readers)
+        return self.last_op[storage] == self.n_ops or self._last_read[storage] > op
 
     @functools.cached_property
     def splits(self) -> dict[int, set[tuple[int, ...]]]:
