@@ -170,7 +170,7 @@ def _rehearsed(program: Program, stretch: PlacedStretch, device: DeviceSpec) -> 
     d = stretch.decision
     rehearsal = Rehearsal(program, device)
     sampled = SampledSlices(rehearsal)
-    loop = Stretch(d.dim, d.outer, d.inner, d.slices)
+    loop = Stretch(d)
     # First the ops are put off, which allocates the buffers of the exits. Then one run of the loop fills them.
     with rehearsal.running():
         allocated = _deferred(program, stretch, loop, rehearsal)
