@@ -23,6 +23,7 @@ from sacplan.core.derived import derived
 from sacplan.core.elements import Event, Op, Tensor
 from sacplan.core.factors.rule import Rule, rule_of
 from sacplan.core.program import Program
+from sacplan.techniques.chunk.flow import FlowGraph
 from sacplan.torch_compat.ops import is_alias, op_named
 
 
@@ -71,7 +72,7 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class Dataflow:
+class Dataflow(FlowGraph):
     """The forward ops of a program.
 
     Args:
@@ -79,10 +80,9 @@ class Dataflow:
         pinned: ops that must see whole tensors.
 
     Attributes:
+        program: see above.
         rules, inputs, outputs: by op. An op that returns the tensor that it is given has no inputs and outputs.
-        producer: by tensor, the op that made it; -1: it was there, or it is on memory that was written in place.
-        computed_by: by tensor, the op that computes it: of a view, the one that made what is viewed; or -1.
-        consumers: by tensor, the ops that read it.
+        producer: by tensor, as in ``FlowGraph``; -1 also for one on memory that was written in place.
         computes: by op, whether it is no view.
         storage: by tensor.
         origin: by storage, the one whose memory it is a version of.
@@ -90,50 +90,37 @@ class Dataflow:
     """
 
     def __init__(self, program: Program, pinned: Collection[int] = ()) -> None:
+        ops, tensors, writer = program.ops, program.tensors, program.writer
+        # It returns the tensor that it was given, so nothing flows through it.
+        same = [bool(op.outputs) and set(op.outputs) <= set(op.inputs) and not op.mutates for op in ops]
+        super().__init__(
+            [None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)],
+            [() if none else op.inputs for op, none in zip(ops, same, strict=True)],
+            [() if none else op.outputs for op, none in zip(ops, same, strict=True)],
+            len(tensors),
+        )
         self.program = program
-        ops, tensors = program.ops, program.tensors
         self.n_ops = len(ops)
-        n_storages = len(program.storage_bytes)
         self.storage = [t.storage for t in tensors]
         self.computes = [not is_alias(op.name) for op in ops]
-        self.rules: list[Rule | None] = [
-            None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)
-        ]
-        self.inputs: list[tuple[int, ...]] = []
-        self.outputs: list[tuple[int, ...]] = []
-        self.producer = [-1] * len(tensors)
-        consumers: list[list[int]] = [[] for _ in tensors]
-        self.origin = list(range(n_storages))
-        self._last_read = [-1] * n_storages
+        self.origin = list(range(len(program.storage_bytes)))
+        self._last_read = {s: i for i, op in enumerate(ops) for s in op.reads}
         viewed: set[int] = set()
-        writer = program.writer
         for i, op in enumerate(ops):
-            inputs, outputs = op.inputs, op.outputs
-            # It returns the tensor that it was given, so nothing flows through it.
-            if outputs and set(outputs) <= set(inputs) and not op.mutates:
-                inputs = outputs = ()
-            self.inputs.append(inputs)
-            self.outputs.append(outputs)
+            outputs = self.outputs[i]
             if op.replaces >= 0:
                 self.origin[op.writes[0]] = self.origin[op.replaces]
-                # A slice of the loop writes its own memory, and views of the old one would not see it.
-                if op.replaces in viewed:
-                    self.rules[i] = None
-            for t in inputs:
-                consumers[t].append(i)
-                if self.producer[t] < 0 and writer.get(self.storage[t], i) < i:
-                    self.rules[i] = None  # it reads through a view what was written since
-            for t in outputs:
-                if self.producer[t] < 0:
-                    self.producer[t] = i
-                if not self.computes[i]:
-                    viewed.add(self.storage[t])
-            for s in op.reads:
-                self._last_read[s] = i
-            # No version says what it wrote, or two results share memory: slices of them would not.
-            if op.mutates or len({self.storage[t] for t in outputs}) < len(outputs) * self.computes[i]:
+            # It reads through a view what was written since.
+            late = any(
+                not 0 <= self.producer[t] < i and writer.get(self.storage[t], i) < i for t in self.inputs[i]
+            )
+            # No version says what it wrote, or two results share memory: slices of them would not. Or a slice of the
+            # loop would write its own memory, and views of the old one would not see it.
+            shared = len({self.storage[t] for t in outputs}) < len(outputs) * self.computes[i]
+            if late or op.mutates or shared or op.replaces in viewed:
                 self.rules[i] = None
-        self.consumers = [tuple(dict.fromkeys(c)) for c in consumers]
+            if not self.computes[i]:
+                viewed.update(self.storage[t] for t in outputs)
         self.computed_by = [
             writer.get(s, -1) if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
         ]
@@ -171,7 +158,7 @@ class Dataflow:
 
     def read_after(self, storage: int, op: int) -> bool:
         """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""
-        return self.last_op[storage] == self.n_ops or self._last_read[storage] > op
+        return self.last_op[storage] == self.n_ops or self._last_read.get(storage, -1) > op
 
     @functools.cached_property
     def splits(self) -> dict[int, set[tuple[int, ...]]]:

@@ -37,7 +37,7 @@ from sacplan.techniques.chunk.executor.values import (
     SlicedRegion,
     Stage,
 )
-from sacplan.techniques.chunk.flow import Conflict, factor_flow, parts_of
+from sacplan.techniques.chunk.flow import Conflict, FlowGraph, factor_flow, parts_of
 from sacplan.techniques.runtime.recording import unrecorded
 from sacplan.torch_compat.local_tensors import DEFERRED_TYPES
 from sacplan.torch_compat.ops import is_alias, op_traits, tensors_in
@@ -314,38 +314,18 @@ def _axes_like(asked: Chunk, size: int, rules: Sequence[Rule]) -> Mapping[Axis, 
     return dict.fromkeys(found)
 
 
-class _CollectedOps:
-    """Nodes of a stretch as a graph through which a factor flows, see ``FlowGraph``. Values are its tensors."""
-
-    def __init__(self, nodes: Sequence[DeferredOp]) -> None:
-        numbers: dict[DeferredTensor, int] = {}
-
-        def numbered(values: Sequence[DeferredTensor | None]) -> tuple[int, ...]:
-            return tuple(numbers.setdefault(value, len(numbers)) for value in values if value is not None)
-
-        self.rules = [node.rule for node in nodes]
-        self.inputs = [numbered(node.values) for node in nodes]
-        self.outputs = [numbered(node.made) for node in nodes]  # all there: the stretch refers to them
-        self.producer = [-1] * len(numbers)
-        self._readers: list[list[int]] = [[] for _ in numbers]
-        for i, (read, made) in enumerate(zip(self.inputs, self.outputs, strict=True)):
-            for t in dict.fromkeys(read):
-                self._readers[t].append(i)
-            for t in made:
-                self.producer[t] = i
-        self.computed_by = self.producer  # views are nodes like all others
-        self.numbers = numbers
-
-    def readers(self, tensor: int, end: int) -> Sequence[int]:
-        """Return the nodes that read a tensor; all are needed."""
-        return self._readers[tensor]
-
-
 def _cut_along(nodes: Sequence[DeferredOp], last: DeferredTensor, axis: Axis) -> bool:
     """Cut nodes, and what they make, so that one value is cut along an axis; False if that is not possible."""
-    graph = _CollectedOps(nodes)
+    numbers: dict[DeferredTensor, int] = {}
+
+    def numbered(values: Sequence[DeferredTensor | None]) -> tuple[int, ...]:
+        return tuple(numbers.setdefault(value, len(numbers)) for value in values if value is not None)
+
+    inputs = [numbered(node.values) for node in nodes]
+    outputs = [numbered(node.made) for node in nodes]  # all there: the stretch refers to them
+    graph = FlowGraph([node.rule for node in nodes], inputs, outputs, len(numbers))
     try:
-        flow = factor_flow(graph, graph.numbers[last], axis, 0, len(nodes) - 1)
+        flow = factor_flow(graph, numbers[last], axis, 0, len(nodes) - 1)
     except Conflict:
         return False
     if len(flow.within) < len(nodes):
