@@ -23,14 +23,14 @@ from sacplan.core.decisions import Chunk
 from sacplan.core.derived import derived
 from sacplan.core.elements import CallSite, Event, Phase
 from sacplan.core.liveness import Fold
-from sacplan.core.program import Patch, Program
+from sacplan.core.program import Program
 from sacplan.core.rewriting import PatchBuilder
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError
 from sacplan.record.rehearsal import Rehearsal, RehearsedOps
 from sacplan.techniques.chunk.dataflow import dataflow
 from sacplan.techniques.chunk.executor.collected import Stretch
-from sacplan.techniques.chunk.families import Kinship, Rewrite, merged, transferred
+from sacplan.techniques.chunk.families import Kinship, Rewrite, transferred
 from sacplan.techniques.chunk.sampling import SampledSlices
 from sacplan.torch_compat.ops import is_alias, is_computation, op_named, tensors_in
 
@@ -59,23 +59,12 @@ class PlacedStretch:
     waiting: tuple[int, ...]
 
 
-def stretches_patch(program: Program, decisions: Sequence[Chunk], device: DeviceSpec) -> Patch:
-    """Return the rewrite of a program for stretches.
-
-    Raises:
-        PlanError: a stretch that the program does not have, or that cannot run in slices as it says.
-    """
-    # By where they begin, so that what the loops add is numbered in the order of the step.
-    found = [one.patch for decision in decisions for one in stretch_rewrites(program, decision, device)]
-    return merged(program, sorted(found, key=lambda patch: min(patch.events)))
-
-
 @derived
 def stretch_rewrites(program: Program, decision: Chunk, device: DeviceSpec) -> tuple[Rewrite, ...]:
     """Return the rewrites for a decision, one for each call of its unit; worked out once, since searches ask again.
 
     Raises:
-        PlanError: see ``stretches_patch``.
+        PlanError: a stretch that the program does not have, or that cannot run in slices as it says.
     """
     found = []
     for stretch in placed_stretches(program, decision):
@@ -184,9 +173,7 @@ def _rehearsed(program: Program, stretch: PlacedStretch, device: DeviceSpec) -> 
     for i, buffers in allocated.items():
         at = int(program.liveness.op_events[i])
         draft.events[at] = tuple(rehearsal.into(draft, buffers, Phase.FORWARD, program.ops[i].scope))
-    # An op of a slice counts for all slices that it stands for.
-    counted = RehearsedOps(sampled.counted(seen.ops, seen.first), seen.events, seen.first)
-    events = rehearsal.into(draft, counted, Phase.FORWARD, scope)
+    events = sampled.into(draft, seen, Phase.FORWARD, scope)
     # Nothing is alive at first: the inputs and the buffers of the exits belong to the step around the loop.
     fold, loop_bytes = Fold(program, draft.patch(), initial=()), 0
     for code, arg in events:

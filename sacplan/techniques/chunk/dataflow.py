@@ -20,7 +20,7 @@ import torch
 import sacplan.core.factors  # noqa: F401  (registers the rules)
 from sacplan.core.calls import Opaque, call_with, dtype_of
 from sacplan.core.derived import derived
-from sacplan.core.elements import Event, Op, Tensor
+from sacplan.core.elements import Event, Op
 from sacplan.core.factors.rule import Rule, rule_of
 from sacplan.core.program import Program
 from sacplan.techniques.chunk.flow import FlowGraph
@@ -59,17 +59,6 @@ def rule_of_op(program: Program, op: Op) -> Rule | None:
         return tuple(ShapeAndDtype(t.shape, dtype_of(t)) for t in map(program.tensors.__getitem__, tensors))
 
     return _rule(op.name, op.arguments, layouts(op.inputs), layouts(op.outputs))
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its memory without gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 class Dataflow(FlowGraph):

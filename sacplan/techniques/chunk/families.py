@@ -165,21 +165,28 @@ def transferred(rewrite: Rewrite, kin: Kinship, scope: int) -> Rewrite | None:
         scope=lambda _: scope,
     )
     try:
-        moved = msgspec.structs.replace(
-            patch,
-            events={
-                kin.positions[at]: tuple(indices.event(*event) for event in events)
-                for at, events in patch.events.items()
-            },
-            ops=tuple(indices.moved(msgspec.structs.replace(op, scope=scope)) for op in patch.ops),
-            resized={storage(s): n_bytes for s, n_bytes in patch.resized.items()},
-            handle_storages=tuple(map(storage, patch.handle_storages)),
-            handle_ops=tuple(-1 if i < 0 else kin.ops[i] for i in patch.handle_ops),
-            instance_handles=tuple(map(indices.handle, patch.instance_handles)),
-        )
-        return replace(rewrite, patch=moved, deferred=frozenset(kin.ops[i] for i in rewrite.deferred))
+        moved = _moved(patch, indices, kin.positions.__getitem__)
+        ops = tuple(msgspec.structs.replace(op, scope=scope) for op in moved.ops)
+        deferred = frozenset(kin.ops[i] for i in rewrite.deferred)
     except KeyError:
-        return None  # it looks at something that only the first call has
+        return None  # it looks at something that only the first part has
+    return replace(rewrite, patch=msgspec.structs.replace(moved, ops=ops), deferred=deferred)
+
+
+def _moved(patch: Patch, indices: Indices, position: Callable[[int], int]) -> Patch:
+    """Return a patch with other indices, at other positions."""
+    return msgspec.structs.replace(
+        patch,
+        events={
+            position(at): tuple(indices.event(*event) for event in events)
+            for at, events in patch.events.items()
+        },
+        ops=tuple(map(indices.moved, patch.ops)),
+        resized={indices.storage(s): n_bytes for s, n_bytes in patch.resized.items()},
+        handle_storages=tuple(map(indices.storage, patch.handle_storages)),
+        handle_ops=tuple(-1 if i < 0 else indices.op(i) for i in patch.handle_ops),
+        instance_handles=tuple(map(indices.handle, patch.instance_handles)),
+    )
 
 
 def merged(program: Program, patches: Sequence[Patch]) -> Patch:
@@ -199,21 +206,9 @@ def merged(program: Program, patches: Sequence[Patch]) -> Patch:
             handle=_behind(draft.handle_storages),
             instance=_behind(draft.instance_handles),
         )
-        for at, found in patch.events.items():
-            if at in draft.events:
-                raise ValueError(f"two patches look at event {at}")
-            draft.events[at] = tuple(indices.event(*event) for event in found)
-        ops = [indices.moved(op) for op in patch.ops]
-        handles = list(map(indices.storage, patch.handle_storages))
-        instances = list(map(indices.handle, patch.instance_handles))
-        draft.ops.new += ops
-        for storage, n_bytes in patch.resized.items():
-            draft.storage_bytes[storage] = n_bytes
-        for n_bytes, kind in zip(patch.storage_bytes, patch.storage_kinds, strict=True):
-            draft.new_storage(n_bytes, kind)
-        for s, op in zip(handles, patch.handle_ops, strict=True):
-            draft.new_handle(s, op)
-        draft.instance_handles.new += instances
+        if both := draft.events.keys() & patch.events:
+            raise ValueError(f"two patches look at event {min(both)}")
+        draft.add(_moved(patch, indices, lambda at: at))
     return draft.patch()
 
 

@@ -34,8 +34,9 @@ from sacplan.core.factors.rule import Rule
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
-from sacplan.techniques.chunk.dataflow import Dataflow, is_dense
+from sacplan.techniques.chunk.dataflow import Dataflow
 from sacplan.techniques.chunk.flow import Conflict, FactorFlow, axis_of, factor_flow, parts_of
+from sacplan.torch_compat.private import is_dense
 
 _WINDOW = 160  # ops that a stretch reaches back at most
 _REPEATED = 24  # ops in a row that are like earlier ones: layers repeat
@@ -395,7 +396,7 @@ class _Finder:
                     return None  # the memory is there before the loop
                 output = [flow.storage[t] for t in flow.outputs[root]].index(flow.origin[s])
                 tensor = program.tensors[flow.outputs[root][output]]
-                if not is_dense(tensor) or tensor.offset:
+                if not is_dense(tensor.shape, tensor.stride) or tensor.offset:
                     return None  # the executor makes a buffer by shape and strides alone
                 found.append((root, output))
         return found

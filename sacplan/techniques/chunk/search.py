@@ -20,11 +20,11 @@ the optimum.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from sacplan.core.decisions import Chunk
@@ -35,8 +35,9 @@ from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.chunk.body import ops_by_site, stretch_rewrites, stretches_patch
+from sacplan.techniques.chunk.body import ops_by_site, stretch_rewrites
 from sacplan.techniques.chunk.dataflow import Dataflow
+from sacplan.techniques.chunk.families import merged
 from sacplan.techniques.chunk.regions import Candidate, candidates, unit_scope
 
 _ROUNDS = 12  # of correcting estimates
@@ -161,7 +162,8 @@ class StretchSearch:
         if decisions not in self.tried:
             program = self.program
             if decisions:
-                program = program.with_(stretches_patch(program, decisions, self.spec))
+                found = (stretch_rewrites(program, decision, self.spec) for decision in decisions)
+                program = program.with_(merged(program, [one.patch for one in chain(*found)]))
             self.tried[decisions] = MeasuredStretches(
                 decisions, program.footprint.peak_bytes, program.step_ms - self.program.step_ms
             )
@@ -187,7 +189,7 @@ class StretchSearch:
         That is so for most of them if the step has its peak in one place.
         """
         # ``above[i]`` is the number of ops before i that do not fit: an edge is wanted if some lie below it.
-        above = [0, *itertools.accumulate(total > budget for total in self._total)]
+        above = [0, *accumulate(total > budget for total in self._total)]
         # The same sweep with sums: ``cost[i]`` is final when i is reached.
         cost = [0.0] + [math.inf] * self.flow.n_ops
         via: list[_Pick | None] = [None] * len(cost)

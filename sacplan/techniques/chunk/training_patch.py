@@ -110,9 +110,7 @@ class ChunkPatch:
         return int(self.program.liveness.op_events[op])
 
     def _put(self, seen: RehearsedOps, phase: Phase, scope: int) -> list[tuple[int, int]]:
-        """Add what ran, with the time of all slices, and return its events."""
-        counted = RehearsedOps(self.run.sampled.counted(seen.ops, seen.first), seen.events, seen.first)
-        return self.run.rehearsal.into(self.draft, counted, phase, scope)
+        return self.run.sampled.into(self.draft, seen, phase, scope)
 
     def _name_results(self, results: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
         """Let what the loops make stand for the program's storages; return those that cannot.
