@@ -72,16 +72,12 @@ def stretch_rewrites(program: Program, decision: Chunk, device: DeviceSpec) -> t
         late = tuple(program.tensors[t].storage in stretch.waiting for t in stretch.inputs)
         d = decision
         alike = _rehearsed_stretches(program, (d.slices, d.dim, d.outer, d.inner, d.exits, late), device)
-        for other, rewrite in alike:
-            kin = Kinship(program, program)
-            if kin.add_ops(other.members, stretch.members):
-                moved = transferred(rewrite, kin, program.ops[stretch.end].scope)
-                if moved is not None:
-                    found.append(moved)
-                    break
-        else:
-            found.append(_rehearsed(program, stretch, device))
-            alike.append((stretch, found[-1]))
+        kin = ((_kinship(program, other, stretch), rewrite) for other, rewrite in alike)
+        rewrite = transferred(kin, program.ops[stretch.end].scope)
+        if rewrite is None:
+            rewrite = _rehearsed(program, stretch, device)
+            alike.append((stretch, rewrite))
+        found.append(rewrite)
     return tuple(found)
 
 
@@ -91,6 +87,11 @@ def _rehearsed_stretches(
 ) -> list[tuple[PlacedStretch, Rewrite]]:
     """Return the stretches of a kind that were rehearsed, none at first; ``stretch_rewrites`` adds to them."""
     return []
+
+
+def _kinship(program: Program, one: PlacedStretch, other: PlacedStretch) -> Kinship | None:
+    found = Kinship(program, program)
+    return found if found.add_ops(one.members, other.members) else None
 
 
 def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretch]:

@@ -12,7 +12,7 @@ rehearsed by itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,17 +124,20 @@ def backward_ops(program: Program) -> Mapping[int, Sequence[int]]:
     return dict(found)
 
 
-def transferred(rewrite: Rewrite, kin: Kinship, scope: int) -> Rewrite | None:
-    """Return the rewrite of one part as that of another.
+def transferred(known: Iterable[tuple[Kinship | None, Rewrite]], scope: int) -> Rewrite | None:
+    """Return the first of some rewrites that can be one of another part, as the rewrite of that.
 
     Args:
-        rewrite: the rewrite of one part.
-        kin: how the other one corresponds to it.
+        known: rewrites of parts, each with how the other part corresponds to it.
         scope: the module call of the other one, to which the ops of its loops belong.
 
     Returns:
-        None if the parts are not alike in all that the patch refers to.
+        None if no part is alike in all that its patch refers to.
     """
+    return next(filter(None, (_transferred(one, kin, scope) for kin, one in known if kin is not None)), None)
+
+
+def _transferred(rewrite: Rewrite, kin: Kinship, scope: int) -> Rewrite | None:
     # Each exit with None means that the second part is rehearsed by itself, which is slower and never wrong.
     ours, theirs, patch = kin.ours, kin.theirs, rewrite.patch
     n_ops, n_storages = len(ours.ops), len(ours.storage_bytes)

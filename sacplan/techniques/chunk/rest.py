@@ -69,11 +69,11 @@ def _rewrite(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
     known = [((step, entry.scope), training_chunk(step, chunk, device)) for step in settled_from(program)]
     known += (((program, scope), rewrite) for scope, rewrite in rehearsed.items())
     # Tried with one of each kind so far. Where none goes over, the module is of another kind, and is rehearsed.
-    for call, rewrite in known:
-        kin = kinship_of_calls(call, (program, entry.scope), to_end=is_rest)
-        found = None if kin is None else transferred(rewrite, kin, entry.scope)
-        if found is not None:
-            return found
+    here = program, entry.scope
+    kin = ((kinship_of_calls(call, here, to_end=is_rest), rewrite) for call, rewrite in known)
+    found = transferred(kin, entry.scope)
+    if found is not None:
+        return found
     rehearsed[entry.scope] = _rehearsed(program, entry, chunk, device)
     return rehearsed[entry.scope]
 

@@ -29,13 +29,12 @@ from typing import NamedTuple
 
 from sacplan.core.decisions import Chunk
 from sacplan.core.derived import derived
-from sacplan.core.elements import CallSite
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.chunk.body import ops_by_site, stretch_rewrites
+from sacplan.techniques.chunk.body import stretch_rewrites
 from sacplan.techniques.chunk.dataflow import Dataflow
 from sacplan.techniques.chunk.families import merged
 from sacplan.techniques.chunk.regions import Candidate, candidates, unit_scope
@@ -76,7 +75,6 @@ class StretchSearch:
         self.flow = Dataflow(program, pins.kept_ops)
         self.tried: dict[tuple[Chunk, ...], MeasuredStretches] = {}
         self._total: list[int] = program.liveness.at_op.tolist()
-        self._sites: dict[int, dict[int, CallSite]] = {}
         self._reached_least = False
         # The step as it is holds some budgets, and is where ``smallest`` begins.
         self._measure(())
@@ -223,9 +221,7 @@ class StretchSearch:
         # Sites name ops that compute. Their views are found again from what they read (``_placed`` in ``body.py``).
         members = [end + i for i in shape.members if self.flow.computes[end + i]]
         scope = unit_scope(program, [program.ops[i].scope for i in members], self.pins)
-        if scope not in self._sites:
-            self._sites[scope] = {op: site for site, op in ops_by_site(program, scope).items()}
-        sites = self._sites[scope]
+        sites = program.sites(scope)
         position = {op: i for i, op in enumerate(members)}
         return Chunk(
             unit=program.scopes[scope].fqn,

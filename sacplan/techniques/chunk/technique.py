@@ -98,12 +98,8 @@ class Chunking(Technique):
         """Replace the forward of each unit."""
         # The executor is not needed to plan.
         from sacplan.techniques.chunk.executor.install import InstalledChunks
-        from sacplan.techniques.chunk.executor.stretch import InstalledStretches
 
-        chunks = _chunks(wanted.decisions)
-        if chunks and chunks[0].span == "stretch":
-            return InstalledStretches(wanted.model, chunks, wanted.recorded)
-        return InstalledChunks(wanted.model, chunks)
+        return InstalledChunks(wanted.model, _chunks(wanted.decisions), wanted.recorded)
 
 
 def _chunks(decisions: Sequence[Decision]) -> list[Chunk]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from types import FrameType
@@ -24,13 +23,13 @@ import torch
 from torch.overrides import enable_reentrant_dispatch
 
 from sacplan.core.decisions import Chunk
-from sacplan.core.elements import CallSite, is_inside
-from sacplan.core.places import CallSites, OpSequence, StepDifference, described
+from sacplan.core.elements import CallSite
+from sacplan.core.places import CallSites, StepDifference, described
 from sacplan.device.kernels import kernel_layouts
 from sacplan.techniques.chunk.executor.collected import Stretch, StretchTensor, computed
 from sacplan.techniques.runtime.alignment import Alignment, Differences, RecordedUnit
 from sacplan.techniques.runtime.recording import here
-from sacplan.techniques.runtime.stand_ins import InstalledStandIns, StandIn
+from sacplan.techniques.runtime.stand_ins import StandIn
 from sacplan.torch_compat.fake_tensors import fake_device_of
 from sacplan.torch_compat.local_tensors import Watching, has_local_parts
 from sacplan.torch_compat.ops import (
@@ -314,34 +313,3 @@ class SlicedForward(StandIn):
             mode.frames.remove(frame)
             frame.let_go()
         return out
-
-
-class InstalledStretches(InstalledStandIns):
-    """The units of a model that run in slices.
-
-    Args:
-        model: the model.
-        decisions: the stretches.
-        recorded: unit to the ops of its calls in the recorded step.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        decisions: Sequence[Chunk],
-        recorded: Mapping[str, Sequence[OpSequence]],
-    ) -> None:
-        super().__init__()
-        names = {id(module): fqn for fqn, module in model.named_modules()}
-        by_unit: dict[str, list[Chunk]] = defaultdict(list)
-        for decision in decisions:
-            by_unit[decision.unit].append(decision)
-        planned = []
-        for fqn, own in by_unit.items():
-            unit = model.get_submodule(fqn)
-            elsewhere = frozenset(
-                n for n, m in unit.named_modules() if n and not is_inside(names[id(m)], fqn)
-            )
-            calls = RecordedUnit(fqn, recorded.get(fqn, ()), {})
-            planned.append(SlicedForward(unit, calls, own, elsewhere, self._differences))
-        self._put_on(planned)
