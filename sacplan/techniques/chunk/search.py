@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import TypeAlias
 
 from sacplan.core.decisions import Chunk
 from sacplan.core.derived import derived
@@ -59,9 +59,8 @@ class MeasuredStretches:
     extra_ms: float
 
 
-class _Pick(NamedTuple):
-    candidate: Candidate
-    slices: int
+_Pick: TypeAlias = tuple[Candidate, int]
+"""A stretch, and its number of slices."""
 
 
 class StretchSearch:
@@ -150,10 +149,10 @@ class StretchSearch:
     def _learn(self, picks: Sequence[_Pick], decisions: Sequence[Chunk]) -> bool:
         """Replace estimates of the picked loops by what they take; return whether any was wrong."""
         wrong = False
-        for pick, decision in zip(picks, decisions, strict=True):
+        for (candidate, slices), decision in zip(picks, decisions, strict=True):
             # The first call of a unit stands for the others.
             inside = stretch_rewrites(self.program, decision, self.spec)[0].loop_bytes
-            wrong |= pick.candidate.shape.learn(pick.slices, inside)
+            wrong |= candidate.shape.learn(slices, inside)
         return wrong
 
     def _measure(self, decisions: tuple[Chunk, ...]) -> MeasuredStretches:
@@ -202,7 +201,7 @@ class StretchSearch:
                 slices = one.shape.fewest_slices(budget - one.base)
                 taken = here + one.shape.extra_ms(slices) + _TINY_MS
                 if slices and taken < cost[until]:
-                    cost[until], via[until] = taken, _Pick(one, slices)
+                    cost[until], via[until] = taken, (one, slices)
         if cost[-1] == math.inf:
             return None
         # Back along the edges that were taken; None is the edge over an op that runs as it is.
@@ -212,7 +211,7 @@ class StretchSearch:
             pick = via[at]
             if pick is not None:
                 picks.append(pick)
-            at = at - 1 if pick is None else pick.candidate.start
+            at = at - 1 if pick is None else pick[0].start
         return picks[::-1]
 
     def decision(self, candidate: Candidate, slices: int) -> Chunk:
