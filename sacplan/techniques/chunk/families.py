@@ -54,6 +54,7 @@ class Kinship:
     ops: dict[int, int] = field(default_factory=dict)
     storages: dict[int, int] = field(default_factory=dict)
     positions: dict[int, int] = field(default_factory=dict)
+    _back: dict[int, int] = field(default_factory=dict)
 
     def add_ops(self, here: Sequence[int], there: Sequence[int]) -> bool:
         """Let ops correspond, and what they read and write. False if they are not alike, as far as is known."""
@@ -81,8 +82,8 @@ class Kinship:
         )
 
     def _add_storage(self, here: int, there: int) -> bool:
-        if self.storages.setdefault(here, there) != there:
-            return False  # it already stands for another one
+        if self.storages.setdefault(here, there) != there or self._back.setdefault(there, here) != here:
+            return False  # one of them already stands for another one
         if self.ours.storage_bytes[here] != self.theirs.storage_bytes[there]:
             return False
         ours, theirs = self.ours.liveness.events_of[here], self.theirs.liveness.events_of[there]
