@@ -7,8 +7,8 @@ For each op near a place where much is alive, and each axis of its first output:
 2. Each op of the flow may be the first one of the loop. The ops from there on that are connected with the last one are
    a stretch (``_members``).
 3. Its memory is estimated. Outside of the loop it follows from the recording: what is alive at each op, less what the
-   loop never makes as a whole. Inside it is ``fixed + by_length * length of a slice`` at each op (``_loop_bytes``),
-   without what the allocator rounds up. ``body.py`` has exact figures.
+   loop never makes as a whole. Inside it is ``fixed + by_length * length of a slice`` at each op (``_loop``),
+   without what the allocator rounds up. ``stretches.py`` has exact figures.
 
 This is a heuristic search. The window, the number of conflicts, of starts and of flows in all are bounded, and only the
 first output of an op is cut, so the best stretch may not be among the candidates.

@@ -11,7 +11,7 @@ same sweep minimises the maximum along a path instead of the sum.
 
 The path is optimal for the candidates that ``regions.py`` gives, as long as estimates hold and stretches do not
 overlap: on a path they cannot, so that two whose ops interleave are never both taken. Estimates are then replaced by
-figures: the stretches are written into the program (``body.py``), what each loop takes is learned, and the path is
+figures: the stretches are written into the program (``stretches.py``), what each loop takes is learned, and the path is
 found again. If nothing new was learned and the peak is still too high, the budget that is asked for goes down by the
 difference. Each of these loops ends after ``_ROUNDS``, and of all that was measured the best is taken. That need not be
 the optimum.
@@ -34,10 +34,10 @@ from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.chunk.body import stretch_rewrites
 from sacplan.techniques.chunk.dataflow import Dataflow
 from sacplan.techniques.chunk.families import merged
 from sacplan.techniques.chunk.regions import Candidate, candidates, unit_scope
+from sacplan.techniques.chunk.stretches import stretch_rewrites
 
 _ROUNDS = 12  # of correcting estimates
 _SLACK = 1.01  # factor by which a limit rises that estimates say can be reached, where it cannot
@@ -217,7 +217,7 @@ class StretchSearch:
     def decision(self, candidate: Candidate, slices: int) -> Chunk:
         """Return the decision of a plan for a candidate."""
         program, shape, end = self.program, candidate.shape, candidate.end
-        # Sites name ops that compute. Their views are found again from what they read (``_placed`` in ``body.py``).
+        # Sites name ops that compute. Their views are found again from what they read (``stretches.py``).
         members = [end + i for i in shape.members if self.flow.computes[end + i]]
         scope = unit_scope(program, [program.ops[i].scope for i in members], self.pins)
         sites = program.sites(scope)

@@ -13,12 +13,12 @@ from sacplan.errors import PlanError
 from sacplan.techniques.base.offers import Offer
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.base.technique import Installed, StepSolver, Technique, ToInstall
-from sacplan.techniques.chunk.body import stretch_rewrites
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.entries import ChunkOptions, backward_chunks, loss_chunks, module_chunks
 from sacplan.techniques.chunk.families import merged
 from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.chunk.search import StretchSolver
+from sacplan.techniques.chunk.stretches import stretch_rewrites
 
 
 class Chunking(Technique):
