@@ -24,7 +24,7 @@ class InstalledChunks(InstalledStandIns):
     Args:
         model: the model.
         decisions: stretches; or with other spans, one for each unit.
-        recorded: unit to the ops of its calls in the recorded step.
+        recorded: for stretches, unit to the ops of its calls in the recorded step.
 
     Raises:
         PlanError: a unit is compiled, or has two decisions.
@@ -34,7 +34,7 @@ class InstalledChunks(InstalledStandIns):
         self,
         model: torch.nn.Module,
         decisions: Sequence[Chunk],
-        recorded: Mapping[str, Sequence[OpSequence]],
+        recorded: Mapping[str, Sequence[OpSequence]] | None = None,
     ) -> None:
         import_meta_kernels()
         super().__init__()
@@ -48,7 +48,7 @@ class InstalledChunks(InstalledStandIns):
             if own[0].span == "stretch":
                 inside = ((n, names[id(m)]) for n, m in unit.named_modules() if n)
                 elsewhere = frozenset(n for n, name in inside if not is_inside(name, fqn))
-                calls = RecordedUnit(fqn, recorded.get(fqn, ()), {})
+                calls = RecordedUnit(fqn, (recorded or {}).get(fqn, ()), {})
                 planned.append(SlicedForward(unit, calls, own, elsewhere, self._differences))
                 continue
             if len(own) > 1:
