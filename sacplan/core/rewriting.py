@@ -92,25 +92,29 @@ class PatchBuilder:
     def continuing(cls, program: Recording, patch: Patch) -> PatchBuilder:
         """Return a builder that goes on with a patch of the program: what it adds comes behind what that adds."""
         draft = cls(program)
-        draft.events.update(patch.events)
-        draft.initial += patch.initial
+        draft.add(patch)
+        return draft
+
+    def add(self, patch: Patch) -> None:
+        """Add what a patch changes and adds, which has the indices behind what there is already."""
+        self.events.update(patch.events)
+        self.initial += patch.initial
         # A patch does not say on which tensors its new handles are, and may leave out their ops: -1, as in ``with_``.
         unknown = (-1,) * len(patch.handle_storages)
-        draft.ops.new += patch.ops
-        draft.storage_bytes.new += patch.storage_bytes
-        draft.storage_kinds.new += patch.storage_kinds
-        draft.tensors.new += patch.tensors
-        draft.handle_storages.new += patch.handle_storages
-        draft.handle_tensors.new += unknown
-        draft.handle_ops.new += patch.handle_ops or unknown
-        draft.instance_handles.new += patch.instance_handles
-        draft.ops.changed.update(patch.changed_ops)
-        draft.storage_bytes.changed.update(patch.resized)
-        draft.storage_kinds.changed.update(patch.changed_kinds)
-        draft.tensors.changed.update(patch.changed_tensors)
+        self.ops.new += patch.ops
+        self.storage_bytes.new += patch.storage_bytes
+        self.storage_kinds.new += patch.storage_kinds
+        self.tensors.new += patch.tensors
+        self.handle_storages.new += patch.handle_storages
+        self.handle_tensors.new += unknown
+        self.handle_ops.new += patch.handle_ops or unknown
+        self.instance_handles.new += patch.instance_handles
+        self.ops.changed.update(patch.changed_ops)
+        self.storage_bytes.changed.update(patch.resized)
+        self.storage_kinds.changed.update(patch.changed_kinds)
+        self.tensors.changed.update(patch.changed_tensors)
         for handle, (storage, tensor) in patch.changed_handles.items():
-            draft.handle_storages[handle], draft.handle_tensors[handle] = storage, tensor
-        return draft
+            self.handle_storages[handle], self.handle_tensors[handle] = storage, tensor
 
     def new_storage(self, n_bytes: int, kind: StorageKind = StorageKind.TEMPORARY) -> int:
         """Add a storage, and return its index."""

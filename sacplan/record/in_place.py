@@ -155,7 +155,7 @@ class InPlaceWrites:
         first, old = args[0], reads[0]
         # In place, the result has the layout of the first argument. The engine asks for a dense one (``accumulate`` in
         # input_buffer.cpp).
-        if first.shape != out.shape or first.dtype != out.dtype or not is_dense(first):
+        if first.shape != out.shape or first.dtype != out.dtype or not is_dense(first.shape, first.stride()):
             return None
         own = old >= self._first_storage  # made by this node
         if func is not _ADD:  # a formula fills only zeros that it has made itself

@@ -7,21 +7,20 @@ sees are put into the program of the step. So memory, time and workspaces of sli
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sacplan.core.program import Event, Op, Phase, Program, Tensor
+from sacplan.core.program import Op, Phase, Program
 from sacplan.core.rewriting import Indices, PatchBuilder
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.kernels import fake_device
 from sacplan.record.device_recorder import device_recorder
 from sacplan.torch_compat.fake_tensors import FakeTensorMode, fake_empty_strided
-from sacplan.torch_compat.ops import tensors_in
 
 
 @dataclass(slots=True)
@@ -37,29 +36,6 @@ class RehearsedOps:
     ops: list[Op]
     events: list[tuple[int, int]]
     first: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The ops and events of a function, to be put into a program any number of times.
-
-    Storages and tensors are those of the rehearsal.
-
-    Attributes:
-        ops: the ops, in order.
-        events: the events; ``Event.OP`` refers to ops by their position in ``ops``.
-        given: storages of the tensors that the function was given, in order.
-        made: the tensors that were returned.
-        sizes: by storage, its bytes.
-        tensors: by index, those that the ops take and return.
-    """
-
-    ops: Sequence[Op]
-    events: Sequence[tuple[int, int]]
-    given: tuple[int, ...]
-    made: tuple[Tensor, ...]
-    sizes: Mapping[int, int]
-    tensors: Mapping[int, Tensor]
 
 
 class Rehearsal:
@@ -93,26 +69,17 @@ class Rehearsal:
     def given(self, tensor: int) -> torch.Tensor:
         """Return a fake tensor that stands for one of the program; it is alive before and after what runs."""
         like = self.program.tensors[tensor]
-        made = self.like(like)
-        self.known[self.storage_of(made)] = like.storage
-        return made
-
-    def like(self, tensor: Tensor) -> torch.Tensor:
-        """Return a fake tensor of this layout on a storage of its own, alive before and after what runs."""
         assert self._mode is not None
         # No op of the step, so it is made where the recorder does not see it.
-        made = fake_empty_strided(self._mode, tensor.shape, tensor.stride, getattr(torch, tensor.dtype))
+        made = fake_empty_strided(self._mode, like.shape, like.stride, getattr(torch, like.dtype))
         self._recorder.storages.track_given(made)
         self._tensors.append(made)
+        self.known[self._recorder.storages.known(made)] = like.storage
         return made
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep tensors alive to the end: the address of one that is freed could be given to another tensor."""
         self._tensors.extend(tensors)
-
-    def storage_of(self, tensor: torch.Tensor) -> int:
-        """Return the recorder's storage of a tensor."""
-        return self._recorder.storages.known(tensor)
 
     def is_made(self, made: torch.Tensor, storage: int) -> int:
         """From now on let the storage of ``made`` stand for one of the program's; return its bytes."""
@@ -135,32 +102,6 @@ class Rehearsal:
         out = run()
         ops, events = self._recorder.seen_since(n_ops, n_events)
         return out, RehearsedOps(ops, events, n_ops)
-
-    def piece(self, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Piece:
-        """Call a function that reads some tensors, and return what ran. Its results stay alive."""
-        # Results stay alive: freed, their ``FREE`` would be among the events of the next piece. All storages that the
-        # ops, events and results refer to get their sizes, so that the piece needs the recorder no more.
-        out, seen = self.seen(run)
-        made = []
-        for t in tensors_in(out):
-            dtype = str(t.dtype).removeprefix("torch.")
-            storage = self.storage_of(t)
-            made.append(Tensor(storage, dtype, tuple(t.shape), tuple(t.stride()), int(t.storage_offset())))
-        self.keep(tensors_in(out))
-        used = {i for op in seen.ops for i in (*op.inputs, *op.outputs) if i >= 0}
-        tensors = dict(zip(used, self._recorder.tensors.values(used), strict=True))
-        storages = {t.storage for t in (*made, *tensors.values())}
-        storages.update(s for op in seen.ops for s in (*op.reads, *op.writes, *op.mutates))
-        storages.update(arg for code, arg in seen.events if code != Event.OP)
-        sizes = self._recorder.storages.nbytes
-        return Piece(
-            ops=tuple(seen.ops),
-            events=tuple(seen.events),
-            given=tuple(map(self.storage_of, given)),
-            made=tuple(made),
-            sizes={s: sizes[s] for s in storages},
-            tensors=tensors,
-        )
 
     def into(
         self, draft: PatchBuilder, seen: RehearsedOps, phase: Phase, scope: int

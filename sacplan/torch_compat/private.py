@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
@@ -72,16 +72,14 @@ def _in_hooks(call: FrameType, inner: FrameType) -> bool:
     return call.f_locals["result"] is not None or "bw_hook" not in inner.f_locals
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill memory without gaps or overlaps, in any order."""
-    if tensor.is_contiguous():
-        return True  # the common case, without sorting
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements of a tensor fill memory without gaps or overlaps, in any order."""
     # From the innermost dimension outwards each stride must be the number of elements inside of it.
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(stride, shape, strict=True)):
         # The stride of a dimension of size 1 moves nowhere, so any value will do.
         if size != 1:
-            if stride != expected:
+            if step != expected:
                 return False
             expected *= size
     return True

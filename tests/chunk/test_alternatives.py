@@ -14,18 +14,10 @@ from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import sacplan
 from sacplan.device.cost import op_flops
 from sacplan.device.devices import DeviceSpec, resolve_device
-from sacplan.techniques.chunk.alternatives import (
-    LossRegion,
-    alternatives,
-    liger,
-    linear_cross_entropy,
-    plain,
-)
+from sacplan.techniques.chunk.alternatives import LossRegion, liger, linear_cross_entropy
 from sacplan.torch_compat.allocations import allocation_events
-from tests.zoo.layers import FromFunction
 
 MIB = 2**20
 CPU = resolve_device("cpu")
@@ -84,14 +76,6 @@ REGIONS = [
 ]
 
 
-@pytest.mark.parametrize("region", REGIONS, ids=str)
-def test_the_plain_peak_is_the_allocators(region: LossRegion) -> None:
-    tensors = operands(region)
-    assert plain(region, CPU).peak_bytes == pytest.approx(
-        measured_on_cpu(step_of("plain", tensors), tensors), rel=0.005
-    )
-
-
 @needs_torch_2_13
 @pytest.mark.parametrize("rows", [None, 100])
 @pytest.mark.parametrize("region", REGIONS, ids=str)
@@ -104,23 +88,18 @@ def test_the_peak_of_linear_cross_entropy_is_the_allocators(region: LossRegion, 
 
 def test_a_loss_that_others_measured() -> None:
     region = LossRegion(2048, 256, 50257, torch.float32)
-    assert plain(region, CPU).peak_bytes / MIB == pytest.approx(1231, rel=0.005)
     assert linear_cross_entropy(region, CPU).peak_bytes / MIB == pytest.approx(153.5, rel=0.005)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["plain", "linear_cross_entropy"])
+@needs_torch_2_13
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_peak_on_a_gpu_is_the_allocators(name: str, dtype: torch.dtype) -> None:
-    if name != "plain" and not hasattr(F, "linear_cross_entropy"):
-        pytest.skip("F.linear_cross_entropy is there from torch 2.13 on")
+def test_the_peak_on_a_gpu_is_the_allocators(dtype: torch.dtype) -> None:
     region = LossRegion(4096, 512, 50000, dtype)
-    priced = {"plain": plain, "linear_cross_entropy": linear_cross_entropy}[name](
-        region, resolve_device("cuda")
-    )
+    priced = linear_cross_entropy(region, resolve_device("cuda"))
     tensors = operands(region, "cuda")
-    step = step_of(name, tensors)
+    step = step_of("linear_cross_entropy", tensors)
     step()  # cuBLAS has its workspace then
     torch.cuda.reset_peak_memory_stats()
     others = torch.cuda.memory_allocated() - sum(t.nbytes for t in tensors)
@@ -219,29 +198,6 @@ def test_flops_of_the_custom_op_are_those_of_the_plain_step() -> None:
     assert found == counter.get_total_flops() > 0
 
 
-def head_with(loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.nn.Module:
-    """A loss of hidden states, the weight of a head, and targets."""
-    hidden, weight = (
-        torch.nn.Parameter(torch.empty(rows, 1024, dtype=torch.bfloat16)) for rows in (8192, 50000)
-    )
-    return FromFunction(lambda self, x: loss(self.hidden, self.weight, x), hidden=hidden, weight=weight)
-
-
-def plain_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(F.linear(hidden, weight), targets)
-
-
-def test_the_plain_loss_takes_what_its_profile_says() -> None:
-    with torch.device("meta"):
-        model, targets = head_with(plain_loss), torch.zeros(8192, dtype=torch.long)
-    found = sacplan.profile(
-        model, targets, loss_fn=lambda model, batch: model(batch), device=H100.without_workspaces()
-    )
-    priced = plain(LossRegion(8192, 1024, 50000, torch.bfloat16), H100)
-    assert priced.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005)
-    assert priced.time_ms == pytest.approx(found.step_ms, rel=0.01)
-
-
 # --- what is there ------------------------------------------------------------------------------------------------
 
 
@@ -249,10 +205,10 @@ def test_what_is_not_there_is_priced_and_said_to_be_missing(monkeypatch: pytest.
     region = LossRegion(8192, 768, 50257, torch.bfloat16)
     monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = {a.name: a for a in alternatives(region, H100)}
-    assert [a.available for a in found.values()] == [True, False, False]
-    assert "torch 2.13" in found["F.linear_cross_entropy"].note
-    assert "liger-kernel" in found["Liger"].note
+    found = linear_cross_entropy(region, H100), liger(region, H100)
+    assert not any(one.available for one in found)
+    assert "torch 2.13" in found[0].note
+    assert "liger-kernel" in found[1].note
 
 
 def test_liger_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_pins() -> None:
     profile = profile_of(model.eval(), batch)
     pins = resolve_pins(profile.program, profile.fingerprint, (), ["1"])
     search = stretch_search(profile.program, profile.spec, pins)
-    units = {search.decision(one, int(one.ends[0]), 2).unit for one in search.candidates}
+    units = {search.decision(one, 2).unit for one in search.candidates}
     assert units
     assert not any(unit in ("", "1") or unit.startswith("1.") for unit in units)
     kept = sacplan.plan(profile, "smallest", keep=["aten._softmax"])
@@ -368,7 +368,7 @@ def test_every_candidate_is_what_happens(make: Make) -> None:
     expected = outputs(model, batch)
     tried = 0
     for one in search.candidates[:: max(1, len(search.candidates) // 9)]:
-        decision = search.decision(one, int(one.ends[0]), min(3, one.size))
+        decision = search.decision(one, min(3, one.shape.axis.size))
         program = rewritten(profile.program, (decision,), profile.spec)
         plan = sacplan.plan(profile, "100%")
         plan = _with_decision(plan, profile, decision, program.footprint.peak_bytes)

@@ -13,7 +13,7 @@ from sacplan.core.program import Program
 from sacplan.techniques.chunk import entries, rest
 from sacplan.techniques.chunk.chunk_entry import ChunkEntry
 from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
-from sacplan.techniques.chunk.training_patch import Rewrite
+from sacplan.techniques.chunk.families import Rewrite
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES, TECHNIQUES
 from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, cross_entropy, tokens

@@ -1,13 +1,13 @@
 """Other ways to compute a head and its loss without whole logits, priced for the same loss.
 
     region = LossRegion(tokens=8192, width=4096, vocabulary=128256, dtype=torch.bfloat16)
-    for found in alternatives(region, resolve_device("h100")):
-        print(found.name, found.peak_bytes, found.time_ms)
+    found = linear_cross_entropy(region, resolve_device("h100"))
+    print(found.name, found.peak_bytes, found.time_ms)
 
 ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) and Liger's fused loss keep what they do to themselves: the
 one is a custom op, in which no dispatch mode sees anything, the other a Triton kernel, which runs on no fake tensor.
 So both are priced by the rule in their source: the size of a slice, the buffers that are alive at once, and the
-kernels of a slice. The plain loss is priced the same way, to compare with.
+kernels of a slice.
 
 Both take the gradients in the forward pass, slice by slice. A peak is that of the loss
 alone, all its operands being leaves: hidden states, weight, targets, gradients and what is alive besides. Libraries'
@@ -21,14 +21,11 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from sacplan.device.cost import CostModel, tf32_allowed
+from sacplan.device.cost import tf32_allowed
 from sacplan.device.devices import DeviceSpec
-
-aten = torch.ops.aten
 
 _FLOAT32_BYTES = torch.float32.itemsize
 _INDEX_BYTES = torch.int64.itemsize
@@ -72,17 +69,12 @@ class Alternative:
     note: str
 
 
-def alternatives(region: LossRegion, spec: DeviceSpec) -> tuple[Alternative, ...]:
-    """Price the plain loss, ``F.linear_cross_entropy`` and Liger's, in this order."""
-    return plain(region, spec), linear_cross_entropy(region, spec), liger(region, spec)
-
-
 # --- what a step is made of -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Prices:
-    """Bytes as the device's allocator counts them, and times by its roofline or, for whole ops, the cost model.
+    """Bytes as the device's allocator counts them, and times by its roofline.
 
     ``ms`` adds up: each method is one kernel or more.
     """
@@ -105,10 +97,6 @@ class _Prices:
     def sweep(self, nbytes: int, kernels: int = 1) -> None:
         """Add kernels that are bound by the bytes that they move."""
         self.ms += self._moving_ms(nbytes) + kernels * self.spec.kernel_launch_us * 1e-3
-
-    def op(self, func: torch._ops.OpOverload, *args: Any) -> None:
-        """Add an op on meta tensors, as a profile counts it."""
-        self.ms += CostModel(self.spec).cost(func, args, {}, func(*args))[1]
 
     def total(self, *allocations: int) -> int:
         """Return the bytes of several allocations."""
@@ -145,48 +133,6 @@ def _slices(region: LossRegion, rows: int) -> list[int]:
     """Return the rows of each slice; the last may be smaller."""
     whole, rest = divmod(region.tokens, rows)
     return [rows] * whole + ([rest] if rest else [])
-
-
-# --- the plain loss -----------------------------------------------------------------------------------------------
-
-
-def plain(region: LossRegion, spec: DeviceSpec) -> Alternative:
-    """``F.cross_entropy(F.linear(hidden, weight, bias), targets)``.
-
-    The peak is in the backward pass: the log-softmax that autograd kept, its gradient, and that of the logits.
-    """
-    prices = _Prices(region, spec)
-    tokens, width, vocabulary = region.tokens, region.width, region.vocabulary
-    size, dtype = region.dtype.itemsize, region.dtype
-    logits = tokens * vocabulary * size
-    prices.product(tokens, width, vocabulary, dtype, size)
-    _log_softmax_and_loss(prices, logits)
-    prices.product(tokens, vocabulary, width, dtype, size)
-    prices.product(vocabulary, tokens, width, dtype, size)
-    if region.bias:
-        prices.sweep(logits)
-    softmax = prices.operands() + prices.total(logits, logits, logits)
-    products = prices.operands() + prices.total(logits) + prices.gradients()
-    return Alternative("plain", max(softmax, products), prices.ms, True, "whole logits")
-
-
-def _log_softmax_and_loss(prices: _Prices, logits: int) -> None:
-    """Add log-softmax and loss, forward and backward, over logits of so many bytes."""
-    if prices.spec.kind == "cpu":
-        prices.sweep(2 * logits)  # log-softmax
-        prices.sweep(
-            3 * logits, kernels=2
-        )  # the loss and its gradient; the cost model reads operands as a whole
-        prices.sweep(3 * logits)  # backward of the log-softmax
-        return
-    # On a GPU what a kernel moves depends on the length of the rows: the cost model is asked for the ops.
-    region = prices.region
-    x = torch.empty(region.tokens, region.vocabulary, dtype=region.dtype, device="meta")
-    targets, loss = torch.empty(region.tokens, dtype=torch.long, device="meta"), x.new_empty(())
-    prices.op(aten._log_softmax.default, x, -1, False)
-    prices.op(aten.nll_loss_forward.default, x, targets, None, 1, -100)
-    prices.op(aten.nll_loss_backward.default, loss, x, targets, None, 1, -100, loss)
-    prices.op(aten._log_softmax_backward_data.default, x.clone(), x, -1, x.dtype)
 
 
 # --- torch.nn.functional.linear_cross_entropy ---------------------------------------------------------------------

@@ -11,7 +11,6 @@ step does:
 from __future__ import annotations
 
 import functools
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,10 @@ import torch
 import sacplan.core.factors  # noqa: F401  (registers the rules)
 from sacplan.core.calls import Opaque, call_with, dtype_of
 from sacplan.core.derived import derived
-from sacplan.core.elements import Event, Op, Tensor
+from sacplan.core.elements import Event, Op
 from sacplan.core.factors.rule import Rule, rule_of
 from sacplan.core.program import Program
+from sacplan.techniques.chunk.flow import FlowGraph
 from sacplan.torch_compat.ops import is_alias, op_named
 
 
@@ -61,18 +61,7 @@ def rule_of_op(program: Program, op: Op) -> Rule | None:
     return _rule(op.name, op.arguments, layouts(op.inputs), layouts(op.outputs))
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its memory without gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-class Dataflow:
+class Dataflow(FlowGraph):
     """The forward ops of a program.
 
     Args:
@@ -80,74 +69,52 @@ class Dataflow:
         pinned: ops that must see whole tensors.
 
     Attributes:
+        program: see above.
         rules, inputs, outputs: by op. An op that returns the tensor that it is given has no inputs and outputs.
-        producer: by tensor, the op that made it; -1: it was there, or it is on memory that was written in place.
-        computed_by: by tensor, the op that computes it: of a view, the one that made what is viewed; or -1.
-        consumers: by tensor, the ops that read it.
+        producer: by tensor, as in ``FlowGraph``; -1 also for one on memory that was written in place.
         computes: by op, whether it is no view.
         storage: by tensor.
-        maker: by storage, the op that allocated it or made this version of it; -1: none.
         origin: by storage, the one whose memory it is a version of.
-        readers_of: by storage, the ops that read it, in order.
         last_op: by storage, the last op at which it is alive; ``n_ops`` if it outlives the step.
-        live: by op, bytes alive while it runs, its workspace left out.
-        workspace: by op.
     """
 
     def __init__(self, program: Program, pinned: Collection[int] = ()) -> None:
+        ops, tensors, writer = program.ops, program.tensors, program.writer
+        # It returns the tensor that it was given, so nothing flows through it.
+        same = [bool(op.outputs) and set(op.outputs) <= set(op.inputs) and not op.mutates for op in ops]
+        super().__init__(
+            [None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)],
+            [() if none else op.inputs for op, none in zip(ops, same, strict=True)],
+            [() if none else op.outputs for op, none in zip(ops, same, strict=True)],
+            len(tensors),
+        )
         self.program = program
-        ops, tensors = program.ops, program.tensors
         self.n_ops = len(ops)
-        n_storages = len(program.storage_bytes)
         self.storage = [t.storage for t in tensors]
         self.computes = [not is_alias(op.name) for op in ops]
-        self.rules: list[Rule | None] = [
-            None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)
-        ]
-        self.inputs: list[tuple[int, ...]] = []
-        self.outputs: list[tuple[int, ...]] = []
-        self.producer = [-1] * len(tensors)
-        consumers: list[list[int]] = [[] for _ in tensors]
-        self.maker = [-1] * n_storages
-        self.origin = list(range(n_storages))
-        readers: list[list[int]] = [[] for _ in range(n_storages)]
+        self.origin = list(range(len(program.storage_bytes)))
+        self._last_read = {s: i for i, op in enumerate(ops) for s in op.reads}
         viewed: set[int] = set()
         for i, op in enumerate(ops):
-            inputs, outputs = op.inputs, op.outputs
-            # It returns the tensor that it was given, so nothing flows through it.
-            if outputs and set(outputs) <= set(inputs) and not op.mutates:
-                inputs = outputs = ()
-            self.inputs.append(inputs)
-            self.outputs.append(outputs)
-            for s in op.writes:
-                self.maker[s] = i
+            outputs = self.outputs[i]
             if op.replaces >= 0:
                 self.origin[op.writes[0]] = self.origin[op.replaces]
-                # A slice of the loop writes its own memory, and views of the old one would not see it.
-                if op.replaces in viewed:
-                    self.rules[i] = None
-            for t in inputs:
-                consumers[t].append(i)
-                if self.producer[t] < 0 and self.maker[self.storage[t]] >= 0:
-                    self.rules[i] = None  # it reads through a view what was written since
-            for t in outputs:
-                if self.producer[t] < 0:
-                    self.producer[t] = i
-                if not self.computes[i]:
-                    viewed.add(self.storage[t])
-            for s in op.reads:
-                readers[s].append(i)
-            # No version says what it wrote, or two results share memory: slices of them would not.
-            if op.mutates or len({self.storage[t] for t in outputs}) < len(outputs) * self.computes[i]:
+            # It reads through a view what was written since.
+            late = any(
+                not 0 <= self.producer[t] < i and writer.get(self.storage[t], i) < i for t in self.inputs[i]
+            )
+            # No version says what it wrote, or two results share memory: slices of them would not. Or a slice of the
+            # loop would write its own memory, and views of the old one would not see it.
+            shared = len({self.storage[t] for t in outputs}) < len(outputs) * self.computes[i]
+            if late or op.mutates or shared or op.replaces in viewed:
                 self.rules[i] = None
-        self.consumers = [tuple(dict.fromkeys(c)) for c in consumers]
-        self.readers_of = readers
+            if not self.computes[i]:
+                viewed.update(self.storage[t] for t in outputs)
         self.computed_by = [
-            self.maker[s] if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
+            writer.get(s, -1) if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
         ]
         self._first_use = self._first_uses()
-        self.workspace = [op.workspace_bytes for op in ops]
-        self._fill_memory()
+        self.last_op = self._last_ops()
 
     def _first_uses(self) -> list[int]:
         """Return by op the first op that computes something from what it gives: itself, unless it is a view."""
@@ -161,21 +128,18 @@ class Dataflow:
                 )
         return found
 
-    def _fill_memory(self) -> None:
-        program = self.program
-        at_op = program.liveness.at_op.tolist()
-        self.live = [total - workspace for total, workspace in zip(at_op, self.workspace, strict=True)]
-        self.last_op = [self.n_ops] * len(program.storage_bytes)
-        now = -1
+    def _last_ops(self) -> list[int]:
+        program, now = self.program, -1
+        found = [self.n_ops] * len(program.storage_bytes)
         for code, arg in program.events:
             if code == Event.OP:
                 now = arg
             elif code == Event.FREE:
-                self.last_op[arg] = now
+                found[arg] = now
         for i, op in enumerate(program.ops):
             if op.replaces >= 0:
-                self.last_op[op.replaces] = i - 1  # its bytes are those of the new version from then on
-        self.initial = frozenset(program.initial)
+                found[op.replaces] = i - 1  # its bytes are those of the new version from then on
+        return found
 
     def readers(self, tensor: int, end: int) -> Sequence[int]:
         """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
@@ -183,8 +147,7 @@ class Dataflow:
 
     def read_after(self, storage: int, op: int) -> bool:
         """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""
-        readers = self.readers_of[storage]
-        return self.last_op[storage] == self.n_ops or bisect_right(readers, op) < len(readers)
+        return self.last_op[storage] == self.n_ops or self._last_read.get(storage, -1) > op
 
     @functools.cached_property
     def splits(self) -> dict[int, set[tuple[int, ...]]]:

@@ -34,8 +34,8 @@ from sacplan.techniques.base.offers import Offer
 from sacplan.techniques.base.regions import Option
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.chunk.chunk_entry import CannotChunk, ChunkEntry
+from sacplan.techniques.chunk.families import Rewrite
 from sacplan.techniques.chunk.rest import training_chunk
-from sacplan.techniques.chunk.training_patch import Rewrite
 
 _TRIED = 12  # modules, from the last one backwards
 _MOST_OPS = 400  # forward ops from the entry on

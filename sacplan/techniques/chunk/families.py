@@ -2,10 +2,10 @@
 
 The same holds for a module in two versions of a step: as it was recorded, and with decisions about other modules.
 
-Two module calls are alike if their ops, and the backward ops of these, are the same one by one, up to a renaming of
-storages from the first call to the second. The renaming is built on the way (``_Kinship``): ops in
+Two parts of steps are alike if their ops, and the backward ops of these, are the same one by one, up to a renaming of
+storages from the first part to the second. The renaming is built on the way (``Kinship``): ops in
 the same position correspond, so do the storages in the same position of these, and so do the events of both. A patch is
-renamed with it. If it refers to anything that the renaming does not cover, there is no transfer, and the second call is
+renamed with it. If it refers to anything that the renaming does not cover, there is no transfer, and the second part is
 rehearsed by itself.
 """
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
@@ -22,17 +22,31 @@ from sacplan.core.derived import derived
 from sacplan.core.program import Patch, Phase, Program, StorageKind
 from sacplan.core.rewriting import Indices, PatchBuilder, Table
 
-ModuleCall: TypeAlias = tuple[Program, int]
-"""A step, and the scope of a module call in it."""
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A chunk as a rewrite of a program.
+
+    Attributes:
+        patch: the rewrite.
+        deferred: ops of the program that no longer run where they ran.
+        added_ms: how much longer the step takes.
+        loop_bytes: of a stretch, the most that is alive at once of what its loop makes.
+    """
+
+    patch: Patch
+    deferred: frozenset[int]
+    added_ms: float
+    loop_bytes: int = 0
 
 
 @dataclass(slots=True)
-class _Kinship:
-    """Which ops, storages and events of two module calls correspond.
+class Kinship:
+    """Which ops, storages and events of two parts of steps correspond.
 
     Attributes:
-        ours, theirs: the steps of the two calls, which may be the same one.
-        ops, storages, positions: from one call to the other; positions are those of events.
+        ours, theirs: the steps of the two parts, which may be the same one.
+        ops, storages, positions: from one part to the other; positions are those of events.
     """
 
     ours: Program
@@ -40,9 +54,13 @@ class _Kinship:
     ops: dict[int, int] = field(default_factory=dict)
     storages: dict[int, int] = field(default_factory=dict)
     positions: dict[int, int] = field(default_factory=dict)
+    _back: dict[int, int] = field(default_factory=dict)
 
-    def add_op(self, here: int, there: int) -> bool:
-        """Let two ops correspond, and what they read and write. False if they are not alike, as far as is known."""
+    def add_ops(self, here: Sequence[int], there: Sequence[int]) -> bool:
+        """Let ops correspond, and what they read and write. False if they are not alike, as far as is known."""
+        return len(here) == len(there) and all(map(self._add_op, here, there))
+
+    def _add_op(self, here: int, there: int) -> bool:
         one, other = self.ours.ops[here], self.theirs.ops[there]
         same = (one.name, one.arguments, one.phase, one.workspace_bytes, len(one.inputs), len(one.outputs))
         if same != (
@@ -64,8 +82,8 @@ class _Kinship:
         )
 
     def _add_storage(self, here: int, there: int) -> bool:
-        if self.storages.setdefault(here, there) != there:
-            return False  # it already stands for another one
+        if self.storages.setdefault(here, there) != there or self._back.setdefault(there, here) != here:
+            return False  # one of them already stands for another one
         if self.ours.storage_bytes[here] != self.theirs.storage_bytes[there]:
             return False
         ours, theirs = self.ours.liveness.events_of[here], self.theirs.liveness.events_of[there]
@@ -76,16 +94,16 @@ class _Kinship:
         return True
 
 
-def _kinship(ours: Program, here: int, theirs: Program, there: int, *, to_end: bool) -> _Kinship | None:
+def kinship_of_calls(one: tuple[Program, int], other: tuple[Program, int], *, to_end: bool) -> Kinship | None:
     """Return how two module calls, or all that follows them in the forward pass, correspond; None if not alike."""
-    found = _Kinship(ours, theirs)
+    (ours, here), (theirs, there) = one, other
+    found = Kinship(ours, theirs)
     inside = [_forward_ops(ours, here, to_end=to_end), _forward_ops(theirs, there, to_end=to_end)]
     backward = backward_ops(ours), backward_ops(theirs)
     pairs: list[tuple[Sequence[int], Sequence[int]]] = [(inside[0], inside[1])]
     pairs += [(backward[0].get(a, ()), backward[1].get(b, ())) for a, b in zip(*inside, strict=False)]
-    for a, b in pairs:
-        if len(a) != len(b) or not all(found.add_op(x, y) for x, y in zip(a, b, strict=True)):
-            return None
+    if not all(found.add_ops(a, b) for a, b in pairs):
+        return None
     found.positions[ours.liveness.entered[here]] = theirs.liveness.entered[there]
     found.positions[ours.liveness.exited[here]] = theirs.liveness.exited[there]
     return found
@@ -107,25 +125,22 @@ def backward_ops(program: Program) -> Mapping[int, Sequence[int]]:
     return dict(found)
 
 
-def transferred(
-    patch: Patch, deferred: Iterable[int], one: ModuleCall, other: ModuleCall, *, to_end: bool
-) -> tuple[Patch, frozenset[int]] | None:
-    """Return the patch of a chunk at one module call as one at another call, and the ops that it defers there.
+def transferred(known: Iterable[tuple[Kinship | None, Rewrite]], scope: int) -> Rewrite | None:
+    """Return the first of some rewrites that can be one of another part, as the rewrite of that.
 
     Args:
-        patch: the patch at the call ``here``.
-        deferred: the ops that it defers.
-        one, other: the two calls; ``here`` is the scope of the first.
-        to_end: whether the chunk goes on behind the module, to the end of the forward pass.
+        known: rewrites of parts, each with how the other part corresponds to it.
+        scope: the module call of the other one, to which the ops of its loops belong.
 
     Returns:
-        None if the calls are not alike in all that the patch refers to.
+        None if no part is alike in all that its patch refers to.
     """
-    # Each exit with None means that the second call is rehearsed by itself, which is slower and never wrong.
-    (ours, here), (theirs, there) = one, other
-    kin = _kinship(ours, here, theirs, there, to_end=to_end)
-    if kin is None:
-        return None
+    return next(filter(None, (_transferred(one, kin, scope) for kin, one in known if kin is not None)), None)
+
+
+def _transferred(rewrite: Rewrite, kin: Kinship, scope: int) -> Rewrite | None:
+    # Each exit with None means that the second part is rehearsed by itself, which is slower and never wrong.
+    ours, theirs, patch = kin.ours, kin.theirs, rewrite.patch
     n_ops, n_storages = len(ours.ops), len(ours.storage_bytes)
     shared = (StorageKind.PARAMETER, StorageKind.BUFFER)
 
@@ -151,26 +166,31 @@ def transferred(
         op=lambda i: i - n_ops + len(theirs.ops) if i >= n_ops else kin.ops[i],
         handle=new(len(ours.handle_storages), len(theirs.handle_storages)),
         instance=new(len(ours.instance_handles), len(theirs.instance_handles)),
-        scope={here: there}.__getitem__,
+        scope=lambda _: scope,
     )
     try:
-        return (
-            msgspec.structs.replace(
-                patch,
-                events={
-                    kin.positions[at]: tuple(indices.event(*event) for event in events)
-                    for at, events in patch.events.items()
-                },
-                ops=tuple(indices.moved(msgspec.structs.replace(op, scope=there)) for op in patch.ops),
-                resized={storage(s): n_bytes for s, n_bytes in patch.resized.items()},
-                handle_storages=tuple(map(storage, patch.handle_storages)),
-                handle_ops=tuple(-1 if i < 0 else kin.ops[i] for i in patch.handle_ops),
-                instance_handles=tuple(map(indices.handle, patch.instance_handles)),
-            ),
-            frozenset(kin.ops[i] for i in deferred),
-        )
+        moved = _moved(patch, indices, kin.positions.__getitem__)
+        ops = tuple(msgspec.structs.replace(op, scope=scope) for op in moved.ops)
+        deferred = frozenset(kin.ops[i] for i in rewrite.deferred)
     except KeyError:
-        return None  # it looks at something that only the first call has
+        return None  # it looks at something that only the first part has
+    return replace(rewrite, patch=msgspec.structs.replace(moved, ops=ops), deferred=deferred)
+
+
+def _moved(patch: Patch, indices: Indices, position: Callable[[int], int]) -> Patch:
+    """Return a patch with other indices, at other positions."""
+    return msgspec.structs.replace(
+        patch,
+        events={
+            position(at): tuple(indices.event(*event) for event in events)
+            for at, events in patch.events.items()
+        },
+        ops=tuple(map(indices.moved, patch.ops)),
+        resized={indices.storage(s): n_bytes for s, n_bytes in patch.resized.items()},
+        handle_storages=tuple(map(indices.storage, patch.handle_storages)),
+        handle_ops=tuple(-1 if i < 0 else indices.op(i) for i in patch.handle_ops),
+        instance_handles=tuple(map(indices.handle, patch.instance_handles)),
+    )
 
 
 def merged(program: Program, patches: Sequence[Patch]) -> Patch:
@@ -190,21 +210,9 @@ def merged(program: Program, patches: Sequence[Patch]) -> Patch:
             handle=_behind(draft.handle_storages),
             instance=_behind(draft.instance_handles),
         )
-        for at, found in patch.events.items():
-            if at in draft.events:
-                raise ValueError(f"two patches look at event {at}")
-            draft.events[at] = tuple(indices.event(*event) for event in found)
-        ops = [indices.moved(op) for op in patch.ops]
-        handles = list(map(indices.storage, patch.handle_storages))
-        instances = list(map(indices.handle, patch.instance_handles))
-        draft.ops.new += ops
-        for storage, n_bytes in patch.resized.items():
-            draft.storage_bytes[storage] = n_bytes
-        for n_bytes, kind in zip(patch.storage_bytes, patch.storage_kinds, strict=True):
-            draft.new_storage(n_bytes, kind)
-        for s, op in zip(handles, patch.handle_ops, strict=True):
-            draft.new_handle(s, op)
-        draft.instance_handles.new += instances
+        if both := draft.events.keys() & patch.events:
+            raise ValueError(f"two patches look at event {min(both)}")
+        draft.add(_moved(patch, indices, lambda at: at))
     return draft.patch()
 
 

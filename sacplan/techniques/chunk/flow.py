@@ -15,7 +15,7 @@ first does. A conflict names the op that should rather run before the loop, as t
 taking this op out is not the only way, and perhaps not the best.
 
 The planner walks through a recorded program (``dataflow.py``), the executor through the ops that it has collected
-(``executor/collected.py``).
+(``executor/collected.py``), all of which are needed and compute something: views are ops like all others.
 """
 
 from __future__ import annotations
@@ -23,40 +23,47 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from sacplan.core.factors.axes import Axis, FactorAxis, from_factor, into_factor
 from sacplan.core.factors.rule import Dims, Rule
 
 
-class FlowGraph(Protocol):
+class FlowGraph:
     """Ops and tensors, by number. Ops are numbered in the order in which they run.
 
-    An op is -1 where there is none: the tensor comes from outside.
+    Args:
+        rules, inputs, outputs: by op.
+        n_tensors: how many tensors there are.
+
+    Attributes:
+        rules, inputs, outputs: see above.
+        producer: by tensor, the op that returned it; -1: it comes from outside.
+        computed_by: by tensor, the op that computes it: of a view, the one that made what is viewed; or -1.
+        consumers: by tensor, the ops that read it.
     """
 
-    @property
-    def rules(self) -> Sequence[Rule | None]:
-        """By op."""
-
-    @property
-    def inputs(self) -> Sequence[tuple[int, ...]]:
-        """By op."""
-
-    @property
-    def outputs(self) -> Sequence[tuple[int, ...]]:
-        """By op."""
-
-    @property
-    def producer(self) -> Sequence[int]:
-        """By tensor, the op that returned it."""
-
-    @property
-    def computed_by(self) -> Sequence[int]:
-        """By tensor, the op that computes it: of a view, the one that made what is viewed."""
+    def __init__(
+        self,
+        rules: Sequence[Rule | None],
+        inputs: Sequence[tuple[int, ...]],
+        outputs: Sequence[tuple[int, ...]],
+        n_tensors: int,
+    ) -> None:
+        self.rules, self.inputs, self.outputs = list(rules), inputs, outputs
+        consumers: list[dict[int, None]] = [{} for _ in range(n_tensors)]
+        self.producer = [-1] * n_tensors
+        for i, (read, made) in enumerate(zip(inputs, outputs, strict=True)):
+            for t in read:
+                consumers[t][i] = None
+            for t in made:
+                if self.producer[t] < 0:
+                    self.producer[t] = i
+        self.consumers = list(map(tuple, consumers))
+        self.computed_by = self.producer
 
     def readers(self, tensor: int, end: int) -> Sequence[int]:
         """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
+        return self.consumers[tensor]
 
 
 class Conflict(Exception):

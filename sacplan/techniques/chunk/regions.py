@@ -7,8 +7,8 @@ For each op near a place where much is alive, and each axis of its first output:
 2. Each op of the flow may be the first one of the loop. The ops from there on that are connected with the last one are
    a stretch (``_members``).
 3. Its memory is estimated. Outside of the loop it follows from the recording: what is alive at each op, less what the
-   loop never makes as a whole. Inside it is ``fixed + by_length * length of a slice`` at each op (``_loop_bytes``),
-   without what the allocator rounds up. ``body.py`` has exact figures.
+   loop never makes as a whole. Inside it is ``fixed + by_length * length of a slice`` at each op (``_loop``),
+   without what the allocator rounds up. ``stretches.py`` has exact figures.
 
 This is a heuristic search. The window, the number of conflicts, of starts and of flows in all are bounded, and only the
 first output of an op is cut, so the best stretch may not be among the candidates.
@@ -26,16 +26,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from sacplan.core.calls import dtype_of
 from sacplan.core.elements import ROOT_SCOPE
 from sacplan.core.factors.axes import Axis
+from sacplan.core.factors.rule import Rule
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
-from sacplan.techniques.chunk.dataflow import Dataflow, is_dense
+from sacplan.techniques.chunk.dataflow import Dataflow
 from sacplan.techniques.chunk.flow import Conflict, FactorFlow, axis_of, factor_flow, parts_of
+from sacplan.torch_compat.private import is_dense
 
 _WINDOW = 160  # ops that a stretch reaches back at most
 _REPEATED = 24  # ops in a row that are like earlier ones: layers repeat
@@ -48,118 +49,94 @@ _ROUNDING = 1e-6
 _HOT = 0.1  # share of what the step takes above which memory is worth saving
 
 
-class StretchOutput(NamedTuple):
-    """Something that is needed after a stretch: an output of one of its ops, and the last version of its storage."""
-
-    op: int
-    output: int
-    storage: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Shape:
     """A stretch, with op numbers relative to its last op.
 
     Attributes:
-        start, until: the first op; the last one at which the stretch changes memory. In the plain step Python may hold
-            results for a while after the loop, which the stretch never makes.
         members: ops of the loop.
         axis: what is sliced of the first output of the last op.
         exits: (op, output) of each result that is needed after the loop.
-        others: by op from ``start`` to ``until``, whether it still runs by itself.
-        change: by op from ``start`` to ``until``, how many more bytes are alive while it runs (or fewer, below 0).
-        fixed, by_length: by op of the loop, bytes that are alive beside those outside: a constant, and a part for each
-            element in the length of a slice.
+        lines: by op of the loop, bytes that are alive beside those outside: a constant, and a part for each element in
+            the length of a slice.
         slice_ms: the time that each further slice costs; ``loop_ms``: the time that the loop costs once.
-    """
-
-    start: int
-    until: int
-    members: tuple[int, ...]
-    axis: Axis
-    exits: tuple[tuple[int, int], ...]
-    others: npt.NDArray[np.bool_]
-    change: npt.NDArray[np.int64]
-    fixed: npt.NDArray[np.float64]
-    by_length: npt.NDArray[np.float64]
-    slice_ms: float
-    loop_ms: float
-
-
-@dataclass(slots=True, eq=False)
-class Candidates:
-    """A stretch, at each place of a program where it is found.
-
-    Attributes:
-        shape: the stretch.
-        ends: by place, its last op, where the loop runs.
-        outside: by place, the most that is alive at an op from ``start`` to ``until`` that is not in the loop.
-        base: by place, bytes that are alive during the loop beside what it makes.
-        exact: by number of slices that was recorded, the bytes that the loop makes at its peak.
+        exact: by number of slices that was rehearsed, the bytes that the loop makes at its peak.
         ratio: the largest factor by which an estimate of that was too low; others are scaled by it.
     """
 
-    shape: Shape
-    ends: npt.NDArray[np.int64]
-    outside: npt.NDArray[np.int64]
-    base: npt.NDArray[np.int64]
+    members: tuple[int, ...]
+    axis: Axis
+    exits: tuple[tuple[int, int], ...]
+    lines: frozenset[tuple[float, float]]
+    slice_ms: float
+    loop_ms: float
     exact: dict[int, int] = field(default_factory=dict)
     ratio: float = 1.0
-    _least: npt.NDArray[np.int64] | None = field(default=None, repr=False)
-
-    @property
-    def size(self) -> int:
-        """The most slices that it can be cut into."""
-        return self.shape.axis.size
 
     def inside(self, slices: int) -> float:
-        """Return the bytes that the loop makes at its peak with so many slices: recorded, or else estimated."""
+        """Return the bytes that the loop makes at its peak with so many slices: rehearsed, or else estimated."""
         if slices in self.exact:
             return self.exact[slices]
-        length = -(-self.size // slices)
-        return self.ratio * float((self.shape.fixed + self.shape.by_length * length).max())
+        length = -(-self.axis.size // slices)
+        return self.ratio * max(fixed + by_length * length for fixed, by_length in self.lines)
 
-    def learn(self, slices: int, inside: int) -> None:
-        """Note what the loop was recorded to make at its peak, and correct the estimates for other numbers."""
+    def learn(self, slices: int, inside: int) -> bool:
+        """Note what the loop makes at its peak, to correct the estimates; return whether that was not known."""
+        known = self.exact.get(slices) == inside
         self.ratio = max(self.ratio, inside / max(1.0, self.inside(slices) / self.ratio))
         self.exact[slices] = inside
-        self._least = None
+        return not known
 
-    def fewest_slices(self, budget: int) -> npt.NDArray[np.int64]:
-        """Return by place the fewest slices that stay within a budget; 0 where that is not possible.
+    def fewest_slices(self, room: int) -> int:
+        """Return the fewest slices with which the loop makes no more than ``room`` bytes; 0 if there is no such number.
 
-        With ``room = budget - base``, each op of the loop bounds the length of a slice: ``ratio * (fixed + by_length *
-        length) <= room``. The tightest bound counts. A recorded number of slices that fits is taken if it is smaller.
+        Each op of the loop bounds the length of a slice: ``ratio * (fixed + by_length * length) <= room``. The tightest
+        bound counts. A rehearsed number of slices that fits is taken if it is smaller.
         """
-        room = (budget - self.base).astype(np.float64)
+        length, left = self.axis.size, room / self.ratio
+        for fixed, by_length in self.lines:
+            if by_length > 0:
+                length = min(length, math.floor((left - fixed) / by_length + _ROUNDING))
+            elif left - fixed < -_ROUNDING:
+                length = 0
+        fits = [slices for slices, inside in self.exact.items() if inside <= room]
+        if length >= 1:
+            fits.append(-(-self.axis.size // length))
+        return min(fits, default=0)
+
+    def extra_ms(self, slices: int) -> float:
+        """Return about how much time a number of slices costs."""
+        return self.loop_ms + (slices - 1) * self.slice_ms
+
+
+class Candidate(NamedTuple):
+    """A stretch at one place of a program.
+
+    Attributes:
+        shape: the stretch; shared by all places where layers repeat.
+        start, end, until: the first op; the last one, where the loop runs; and the last one at which it changes memory.
+            In the plain step Python may hold results for a while after the loop, which the stretch never makes.
+        outside: the most that is alive at an op from ``start`` to ``until`` that is not in the loop.
+        base: bytes that are alive during the loop beside what it makes.
+    """
+
+    shape: Shape
+    start: int
+    end: int
+    until: int
+    outside: int
+    base: int
+
+    def least_peak(self) -> int:
+        """Return the peak with the smallest slices."""
         shape = self.shape
-        left = room[:, None] / self.ratio - shape.fixed
-        cut = shape.by_length > 0
-        longest = np.floor(left[:, cut] / shape.by_length[cut] + _ROUNDING)
-        length = np.minimum(float(self.size), longest.min(axis=1, initial=float(self.size)))
-        length[(left[:, ~cut] < -_ROUNDING).any(axis=1)] = 0
-        fits = (length >= 1) & (self.outside <= budget)
-        slices = np.where(fits, -(-self.size // np.maximum(1, length)), 0).astype(np.int64)
-        for known, inside in self.exact.items():
-            may = (self.outside <= budget) & (inside <= room) & ((slices == 0) | (known < slices))
-            slices[may] = known
-        return slices
-
-    def least_peak(self) -> npt.NDArray[np.int64]:
-        """Return by place the peak with the smallest slices; kept until something is learned."""
-        if self._least is None:
-            inside = min([self.inside(self.size), *self.exact.values()])
-            self._least = np.maximum(self.outside, self.base + int(np.ceil(inside)))
-        return self._least
-
-    def extra_ms(self, slices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return about how much time numbers of slices cost."""
-        return np.asarray(self.shape.loop_ms + (slices - 1) * self.shape.slice_ms, dtype=np.float64)
+        inside = min([shape.inside(shape.axis.size), *shape.exact.values()])
+        return max(self.outside, self.base + math.ceil(inside))
 
 
-def candidates(flow: Dataflow, spec: DeviceSpec, pins: Pins = NO_PINS) -> list[Candidates]:
+def candidates(flow: Dataflow, spec: DeviceSpec, pins: Pins = NO_PINS) -> list[Candidate]:
     """Return stretches of a program that could lower its peak, in no particular order."""
-    return _Finder(flow, spec, pins).find()
+    return list(_Finder(flow, spec, pins).find())
 
 
 class _Finder:
@@ -174,25 +151,21 @@ class _Finder:
     def __init__(self, flow: Dataflow, spec: DeviceSpec, pins: Pins) -> None:
         self.flow, self.pins = flow, pins
         self.program: Program = flow.program
-        self.live = np.array(flow.live, dtype=np.int64)
-        self.total = self.live + np.array(flow.workspace, dtype=np.int64)
+        self.total = self.program.liveness.at_op
+        self.live = self.total - np.array([op.workspace_bytes for op in self.program.ops], dtype=np.int64)
         self.launch_ms = spec.kernel_launch_us * 1e-3
         self.ms_per_byte = 1e3 / (spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency)
-        self.bytes = [
-            int(np.prod(t.shape, dtype=np.int64)) * dtype_of(t).itemsize for t in self.program.tensors
-        ]
+        self.bytes = [math.prod(t.shape) * dtype_of(t).itemsize for t in self.program.tensors]
         self.surroundings = self._surroundings()
         self.windows = self._windows()
         self.flows_left = _FLOWS
         self._units: dict[frozenset[int], bool] = {}
-        scopes = {op.scope for op in self.program.ops}
-        self.all_have_units = not pins and unit_scope(self.program, scopes) != ROOT_SCOPE
 
-    def find(self) -> list[Candidates]:
+    def find(self) -> Iterator[Candidate]:
         """Find them, beginning where most is alive, so that the bound on attempts ends the least useful."""
         flow = self.flow
         if not flow.n_ops:
-            return []
+            return
         floor = self.program.liveness.initial_bytes
         hot = np.flatnonzero(self.total > floor + _HOT * (int(self.total.max()) - floor)).tolist()
         # By kind, the ops at which a stretch could end: they compute into memory of their own, have a rule, and
@@ -206,16 +179,12 @@ class _Finder:
                     first = max(0, end - window)
                     key = (end - first, end - hot[at - 1], *self.surroundings[first : end + _BEYOND])
                     by_kind[key].append(end)
-        found = []
         for ends in sorted(by_kind.values(), key=lambda ends: -self._worth(ends)):
             if self.flows_left <= 0:
-                break
+                return
             last_hot = hot[bisect.bisect_right(hot, ends[0]) - 1]
-            for shape in self._shapes(ends[0], last_hot):
-                placed = self._placed(shape, ends)
-                if len(placed.ends):
-                    found.append(placed)
-        return found
+            for found, members, axis in self._stretches(ends[0], last_hot):
+                yield from self._candidates(found, members, axis, ends)
 
     def _worth(self, ends: Sequence[int]) -> int:
         """Return the most that is alive in the window of the first of some ops that are alike."""
@@ -275,26 +244,25 @@ class _Finder:
             found.append(min(_WINDOW, max(2 * _REPEATED, int(period * _PERIODS))))
         return found
 
-    # --- shapes ---
+    # --- stretches ---
 
-    def _shapes(self, end: int, last_hot: int) -> Iterator[Shape]:
+    def _stretches(self, end: int, last_hot: int) -> Iterator[tuple[FactorFlow, tuple[int, ...], Axis]]:
+        """Yield stretches that end with an op: the flow, the ops of the loop, and what is sliced of the last one."""
         flow = self.flow
-        seed = flow.outputs[end][0]
-        rule = flow.rules[end]
+        seed, rule = flow.outputs[end][0], flow.rules[end]
         assert rule is not None
         seen: set[Any] = set()
-        for axis in self._axes(rule, seed):
+        for axis in self._axes(rule):
             for found in self._flows(end, seed, axis):
                 # A loop that begins behind the last hot op lowers nothing.
                 starts = sorted(i for i in found.within if flow.computes[i] and i <= last_hot)
                 for start in starts:
                     members = self._members(found, start, end)
-                    if not members or (axis, members) in seen:
-                        continue
-                    seen.add((axis, members))
-                    yield from self._finished(found, members, end, axis)
+                    if members and (axis, members) not in seen:
+                        seen.add((axis, members))
+                        yield found, members, axis
 
-    def _axes(self, rule: Any, seed: int) -> Iterator[Axis]:
+    def _axes(self, rule: Rule) -> Iterator[Axis]:
         """Yield the axes of an op's first output: its factors, and parts of these that other ops see (``splits``)."""
         for dim, factors in enumerate(rule.outputs[0]):
             sizes = [rule.sizes[f] for f in factors]
@@ -365,74 +333,72 @@ class _Finder:
                     queue.append(i)
         return tuple(sorted(reached))
 
-    def _finished(self, found: FactorFlow, members: tuple[int, ...], end: int, axis: Axis) -> Iterator[Shape]:
-        """Yield the shape of a stretch, twice if Python holds results after the loop.
+    def _candidates(
+        self, found: FactorFlow, members: tuple[int, ...], axis: Axis, ends: Sequence[int]
+    ) -> Iterator[Candidate]:
+        """Place a stretch at ops that are alike, wherever it lowers the most that is alive there.
 
-        The one that ends with the loop may be followed by another stretch at once. The other also counts what is saved
-        after the loop.
+        Twice if Python holds results after the loop. The one that ends with the loop may be followed by another stretch
+        at once. The other also counts what is saved after the loop.
         """
+        flow, program, start, end = self.flow, self.program, members[0], members[-1]
         exits = self._exits(members, end)
         # Nothing is needed of it, or an exit has no place; no module call to name it by; or its inputs change.
         if not exits or not self._has_unit(members) or not self._inputs_stay(members, end):
             return
-        inside = set(members)
-        made = {s for i in members for s in self.program.ops[i].writes}
-        kept = {self.flow.origin[e.storage] for e in exits}
-        lost = [s for s in made if self.flow.origin[s] not in kept]
+        made = {s for i in members for s in program.ops[i].writes}
+        kept = {flow.origin[flow.storage[flow.outputs[op][output]]] for op, output in exits}
+        lost = [s for s in made if flow.origin[s] not in kept]
         # How long Python holds what the loop never makes as a whole: its bytes are saved up to there.
-        held = max((self.flow.last_op[s] for s in lost), default=end)
-        held = min(held, end + _BEYOND, self.flow.n_ops - 1)
-        fixed, by_length = self._loop_bytes(found, members, lost)
-        slice_ms, loop_ms = self._times(found, members, exits)
+        held = max((flow.last_op[s] for s in lost), default=end)
+        held = min(held, end + _BEYOND, flow.n_ops - 1)
+        relative = tuple((op - end, output) for op, output in exits)
+        shape = Shape(tuple(i - end for i in members), axis, relative, *self._loop(found, members, exits))
+        # Judged by slices of one element, the most that slicing can do.
+        inside = shape.inside(axis.size)
         for until in dict.fromkeys((end, max(end, held))):
-            start = members[0]
+            # By op, how many more bytes are alive while it runs, or fewer, below 0.
             change = np.zeros(until - start + 1, dtype=np.int64)
             for s in lost:
-                first, last = max(self.flow.maker[s], start), min(self.flow.last_op[s], until)
+                first, last = max(program.writer[s], start), min(flow.last_op[s], until)
                 # Never allocated as a whole: less at each op at which it was alive.
-                change[first - start : last - start + 1] -= self.program.storage_bytes[s]
+                change[first - start : last - start + 1] -= program.storage_bytes[s]
             for s in self._input_storages(members):
-                last = self.flow.last_op[s]
+                last = flow.last_op[s]
                 if last < end and s not in made:
                     # The loop runs at the end, so an input that was freed before is held until then.
-                    change[max(last + 1, start) - start : end - start + 1] += self.program.storage_bytes[s]
-            others = np.array([i not in inside for i in range(start, until + 1)])
-            yield Shape(
-                start - end,
-                until - end,
-                tuple(i - end for i in members),
-                axis,
-                tuple((e.op - end, e.output) for e in exits),
-                others,
-                change,
-                fixed,
-                by_length,
-                slice_ms,
-                loop_ms,
-            )
+                    change[max(last + 1, start) - start : end - start + 1] += program.storage_bytes[s]
+            others = np.array([i not in members for i in range(start, until + 1)])
+            for by in (other - end for other in ends):
+                first, last = start + by, until + by
+                if first < 0 or last >= flow.n_ops or not self._has_unit([i + by for i in members]):
+                    continue
+                live, total = self.live[first : last + 1], self.total[first : last + 1]
+                outside = int(np.where(others, total + change, 0).max())
+                base = int(live[end - start] + change[end - start])
+                if max(outside, base + inside) < total.max():
+                    yield Candidate(shape, first, end + by, last, outside, base)
 
-    def _exits(self, members: Sequence[int], end: int) -> list[StretchOutput] | None:
-        """Return what is needed after the loop; None if some of that cannot have a buffer."""
+    def _exits(self, members: Sequence[int], end: int) -> list[tuple[int, int]] | None:
+        """Return what is needed after the loop, as (op, output); None if some of that cannot have a buffer."""
         flow, program = self.flow, self.program
         inside = set(members)
         found = []
         for i in members:
             op = program.ops[i]
-            if op.replaces >= 0 and flow.maker[op.replaces] not in inside:
+            if op.replaces >= 0 and program.writer.get(op.replaces) not in inside:
                 return None  # it overwrites in place what others made
             for s in op.writes:
                 if not flow.read_after(s, end):
                     continue
-                root = flow.maker[flow.origin[s]]
+                root = program.writer.get(flow.origin[s])
                 if root not in inside:
                     return None  # the memory is there before the loop
-                position = next(
-                    q for q, t in enumerate(flow.outputs[root]) if flow.storage[t] == flow.origin[s]
-                )
-                tensor = program.tensors[flow.outputs[root][position]]
-                if not is_dense(tensor) or tensor.offset:
+                output = [flow.storage[t] for t in flow.outputs[root]].index(flow.origin[s])
+                tensor = program.tensors[flow.outputs[root][output]]
+                if not is_dense(tensor.shape, tensor.stride) or tensor.offset:
                     return None  # the executor makes a buffer by shape and strides alone
-                found.append(StretchOutput(root, position, s))
+                found.append((root, output))
         return found
 
     def _input_storages(self, members: Sequence[int]) -> set[int]:
@@ -457,85 +423,48 @@ class _Finder:
             self._units[scopes] = unit_scope(self.program, scopes, self.pins) != ROOT_SCOPE
         return self._units[scopes]
 
-    def _loop_bytes(
-        self, found: FactorFlow, members: Sequence[int], lost: Sequence[int]
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Return by op of the loop that computes what is alive beside what is outside: constant, and by length.
+    def _loop(
+        self, found: FactorFlow, members: Sequence[int], exits: Sequence[tuple[int, int]]
+    ) -> tuple[frozenset[tuple[float, float]], float, float]:
+        """Return ``lines``, ``slice_ms`` and ``loop_ms`` of a shape.
 
         Counted are tensors that the loop makes, from their op to their last use in a slice, workspaces, and slices of
-        inputs that are copies: those along an axis that is not the outermost in memory.
+        inputs that are copies: those along an axis that is not the outermost in memory. The time of a slice is that of
+        launches, and of operands that it reads whole.
         """
         flow, program = self.flow, self.program
         size = next(iter(found.within.values())).size
         made = {t for i in members for t in flow.outputs[i]}
-        last: dict[Any, int] = {}
+        last: dict[int, int] = {}
         for i in members:
             for t in (*flow.inputs[i], *flow.outputs[i]):
                 last[flow.origin[flow.storage[t]]] = i
-        fixed, by_length = [], []
+        lines = set()
+        slice_ms = len(exits) * self.launch_ms
         alive: dict[int, tuple[float, float]] = {}
         for i in members:
             rule, within = flow.rules[i], found.within[i]
             assert rule is not None
+            again = 0
             for t, dims in zip(flow.inputs[i], rule.inputs, strict=True):
-                s = flow.origin[flow.storage[t]]
-                if t not in made and s not in alive:
-                    axis = axis_of(dims, rule.sizes, within)
-                    if axis is not None and axis.outer > 1:
-                        alive[s] = 0.0, self.bytes[t] / size  # a copy
-            for t in flow.outputs[i]:
-                s = flow.origin[flow.storage[t]]
-                if s not in alive and flow.computes[i]:
-                    cut = t in found.axes
-                    alive[s] = (0.0, self.bytes[t] / size) if cut else (float(self.bytes[t]), 0.0)
+                axis = axis_of(dims, rule.sizes, within)
+                if axis is None:
+                    again += self.bytes[t]
+                elif t not in made and axis.outer > 1:
+                    alive.setdefault(flow.origin[flow.storage[t]], (0.0, self.bytes[t] / size))  # a copy
             if flow.computes[i]:
-                fixed.append(sum(a for a, _ in alive.values()))
-                by_length.append(sum(b for _, b in alive.values()) + program.ops[i].workspace_bytes / size)
+                for t in flow.outputs[i]:
+                    cut = t in found.axes
+                    n_bytes = (0.0, self.bytes[t] / size) if cut else (float(self.bytes[t]), 0.0)
+                    alive.setdefault(flow.origin[flow.storage[t]], n_bytes)
+                by_length = sum(b for _, b in alive.values()) + program.ops[i].workspace_bytes / size
+                lines.add((sum(a for a, _ in alive.values()), by_length))
+                slice_ms += self.launch_ms + again * self.ms_per_byte
             for s in [s for s in alive if last[s] == i]:
                 del alive[s]
-        return np.array(fixed), np.array(by_length)
-
-    def _times(
-        self, found: FactorFlow, members: Sequence[int], exits: Sequence[StretchOutput]
-    ) -> tuple[float, float]:
-        """Return the time of each further slice (launches, operands that it reads whole), and of the loop once."""
-        flow = self.flow
-        slice_ms = len(exits) * self.launch_ms
-        for i in members:
-            if flow.computes[i]:
-                rule, within = flow.rules[i], found.within[i]
-                assert rule is not None
-                again = sum(
-                    self.bytes[t]
-                    for t, dims in zip(flow.inputs[i], rule.inputs, strict=True)
-                    if axis_of(dims, rule.sizes, within) is None
-                )
-                slice_ms += self.launch_ms + again * self.ms_per_byte
-        copied = sum(self.bytes[flow.outputs[e.op][e.output]] for e in exits)
-        return slice_ms, len(exits) * self.launch_ms + 2 * copied * self.ms_per_byte
-
-    # --- placed ---
-
-    def _placed(self, shape: Shape, ends: Sequence[int]) -> Candidates:
-        """Place a shape at ops that are alike, wherever it lowers the most that is alive there."""
-        last = self.flow.n_ops - 1 - shape.until
-        at = np.array(
-            [
-                end
-                for end in ends
-                if -shape.start <= end <= last
-                and (self.all_have_units or self._has_unit([end + i for i in shape.members]))
-            ],
-            dtype=np.int64,
-        )
-        span = at[:, None] + np.arange(shape.start, shape.until + 1)
-        held = self.live[span] + shape.change
-        others = np.where(shape.others, held + self.total[span] - self.live[span], 0)
-        outside, base = others.max(axis=1, initial=0), held[:, -shape.start]
-        inside = float((shape.fixed + shape.by_length).max())
-        # Judged by slices of one element, the most that slicing can do.
-        helps = np.maximum(outside, base + inside) < self.total[span].max(axis=1, initial=0)
-        return Candidates(shape, at[helps], outside[helps], base[helps])
+        copied = sum(self.bytes[flow.outputs[op][output]] for op, output in exits)
+        loop_ms = len(exits) * self.launch_ms + 2 * copied * self.ms_per_byte
+        return frozenset(lines), slice_ms, loop_ms
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:

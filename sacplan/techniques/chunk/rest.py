@@ -30,10 +30,10 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.record.in_place import OUT_OF_PLACE
 from sacplan.techniques.chunk.chunk_entry import CannotChunk, ChunkEntry, ChunkSpan
 from sacplan.techniques.chunk.deferral import DeferredRun
-from sacplan.techniques.chunk.families import transferred
+from sacplan.techniques.chunk.families import Rewrite, kinship_of_calls, transferred
 from sacplan.techniques.chunk.training_loops import leave_module, run_final_loop
 from sacplan.techniques.chunk.training_ops import BackwardWalk, ForwardWalk
-from sacplan.techniques.chunk.training_patch import ChunkPatch, Rewrite
+from sacplan.techniques.chunk.training_patch import ChunkPatch
 from sacplan.torch_compat.ops import is_computation
 
 
@@ -69,10 +69,11 @@ def _rewrite(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
     known = [((step, entry.scope), training_chunk(step, chunk, device)) for step in settled_from(program)]
     known += (((program, scope), rewrite) for scope, rewrite in rehearsed.items())
     # Tried with one of each kind so far. Where none goes over, the module is of another kind, and is rehearsed.
-    for call, rewrite in known:
-        found = transferred(rewrite.patch, rewrite.deferred, call, (program, entry.scope), to_end=is_rest)
-        if found is not None:
-            return Rewrite(*found, rewrite.added_ms)
+    here = program, entry.scope
+    kin = ((kinship_of_calls(call, here, to_end=is_rest), rewrite) for call, rewrite in known)
+    found = transferred(kin, entry.scope)
+    if found is not None:
+        return found
     rehearsed[entry.scope] = _rehearsed(program, entry, chunk, device)
     return rehearsed[entry.scope]
 

@@ -9,12 +9,14 @@ stands for. Memory needs no such factor: each slice frees what it made, so a lat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 import msgspec
 
-from sacplan.core.program import Op
-from sacplan.record.rehearsal import Rehearsal
+from sacplan.core.program import Phase
+from sacplan.core.rewriting import PatchBuilder
+from sacplan.record.rehearsal import Rehearsal, RehearsedOps
 
 
 class SampledSlices:
@@ -46,13 +48,11 @@ class SampledSlices:
             yield bounds
         marks.append((self._rehearsal.n_ops, 1))  # the end of the last slice
 
-    def counted(self, ops: Sequence[Op], first: int) -> list[Op]:
-        """Return ops with the time and FLOPs of all slices that they stand for.
-
-        Args:
-            ops: those that ran from some moment on.
-            first: how many ops of the rehearsal had run before that.
-        """
+    def into(
+        self, draft: PatchBuilder, seen: RehearsedOps, phase: Phase, scope: int
+    ) -> list[tuple[int, int]]:
+        """Put ops that ran into a program, with the time and FLOPs of all slices that they stand for; return events."""
+        first, ops = seen.first, seen.ops
         found = list(ops)
         for marks in self._loops:
             if marks[0][0] < first or marks[-1][0] > first + len(ops):
@@ -63,7 +63,7 @@ class SampledSlices:
                     found[at] = msgspec.structs.replace(
                         op, time_ms=op.time_ms * times, flops=op.flops * times, runs=op.runs * times
                     )
-        return found
+        return self._rehearsal.into(draft, replace(seen, ops=found), phase, scope)
 
     def _lengths(self, bounds: tuple[int, int]) -> tuple[int, ...]:
         """Return how long a slice is, and how much of it lies in each window."""

@@ -11,7 +11,7 @@ same sweep minimises the maximum along a path instead of the sum.
 
 The path is optimal for the candidates that ``regions.py`` gives, as long as estimates hold and stretches do not
 overlap: on a path they cannot, so that two whose ops interleave are never both taken. Estimates are then replaced by
-figures: the stretches are written into the program (``body.py``), what each loop takes is learned, and the path is
+figures: the stretches are written into the program (``stretches.py``), what each loop takes is learned, and the path is
 found again. If nothing new was learned and the peak is still too high, the budget that is asked for goes down by the
 difference. Each of these loops ends after ``_ROUNDS``, and of all that was measured the best is taken. That need not be
 the optimum.
@@ -19,23 +19,25 @@ the optimum.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from itertools import accumulate, chain
+from typing import TypeAlias
 
 from sacplan.core.decisions import Chunk
 from sacplan.core.derived import derived
-from sacplan.core.elements import CallSite
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.chunk.body import loop_bytes, ops_by_site, stretches_patch
 from sacplan.techniques.chunk.dataflow import Dataflow
-from sacplan.techniques.chunk.regions import Candidates, candidates, unit_scope
+from sacplan.techniques.chunk.families import merged
+from sacplan.techniques.chunk.regions import Candidate, candidates, unit_scope
+from sacplan.techniques.chunk.stretches import stretch_rewrites
 
 _ROUNDS = 12  # of correcting estimates
 _SLACK = 1.01  # factor by which a limit rises that estimates say can be reached, where it cannot
@@ -57,46 +59,8 @@ class MeasuredStretches:
     extra_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Pick:
-    candidates: Candidates
-    end: int
-    slices: int
-
-
-@dataclass(frozen=True, slots=True)
-class _PathEdges:
-    """The places of all candidates, in one row: an edge of the graph each.
-
-    Attributes:
-        starts, untils: the nodes where the edge begins and ends.
-        outside: as in ``Candidates``.
-        which: the number of the candidate.
-        offsets: by number of the candidate, where its places begin in the row; and the end of the row.
-        by_start: the edges in the order of ``starts``.
-    """
-
-    starts: npt.NDArray[np.int64]
-    untils: npt.NDArray[np.int64]
-    outside: npt.NDArray[np.int64]
-    which: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    by_start: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, candidates: Sequence[Candidates]) -> _PathEdges:
-        """Put the places of candidates in a row."""
-        none = np.zeros(0, dtype=np.int64)
-        counts = np.array([len(one.ends) for one in candidates], dtype=np.int64)
-        starts = np.concatenate([none, *(one.ends + one.shape.start for one in candidates)])
-        return cls(
-            starts,
-            np.concatenate([none, *(one.ends + one.shape.until + 1 for one in candidates)]),
-            np.concatenate([none, *(one.outside for one in candidates)]),
-            np.repeat(np.arange(len(candidates)), counts),
-            np.concatenate([[0], np.cumsum(counts)]),
-            np.argsort(starts, kind="stable"),
-        )
+_Pick: TypeAlias = tuple[Candidate, int]
+"""A stretch, and its number of slices."""
 
 
 class StretchSearch:
@@ -109,20 +73,22 @@ class StretchSearch:
         self.program, self.spec, self.pins = program, spec, pins
         self.flow = Dataflow(program, pins.kept_ops)
         self.tried: dict[tuple[Chunk, ...], MeasuredStretches] = {}
-        self._total = np.array(program.liveness.at_op, dtype=np.int64)
-        self._candidates: list[Candidates] | None = None
-        self._places: _PathEdges | None = None
-        self._sites: dict[int, dict[int, CallSite]] = {}
+        self._total: list[int] = program.liveness.at_op.tolist()
         self._reached_least = False
         # The step as it is holds some budgets, and is where ``smallest`` begins.
         self._measure(())
 
-    @property
-    def candidates(self) -> list[Candidates]:
+    @functools.cached_property
+    def candidates(self) -> list[Candidate]:
         """The stretches that may be taken; found when they are first asked for."""
-        if self._candidates is None:
-            self._candidates = candidates(self.flow, self.spec, self.pins)
-        return self._candidates
+        return candidates(self.flow, self.spec, self.pins)
+
+    @functools.cached_property
+    def _by_start(self) -> dict[int, list[Candidate]]:
+        found: dict[int, list[Candidate]] = defaultdict(list)
+        for one in self.candidates:
+            found[one.start].append(one)
+        return found
 
     def best(self, budget: int) -> MeasuredStretches | None:
         """Return the fastest of those tried that hold a budget."""
@@ -162,13 +128,6 @@ class StretchSearch:
             self._reached_least = True
         return self.smallest
 
-    @property
-    def places(self) -> _PathEdges:
-        """The places of the candidates, as edges."""
-        if self._places is None:
-            self._places = _PathEdges.of(self.candidates)
-        return self._places
-
     # --- the closed loop ---
 
     def _close_loop(self, budget: int) -> None:
@@ -177,7 +136,7 @@ class StretchSearch:
             picks = self._cheapest(asked)
             if picks is None:
                 return  # no path, by the estimates
-            decisions = tuple(self.decision(pick.candidates, pick.end, pick.slices) for pick in picks)
+            decisions = tuple(self.decision(*pick) for pick in picks)
             known = decisions in self.tried
             found = self._measure(decisions)
             if found.peak_bytes <= budget:
@@ -190,17 +149,18 @@ class StretchSearch:
     def _learn(self, picks: Sequence[_Pick], decisions: Sequence[Chunk]) -> bool:
         """Replace estimates of the picked loops by what they take; return whether any was wrong."""
         wrong = False
-        for pick, inside in zip(picks, loop_bytes(self.program, decisions, self.spec), strict=True):
-            # Compared first: a figure that was measured before teaches nothing.
-            wrong |= pick.candidates.exact.get(pick.slices) != inside
-            pick.candidates.learn(pick.slices, inside)
+        for (candidate, slices), decision in zip(picks, decisions, strict=True):
+            # The first call of a unit stands for the others.
+            inside = stretch_rewrites(self.program, decision, self.spec)[0].loop_bytes
+            wrong |= candidate.shape.learn(slices, inside)
         return wrong
 
     def _measure(self, decisions: tuple[Chunk, ...]) -> MeasuredStretches:
         if decisions not in self.tried:
             program = self.program
             if decisions:
-                program = program.with_(stretches_patch(program, decisions, self.spec))
+                found = (stretch_rewrites(program, decision, self.spec) for decision in decisions)
+                program = program.with_(merged(program, [one.patch for one in chain(*found)]))
             self.tried[decisions] = MeasuredStretches(
                 decisions, program.footprint.peak_bytes, program.step_ms - self.program.step_ms
             )
@@ -210,115 +170,57 @@ class StretchSearch:
 
     def _least_peak(self) -> int:
         """Return the lowest limit for which there is a path, by the estimates: a path's largest edge, minimised."""
-        n, places = self.flow.n_ops, self.places
-        if not self.candidates:
-            return int(self._total.max(initial=0))
-        peaks = np.concatenate([one.least_peak() for one in self.candidates])
-        order = places.by_start
-        edges = zip(*(each[order].tolist() for each in (places.starts, places.untils, peaks)), strict=True)
-        by_start: list[list[tuple[int, int]]] = [[] for _ in range(n)]
-        for start, until, peak in edges:
-            by_start[start].append((until, peak))
         # Invariant: when the sweep reaches node i, ``best[i]`` is the least maximum over all paths to i, since
         # all edges go forward.
-        best = [0] + [1 << 62] * n
-        total = self._total.tolist()
-        for i in range(n):
-            best[i + 1] = min(best[i + 1], max(best[i], total[i]))
-            for until, peak in by_start[i]:
-                best[until] = min(best[until], max(best[i], peak))
-        return best[n]
+        best = [0] + [1 << 62] * self.flow.n_ops
+        for i, total in enumerate(self._total):
+            best[i + 1] = min(best[i + 1], max(best[i], total))
+            for one in self._by_start.get(i, ()):
+                best[one.until + 1] = min(best[one.until + 1], max(best[i], one.least_peak()))
+        return best[-1]
 
     def _cheapest(self, budget: int) -> list[_Pick] | None:
-        """Return the stretches of the cheapest path, by the estimates; None if there is no path."""
-        n = self.flow.n_ops
-        starts, untils, costs, slices, which = (each.tolist() for each in self._edges(budget))
-        # By start, end and cost, so that of equal paths the first is taken, whatever the order of the candidates.
-        order = np.lexsort((costs, untils, starts))
-        fits = (self._total <= budget).tolist()
-        # The same sweep with sums: ``cost[i]`` is final when i is reached. Edges come sorted by where they
-        # start.
-        cost = [0.0] + [float("inf")] * n
-        via: list[int] = [-1] * (n + 1)
-        edges = iter([*order.tolist(), -1])
-        edge = next(edges)
-        for i in range(n):
-            here = cost[i]
-            if fits[i] and here < cost[i + 1]:
-                cost[i + 1], via[i + 1] = here, -1
-            while edge >= 0 and starts[edge] == i:
-                until = untils[edge]
-                total = here + costs[edge]
-                if total < cost[until]:
-                    cost[until], via[until] = total, edge
-                edge = next(edges)
-        if cost[n] == float("inf"):
-            return None
-        # Back along the edges that were taken; -1 is the edge over an op that runs as it is.
-        picks = []
-        at = n
-        while at > 0:
-            edge = via[at]
-            if edge < 0:
-                at -= 1
-                continue
-            one = self.candidates[which[edge]]
-            picks.append(_Pick(one, at - 1 - one.shape.until, self._even(one, slices[edge])))
-            at = starts[edge]
-        return picks[::-1]
-
-    @staticmethod
-    def _even(one: Candidates, slices: int) -> int:
-        """Return how many slices there will be: 10 elements in 6 slices are 5 slices of 2."""
-        return -(-one.size // -(-one.size // slices))
-
-    def _edges(
-        self, budget: int
-    ) -> tuple[
-        npt.NDArray[np.int64],
-        npt.NDArray[np.int64],
-        npt.NDArray[np.float64],
-        npt.NDArray[np.int64],
-        npt.NDArray[np.int64],
-    ]:
-        """Return the edges over stretches that fit: start, end, cost, slices, and number of the candidate.
+        """Return the stretches of the cheapest path, by the estimates; None if there is no path.
 
         A stretch is left out where all ops that it replaces fit as they are, since the path passes there at no cost.
         That is so for most of them if the step has its peak in one place.
         """
-        places = self.places
         # ``above[i]`` is the number of ops before i that do not fit: an edge is wanted if some lie below it.
-        above = np.concatenate([[0], np.cumsum(self._total > budget)])
-        wanted = (above[places.untils] > above[places.starts]) & (places.outside <= budget)
-        rows: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
-        cut = [np.zeros(0, dtype=np.int64)]
-        costs = [np.zeros(0)]
-        for i in np.unique(places.which[wanted]).tolist():
-            one, own = self.candidates[i], np.arange(*places.offsets[i : i + 2].tolist())
-            slices = one.fewest_slices(budget)
-            ok = wanted[own] & (slices > 0)
-            if ok.any():
-                rows.append(own[ok])
-                cut.append(slices[ok])
-                costs.append(one.extra_ms(slices[ok]) + _TINY_MS)
-        at = np.concatenate(rows)
-        return (
-            places.starts[at],
-            places.untils[at],
-            np.concatenate(costs),
-            np.concatenate(cut),
-            places.which[at],
-        )
+        above = [0, *accumulate(total > budget for total in self._total)]
+        # The same sweep with sums: ``cost[i]`` is final when i is reached.
+        cost = [0.0] + [math.inf] * self.flow.n_ops
+        via: list[_Pick | None] = [None] * len(cost)
+        for i, total in enumerate(self._total):
+            here = cost[i]
+            if total <= budget and here < cost[i + 1]:
+                cost[i + 1], via[i + 1] = here, None
+            for one in self._by_start.get(i, ()) if here < math.inf else ():
+                until = one.until + 1
+                if one.outside > budget or above[until] == above[i]:
+                    continue
+                slices = one.shape.fewest_slices(budget - one.base)
+                taken = here + one.shape.extra_ms(slices) + _TINY_MS
+                if slices and taken < cost[until]:
+                    cost[until], via[until] = taken, (one, slices)
+        if cost[-1] == math.inf:
+            return None
+        # Back along the edges that were taken; None is the edge over an op that runs as it is.
+        picks: list[_Pick] = []
+        at = self.flow.n_ops
+        while at > 0:
+            pick = via[at]
+            if pick is not None:
+                picks.append(pick)
+            at = at - 1 if pick is None else pick[0].start
+        return picks[::-1]
 
-    def decision(self, candidates: Candidates, end: int, slices: int) -> Chunk:
-        """Return the decision of a plan for a candidate that ends with an op."""
-        program, shape = self.program, candidates.shape
-        # Sites name ops that compute. Their views are found again from what they read (``_placed`` in ``body.py``).
+    def decision(self, candidate: Candidate, slices: int) -> Chunk:
+        """Return the decision of a plan for a candidate."""
+        program, shape, end = self.program, candidate.shape, candidate.end
+        # Sites name ops that compute. Their views are found again from what they read (``stretches.py``).
         members = [end + i for i in shape.members if self.flow.computes[end + i]]
         scope = unit_scope(program, [program.ops[i].scope for i in members], self.pins)
-        if scope not in self._sites:
-            self._sites[scope] = {op: site for site, op in ops_by_site(program, scope).items()}
-        sites = self._sites[scope]
+        sites = program.sites(scope)
         position = {op: i for i, op in enumerate(members)}
         return Chunk(
             unit=program.scopes[scope].fqn,

@@ -13,12 +13,12 @@ from sacplan.errors import PlanError
 from sacplan.techniques.base.offers import Offer
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.base.technique import Installed, StepSolver, Technique, ToInstall
-from sacplan.techniques.chunk.body import stretches_patch
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.entries import ChunkOptions, backward_chunks, loss_chunks, module_chunks
 from sacplan.techniques.chunk.families import merged
 from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.chunk.search import StretchSolver
+from sacplan.techniques.chunk.stretches import stretch_rewrites
 
 
 class Chunking(Technique):
@@ -80,14 +80,13 @@ class Chunking(Technique):
     def _patch(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch | str:
         if device is None:
             return "a plan with chunks is read with the device that it is for; it was not given."
-        stretches = _stretches(decisions)
-        if stretches:
-            return stretches_patch(program, stretches, device)
-        chunks = [one for one in decisions if isinstance(one, Chunk)]
-        patches = []
+        chunks, patches = _chunks(decisions), []
         for chunk in chunks:
             try:
-                patches.append(training_chunk(program, chunk, device).patch)
+                if chunk.span == "stretch":
+                    patches += [one.patch for one in stretch_rewrites(program, chunk, device)]
+                else:
+                    patches.append(training_chunk(program, chunk, device).patch)
             except CannotChunk as error:
                 return f"{chunk} cannot be carried out on this step: {error}."
         try:
@@ -99,17 +98,14 @@ class Chunking(Technique):
         """Replace the forward of each unit."""
         # The executor is not needed to plan.
         from sacplan.techniques.chunk.executor.install import InstalledChunks
-        from sacplan.techniques.chunk.executor.stretch import InstalledStretches
 
-        stretches = _stretches(wanted.decisions)
-        if stretches:
-            return InstalledStretches(wanted.model, stretches, wanted.recorded)
-        return InstalledChunks(wanted.model, [one for one in wanted.decisions if isinstance(one, Chunk)])
+        return InstalledChunks(wanted.model, _chunks(wanted.decisions), wanted.recorded)
 
 
-def _stretches(decisions: Sequence[Decision]) -> list[Chunk]:
-    """Return the decisions for inference; a plan has no others beside them."""
-    found = [one for one in decisions if isinstance(one, Chunk) and one.span == "stretch"]
-    if found and len(found) != len(decisions):
+def _chunks(decisions: Sequence[Decision]) -> list[Chunk]:
+    """Return the chunks among decisions; in a plan for inference there are no other decisions."""
+    found = [one for one in decisions if isinstance(one, Chunk)]
+    stretches = sum(one.span == "stretch" for one in found)
+    if stretches and stretches != len(decisions):
         raise PlanError("a plan has stretches, which run without gradients, or other chunks, but not both.")
     return found

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from sacplan.core.program import Event, Patch, Phase, StorageKind
+from sacplan.core.program import Event, Phase, StorageKind
 from sacplan.core.rewriting import PatchBuilder
 from sacplan.record.rehearsal import RehearsedOps
 from sacplan.techniques.chunk.deferral import DeferredRun
+from sacplan.techniques.chunk.families import Rewrite
 from sacplan.techniques.chunk.training_loops import FinalLoop, RehearsedLoop
 
 _ALLOC, _FREE, _OP = map(int, (Event.ALLOC, Event.FREE, Event.OP))
@@ -29,21 +29,6 @@ _UNPACK, _DROP = int(Event.UNPACK), int(Event.DROP)
 
 _Events = dict[int, list[tuple[int, int]]]
 """By position in the program, what takes the place of the event there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rewrite:
-    """A chunk as a rewrite of a program.
-
-    Attributes:
-        patch: the rewrite.
-        deferred: ops of the program that no longer run where they ran.
-        added_ms: how much longer the step takes.
-    """
-
-    patch: Patch
-    deferred: frozenset[int]
-    added_ms: float
 
 
 class ChunkPatch:
@@ -125,9 +110,7 @@ class ChunkPatch:
         return int(self.program.liveness.op_events[op])
 
     def _put(self, seen: RehearsedOps, phase: Phase, scope: int) -> list[tuple[int, int]]:
-        """Add what ran, with the time of all slices, and return its events."""
-        counted = RehearsedOps(self.run.sampled.counted(seen.ops, seen.first), seen.events, seen.first)
-        return self.run.rehearsal.into(self.draft, counted, phase, scope)
+        return self.run.sampled.into(self.draft, seen, phase, scope)
 
     def _name_results(self, results: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
         """Let what the loops make stand for the program's storages; return those that cannot.

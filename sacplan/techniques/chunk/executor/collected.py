@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sacplan.core.decisions import Chunk
 from sacplan.core.factors.axes import Axis
 from sacplan.core.factors.rule import Kind, Rule, rule_of
 from sacplan.errors import RecipeError
@@ -36,7 +37,7 @@ from sacplan.techniques.chunk.executor.values import (
     SlicedRegion,
     Stage,
 )
-from sacplan.techniques.chunk.flow import Conflict, factor_flow, parts_of
+from sacplan.techniques.chunk.flow import Conflict, FlowGraph, factor_flow, parts_of
 from sacplan.techniques.runtime.recording import unrecorded
 from sacplan.torch_compat.local_tensors import DEFERRED_TYPES
 from sacplan.torch_compat.ops import is_alias, op_traits, tensors_in
@@ -97,36 +98,36 @@ class Stretch:
     """The ops of a stretch in the order in which they are reached.
 
     Args:
-        dim, outer, inner: the axis of the first output of the last op that is sliced, see ``Axis``.
-        slices: the number of slices.
+        decision: what is sliced of the first output of the last op, and in how many slices.
 
     Attributes:
         is_over: whether the ops have run.
     """
 
-    def __init__(self, dim: int, outer: int, inner: int, slices: int) -> None:
+    def __init__(self, decision: Chunk) -> None:
         self.is_over = False
-        self._asked = dim, outer, inner, slices
+        self._decision = decision
         self._region = SlicedRegion(1, 1)
-        self._fake = _local.mode
         self._nodes: list[DeferredOp] = []
         # Fake tensors: results have the strides that kernels give.
         self._like: dict[DeferredTensor, torch.Tensor] = {}
         self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps
-        self._lazies: list[weakref.ref[StretchTensor]] = []
         self._buffers: list[torch.Tensor] = []
-        self._bound: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffers and views of them to values
-        self._storages: set[int] = set()  # of inputs and buffers
+        self._bound: WeakIdKeyDictionary = (
+            WeakIdKeyDictionary()
+        )  # lazy tensors, buffers, views of them: to values
 
     # --- collecting ---
 
     def waits_for(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the stretch that is not computed yet, or a view of its memory."""
-        return not self.is_over and self._known(tensor) is not None
+        return not self.is_over and tensor in self._bound
 
     def uses_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether the loop will read or fill the storage of an ordinary tensor."""
-        return not self.is_over and storage_key(tensor.untyped_storage()) in self._storages
+        used = (*(value.whole() for value in self._inputs.values()), *self._buffers)
+        key = storage_key(tensor.untyped_storage())
+        return any(storage_key(t.untyped_storage()) == key for t in used)
 
     def may_defer(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the loop could run a call as the step would."""
@@ -138,28 +139,19 @@ class Stretch:
             return True
         if not traits.in_place or len(written) != 1:
             return False  # it writes to out=, or to several tensors
-        value = self._known(args[0])
+        value = self._bound.get(args[0])
         # Only all of what an op of the stretch made may be overwritten: views of it would see the new values.
         return value is not None and not value.aliased
 
-    def _known(self, tensor: torch.Tensor) -> DeferredTensor | None:
-        """Return the value of a tensor that the loop makes; None for others."""
-        if isinstance(tensor, StretchTensor):
-            return tensor.value if tensor.stretch is self else None
-        found: DeferredTensor | None = self._bound.get(tensor)
-        return found
-
     def _value(self, tensor: torch.Tensor) -> DeferredTensor:
         """Return the value of an argument. One from outside becomes an input of the loop."""
-        known = self._known(tensor)
-        if known is not None:
-            return known
+        if tensor in self._bound:
+            return self._bound[tensor]  # type: ignore[no-any-return]
         tensor = computed(tensor)
         known = self._inputs.get(id(tensor))
         if known is None:
             known = self._inputs[id(tensor)] = DeferredTensor(self._region, tensor, data=tensor)
-            self._storages.add(storage_key(tensor.untyped_storage()))
-            with modes_off(), self._fake:
+            with modes_off(), _local.mode:
                 self._like[known] = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
@@ -183,7 +175,7 @@ class Stretch:
         likes, named_likes = tree_map(
             lambda x: self._like[x] if isinstance(x, DeferredTensor) else x, (of_node, named)
         )
-        with modes_off(), self._fake:
+        with modes_off(), _local.mode:
             # Fake tensors on the device give the strides that its kernels would, which the buffers need. No
             # mode of the program sees this.
             made = func(*likes, **named_likes)
@@ -193,7 +185,7 @@ class Stretch:
         results = [node.new_output(self._region, like) for like in tensors_in(made)]
         self._like.update(zip(results, tensors_in(made), strict=True))
         if op_traits(func).in_place:
-            self._rebind(args[0], results[0])
+            self._bind(args[0], results[0])
             return args[0]
         if is_alias(str(func)):
             for value in (*node.values, *results):
@@ -201,29 +193,26 @@ class Stretch:
             if any(t in self._bound for t in tensors if not isinstance(t, StretchTensor)):
                 views = func(*args, **kwargs)
                 for t, value in zip(tensors_in(views), results, strict=True):
-                    self._bound[t] = value
+                    self._bind(t, value)
                 return views
         stand_ins = iter([self._stand_in(value, i in kept) for i, value in enumerate(results)])
         return tree_map(lambda x: next(stand_ins) if isinstance(x, torch.Tensor) else x, made)
 
     def _stand_in(self, value: DeferredTensor, kept: bool) -> torch.Tensor:
-        if not kept:
-            lazy = StretchTensor(value)
-            lazy.stretch = self
-            self._lazies.append(weakref.ref(lazy))
-            return lazy
-        buffer = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
-        self._bound[buffer] = value
-        self._buffers.append(buffer)
-        self._storages.add(storage_key(buffer.untyped_storage()))
-        return buffer
+        if kept:
+            made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
+            self._buffers.append(made)
+        else:
+            made = StretchTensor(value)
+            made.stretch = self
+        self._bind(made, value)
+        return made
 
-    def _rebind(self, tensor: torch.Tensor, value: DeferredTensor) -> None:
-        """Let a tensor that an op has overwritten stand for the new value."""
+    def _bind(self, tensor: torch.Tensor, value: DeferredTensor) -> None:
+        """Let a tensor stand for a value, perhaps for a new one that an op has written to it."""
+        self._bound[tensor] = value
         if isinstance(tensor, StretchTensor):
             tensor.value = value
-        else:
-            self._bound[tensor] = value
 
     # --- running ---
 
@@ -241,7 +230,7 @@ class Stretch:
         if not size:
             self.run_whole()
             return False
-        region = SlicedRegion(size, min(self._asked[3], size), choose=choose)
+        region = SlicedRegion(size, min(self._decision.slices, size), choose=choose)
         run_nodes(region, nodes, (), self._filled())
         self._end()
         return True
@@ -254,7 +243,7 @@ class Stretch:
         for value in self._like:
             if value.node is not None:
                 value.combined = Kind.PASS  # of the one slice that there is
-        wanted = [lazy.value for lazy in (ref() for ref in self._lazies) if lazy is not None]
+        wanted = [value for t, value in self._bound.items() if isinstance(t, StretchTensor)]
         filled = self._filled()
         for value, data in run_nodes(self._region, self._nodes, wanted, filled).items():
             if value not in filled:
@@ -274,7 +263,6 @@ class Stretch:
         self._nodes.clear()
         self._like.clear()
         self._inputs.clear()
-        self._lazies.clear()
         self._buffers.clear()
         self._bound = WeakIdKeyDictionary()
 
@@ -298,75 +286,46 @@ class Stretch:
         """
         # Each 0 makes the stretch run whole: slower, never wrong.
         rules = [node.rule for node in nodes if node.rule is not None]
-        if len(rules) < len(nodes):
-            return 0  # an op must see whole tensors
-        dim, outer, inner, _ = self._asked
-        (last, *_) = self._nodes[-1].made
-        if last is None or dim >= len(last.shape):
-            return 0  # a tensor of other rank than in the step that was planned
-        for axis in _axes_like(Axis(dim, outer, 0, inner), int(last.shape[dim]), rules):
+        last, dim = self._nodes[-1].made[0], self._decision.dim
+        # An op must see whole tensors; or the last one makes a tensor of other rank than in the step that was planned.
+        if len(rules) < len(nodes) or last is None or dim >= len(last.shape):
+            return 0
+        for axis in _axes_like(self._decision, last.shape[dim], rules):
             if _cut_along(nodes, last, axis):
                 return axis.size
         return 0
 
 
-def _axes_like(asked: Axis, size: int, rules: Sequence[Rule]) -> Iterator[Axis]:
-    """Yield the axis that was asked for, then others within the same dimension.
+def _axes_like(asked: Chunk, size: int, rules: Sequence[Rule]) -> Mapping[Axis, None]:
+    """Return the axis that was asked for, then others within the same dimension.
 
     A dimension of batch times sequence is ``outer * size * inner`` with the batch size of the recorded step in
     ``outer``. In a step with another one the axis is a factor of the dimension in some op's rule.
     """
-    dim, outer, _, inner = asked
-    rest, remainder = divmod(size, outer * inner)
-    seen: set[Axis] = set()
-    if not remainder and rest > 1:
-        seen.add(Axis(dim, outer, rest, inner))
-        yield Axis(dim, outer, rest, inner)
+    rest, remainder = divmod(size, asked.outer * asked.inner)
+    found = [] if remainder or rest < 2 else [Axis(asked.dim, asked.outer, rest, asked.inner)]
     for rule in rules:
-        for factors in (factors for dims in (*rule.inputs, *rule.outputs) for factors in dims):
+        for factors in chain(*rule.inputs, *rule.outputs):
             sizes = [rule.sizes[f] for f in factors]
-            if math.prod(sizes) != size or len(sizes) < 2:
-                continue
-            for axis in parts_of(Axis(dim, 1, size, 1), sizes):
-                # The planned axis was the innermost part of the dimension, or was not; a guess must agree in
-                # that.
-                if axis not in seen and (axis.inner == 1) == (inner == 1):
-                    seen.add(axis)
-                    yield axis
-
-
-class _CollectedOps:
-    """Nodes of a stretch as a graph through which a factor flows, see ``FlowGraph``. Values are its tensors."""
-
-    def __init__(self, nodes: Sequence[DeferredOp]) -> None:
-        numbers: dict[DeferredTensor, int] = {}
-
-        def numbered(values: Sequence[DeferredTensor | None]) -> tuple[int, ...]:
-            return tuple(numbers.setdefault(value, len(numbers)) for value in values if value is not None)
-
-        self.rules = [node.rule for node in nodes]
-        self.inputs = [numbered(node.values) for node in nodes]
-        self.outputs = [numbered(node.made) for node in nodes]  # all there: the stretch refers to them
-        self.producer = [-1] * len(numbers)
-        self._readers: list[list[int]] = [[] for _ in numbers]
-        for i, (read, made) in enumerate(zip(self.inputs, self.outputs, strict=True)):
-            for t in dict.fromkeys(read):
-                self._readers[t].append(i)
-            for t in made:
-                self.producer[t] = i
-        self.computed_by = self.producer  # views are nodes like all others
-        self.numbers = numbers
-
-    def readers(self, tensor: int, end: int) -> Sequence[int]:
-        """Return the nodes that read a tensor; all are needed."""
-        return self._readers[tensor]
+            if math.prod(sizes) == size and len(sizes) > 1:
+                # The planned axis was the innermost part of the dimension, or was not; a guess must agree in that.
+                parts = parts_of(Axis(asked.dim, 1, size, 1), sizes)
+                found += [axis for axis in parts if (axis.inner == 1) == (asked.inner == 1)]
+    return dict.fromkeys(found)
 
 
 def _cut_along(nodes: Sequence[DeferredOp], last: DeferredTensor, axis: Axis) -> bool:
     """Cut nodes, and what they make, so that one value is cut along an axis; False if that is not possible."""
-    graph = _CollectedOps(nodes)
+    numbers: dict[DeferredTensor, int] = {}
+
+    def numbered(values: Sequence[DeferredTensor | None]) -> tuple[int, ...]:
+        return tuple(numbers.setdefault(value, len(numbers)) for value in values if value is not None)
+
+    inputs = [numbered(node.values) for node in nodes]
+    outputs = [numbered(node.made) for node in nodes]  # all there: the stretch refers to them
+    graph = FlowGraph([node.rule for node in nodes], inputs, outputs, len(numbers))
     try:
-        flow = factor_flow(graph, graph.numbers[last], axis, 0, len(nodes) - 1)
+        flow = factor_flow(graph, numbers[last], axis, 0, len(nodes) - 1)
     except Conflict:
         return False
     if len(flow.within) < len(nodes):

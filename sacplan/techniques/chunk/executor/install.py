@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from sacplan.core.decisions import Chunk
+from sacplan.core.elements import is_inside
+from sacplan.core.places import OpSequence
 from sacplan.errors import PlanError
 from sacplan.techniques.chunk.executor.forward import ChunkedForward
 from sacplan.techniques.chunk.executor.lazy import import_meta_kernels
-from sacplan.techniques.runtime.stand_ins import InstalledStandIns
+from sacplan.techniques.chunk.executor.stretch import SlicedForward
+from sacplan.techniques.runtime.alignment import RecordedUnit
+from sacplan.techniques.runtime.stand_ins import InstalledStandIns, StandIn
 
 
 class InstalledChunks(InstalledStandIns):
-    """The units of a model that run in slices in training.
+    """The units of a model that run in slices.
 
     Args:
         model: the model.
-        decisions: with spans ``"module"``, ``"backward"`` and ``"rest"``, one for each unit.
+        decisions: stretches; or with other spans, one for each unit.
+        recorded: for stretches, unit to the ops of its calls in the recorded step.
 
     Raises:
         PlanError: a unit is compiled, or has two decisions.
     """
 
-    def __init__(self, model: torch.nn.Module, decisions: Sequence[Chunk]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        decisions: Sequence[Chunk],
+        recorded: Mapping[str, Sequence[OpSequence]] | None = None,
+    ) -> None:
         import_meta_kernels()
         super().__init__()
-        planned: dict[str, ChunkedForward] = {}
+        names = {id(module): fqn for fqn, module in model.named_modules()}
+        by_unit: dict[str, list[Chunk]] = defaultdict(list)
         for decision in decisions:
-            if decision.unit in planned:
-                raise PlanError(
-                    f"the plan has two chunks for module {decision.unit!r}. Make a plan with sacplan.plan."
-                )
-            unit = model.get_submodule(decision.unit)
-            _check_compiled(decision.unit, unit)
-            planned[decision.unit] = ChunkedForward(unit, decision, self._differences)
-        self._put_on(planned.values())
+            by_unit[decision.unit].append(decision)
+        planned: list[StandIn] = []
+        for fqn, own in by_unit.items():
+            unit = model.get_submodule(fqn)
+            if own[0].span == "stretch":
+                inside = ((n, names[id(m)]) for n, m in unit.named_modules() if n)
+                elsewhere = frozenset(n for n, name in inside if not is_inside(name, fqn))
+                calls = RecordedUnit(fqn, (recorded or {}).get(fqn, ()), {})
+                planned.append(SlicedForward(unit, calls, own, elsewhere, self._differences))
+                continue
+            if len(own) > 1:
+                raise PlanError(f"the plan has two chunks for module {fqn!r}. Make a plan with sacplan.plan.")
+            _check_compiled(fqn, unit)
+            planned.append(ChunkedForward(unit, own[0], self._differences))
+        self._put_on(planned)
 
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:

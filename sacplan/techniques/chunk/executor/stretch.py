@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from types import FrameType
@@ -24,13 +23,13 @@ import torch
 from torch.overrides import enable_reentrant_dispatch
 
 from sacplan.core.decisions import Chunk
-from sacplan.core.elements import CallSite, is_inside
-from sacplan.core.places import CallSites, OpSequence, StepDifference, described
+from sacplan.core.elements import CallSite
+from sacplan.core.places import CallSites, StepDifference, described
 from sacplan.device.kernels import kernel_layouts
 from sacplan.techniques.chunk.executor.collected import Stretch, StretchTensor, computed
 from sacplan.techniques.runtime.alignment import Alignment, Differences, RecordedUnit
 from sacplan.techniques.runtime.recording import here
-from sacplan.techniques.runtime.stand_ins import InstalledStandIns, StandIn
+from sacplan.techniques.runtime.stand_ins import StandIn
 from sacplan.torch_compat.fake_tensors import fake_device_of
 from sacplan.torch_compat.local_tensors import Watching, has_local_parts
 from sacplan.torch_compat.ops import (
@@ -51,41 +50,27 @@ class _ThreadStretch(threading.local):
 _here = _ThreadStretch()
 
 
-class UnitStretches:
-    """The stretches of a unit.
+class _Frame:
+    """One call of a unit that runs now.
 
-    Args:
-        recorded: its calls in the recorded step.
-        decisions: its stretches.
+    Attributes:
+        open: by last site, the stretches that have begun; None for one that is over, or was given up.
     """
 
-    def __init__(self, recorded: RecordedUnit, decisions: Sequence[Chunk]) -> None:
-        self.recorded = recorded
-        self.decisions = tuple(decisions)
-        self.at: dict[CallSite, int] = {}
-        self.kept: dict[CallSite, tuple[int, ...]] = defaultdict(tuple)
-        for i, decision in enumerate(decisions):
-            self.at.update(dict.fromkeys(decision.sites, i))
-            for position, output in decision.exits:
-                self.kept[decision.sites[position]] += (output,)
-
-
-class _Frame:
-    """One call of a unit that runs now."""
-
-    def __init__(
-        self, unit: UnitStretches, names: Mapping[int, str], outer: FrameType, differences: Differences
-    ) -> None:
+    def __init__(self, unit: SlicedForward, outer: FrameType) -> None:
         self.unit = unit
-        self.open: dict[int, Stretch] = {}
-        self._given_up: set[int] = set()
+        self.open: dict[CallSite, Stretch | None] = {}
         self._alignment = Alignment(unit.recorded)
         self._places = CallSites()
-        self._names = names
+        self._names = unit.names()
         self._outer: FrameType | None = outer
         self._calls: dict[FrameType, torch.nn.Module] = {}
-        self._differences = differences
         self._here = ""
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """The stretches that wait for their last op."""
+        return [one for one in self.open.values() if one is not None and not one.is_over]
 
     def locate(self, description: str) -> CallSite | None:
         """Return the site of the next op, if it is one of a stretch."""
@@ -95,31 +80,26 @@ class _Frame:
         around = [(frame, self._names[id(m)]) for frame, m in self._calls.items() if id(m) in self._names]
         self._here = self._places.at(around)
         recorded = self._alignment.next(self._places.caller, self._here, description)
-        return recorded.site if recorded is not None and recorded.site in self.unit.at else None
+        return recorded.site if recorded is not None and recorded.site in self.unit.decisions else None
 
     def stretch_of(self, site: CallSite) -> Stretch | None:
         """Return the stretch of a site, begun if need be; None if it is over, or was given up."""
-        number = self.unit.at[site]
-        if number in self._given_up:
-            return None  # its remaining ops run as they are
-        if number not in self.open:
-            decision = self.unit.decisions[number]
-            self.open[number] = Stretch(decision.dim, decision.outer, decision.inner, decision.slices)
-        stretch = self.open[number]
-        if stretch.is_over:  # somebody read a tensor of it without an op, such as its data_ptr()
-            self._given_up.add(number)
+        decision = self.unit.decisions[site]
+        last = decision.sites[-1]
+        if last not in self.open:
+            self.open[last] = Stretch(decision)
+        stretch = self.open[last]
+        if stretch is not None and stretch.is_over:
+            # Somebody read a tensor of it without an op, such as its data_ptr(). Its remaining ops run as they are.
+            self.open[last] = stretch = None
             self._note("a look at the memory of a tensor", "none that touches what was put off")
-            return None
         return stretch
 
-    def is_last(self, site: CallSite) -> bool:
-        """Whether a stretch ends with a site."""
-        return self.unit.decisions[self.unit.at[site]].sites[-1] == site
-
-    def run(self, site: CallSite, description: str) -> None:
+    def run(self, last: CallSite, stretch: Stretch, description: str) -> None:
         """Run a stretch, since its last op is reached."""
+        self.open[last] = None
         with _as_outside():
-            sliced = self.open.pop(self.unit.at[site]).run()
+            sliced = stretch.run()
         if not sliced:
             self._note(description, "one that can be sliced as planned")
 
@@ -128,20 +108,20 @@ class _Frame:
         with nullcontext() if description is None else _as_outside():
             stretch.run_whole()
         # Its other ops would wait for what is there already, so they run as they are.
-        self._given_up.update(i for i, one in self.open.items() if one is stretch)
+        self.open.update((last, None) for last, one in self.open.items() if one is stretch)
         self._note(description, "none that touches what was put off")
 
     def _note(self, ran: str | None, recorded: str) -> None:
-        found = StepDifference(self.unit.recorded.fqn, self._here, ran, recorded)
-        self._differences.note(found, may_warn=True)
+        found = StepDifference(self.unit.fqn, self._here, ran, recorded)
+        self.unit.differences.note(found, may_warn=True)
 
     def end(self) -> None:
         """End the call: give up stretches whose last op was not reached."""
-        for stretch in [s for s in self.open.values() if not s.is_over]:
+        for stretch in self.stretches:
             self.give_up(stretch, None)
         self._alignment.end()
         if self._alignment.difference is not None:
-            self._differences.note(self._alignment.difference, may_warn=True)
+            self.unit.differences.note(self._alignment.difference, may_warn=True)
 
     def let_go(self) -> None:
         """Forget the frames of Python's stack, which hold this and all local variables."""
@@ -219,9 +199,11 @@ class StretchMode(Watching):
             return self._run(func, args, kwargs, tensors, name)
         # Other stretches first: the op may read what they have put off, or overwrite what they will read.
         self._settle(func, args, kwargs, tensors, name, but=stretch)
-        out = stretch.defer(func, args, kwargs, frame.unit.kept.get(site, ()))
-        if frame.is_last(site):
-            frame.run(site, name)
+        decision = frame.unit.decisions[site]
+        kept = tuple(output for at, output in decision.exits if decision.sites[at] == site)
+        out = stretch.defer(func, args, kwargs, kept)
+        if decision.sites[-1] == site:
+            frame.run(site, stretch, name)
         return out
 
     def _run(
@@ -239,7 +221,7 @@ class StretchMode(Watching):
             if isinstance(t, StretchTensor):
                 return None if t.stretch.is_over else t.stretch
             for frame in self.frames:
-                for stretch in frame.open.values():
+                for stretch in frame.stretches:
                     if stretch.waits_for(t):
                         return stretch
         return None
@@ -258,9 +240,9 @@ class StretchMode(Watching):
         if isinstance(func, torch._ops.OpOverload):
             written = tuple(tensors_in(op_traits(func).written(args, kwargs)))
         for frame in self.frames:
-            for stretch in list(frame.open.values()):
-                if stretch is but or stretch.is_over:
-                    continue  # the op joins this one; nothing waits in that one
+            for stretch in frame.stretches:
+                if stretch is but:
+                    continue  # the op joins it
                 reads = any(map(stretch.waits_for, tensors))
                 if reads or any(stretch.uses_memory_of(t) for t in written if is_plain(t)):
                     frame.give_up(stretch, description)
@@ -271,31 +253,39 @@ class SlicedForward(StandIn):
 
     Args:
         module: the unit.
-        unit: its stretches.
+        recorded: its calls in the recorded step.
+        decisions: its stretches.
         elsewhere: names, relative to the unit, of modules in it that the recorded step knows under a name outside.
         differences: notes where a call departs from the recording.
+
+    Attributes:
+        decisions: the stretches by the call sites of their ops.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        unit: UnitStretches,
+        recorded: RecordedUnit,
+        decisions: Sequence[Chunk],
         elsewhere: frozenset[str],
         differences: Differences,
     ) -> None:
-        super().__init__(module, unit.recorded.fqn)
-        self._unit = unit
+        super().__init__(module, recorded.fqn)
+        self.recorded = recorded
+        self.decisions = {site: decision for decision in decisions for site in decision.sites}
+        self.differences = differences
         self._elsewhere = elsewhere
-        self._differences = differences
+
+    def names(self) -> dict[int, str]:
+        """Return the names of the modules in it. Asked anew in each call: modules may have been added or replaced."""
+        return {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # ops of a compiled graph reach no mode
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, with its stretches in slices unless gradients are recorded."""
         if torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        # Asked anew in each call: modules may have been added or replaced since.
-        names = {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
-        frame = _Frame(self._unit, names, sys._getframe(0), self._differences)
+        frame = _Frame(self, sys._getframe(0))
         if _here.mode is not None:
             return self._within(_here.mode, frame, args, kwargs)
         around = here.recorder
@@ -323,34 +313,3 @@ class SlicedForward(StandIn):
             mode.frames.remove(frame)
             frame.let_go()
         return out
-
-
-class InstalledStretches(InstalledStandIns):
-    """The units of a model that run in slices.
-
-    Args:
-        model: the model.
-        decisions: the stretches.
-        recorded: unit to the ops of its calls in the recorded step.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        decisions: Sequence[Chunk],
-        recorded: Mapping[str, Sequence[OpSequence]],
-    ) -> None:
-        super().__init__()
-        names = {id(module): fqn for fqn, module in model.named_modules()}
-        by_unit: dict[str, list[Chunk]] = defaultdict(list)
-        for decision in decisions:
-            by_unit[decision.unit].append(decision)
-        planned = []
-        for fqn, own in by_unit.items():
-            unit = model.get_submodule(fqn)
-            elsewhere = frozenset(
-                n for n, m in unit.named_modules() if n and not is_inside(names[id(m)], fqn)
-            )
-            stretches = UnitStretches(RecordedUnit(fqn, recorded.get(fqn, ()), {}), own)
-            planned.append(SlicedForward(unit, stretches, elsewhere, self._differences))
-        self._put_on(planned)

@@ -193,22 +193,6 @@ class DeferredTensor:
         hooked: whether a hook makes its gradient lazy.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "aliased",
-        "combined",
-        "data",
-        "device",
-        "dtype",
-        "hooked",
-        "node",
-        "region",
-        "shape",
-        "source",
-        "stride",
-        "window",
-    )
-
     def __init__(
         self,
         region: SlicedRegion,
