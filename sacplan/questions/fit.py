@@ -545,8 +545,9 @@ class _Sweep:
         # 0 is a limit, too: a longest sequence shorter than the unit
         most = _LARGEST if axis == "batch" or self.longest is None else self.longest // unit
         asked = self.batch if axis == "batch" else self.seq or 0
-        # Nothing larger may be tried than what fits, as where a model has no more positions.
-        if row.fits and asked >= unit * most:
+        # Nothing larger may be tried than what fits, as where a model has no more positions. A single token has no
+        # length to compare with.
+        if row.fits and 1 < asked == unit * most:
             return asked
         steps = self.by_batch if axis == "batch" else self.by_seq
         if steps is None:  # the two recordings run different ops, so other sizes are unknown
