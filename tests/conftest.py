@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from hypothesis import settings
 
 from sacplan.errors import SacplanError
 
+# oneDNN multiplies half types with other kernels on CPUs that have instructions for them. They take workspaces, so
+# that peaks, and with them plans, would be others. It is read when oneDNN first runs, also by processes of tests.
+os.environ["DNNL_MAX_CPU_ISA"] = "AVX2"
 torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost minutes
 gc.set_threshold(
     10_000, 20, 20

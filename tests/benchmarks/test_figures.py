@@ -96,11 +96,16 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
         # Two orders of the same sums are both right: one may be a little farther from eager mode than the other.
         assert row["planned"] <= 2 * row["alone"] + 1e-6, row["case"]
     budgets = _rows("compiled_budgets")
-    assert all(row["plan"] is None or row["plan"]["peak"] <= row["theirs"]["peak"] for row in budgets)
-    assert all(row["plan"]["step_ms"] <= 1.005 * row["theirs"]["step_ms"] for row in budgets if row["plan"])
-    for model in {row["model"] for row in budgets}:
-        at = {row["setting"]: row["theirs"]["peak"] for row in budgets if row["model"] == model}
-        assert at[0.4] > at[0.7], model
+    assert len(budgets) == 18
+    assert all(row["plan"]["peak"] <= row["theirs"]["peak"] for row in budgets)
+    assert all(
+        row["plan"]["step_ms"] <= row["theirs"]["step_ms"] for row in budgets
+    )  # "No setting is faster"
+    at = {(row["model"], row["setting"]): row["theirs"]["peak"] for row in budgets}
+    rising = [model for model, setting in at if setting == 0.7 and at[model, 0.4] > at[model, 0.7]]
+    assert len(rising) == 5  # "Five of the six models"
+    resnet = [row for row in budgets if row["model"] == "resnet" and row["setting"] < 0.7]
+    assert all(row["theirs"]["peak"] > row["unplanned"] for row in resnet)
 
 
 def test_inference_in_slices() -> None:
