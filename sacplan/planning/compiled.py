@@ -33,7 +33,7 @@ from sacplan.planning.partitions import (
     Splits,
     fastest,
     lower,
-    order_of,
+    ms_of,
     smallest,
 )
 from sacplan.planning.plan import Plan
@@ -70,6 +70,11 @@ class _Try:
     reached: int
     seen: Profile
     needs: int
+
+
+def _tried(room: Room, plan: Plan, seen: Profile) -> _Try:
+    """Return a plan of the compiled step itself, whose peak is that of its run."""
+    return _Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program))
 
 
 def compiled_plan(
@@ -178,23 +183,21 @@ class _Partitions:
         most_ms = math.inf  # what is worth a run once one fits
 
         def left() -> list[Splits]:
-            return [one for one in self._options() if one not in tried and order_of(one)[0] < most_ms]
+            return [one for one in self._options() if one not in tried and ms_of(one) < most_ms]
 
         while len(tries) < ROUNDS and left():
             space = room.n_bytes - beside
             splits = fastest(left, self.n_bytes, space)
-            if splits is None and most_ms == math.inf:
+            if splits is None and most_ms == math.inf:  # none should fit, and none does so far
                 splits = smallest(left, self.n_bytes)
-            elif splits is None:
-                splits = fastest(left, self.n_bytes, space + int(_UNSURE * room.n_bytes))
-            if splits is None:
+            splits = splits or fastest(left, self.n_bytes, space + int(_UNSURE * room.n_bytes))
+            if splits is None:  # one fits, and what is faster is too large by far
                 break
-            plan, seen = self.run(splits)
-            tries.append(_Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program)))
+            tries.append(_tried(room, *self.run(splits)))
             tried.append(splits)
             beside = tries[-1].needs - self.n_bytes(splits)
             if tries[-1].needs <= room.n_bytes:
-                most_ms = order_of(splits)[0] - _WORTH * self._profile.step_ms
+                most_ms = ms_of(splits) - _WORTH * self._profile.step_ms
         return tries
 
     @property
@@ -263,10 +266,7 @@ def _partitions(profile: Profile, room: Room, over: int, unplanned: Plan) -> lis
     tries = proposals.within(room, over)
     if not any(one.needs <= room.n_bytes for one in tries):
         # What an error names is then found again.
-        tries = [
-            _Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program))
-            for plan, seen in proposals.small
-        ]
+        tries = [_tried(room, *small) for small in proposals.small]
     return tries
 
 

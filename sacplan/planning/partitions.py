@@ -58,8 +58,8 @@ class Split:
     def expected(self) -> LoweredGraphs:
         """What it takes, or should take by those that were lowered before.
 
-        It is expected to take less bytes and more time than one that saves more, but no less bytes than one that saves
-        less.
+        It is expected to take fewer bytes and more time than one that saves more, and at least the bytes of one that
+        saves less.
         """
         if self.is_lowered:
             return self.lowered
@@ -87,17 +87,17 @@ class JointGraph:
         self._module, self._inputs, self._arguments = module, inputs, arguments
         self._prices = _prices(module)
         self._config = partitioning.inductor_settings()
-        # What is compiled next changes the graph itself, and may fix sizes in it that are symbols.
+        # Partitioning changes a graph, and the graph itself is compiled next.
         self._copy = partitioning.copied(module)
         (self._own,) = self._saved_by_pytorch(1.0)
 
     def _saved_by_pytorch(self, *settings: float) -> list[frozenset[str]]:
-        """Return what PyTorch saves with each of these, and note the values."""
+        """Return what PyTorch saves with each of these. The first call notes the values."""
         found: list[frozenset[str]] = []
 
         def note(graph: Any, info: Any, own: Callable[[float], list[Any]]) -> list[Any]:
             n_outputs = self._arguments["num_fwd_outputs"]
-            self.values = partitioning.forward_values(graph, info, n_outputs, self._prices)
+            self.values = self.values or partitioning.forward_values(graph, info, n_outputs, self._prices)
             found.extend(frozenset(node.name for node in own(setting)) for setting in settings)
             return own(1.0)
 
@@ -145,9 +145,14 @@ Splits = tuple[Split, ...]
 """A split of each graph of a step."""
 
 
+def ms_of(splits: Splits) -> float:
+    """Return the time that is expected of graphs that are split so."""
+    return sum(split.expected.ms for split in splits)
+
+
 def order_of(splits: Splits) -> tuple[float, list[list[str]]]:
     """The faster first, and always in the same order."""
-    return sum(split.expected.ms for split in splits), [sorted(split.saved) for split in splits]
+    return ms_of(splits), [sorted(split.saved) for split in splits]
 
 
 def fastest(

@@ -16,7 +16,7 @@ lowered it. The caller does that, for several limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from sacplan.solvers.mip import LinearProgram
 from sacplan.torch_compat.partitioning import ForwardValue
@@ -27,37 +27,34 @@ def bytes_of(values: Sequence[ForwardValue], names: Collection[str]) -> int:
     return sum(value.nbytes for value in values if value.name in names)
 
 
-def price_of(values: Sequence[ForwardValue], names: Collection[str]) -> float:
-    """Return what the program minimises, if these are saved, in ms; without what it forbids."""
-    total, seen = 0.0, set[int]()
+def _needed(values: Sequence[ForwardValue], saved: Collection[str]) -> Iterator[ForwardValue]:
+    """Yield what has to be there for the backward pass, each once; of what is saved when it was yielded, no inputs."""
     missing = [i for i, value in enumerate(values) if value.is_read]
+    seen = set[int]()
     while missing:
         i = missing.pop()
-        if i not in seen:
-            seen.add(i)
-            is_saved = values[i].name in names
-            price = values[i].save_ms if is_saved else values[i].rerun_ms
-            total += price if price < math.inf else 0.0
-            missing += () if is_saved else values[i].inputs
-    return total
+        if i in seen:
+            continue
+        seen.add(i)
+        yield values[i]
+        if values[i].name not in saved:
+            missing += values[i].inputs
+
+
+def price_of(values: Sequence[ForwardValue], names: Collection[str]) -> float:
+    """Return what the program minimises, if these are saved, in ms; without what it forbids."""
+    prices = (v.save_ms if v.name in names else v.rerun_ms for v in _needed(values, names))
+    return sum(price for price in prices if price < math.inf)
 
 
 def without_forbidden(values: Sequence[ForwardValue], names: Collection[str]) -> frozenset[str]:
     """Return what to save so that nothing runs again that must not, and else what these names leave to run again."""
     saved = set(names)
-    missing = [i for i, value in enumerate(values) if value.is_read]
-    seen = set[int]()
-    while missing:
-        i = missing.pop()
-        if i in seen or values[i].name in saved:
-            continue
-        seen.add(i)
-        inputs = [values[j] for j in values[i].inputs]
+    for value in _needed(values, saved):
+        inputs = [values[i] for i in value.inputs]
         # Of an op with several results, these are saved, and not the op.
-        if any(v.rerun_ms == math.inf for v in (values[i], *(v for v in inputs if not v.is_savable))):
-            saved.add(values[i].name)
-        else:
-            missing += values[i].inputs
+        if any(v.rerun_ms == math.inf for v in (value, *(v for v in inputs if not v.is_savable))):
+            saved.add(value.name)
     return frozenset(saved)
 
 

@@ -57,17 +57,17 @@ class CompileBudget:
 
         options = [(split,) for split in graph.splits]
         (best,) = chosen = fastest(lambda: options, needs, budget) or smallest(lambda: options, needs)
-        least = needs(chosen)
-        if least <= budget:
+        taken = needs(chosen)
+        if taken <= budget:
             more_ms = max(0.0, best.lowered.ms - graph.own.lowered.ms)
-            self.graphs.append(CompiledGraph(budget, least, default, more_ms))
+            self.graphs.append(CompiledGraph(budget, taken, default, more_ms))
             return best
         raise InfeasibleBudget(
             f"a compiled graph does not fit {format_bytes(budget)}: PyTorch's own partition takes "
-            f"{format_bytes(default)}, and the smallest of {len(options)} that were compared {format_bytes(least)}. "
-            f"Give at least {exact_bytes(least)}, or make the batch smaller.",
+            f"{format_bytes(default)}, and the smallest of {len(options)} that were compared {format_bytes(taken)}. "
+            f"Give at least {exact_bytes(taken)}, or make the batch smaller.",
             budget_bytes=budget,
-            smallest_feasible_bytes=least,
+            smallest_feasible_bytes=taken,
             binding="a compiled graph",
         )
 
