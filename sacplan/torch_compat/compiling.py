@@ -1,6 +1,7 @@
 """``torch.compile``: keep Dynamo out of our own code, and stop it with an error.
 
-Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``torch._C._dynamo``, ``torch._dynamo.comptime``.
+Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``torch._C._dynamo``, ``torch._dynamo.comptime``,
+``torch.compiler._is_exporting_flag``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def keep_dynamo_out(*modules: ModuleType) -> None:
         _dynamo.set_code_exec_strategy(
             code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
         )
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` runs. In code that Dynamo of torch 2.11 traces, torch's own function is always true."""
+    return torch.compiler._is_exporting_flag
 
 
 def warn_compiling(key: str, message: str) -> None:

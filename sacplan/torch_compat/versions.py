@@ -86,6 +86,7 @@ NEEDED: tuple[str, ...] = (
     "torch.autograd.Variable._execution_engine",
     "torch.autograd.forward_ad._current_level",
     "torch.autograd.graph._engine_run_backward",
+    "torch.compiler._is_exporting_flag",
     "torch.nn.Module._call_impl",
     "torch.nn.modules.dropout._DropoutNd",
     "torch.ops.aten._efficientzerotensor.default",
@@ -190,7 +191,7 @@ def _is_there(name: str) -> bool:
     found: Any = torch
     for i, part in enumerate(parts[1:], 2):
         # A module that is imported need not be an attribute of its package.
-        found = getattr(found, part, None) or sys.modules.get(".".join(parts[:i]))
+        found = getattr(found, part, sys.modules.get(".".join(parts[:i])))
         if found is None:
             return False
     return True

@@ -42,7 +42,7 @@ from sacplan.techniques.runtime import tensors
 from sacplan.techniques.runtime.alignment import Differences
 from sacplan.techniques.runtime.stand_ins import StandIn
 from sacplan.torch_compat import ops
-from sacplan.torch_compat.compiling import keep_dynamo_out, stop_compiling
+from sacplan.torch_compat.compiling import is_exporting, keep_dynamo_out, stop_compiling
 from sacplan.torch_compat.private import is_plain, is_transforming
 
 _FORMULAS = (attention, convolutions, gathers, factor_losses, norms, pointwise, products, reductions, views)
@@ -73,7 +73,7 @@ class ChunkedForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs; lazy ones if its span is the rest of the step."""
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() and not is_exporting():
             stop_compiling(
                 ChunkError,
                 f"module {self.fqn!r} runs in slices, and so does the loss that is computed from it: torch.compile "
@@ -82,7 +82,7 @@ class ChunkedForward(StandIn):
                 "(torch._inductor.config.auto_chunker.enable) where torch has it.",
             )
         # What is exported, and evaluation: the plan is for a step of training.
-        if torch.compiler.is_exporting() or is_tracing() or not torch.is_grad_enabled():
+        if is_exporting() or is_tracing() or not torch.is_grad_enabled():
             return self.call_original(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         self._calls += 1  # a difference in the first call alone is worth no warning

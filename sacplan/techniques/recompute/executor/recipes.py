@@ -61,7 +61,7 @@ from sacplan.torch_compat import (
     private,
 )
 from sacplan.torch_compat.autograd import current_saved_tensors_hooks
-from sacplan.torch_compat.compiling import keep_dynamo_out, stop_compiling
+from sacplan.torch_compat.compiling import is_exporting, keep_dynamo_out, stop_compiling
 
 _MAX_KINDS = 8
 _MAX_SCHEDULES = 4
@@ -139,7 +139,7 @@ class PlannedForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit as planned; without gradients, as it is."""
-        trains = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        trains = torch.is_grad_enabled() and not is_exporting()
         if torch.compiler.is_compiling() and trains:
             if self.recorded.has_marks:
                 stop_compiling(
