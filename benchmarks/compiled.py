@@ -6,23 +6,29 @@
 A row is a step of a model of ``models/compiled_models.py`` with AdamW, compiled as a whole or block by block, dropout
 on: predicted by a dry run of the compiler, without kernels, and measured by the profiler's allocation events in a real
 compiled step, after warm-up. Budgets are shares of the model's own unplanned peak, compiled; with one below 100 %, the
-plan that holds it is applied first. Where none does, ``smallest`` is the least that was reached. Rows that the file has
+plan that holds it is applied first. Where none does, ``smallest`` is the least that was reached. Weights, gradients and
+AdamW's state are half of such a small step, so at 60 and 45 % its batch is four times as large. Rows that the file has
 are not run again. Inductor needs a C++ compiler here.
 
-Gradients are compared at one budget (``GRADIENTS_AT``), on the same random numbers: ``alone`` is how far those of the
-step that is only compiled are from those in eager mode, as a share of the largest entry of a gradient, in the worst
-parameter; ``planned`` is the same with the plan; ``bits`` whether both compiled steps have the same bits.
+With a plan, gradients are compared on the same random numbers: ``alone`` is how far those of the step that is only
+compiled are from those in eager mode, as a share of the largest entry of a gradient, in the worst parameter;
+``planned`` is the same with the plan; ``bits`` whether both compiled steps have the same bits. A planned step may draw
+its dropout masks in another order, which its loss shows (``same_loss``). So each is also compared with the slope of its
+own loss along its gradients (``slope_eager``, ``slope_alone``, ``slope_planned``: the share by which they differ).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from msgspec import structs
+from torch.utils._pytree import tree_map_only
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
@@ -37,7 +43,11 @@ from sacplan.record.step import Step, call_model, default_loss
 
 FIGURES = RESULTS / "compiled.json"
 PAGE = ROOT / "docs" / "compiled.md"
-GRADIENTS_AT = "60%"
+SMALL = ("60%", "45%")
+LARGER = 4
+"""How many times as large the batch is for the budgets that are ``SMALL``."""
+_SHIFT = 0.001
+"""By what share of itself a loss is shifted along its gradients. Curvature and rounding are 1e-4 of the slope then."""
 
 _TABLE = Table(
     ("model", ">18"), ("backend", ">10"), ("compiled", ">9"), ("budget", ">7"), ("predicted", ">10.2f"),
@@ -48,71 +58,115 @@ _TABLE = Table(
 def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[Row]:
     """Yield a row for each budget; "100%" is no plan."""
     seed_everything(0)
-    case, blocks = MODELS[name]()
-    case.model.train()
+    small, blocks = MODELS[name]()
+    small.model.train()
     # Before it compiles, ``verify`` counts FLOPs. In the first call of some models, transformers installs hooks under a
     # lock, at which Dynamo breaks the graph: a step that is compiled later has fewer graphs than one that begins so.
-    call_model(case.model, case.batch)
+    call_model(small.model, small.batch)
     head = {"model": name, "backend": backend, "compiled": way}
     asked = {"modules": "" if way == "whole" else blocks, "backend": backend}
-    profile: Any = None
-    for budget in budgets:
-        row: Row = {"case": f"{name} {backend} {way} {budget}", **head, "budget": budget}
-        try:
-            profile = profile or case.profile("cpu", compile=asked)
-            row["unplanned"] = profile.peak_bytes
-            plan = sacplan.plan(profile, budget)
-        except sacplan.InfeasibleBudget as error:
-            yield row | {"budget_bytes": error.budget_bytes, "smallest": error.smallest_feasible_bytes}
-            continue
-        except Exception as error:  # a row for each: what does not work is a result
-            yield row | {"raised": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
-            continue
-        gc.collect()  # what earlier steps left behind would go during this one, and lower its peak
-        seen = case.verify(plan, run="real")
-        row |= {
-            "budget_bytes": plan.budget_bytes,
-            "predicted": plan.peak_bytes,
-            "measured": seen.peak_bytes,
-            "holds": seen.within_budget,
-            "recompute_flops": plan.recompute_flops,
-        }
-        yield row | (_gradients(case, plan) if budget == GRADIENTS_AT else {})
+    larger = dataclasses.replace(small, batch=tree_map_only(torch.Tensor, _larger, small.batch))
+    for case, mine in (
+        (small, [b for b in budgets if b not in SMALL]),
+        (larger, [b for b in budgets if b in SMALL]),
+    ):
+        profile: Any = None
+        unplanned: list[_Pass] = []
+        for budget in mine:
+            row: Row = {"case": f"{name} {backend} {way} {budget}", **head, "budget": budget}
+            try:
+                profile = profile or case.profile("cpu", compile=asked)
+                row["unplanned"] = profile.peak_bytes
+                plan = sacplan.plan(profile, budget)
+            except sacplan.InfeasibleBudget as error:
+                yield row | {"budget_bytes": error.budget_bytes, "smallest": error.smallest_feasible_bytes}
+                continue
+            except Exception as error:  # a row for each: what does not work is a result
+                said = str(error).strip().splitlines()[0][:200]
+                yield row | {"raised": f"{type(error).__name__}: {said}"}
+                continue
+            gc.collect()  # what earlier steps left behind would go during this one, and lower its peak
+            seen = case.verify(plan, run="real")
+            row |= {
+                "budget_bytes": plan.budget_bytes,
+                "predicted": plan.peak_bytes,
+                "measured": seen.peak_bytes,
+                "holds": seen.within_budget,
+                "recompute_flops": plan.recompute_flops,
+            }
+            yield row | (_gradients(case, plan, unplanned) if budget != "100%" else {})
 
 
-def _gradients(case: Case, plan: sacplan.Plan) -> Row:
+def _larger(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor] * LARGER)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward and backward pass: its loss, and by what share gradients differ from the loss's slope along them."""
+
+    loss: float
+    gradients: list[torch.Tensor]
+    slope: float
+
+
+def _gradients(case: Case, plan: sacplan.Plan, unplanned: list[_Pass]) -> Row:
+    """Compare gradients. ``unplanned`` is filled by the first call, and used by the next."""
     compilation = plan.fingerprint.setup.compiled
     assert compilation is not None
     # Inductor has random numbers of its own otherwise.
     options: Any = {"fallback_random": True} if compilation.backend == "inductor" else {}
     compilation = structs.replace(compilation, options=options)
-    eager, alone = _gradients_of(case, None, None), _gradients_of(case, None, compilation)
-    planned = _gradients_of(case, plan, compilation)
+    if not unplanned:
+        unplanned += [_pass(case, None, None), _pass(case, None, compilation)]
+    (eager, alone), planned = unplanned, _pass(case, plan, compilation)
     return {
-        "alone": _distance(alone, eager),
-        "planned": _distance(planned, eager),
-        "bits": all(torch.equal(a, p) for a, p in zip(alone, planned, strict=True)),
+        "alone": _distance(alone.gradients, eager.gradients),
+        "planned": _distance(planned.gradients, eager.gradients),
+        "bits": all(torch.equal(a, p) for a, p in zip(alone.gradients, planned.gradients, strict=True)),
+        "same_loss": abs(planned.loss - alone.loss) <= 1e-6 * abs(alone.loss),
+        "slope_eager": eager.slope,
+        "slope_alone": alone.slope,
+        "slope_planned": planned.slope,
     }
 
 
-def _gradients_of(
-    case: Case, plan: sacplan.Plan | None, compilation: Compilation | None
-) -> list[torch.Tensor]:
+def _pass(case: Case, plan: sacplan.Plan | None, compilation: Compilation | None) -> _Pass:
     model = case.model
     step = Step(model, case.batch, case.loss_fn or default_loss, None, "train", 1)
     buffers = [b.clone() for b in model.buffers()]
+
+    weights = [p.detach().clone() for p in model.parameters()]
+
+    def run() -> float:
+        model.zero_grad(set_to_none=True)
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        seed_everything(7)
+        loss = step.accumulate()
+        assert loss is not None
+        return float(loss)
+
     with contextlib.ExitStack() as stack:
         if plan is not None:
             stack.enter_context(sacplan.apply(model, plan))
         if compilation is not None:
             stack.enter_context(really_compiled(model, compilation, step))
-        seed_everything(7)
-        step.accumulate()
-        found = [p.grad for p in model.parameters() if p.grad is not None]
+        loss = run()
+        along = [p.grad for p in model.parameters()]
+        gradients = [gradient for gradient in along if gradient is not None]
+        squares = float(sum(gradient.double().square().sum() for gradient in gradients))
+        shift = _SHIFT * abs(loss) / squares
+        shifted = []
+        for sign in (1, -1):
+            for parameter, weight, gradient in zip(model.parameters(), weights, along, strict=True):
+                if gradient is not None:
+                    parameter.data.copy_(weight + sign * shift * gradient)
+            shifted.append(run())
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.data.copy_(weight)
     model.zero_grad(set_to_none=True)
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
-    return found
+    return _Pass(loss, gradients, abs((shifted[0] - shifted[1]) / (2 * shift * squares) - 1))
 
 
 def _distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:

@@ -1,11 +1,13 @@
-"""Plans for a compiled step against ``torch._functorch.config.activation_memory_budget``: peaks and recomputation.
+"""Plans for a compiled step against PyTorch's ways to recompute in one: peaks, recomputation and predicted times.
 
     python -m benchmarks.compiled_budgets [--names nanogpt bert] [--json FILE]
 
-Both are run dry for an H100, compiled as a whole with inductor, on models of ``models/compiled_models.py``. The setting
-of PyTorch is a share of the saved bytes, and bounds no peak; each row's plan of sacplan is asked for the peak that the
-setting leads to. FLOPs are those of matrix products, attention and convolutions, over those of the step that is only
-compiled; times are predicted. Rows that the file has are not run again.
+All are run dry for an H100, compiled as a whole with inductor, on models of ``models/compiled_models.py``. Rivals are
+``torch._functorch.config.activation_memory_budget``, with each of its solvers and with the estimator that prices all
+ops alike, checkpointing of every layer, and selective contexts in every layer. (The estimator that times ops needs the
+device.) None of them bounds the peak; each row's plan of sacplan is asked for the peak that the rival leads to. FLOPs
+are those of matrix products, attention and convolutions, over those of the step that is only compiled; times are
+predicted. Rows that the file has are not run again.
 """
 
 from __future__ import annotations
@@ -21,38 +23,75 @@ from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.results import MIB, ROOT, Row, read_results
 from benchmarks.harness.steps import seed_everything
 from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
+from benchmarks.models.cases import Case
 from benchmarks.models.compiled_models import MODELS
+from benchmarks.rivals import checkpoint_layers
+from sacplan.distributed.ranks.units import matching
 
 PAGE = ROOT / "docs" / "alternatives.md"
-SETTINGS = (0.7, 0.4, 0.1)
+_SOLVERS = {
+    "": {},
+    " greedy": {"activation_memory_budget_solver": "greedy"},
+    " ilp": {"activation_memory_budget_solver": "ilp"},
+    " hirschberg": {"activation_memory_budget_solver": "dp_knapsack_sliding_hirschberg"},
+    " ops alike": {"activation_memory_budget_runtime_estimator": "testing"},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"{budget}{solver}": {"activation_memory_budget": budget, **options}
+    for solver, options in _SOLVERS.items()
+    for budget in (0.7, 0.4, 0.1)
+}
+LAYERS: dict[str, bool | None] = {
+    "every layer": None,
+    "layers but matmuls": False,
+    "layers but every second matmul": True,
+}
+"""What is checkpointed, as ``rivals.checkpoint_layers`` takes it."""
 
 _TABLE = Table(
-    ("model", ">10"), ("setting", ">8"), ("unplanned MiB", ">14.2f"), ("its peak", ">9.2f"), ("GFLOP", ">8.3f"),
+    ("model", ">10"), ("rival", ">30"), ("unplanned MiB", ">14.2f"), ("its peak", ">9.2f"), ("GFLOP", ">8.3f"),
     ("ms", ">7.2f"), ("plan's peak", ">12.2f"), ("GFLOP", ">8.3f"), ("ms", ">7.2f"),
 )  # fmt: skip
 
 
-def rows_of(name: str, settings: list[float]) -> Iterator[Row]:
-    """Yield a row for each setting of PyTorch, with the plan for its peak."""
-    seed_everything(0)
-    case, _ = MODELS[name]()
-    case.model.train()
+def rows_of(name: str, rivals: list[str]) -> Iterator[Row]:
+    """Yield a row for each rival, with the plan for its peak."""
+    case = _case(name)
     alone = case.profile("h100", compile=True)
 
     def figures(step: sacplan.Profile) -> dict[str, Any]:
         more = {"recompute_flops": step.program.flops - alone.program.flops, "step_ms": step.step_ms}
         return {"peak": step.peak_bytes, **more}
 
-    for setting in settings:
-        with functorch_config.patch(activation_memory_budget=setting):
-            rival = case.profile("h100", compile=True)
+    plans: dict[int, Row] = {}  # by budget
+    for setting in rivals:
+        with functorch_config.patch(SETTINGS.get(setting, {})):
+            rival = (_case(name, LAYERS[setting]) if setting in LAYERS else case).profile(
+                "h100", compile=True
+            )
         row: Row = {"case": f"{name} {setting}", "model": name, "setting": setting}
         row |= {"unplanned": alone.peak_bytes, "theirs": figures(rival), "plan": None}
         try:
-            row["plan"] = figures(alone.run_with(sacplan.plan(alone, f"{rival.peak_bytes}B")))
+            if rival.peak_bytes not in plans:
+                plan = sacplan.plan(alone, f"{rival.peak_bytes}B")
+                plans[rival.peak_bytes] = figures(alone.run_with(plan))
+            row["plan"] = plans[rival.peak_bytes]
         except sacplan.InfeasibleBudget as error:
             row["smallest"] = error.smallest_feasible_bytes
         yield row
+
+
+_NOTHING = object()
+
+
+def _case(name: str, checkpointed: Any = _NOTHING) -> Case:
+    seed_everything(0)
+    case, blocks = MODELS[name]()
+    case.model.train()
+    if checkpointed is not _NOTHING:
+        named = dict(case.model.named_modules())
+        checkpoint_layers([named[fqn] for fqn in matching(list(named), blocks)], checkpointed)
+    return case
 
 
 def _line(row: Row) -> str:
@@ -102,7 +141,8 @@ def main() -> None:
         put_on_page(PAGE, "python -m benchmarks.compiled_budgets", table(read_results(path)[1]))
         return
     known = {row["case"] for row in read_results(path)[1]} if path.exists() else set()
-    cases = [(name, [s for s in SETTINGS if f"{name} {s}" not in known]) for name in arguments.names]
+    rivals = [*SETTINGS, *LAYERS]
+    cases = [(name, [r for r in rivals if f"{name} {r}" not in known]) for name in arguments.names]
     print(_TABLE.head)
     run_cases([c for c in cases if c[1]], lambda case: rows_of(*case), _line, path, key="case")
 

@@ -138,18 +138,11 @@ def _checkpointed(module: nn.Module, **options: Any) -> None:
     )
 
 
-def checkpoint_every(case: Case, k: int) -> Point:
-    """Put layers k, 2k, ... in torch's checkpoint; ``k=1`` is full checkpointing."""
+def checkpoint_layers(layers: Sequence[nn.Module], every_second: bool | None = None) -> None:
+    """Put layers in torch's checkpoint; with ``every_second`` in its selective contexts.
 
-    def prepare(model: nn.Module) -> None:
-        for layer in list(model.get_submodule(case.layers).children())[k - 1 :: k]:
-            _checkpointed(layer)
-
-    return measure(case, "checkpoint", "every layer" if k == 1 else f"every {k} layers", prepare)
-
-
-def checkpoint_by_op(case: Case, *, every_second: bool) -> Point:
-    """Put torch's selective contexts in every layer: keep attention and matmuls, or every second matmul."""
+    Those keep attention and matmuls, or attention and every second matmul.
+    """
 
     def contexts() -> Any:
         seen = {False: 0, True: 0}  # of this call of a layer, in the forward pass and when it is repeated
@@ -165,9 +158,24 @@ def checkpoint_by_op(case: Case, *, every_second: bool) -> Point:
 
         return create_selective_checkpoint_contexts(keep)
 
+    for layer in layers:
+        _checkpointed(layer, **({} if every_second is None else {"context_fn": contexts}))
+
+
+def checkpoint_every(case: Case, k: int) -> Point:
+    """Put layers k, 2k, ... in torch's checkpoint; ``k=1`` is full checkpointing."""
+
     def prepare(model: nn.Module) -> None:
-        for layer in model.get_submodule(case.layers).children():
-            _checkpointed(layer, context_fn=contexts)
+        checkpoint_layers(list(model.get_submodule(case.layers).children())[k - 1 :: k])
+
+    return measure(case, "checkpoint", "every layer" if k == 1 else f"every {k} layers", prepare)
+
+
+def checkpoint_by_op(case: Case, *, every_second: bool) -> Point:
+    """Put torch's selective contexts in every layer: keep attention and matmuls, or every second matmul."""
+
+    def prepare(model: nn.Module) -> None:
+        checkpoint_layers(list(model.get_submodule(case.layers).children()), every_second)
 
     return measure(case, "by op", "every second matmul" if every_second else "all matmuls", prepare)
 

@@ -56,6 +56,8 @@ class NanoGPT(nn.Module):
         self.h = nn.ModuleList([_Block(dim, heads) for _ in range(layers)])
         self.drop, self.ln_f = nn.Dropout(_P), nn.LayerNorm(dim, bias=False)
         self.lm_head = nn.Linear(dim, _VOCABULARY, bias=False)
+        # As nanoGPT does. With torch's default, each token predicts itself, and the loss and its gradients are 0.
+        nn.init.normal_(self.wte.weight, std=0.02)
         self.lm_head.weight = self.wte.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
