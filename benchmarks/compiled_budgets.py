@@ -89,6 +89,9 @@ def _case(name: str, checkpointed: Any = _NOTHING) -> Case:
     case, blocks = MODELS[name]()
     case.model.train()
     if checkpointed is not _NOTHING:
+        # As transformers does it with checkpointing: Dynamo breaks the graph where a checkpoint fills a cache.
+        if hasattr(case.model, "config"):
+            case.model.config.use_cache = False
         named = dict(case.model.named_modules())
         checkpoint_layers([named[fqn] for fqn in matching(list(named), blocks)], checkpointed)
     return case
