@@ -21,7 +21,6 @@ from sacplan.core.program import CallSite, Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.planning import search
 from sacplan.planning.request import Request
-from sacplan.techniques.chunk import rest
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan.techniques.chunk.rest import training_chunk
@@ -90,41 +89,6 @@ def test_the_rewritten_step_is_the_fake_one(
     assert expected.footprint.peak_bytes == seen.peak_bytes
     assert expected.flops == seen.program.flops
     assert expected.step_ms == pytest.approx(seen.program.step_ms)
-
-
-def test_layers_that_are_alike_are_rehearsed_once(
-    case: tuple[nn.Module, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what is copied is what a rehearsal of their own gives."""
-    rehearsed: list[str] = []
-    original = rest._rehearsed
-
-    def rehearse(program: Any, entry: Any, chunk: Chunk, device: Any) -> Any:
-        rehearsed.append(chunk.unit)
-        return original(program, entry, chunk, device)
-
-    monkeypatch.setattr(rest, "_rehearsed", rehearse)
-    profile, again = (sacplan.profile(*case, loss_fn, device="cpu") for _ in range(2))
-    copied = [training_chunk(profile.program, chunk, profile.spec) for chunk in mlps(5)]
-    assert rehearsed == ["layers.0.mlp"]
-    for chunk, found in zip(mlps(5), copied, strict=True):
-        program = sacplan.Profile(**vars_of(again)).program
-        own = training_chunk(program, chunk, again.spec)
-        assert rehearsed[-1] == chunk.unit
-        assert own.deferred == found.deferred
-        a, b = (profile.program.with_(each.patch) for each in (own, found))
-        assert (a.liveness.at_op == b.liveness.at_op).all()
-        assert a.footprint == b.footprint
-
-
-def vars_of(profile: sacplan.Profile) -> dict[str, Any]:
-    """Its fields, with a program of which nothing is known yet."""
-    import dataclasses
-
-    import msgspec
-
-    found = {field.name: getattr(profile, field.name) for field in dataclasses.fields(profile)}
-    return found | {"recorded": msgspec.structs.replace(profile.recorded)}
 
 
 def test_effects_add_up_with_those_of_recomputation() -> None:
@@ -329,19 +293,6 @@ def test_a_handle_on_a_module_with_both_is_removed() -> None:
 
 
 # --- how much is rehearsed
-
-
-class Nested(nn.Module):
-    """Each level calls the next one."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.own = nn.Linear(16, 16)
-        self.inner = Nested(depth - 1) if depth else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.own(x).tanh()
-        return x if self.inner is None else self.inner(x)
 
 
 class Pooled(nn.Module):
