@@ -195,15 +195,6 @@ def test_a_plan_for_another_model_or_batch_names_the_first_difference(profile: s
         sacplan.verify(LM(), tokens(4, 65), plan)
 
 
-def test_applying_twice(profile: sacplan.Profile) -> None:
-    plan = sacplan.plan(profile, "80%")
-    model = LM()
-    handle = sacplan.apply(model, plan)
-    with pytest.raises(sacplan.errors.PlanError, match="already"):
-        sacplan.apply(model, plan)
-    handle.remove()
-
-
 def test_estimators_before_anything_was_seen() -> None:
     with pytest.raises(sacplan.errors.TraceError, match="recorded nothing yet"):
         _ = sacplan.MemTracker().program

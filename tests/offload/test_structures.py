@@ -184,15 +184,6 @@ def test_what_hooks_in_the_model_hold_is_not_offloaded() -> None:
     assert {one.unit for one in plan.offloaded} == {"layers.0", "layers.2"}
 
 
-def test_checkpointing_in_the_model_is_refused() -> None:
-    torch.manual_seed(0)
-    case = language_model()
-    layer = case.model.layers[1]
-    layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
-    with pytest.raises(sacplan.errors.TraceError, match="checkpointing is already switched on"):
-        case.profile("cpu")
-
-
 def test_a_backward_formula_that_runs_otherwise_under_a_mode() -> None:
     """What ``prod``'s takes is measured. Copies in the forward pass do not hide which op the formula belongs to."""
 
