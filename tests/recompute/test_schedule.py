@@ -266,15 +266,6 @@ def test_a_cache_that_the_first_call_fills_keeps_nothing_in_later_ones(where: st
 
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
-def test_flows_that_take_turns_are_known_from_their_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = applied(Outer(Flow()), {"units.0": None}, check=False)
-    for turn in range(3):
-        for flow in ("long", "gelu", "other", "short"):
-            planned.units[0].flow = flow
-            assert not calls_in_step(Lookup._module_calls, planned, monkeypatch) or not turn
-
-
-@pytest.mark.filterwarnings("ignore:the step is not the one")
 def test_a_write_that_no_call_before_made_is_seen() -> None:
     planned = applied(Outer(Flow()), {"units.0": None}, check=False)
     for flow in ("long", "other", "long"):
@@ -406,11 +397,3 @@ def test_hooks_around_the_model_do_not_shift_call_sites() -> None:
     with See():
         loss.backward()
     assert seen.count("aten.exp.default") == 1
-
-
-def test_a_copy_learns_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned, _ = discard_all(outer())
-    step(planned, batch())
-    twin = copy.deepcopy(planned)
-    assert calls_in_step(Lookup._module_calls, twin, monkeypatch) > 0
-    assert calls_in_step(Lookup._module_calls, planned, monkeypatch) == 0

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
@@ -293,11 +292,6 @@ def test_a_step_that_differs_is_said_once_and_by_name() -> None:
     handle.forget_differences()
     loss_of(model, x).backward()
     assert handle.differences == ()
-
-
-OPS = ["a.x(2)", "a.y(2)", "a.z(2)", "a.x(3)"]
-PLACES = [("", ""), ("", "after m"), ("m", "m"), ("", "after n"), ("n", "n")]
-recorded = st.lists(st.lists(st.sampled_from(OPS), min_size=1, max_size=6), min_size=1, max_size=len(PLACES))
 
 
 def _nothing(model: nn.Module) -> None:
