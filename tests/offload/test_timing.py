@@ -85,15 +85,17 @@ def assert_as_simulated(case: Case, profile: sacplan.Profile, plan: sacplan.Plan
     assert seen.peak_bytes == plan.peak_bytes
 
 
-@pytest.mark.parametrize("link", LINKS_OF_CASES)
 @pytest.mark.parametrize(
-    ("name", "techniques"),
+    ("name", "techniques", "link"),
     [
-        ("transformer", ("offload",)),
-        ("transformer", ("recompute", "offload")),
-        ("uneven", ("recompute", "offload")),
-        ("recurrent", ("offload",)),
-        ("lstm", ("offload",)),
+        *(("transformer", ("recompute", "offload"), link) for link in LINKS_OF_CASES),
+        ("transformer", ("offload",), "far"),
+        ("uneven", ("recompute", "offload"), "busy"),
+        ("uneven", ("recompute", "offload"), "NVLink-C2C"),
+        ("recurrent", ("offload",), "busy"),
+        ("recurrent", ("offload",), "PCIe 5.0"),
+        ("lstm", ("offload",), "busy"),
+        ("lstm", ("offload",), "far"),
     ],
 )
 def test_planned(name: str, techniques: tuple[str, ...], link: str) -> None:

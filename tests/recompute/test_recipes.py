@@ -180,7 +180,7 @@ def test_threads_run_the_same_model() -> None:
 
 @pytest.mark.slow
 def test_a_long_chain() -> None:
-    model = outer(lambda x: [x := x.sin() for _ in range(3000)][-1])
+    model = outer(lambda x: [x := x.sin() for _ in range(1500)][-1])
     planned, _ = discard_all(model)
     assert same_bits(step(model, batch()), step(planned, batch()))
 
