@@ -30,18 +30,20 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of slow tests exhaustive, but for the first; none of ``every_case``.
+    """Mark slow cases exhaustive, but for the first of a test with no quick one; none of ``every_case``.
 
     Files with many slow tests come first, then those with many tests: where several processes take a file each, none
     begins a long one when the others are done.
     """
     cases: dict[tuple[object, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("every_case"):
+        if not item.get_closest_marker("every_case") and not item.get_closest_marker("exhaustive"):
             cases[item.parent, getattr(item, "originalname", item.name)].append(item)
     for alike in cases.values():
+        alike.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # quick ones first
         for item in alike[1:]:
-            item.add_marker(pytest.mark.exhaustive)
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.exhaustive)
     tests = Counter(item.path for item in items)
     slow = Counter(
         item.path

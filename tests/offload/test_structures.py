@@ -103,7 +103,7 @@ def assert_right(case: Case, profile: sacplan.Profile, plan: sacplan.Plan) -> No
             assert bit_equal(plain, grads_of(case.model, case.batch, case.loss_fn))
 
 
-@pytest.mark.parametrize("name", slow_after(2, CASES))
+@pytest.mark.parametrize("name", slow_after(3, CASES))
 def test_bits_and_peaks(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]()

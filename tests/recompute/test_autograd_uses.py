@@ -508,7 +508,7 @@ class Nothing(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
     "use",
-    slow_after(2, [with_jvp, jit_traced, with_vmap, with_dual_numbers, fx_traced, exported, linearized]),
+    slow_after(3, [with_jvp, jit_traced, with_vmap, with_dual_numbers, fx_traced, exported, linearized]),
     ids=lambda use: use.__name__,
 )
 def test_transforms_and_traces_of_a_planned_model(use: Use) -> None:

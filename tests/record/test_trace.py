@@ -509,7 +509,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("setting", "device"),
     slow_after(
-        4,
+        5,
         [
             ("deterministic", "cpu"),
             *((name, "h100") for name in ("cuDNN off", "attention by products")),
