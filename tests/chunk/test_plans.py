@@ -31,7 +31,6 @@ pytestmark = [
 
 BOTH = ("recompute", "chunk")
 VOCAB = 1003
-MIB = 2**20
 CLOSE = 1e-6  # relative difference of the gradients that are summed up slice by slice, float32
 
 

@@ -700,6 +700,3 @@ def test_a_backward_pass_that_broke_off_can_be_asked_again() -> None:
         return list(torch.autograd.grad(loss, list(run.blocks.parameters())))
 
     assert bit_equal(gradients(model, False), gradients(planned, True))
-
-
-# --- copies ---------------------------------------------------------------------------------------

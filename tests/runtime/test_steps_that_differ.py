@@ -15,6 +15,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.steps import real_step
 from benchmarks.models import hf_models
+from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FromFunction
 
@@ -93,14 +94,7 @@ def ids(rows: int = 8, length: int = 64) -> torch.Tensor:
 
 
 def same_bits(one: nn.Module, other: nn.Module, batch: torch.Tensor) -> bool:
-    losses = []
-    for model in (one, other):
-        model.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        losses.append(loss)
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return torch.equal(*losses) and all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    return bit_equal(grads_of(one, batch, loss_of), grads_of(other, batch, loss_of))
 
 
 def peak_of(model: nn.Module, batch: torch.Tensor) -> int:
