@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,15 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Files with many slow tests come first, then those with many tests: where several processes take a file each, none
     begins a long one when the others are done.
     """
-    cases: dict[tuple[object, str], list[pytest.Item]] = defaultdict(list)
-    for item in items:
+    seen: set[tuple[object, str]] = set()
+    for item in sorted(items, key=lambda item: item.get_closest_marker("slow") is not None):
         if not item.get_closest_marker("every_case") and not item.get_closest_marker("exhaustive"):
-            cases[item.parent, getattr(item, "originalname", item.name)].append(item)
-    for alike in cases.values():
-        alike.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # quick ones first
-        for item in alike[1:]:
-            if item.get_closest_marker("slow"):
+            test = item.parent, getattr(item, "originalname", item.name)
+            if item.get_closest_marker("slow") and test in seen:
                 item.add_marker(pytest.mark.exhaustive)
+            seen.add(test)
     tests = Counter(item.path for item in items)
     slow = Counter(
         item.path

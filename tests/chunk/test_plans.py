@@ -127,11 +127,7 @@ def planned(name: str) -> tuple[Case, sacplan.Plan, sacplan.Plan, sacplan.Plan]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in FAST else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
-        for name in TRAINING
-    ],
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TRAINING]
 )
 def test_budgets_that_recomputation_cannot_hold(name: str) -> None:
     case, alone, smallest, between = planned(name)

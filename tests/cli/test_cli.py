@@ -616,9 +616,7 @@ _LARGE = ("hf:gpt2", "hf:bert", "hf:meta-llama")
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(
-            line, marks=[pytest.mark.slow, pytest.mark.exhaustive] if "sacplan report" in line else []
-        )
+        pytest.param(line, marks=[pytest.mark.slow] if "sacplan report" in line else [])
         for line in _LINES
         if not any(name in line for name in _LARGE)
     ],
