@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,18 +30,18 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of slow tests exhaustive, but for the first; none of ``every_case``.
+    """Mark slow cases exhaustive, but for the first of a test with no quick one; none of ``every_case``.
 
     Files with many slow tests come first, then those with many tests: where several processes take a file each, none
     begins a long one when the others are done.
     """
-    cases: dict[tuple[object, str], list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("every_case"):
-            cases[item.parent, getattr(item, "originalname", item.name)].append(item)
-    for alike in cases.values():
-        for item in alike[1:]:
-            item.add_marker(pytest.mark.exhaustive)
+    seen: set[tuple[object, str]] = set()
+    for item in sorted(items, key=lambda item: item.get_closest_marker("slow") is not None):
+        if not item.get_closest_marker("every_case") and not item.get_closest_marker("exhaustive"):
+            test = item.parent, getattr(item, "originalname", item.name)
+            if item.get_closest_marker("slow") and test in seen:
+                item.add_marker(pytest.mark.exhaustive)
+            seen.add(test)
     tests = Counter(item.path for item in items)
     slow = Counter(
         item.path

@@ -18,6 +18,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.exhaustive  # of the benchmark alone
 @pytest.mark.slow
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, data = run(tmp_path, "--names", "vit")

@@ -314,15 +314,6 @@ def test_second_derivatives_are_refused_by_name(model: LM, batch: torch.Tensor) 
         plain_loss(model, batch).backward(create_graph=True)
 
 
-def test_gradients_of_some_tensors_only(model: LM, batch: torch.Tensor) -> None:
-    model.eval()
-    wanted = [model.embed.weight, model.norm.bias]
-    plain = torch.autograd.grad(plain_loss(model, batch), wanted)
-    with chunked(model):
-        got = torch.autograd.grad(plain_loss(model, batch), wanted)
-    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
-
-
 @pytest.mark.parametrize("frozen", ["head", "all but the head"])
 def test_frozen_parameters(model: LM, batch: torch.Tensor, frozen: str) -> None:
     for name, p in model.named_parameters():
@@ -330,13 +321,6 @@ def test_frozen_parameters(model: LM, batch: torch.Tensor, frozen: str) -> None:
     plain = step(model, batch, plain_loss)
     with chunked(model):
         close(step(model, batch, plain_loss), plain, near=("head.",))
-
-
-def test_tied_weights(model: LM, batch: torch.Tensor) -> None:
-    model.head.weight = model.embed.weight
-    plain = step(model, batch, plain_loss)
-    with chunked(model):
-        close(step(model, batch, plain_loss), plain, near=("embed.",))
 
 
 def test_parameters_outside_of_the_module_get_real_gradients(batch: torch.Tensor) -> None:
@@ -353,19 +337,6 @@ def test_parameters_outside_of_the_module_get_real_gradients(batch: torch.Tensor
             close(got, plain, near=("head.", "temperature", "bias"), rtol=2e-6)
     assert seen == [torch.Tensor] * 4
     assert not model.bias._backward_hooks
-
-
-def test_two_losses_and_another_head(model: LM, batch: torch.Tensor) -> None:
-    """A part of the loss that is no business of the region gets real gradients."""
-
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        h = model.norm(model.embed(x))
-        aux = (h @ model.norm.weight).square().mean()
-        return F.cross_entropy(model.head(h).flatten(0, 1), x.flatten()) + 0.1 * aux * aux
-
-    plain = step(model, batch, loss_fn)
-    with chunked(model):
-        close(step(model, batch, loss_fn), plain, near=("head.",))
 
 
 def test_the_same_head_twice(model: LM, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

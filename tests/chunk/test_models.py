@@ -27,18 +27,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "lm_head",
         ("model.embed_tokens",),
     ),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 2}, "lm_head", ("transformer.wte",)),
     "t5": (
         "T5ForConditionalGeneration",
         {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
         "lm_head",
         ("shared", "lm_head"),
-    ),
-    "bert": (
-        "BertForMaskedLM",
-        {**_BASE, **_NO_DROPOUT},
-        "cls.predictions.decoder",
-        ("bert.embeddings.word_embeddings", "cls.predictions.bias"),
     ),
     "bert, with the transform": (
         "BertForMaskedLM",
@@ -52,28 +45,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         | {"max_position_embeddings": 64, "word_embed_proj_dim": 32},
         "lm_head",
         ("model.decoder.embed_tokens",),
-    ),
-    "qwen2": ("Qwen2ForCausalLM", {**_BASE, "num_key_value_heads": 1}, "lm_head", ("lm_head",)),
-    "phi": ("PhiForCausalLM", dict(_BASE), "lm_head", ("lm_head",)),
-    "gpt-neox": ("GPTNeoXForCausalLM", dict(_BASE), "lm_head", ("lm_head",)),
-    "roberta": (
-        "RobertaForMaskedLM",
-        {**_BASE, **_NO_DROPOUT},
-        "lm_head",
-        ("roberta.embeddings.word_embeddings", "lm_head"),
-    ),
-    "bart": (
-        "BartForConditionalGeneration",
-        {
-            "d_model": 32,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64,
-        }
-        | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64},
-        "lm_head",
-        ("model.shared",),
     ),
 }
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -21,7 +21,6 @@ from sacplan.core.program import CallSite, Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.planning import search
 from sacplan.planning.request import Request
-from sacplan.techniques.chunk import rest
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan.techniques.chunk.rest import training_chunk
@@ -73,6 +72,11 @@ def profile_on(device: str = "cpu") -> sacplan.Profile:
     return sacplan.profile(*make_case(), loss_fn, device=device)
 
 
+@functools.cache
+def smallest_of_both() -> sacplan.Plan:
+    return sacplan.plan(profile_on(), "smallest", techniques=BOTH)
+
+
 def mlps(slices: int) -> list[Chunk]:
     return [Chunk(f"layers.{i}.mlp", "module", slices, 1) for i in range(3)]
 
@@ -90,41 +94,6 @@ def test_the_rewritten_step_is_the_fake_one(
     assert expected.footprint.peak_bytes == seen.peak_bytes
     assert expected.flops == seen.program.flops
     assert expected.step_ms == pytest.approx(seen.program.step_ms)
-
-
-def test_layers_that_are_alike_are_rehearsed_once(
-    case: tuple[nn.Module, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what is copied is what a rehearsal of their own gives."""
-    rehearsed: list[str] = []
-    original = rest._rehearsed
-
-    def rehearse(program: Any, entry: Any, chunk: Chunk, device: Any) -> Any:
-        rehearsed.append(chunk.unit)
-        return original(program, entry, chunk, device)
-
-    monkeypatch.setattr(rest, "_rehearsed", rehearse)
-    profile, again = (sacplan.profile(*case, loss_fn, device="cpu") for _ in range(2))
-    copied = [training_chunk(profile.program, chunk, profile.spec) for chunk in mlps(5)]
-    assert rehearsed == ["layers.0.mlp"]
-    for chunk, found in zip(mlps(5), copied, strict=True):
-        program = sacplan.Profile(**vars_of(again)).program
-        own = training_chunk(program, chunk, again.spec)
-        assert rehearsed[-1] == chunk.unit
-        assert own.deferred == found.deferred
-        a, b = (profile.program.with_(each.patch) for each in (own, found))
-        assert (a.liveness.at_op == b.liveness.at_op).all()
-        assert a.footprint == b.footprint
-
-
-def vars_of(profile: sacplan.Profile) -> dict[str, Any]:
-    """Its fields, with a program of which nothing is known yet."""
-    import dataclasses
-
-    import msgspec
-
-    found = {field.name: getattr(profile, field.name) for field in dataclasses.fields(profile)}
-    return found | {"recorded": msgspec.structs.replace(profile.recorded)}
 
 
 def test_effects_add_up_with_those_of_recomputation() -> None:
@@ -155,7 +124,7 @@ def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
     model, batch = case
     profile = profile_on()
     alone = sacplan.plan(profile, "smallest")
-    smallest = sacplan.plan(profile, "smallest", techniques=BOTH)
+    smallest = smallest_of_both()
     assert {chunk.span for chunk in smallest.chunks} >= {"module"}
     assert smallest.peak_bytes < 0.8 * alone.peak_bytes
     plan = sacplan.plan(profile, f"{smallest.peak_bytes}B", techniques=BOTH)
@@ -170,7 +139,7 @@ def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
 def test_gradients_of_a_plan_with_both(case: tuple[nn.Module, torch.Tensor]) -> None:
     """Recipes around a chunk, and inside of the same layer."""
     model, batch = case
-    plan = sacplan.plan(profile_on(), "smallest", techniques=BOTH)
+    plan = smallest_of_both()
     assert plan.discarded
     assert plan.gradients == "close"
 
@@ -244,7 +213,7 @@ def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     peaks = {}
     for accumulate in ("float32", "parameter"):
-        plan = sacplan.plan(profile, "smallest", techniques=BOTH, accumulate=accumulate)  # type: ignore[arg-type]
+        plan = sacplan.plan(profile, "smallest", "greedy", techniques=BOTH, accumulate=accumulate)  # type: ignore[arg-type]
         assert {chunk.accumulate for chunk in plan.chunks} == {accumulate}
         assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
         peaks[accumulate] = plan.peak_bytes
@@ -329,19 +298,6 @@ def test_a_handle_on_a_module_with_both_is_removed() -> None:
 
 
 # --- how much is rehearsed
-
-
-class Nested(nn.Module):
-    """Each level calls the next one."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.own = nn.Linear(16, 16)
-        self.inner = Nested(depth - 1) if depth else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.own(x).tanh()
-        return x if self.inner is None else self.inner(x)
 
 
 class Pooled(nn.Module):

@@ -152,26 +152,6 @@ def test_parameters_are_put_back_after_an_error(model: LM, batch: torch.Tensor) 
     assert isinstance(model.head._parameters["weight"], nn.Parameter)
 
 
-def test_copies_of_a_module_that_recomputes_and_runs_in_slices(model: LM, batch: torch.Tensor) -> None:
-    """Two stand-ins on one module, put on and taken off in order."""
-    profile = sacplan.profile(model, batch, plain_loss, device="cpu")
-    gelu = [
-        s for s in profile.program.sites(profile.program.calls["layers.0.mlp"][0]).values() if "gelu" in s.op
-    ]
-    plan = discarding(sacplan.plan(profile, budget="200%"), {"layers.0.mlp": gelu}, profile)
-    plain = step(model, batch, plain_loss)
-    with sacplan.apply(model, plan):
-        installed = InstalledChunks(model, [Chunk("head", "rest", 8, 1), CHUNKS[0]])
-        other = copy.deepcopy(model)
-        for each in (model, other):
-            close(step(each, batch, plain_loss), plain, near=(*NEAR, "head."))
-            assert each.layers[0].mlp.forward.tally.loops == 2  # type: ignore[union-attr]
-        installed.check_removable()
-        installed.remove()
-    assert not any("forward" in m.__dict__ for m in model.modules())
-    assert torch.equal(step(model, batch, plain_loss)["head.weight"], plain["head.weight"])
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_have_the_chunks_on_their_own_weights(model: LM, batch: torch.Tensor, how: str) -> None:
     InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from sacplan.core.checks import first_problem
-from sacplan.core.liveness import Fold, bytes_at_ops
-from sacplan.core.program import Event, Patch, Phase, Program
+from sacplan.core.liveness import Fold
+from sacplan.core.program import Event, Phase, Program
 from sacplan.record.step import default_loss
 from sacplan.techniques.recompute.rewrite import discarded_ops, recompute
 from tests.zoo import language_models as models
@@ -137,33 +137,6 @@ def test_who_saved_what_is_who_asks_for_it(name: str) -> None:
             assert storage in (*program.ops[op].reads, *program.ops[op].writes)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_liveness_is_what_counting_holders_gives(name: str) -> None:
-    """Bytes at each op, and when each storage dies, counted in the plainest way there is."""
-    program = recorded(name)
-    liveness = program.liveness
-    holders: dict[int, int] = dict.fromkeys(program.initial, 1)
-    for position, (code, arg) in enumerate(program.events):
-        if code == Event.OP:
-            for s in program.ops[arg].writes:
-                holders[s] = holders.get(s, 0) + 1
-            alive = {s for s, n in holders.items() if n}
-            bytes_alive = sum(program.storage_bytes[s] for s in alive) + program.inside_bytes[arg]
-            assert liveness.at_op[arg] == bytes_alive
-            assert set(liveness.alive(arg)) == alive
-            assert liveness.held_otherwise(arg) | set(liveness.held_for_later(arg)) == alive
-        elif code not in (Event.ENTER, Event.EXIT):
-            s = program.storage_of(code, arg)
-            gained = code in (Event.ALLOC, Event.PACK, Event.UNPACK)
-            holders[s] = holders.get(s, 0) + (1 if gained else -1)
-            if not holders[s]:
-                assert liveness.died[s] == position
-    assert bytes_at_ops(program).tolist() == liveness.at_op.tolist()
-    assert program.footprint.peak_bytes == max(*liveness.at_op.tolist(), liveness.initial_bytes)
-    assert program.footprint.end_bytes == sum(program.storage_bytes[s] for s, n in holders.items() if n)
-    assert liveness.peak.live_bytes == sum(liveness.peak.by_kind) == program.footprint.peak_bytes
-
-
 def everything(program: Program) -> dict[str, dict[tuple[str, int], int]]:
     """All that may be discarded, once."""
     (scope,) = program.calls[""]
@@ -197,14 +170,6 @@ def test_a_rewrite_is_local_and_keeps_indices(name: str) -> None:
     assert min(ended.holders.values()) >= 0
 
 
-def test_resized_storages() -> None:
-    program = recorded("lm")
-    largest = max(range(len(program.storage_bytes)), key=program.storage_bytes.__getitem__)
-    smaller = program.with_(Patch(resized={largest: 0}))
-    assert smaller.storage_bytes[largest] == 0
-    assert smaller.footprint.peak_bytes < program.footprint.peak_bytes
-
-
 # --- inference ------------------------------------------------------------------------------------
 
 
@@ -219,21 +184,6 @@ def test_a_step_without_a_backward_pass_is_a_program() -> None:
     output = model(batch)
     end = program.footprint.end_bytes
     assert end == sum(program.storage_bytes[s] for s in program.initial) + output.nbytes
-
-
-def test_inference_needs_what_the_allocator_says() -> None:
-    """Against the profiler's allocation events of a real forward pass."""
-    model, batch = made("lm")
-    profile = sacplan.profile(model.eval(), batch, device="cpu", mode="inference")
-    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as seen:
-        model(batch)
-    live = peak = 0
-    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    before = sum(profile.program.storage_bytes[s] for s in profile.program.initial)
-    assert profile.peak_bytes - before == peak
 
 
 def test_plans_for_inference() -> None:
@@ -262,16 +212,6 @@ def test_inference_takes_no_optimizer() -> None:
 
 
 # --- files ----------------------------------------------------------------------------------------
-
-
-def test_saved_and_loaded(tmp_path: Any) -> None:
-    profile = sacplan.profile(*made("convnet"), device="cpu")
-    for name in ("profile.json", "profile.json.gz"):
-        profile.save(tmp_path / name)
-        loaded = sacplan.Profile.load(tmp_path / name)
-        assert loaded == profile
-        assert loaded.program == profile.program
-        assert loaded.peak_bytes == profile.peak_bytes
 
 
 def test_ranks_whose_shards_differ_in_size_have_the_same_plan() -> None:

@@ -39,38 +39,6 @@ X = meta(64, 4096)
 NBYTES = X.nbytes
 
 
-# --- elementwise ----------------------------------------------------------------------------------------
-
-
-def test_an_operand_given_twice_is_read_once() -> None:
-    model, other = CostModel(H100), meta(64, 4096)
-    twice = model.cost(aten.mul.Tensor, (X, X), {}, other)[1]
-    assert twice < model.cost(aten.mul.Tensor, (X, other), {}, other)[1]
-    assert twice == model.cost(aten.mul.Tensor, (other, other), {}, X)[1]
-    # On a CPU times stay those of the plain roofline.
-    assert op_bytes(aten.mul.Tensor, (X, X), {}, X) == 3 * NBYTES
-
-
-# --- rows -----------------------------------------------------------------------------------------------
-
-
-# --- indices --------------------------------------------------------------------------------------------
-
-
-# --- matrix units ---------------------------------------------------------------------------------------
-
-
-def test_products_count_padding_and_idle_multiprocessors() -> None:
-    (large,) = kernels(aten.mm.default, meta(4096, 4096), meta(4096, 4096))
-    assert large.flops == 2 * 4096**3
-    (odd,) = kernels(aten.mm.default, meta(65, 512), meta(512, 64))
-    assert odd.flops == 2 * 128 * 64 * 512
-    model = CostModel(H100, tf32=False)
-    small = model.cost(aten.mm.default, (meta(64, 512), meta(512, 64)), {}, meta(64, 64))[1]
-    wide = model.cost(aten.mm.default, (meta(64, 512), meta(512, 640)), {}, meta(64, 640))[1]
-    assert small == wide  # neither has a tile for each multiprocessor
-
-
 def test_attention() -> None:
     q = meta(2, 8, 4096, 128, dtype=BF16)
     op = aten._scaled_dot_product_flash_attention.default
@@ -118,28 +86,6 @@ def test_time_grows_with_the_number_of_rows(
 ) -> None:
     spec = resolve_device(device)
     assert ms(spec, name, rows + more, columns) >= ms(spec, name, rows, columns)
-
-
-@given(st.sampled_from(sorted(OPS)), st.integers(1, 4096), st.integers(2, 4096), st.floats(0.1, 1.0))
-def test_efficiencies_scale_what_they_bound(name: str, rows: int, columns: int, share: float) -> None:
-    """Half of a device's bandwidth and peaks is twice the time at most, besides launches."""
-    slower = replace(
-        H100,
-        bandwidth_efficiency=H100.bandwidth_efficiency * share,
-        compute_efficiency=H100.compute_efficiency * share,
-        kernel_launch_us=0.0,
-    )
-    fast = replace(H100, kernel_launch_us=0.0)
-    before, after = ms(fast, name, rows, columns), ms(slower, name, rows, columns)
-    assert before <= after <= before / share * (1 + 1e-9)
-
-
-@given(st.integers(1, 2**22), st.integers(1, 2**22))
-def test_times_of_kernels_add_up(first: int, second: int) -> None:
-    """Work done in two launches takes a launch more than in one."""
-    model = CostModel(H100)
-    apart = model.kernel_ms(Kernel("norm", first)) + model.kernel_ms(Kernel("norm", second))
-    assert apart == pytest.approx(model.kernel_ms(Kernel("norm", first + second)) + 3e-3)
 
 
 @pytest.mark.parametrize("name", sorted(OPS))

@@ -194,6 +194,3 @@ def test_the_peak_of_a_step_of_a_small_lstm_is_exact(more):
 
     profile = sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu")
     assert measured_step(Step(model, batch, loss_fn, None), [batch]).peak_bytes == profile.peak_bytes
-
-
-# --- the measuring itself ---------------------------------------------------------------------------------

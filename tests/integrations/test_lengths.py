@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import sacplan
@@ -124,8 +122,3 @@ def test_the_sft_trainer_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     with everything_said() as said:
         trainer.train()
     check(said, callback.peaks_bytes, plan, holds=True)
-
-
-def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(batch["input_ids"])
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)

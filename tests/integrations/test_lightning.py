@@ -103,7 +103,7 @@ def planned_modules(module: torch.nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     slow_after(
-        1,
+        2,
         [
             {},
             {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.5},

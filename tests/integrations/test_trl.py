@@ -87,7 +87,7 @@ def lora() -> Any:
 @pytest.mark.parametrize(
     ("options", "adapters"),
     slow_after(
-        1,
+        2,
         [
             ({}, None),
             ({"bf16": True, "padding_free": True, "max_length": None}, None),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Offload, Site
-from sacplan.techniques.offload.executor.parcels import Parcel
 from sacplan.techniques.offload.sites import sites_of, tensors_of
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
@@ -29,38 +26,6 @@ def planned() -> tuple[models.LM, torch.Tensor, sacplan.Plan]:
     return model, batch, plan
 
 
-def alive(parcels: list[weakref.ref[Parcel]]) -> int:
-    gc.collect()
-    return sum(ref() is not None for ref in parcels)
-
-
-@pytest.mark.parametrize("shape", [(8, 16), (2, 32)])
-def test_batches_of_other_sizes(planned: Any, shape: tuple[int, int]) -> None:
-    model, _, plan = planned
-    batch = torch.randint(0, 32, shape)
-    plain = grads_of(model, batch, models.cross_entropy)
-    with sacplan.apply(model, plan):
-        assert bit_equal(plain, grads_of(model, batch, models.cross_entropy))
-
-
-def test_an_exception_in_the_middle(planned: Any, parcels: list[weakref.ref[Parcel]]) -> None:
-    model, batch, plan = planned
-    plain = grads_of(model, batch, models.cross_entropy)
-
-    def fail(*_: object) -> None:
-        raise KeyError("in the middle")
-
-    with sacplan.apply(model, plan):
-        hook = model.layers[2].register_forward_pre_hook(fail)
-        with pytest.raises(KeyError):
-            grads_of(model, batch, models.cross_entropy)
-        hook.remove()
-        assert parcels
-        assert alive(parcels) == 0
-        assert bit_equal(plain, grads_of(model, batch, models.cross_entropy))
-    assert alive(parcels) == 0
-
-
 def test_compiled_models_are_refused(planned: Any) -> None:
     model, batch, plan = planned
     with sacplan.apply(model, plan):
@@ -68,49 +33,6 @@ def test_compiled_models_are_refused(planned: Any) -> None:
         with pytest.raises(Exception, match="copies tensors to the host"):
             models.cross_entropy(compiled, batch)
     torch._dynamo.reset()
-
-
-class WritesLater(nn.Module):
-    """Writes to what a layer has saved."""
-
-    def __init__(self, when: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Wide(64) for _ in range(3))
-        self.when = when
-
-    def forward(self, x: torch.Tensor, spoil: bool = False) -> torch.Tensor:
-        for i, layer in enumerate(self.layers):
-            x = layer(x, spoil and i == self.when)
-        return x.square().mean()
-
-
-class Wide(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: torch.Tensor, spoil: bool) -> torch.Tensor:
-        h = torch.sigmoid(self.up(x))
-        out: torch.Tensor = x + self.down(h)
-        if spoil:
-            with torch.no_grad():
-                h.mul_(2.0)
-        return out
-
-
-def test_a_write_to_what_is_saved_is_never_a_wrong_gradient() -> None:
-    torch.manual_seed(0)
-    model, x = WritesLater(1), torch.randn(1024, 64)
-    profile = sacplan.profile(model, x, device="cpu")
-    plan = sacplan.plan(profile, "90%", techniques=("offload",))
-    assert plan.offloaded
-    wanted = grads_of(model, x, lambda m, b: m(b))
-    with sacplan.apply(model, plan):
-        try:
-            found = grads_of(model, x, lambda m, b: m(b, True))
-        except (RuntimeError, sacplan.SacplanError):
-            return  # autograd's own rule
-        assert bit_equal(wanted, found)  # it was on the host before the write
 
 
 class WritesThroughData(nn.Sequential):

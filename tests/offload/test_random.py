@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
@@ -50,6 +49,8 @@ def test_random_programs(kind: str, seed: int) -> None:
 def test_programs_whose_peaks_were_off(seed: int) -> None:
     outcome = on_one_thread(run)(seed, kinds=OFFLOADING, threads=False)
     assert outcome.predicted == len(OFFLOADING)
+    assert outcome.offloaded
+    assert outcome.steps > 3
     assert not outcome.failures
 
 
@@ -96,14 +97,3 @@ def test_what_cannot_be_carried_out_is_refused(op: str, tensor: int, why: str) -
     with pytest.raises(sacplan.errors.PlanError, match=why) as error:
         plan_with(profile, [decision])
     assert f"tensor {tensor} of {op} #0 of unit '1', place " in str(error.value)
-
-
-@pytest.mark.parametrize("kind", OFFLOADING)
-def test_they_do_offload(kind: str) -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(14, 20):
-        outcome = on_one_thread(run)(seed, kinds=(kind,), threads=False)
-        seen.update(offloaded=outcome.offloaded, steps=outcome.steps, predicted=outcome.predicted)
-    assert seen["offloaded"]
-    assert seen["steps"] > 10
-    assert seen["predicted"]

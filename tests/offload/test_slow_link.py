@@ -31,7 +31,6 @@ from tests.support.steps import bit_equal, grads_of
 from tests.support.threads import at_once
 from tests.zoo import language_models as models
 
-Tensors = list[torch.Tensor]
 Without = tuple[str, ...]
 Planned = tuple[models.LM, torch.Tensor, sacplan.Plan]
 

@@ -16,11 +16,8 @@ from benchmarks.harness.mixed_plans import mixed_plan, scattered_plan
 from benchmarks.harness.plans import as_budget, budget_at
 from benchmarks.harness.streams import fake_step, noted_streams, planned_ms, simulated, simulated_ms
 from benchmarks.models.cases import Case
-from sacplan.core.program import Event
 from sacplan.device.links import LINKS, Link
-from sacplan.techniques.offload.executor.parcels import Parcel
-from sacplan.techniques.registry import rewritten
-from tests.support.steps import grads_of, mean_square
+from tests.support.steps import mean_square
 from tests.zoo import language_models
 from tests.zoo.convnets import CNN
 from tests.zoo.layers import Recurrence, Uneven
@@ -88,15 +85,17 @@ def assert_as_simulated(case: Case, profile: sacplan.Profile, plan: sacplan.Plan
     assert seen.peak_bytes == plan.peak_bytes
 
 
-@pytest.mark.parametrize("link", LINKS_OF_CASES)
 @pytest.mark.parametrize(
-    ("name", "techniques"),
+    ("name", "techniques", "link"),
     [
-        ("transformer", ("offload",)),
-        ("transformer", ("recompute", "offload")),
-        ("uneven", ("recompute", "offload")),
-        ("recurrent", ("offload",)),
-        ("lstm", ("offload",)),
+        *(("transformer", ("recompute", "offload"), link) for link in LINKS_OF_CASES),
+        ("transformer", ("offload",), "far"),
+        ("uneven", ("recompute", "offload"), "busy"),
+        ("uneven", ("recompute", "offload"), "NVLink-C2C"),
+        ("recurrent", ("offload",), "busy"),
+        ("recurrent", ("offload",), "PCIe 5.0"),
+        ("lstm", ("offload",), "busy"),
+        ("lstm", ("offload",), "far"),
     ],
 )
 def test_planned(name: str, techniques: tuple[str, ...], link: str) -> None:
@@ -129,51 +128,3 @@ def test_a_busy_link_is_waited_for() -> None:
     # With all of the link it is faster, and no faster than without copies.
     whole = simulated_ms(seen.program, noted, profile.spec.host_link, 1.0)
     assert profile.program.step_ms < whole < planned_ms(profile, plan)
-
-
-def test_copies_back_that_begin_together_go_in_the_order_in_which_they_are_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(0)
-    model, batch = language_models.LM(layers=3, vocab=32), torch.randint(0, 32, (8, 32))
-    profile = sacplan.profile(model, batch, language_models.cross_entropy, device="cpu")
-    plan = sacplan.plan(profile, "60%", techniques=("recompute", "offload"))
-    program = rewritten(profile.program, plan.decisions, profile.spec)
-    sent: list[int] = []  # the copies on the host, in the order in which they are made
-    source: dict[int, int] = {}  # by copy on the device, its place among these
-    begun, needed = [], []
-    together: list[list[int]] = [[]]  # copies back with no other op between them
-    for op in (program.ops[arg] for code, arg in program.events if code == Event.OP):
-        if op.name == "sacplan.copy_to_device":
-            source[op.writes[0]] = sent.index(op.reads[0])
-            begun.append(source[op.writes[0]])
-            together[-1].append(begun[-1])
-            continue
-        together.append([])
-        if op.name == "sacplan.copy_to_host":
-            sent.append(op.writes[0])
-        elif op.name == "sacplan.wait_for_copy_to_device":
-            needed.append(source[op.reads[0]])
-    assert max(map(len, together)) > 1
-    for group in together:
-        assert group == sorted(group, key=needed.index)
-
-    # The executor puts them on the link in the order that the clocks have.
-    parcels: list[Parcel] = []
-    run: list[int] = []
-    make, fetch = Parcel.__init__, Parcel.fetch
-
-    def noted(self: Parcel, tensor: torch.Tensor) -> None:
-        make(self, tensor)
-        parcels.append(self)
-
-    def fetched(self: Parcel) -> None:
-        if self._back is None:
-            run.append(next(i for i, one in enumerate(parcels) if one is self))
-        fetch(self)
-
-    monkeypatch.setattr(Parcel, "__init__", noted)
-    monkeypatch.setattr(Parcel, "fetch", fetched)
-    with sacplan.apply(model, plan):
-        grads_of(model, batch, language_models.cross_entropy)
-    assert run == begun

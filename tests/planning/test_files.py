@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +16,7 @@ from msgspec import structs
 from torch import nn
 
 import sacplan
-from sacplan.core.decisions import AnyDecision, Chunk, Recompute, Site, as_decisions, discarded_by
+from sacplan.core.decisions import Chunk, as_decisions, discarded_by
 from sacplan.core.fingerprint import Fingerprint
 from sacplan.planning import schema
 from sacplan.planning.difference import difference
@@ -137,20 +136,6 @@ def test_decisions_as_a_mapping_and_back(plan: sacplan.Plan) -> None:
     assert first.site == (first.unit, first.op, first.occurrence, first.place)
     assert plan.op_decisions[first.site] == "discard"
     assert {first.times for first in plan.decisions} == {1, 2}
-
-
-def test_a_further_technique_is_a_class_and_a_member() -> None:
-    class Sliced(AnyDecision, frozen=True, tag="chunk"):
-        sites: tuple[Site, ...]
-        slices: int
-
-    decisions = (
-        Recompute("layers.0", "aten.mm.default", 0, "attn", 2),
-        Sliced((Site("", "aten.mm.default", 0, "attn"),), 4),
-    )
-    text = msgspec.json.encode(decisions)
-    assert msgspec.json.decode(text, type=tuple[Recompute | Sliced, ...]) == decisions
-    assert [one["technique"] for one in json.loads(text)] == ["recompute", "chunk"]
 
 
 # --- the schema -------------------------------------------------------------------------------------------
@@ -324,12 +309,6 @@ def loads_equal_or_raises(path: Path, plan: sacplan.Plan) -> bool:
     assert str(path) in message
     assert "ake the plan again" in message
     return False
-
-
-def test_other_files_of_ours(profile: sacplan.Profile, path: Path) -> None:
-    profile.save(path)
-    with pytest.raises(sacplan.errors.PlanError, match="holds 'profile', not a sacplan plan"):
-        sacplan.Plan.load(path)
 
 
 def test_files_of_schema_1(path: Path) -> None:

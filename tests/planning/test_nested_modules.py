@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import sacplan
 from tests.support.chunks import allocations
+from tests.support.steps import mean_square
 
 
 class NestedCalls(nn.Module):
@@ -17,10 +18,6 @@ class NestedCalls(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layer(x))
         return x if self.next is None else self.next(x)
-
-
-def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
 
 
 def test_the_smallest_plan_is_near_what_a_forward_pass_without_gradients_holds() -> None:

@@ -428,15 +428,6 @@ def test_pins_that_do_not_bind_are_not_blamed() -> None:
     assert "pins" not in str(info.value)
 
 
-def test_plans_without_pins_stay_what_they_were() -> None:
-    profile = profile_of("lm")
-    before = sacplan.plan(profile, "80%")
-    pinned = sacplan.plan(profile, "80%", keep=[before.decisions[0].unit])
-    assert sacplan.plan(profile, "80%") == before
-    assert pinned.decisions != before.decisions
-    assert pinned.recompute_ms >= before.recompute_ms
-
-
 def test_the_file_says_what_was_pinned(tmp_path: Path) -> None:
     plan = sacplan.plan(profile_of("lm"), "90%", keep=["layers.2"], never=["layers.1"])
     assert (plan.provenance.keep, plan.provenance.never) == (("layers.2",), ("layers.1",))

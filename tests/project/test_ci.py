@@ -17,8 +17,6 @@ from sacplan.cli.answers import FIT_PATH
 from sacplan.cli.app import app
 from tests.project.test_docs import Block, blocks_of
 
-ROOT = Path(__file__).parents[2]
-
 
 def steps_of(workflow: dict[str, Any]) -> list[dict[str, Any]]:
     return [step for job in workflow["jobs"].values() for step in job["steps"]]

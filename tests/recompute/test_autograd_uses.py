@@ -508,7 +508,7 @@ class Nothing(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
     "use",
-    slow_after(2, [with_jvp, jit_traced, with_vmap, with_dual_numbers, fx_traced, exported, linearized]),
+    slow_after(3, [with_jvp, jit_traced, with_vmap, with_dual_numbers, fx_traced, exported, linearized]),
     ids=lambda use: use.__name__,
 )
 def test_transforms_and_traces_of_a_planned_model(use: Use) -> None:
@@ -700,6 +700,3 @@ def test_a_backward_pass_that_broke_off_can_be_asked_again() -> None:
         return list(torch.autograd.grad(loss, list(run.blocks.parameters())))
 
     assert bit_equal(gradients(model, False), gradients(planned, True))
-
-
-# --- copies ---------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import flop_registry
 import sacplan
 from sacplan.techniques.recompute.executor.recipes import PlannedForward
 from tests.support.plans import discarding
-from tests.support.slow import slow_after
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FeedForward, FromFunction
@@ -154,12 +153,11 @@ def planned(model: nn.Module, plan: sacplan.Plan) -> nn.Module:
 
 
 @pytest.mark.parametrize("partition", [min_cut_rematerialization_partition, default_partition])
-@pytest.mark.parametrize("dropout", slow_after(1, [0.2, 0.0]))
 def test_what_is_saved_and_recomputed_is_what_the_plan_says(
-    tokens: torch.Tensor, partition: Callable[..., Any], dropout: float
+    tokens: torch.Tensor, partition: Callable[..., Any]
 ) -> None:
     torch.manual_seed(0)
-    model = language_model(dropout)
+    model = language_model(dropout=0.2)
     profile = sacplan.profile(model, tokens, loss_fn=loss_fn, device="cpu")
     plan = sacplan.plan(profile, budget="65%")
     assert plan.units
@@ -185,7 +183,7 @@ def test_adjacent_units_that_discard_everything(
     plan = everything_but(profile, ["layers.0", "layers.1"])
     seen = Seen()
     assert bit_equal(
-        step(copy.deepcopy(model), tokens, "aot_eager"), step(planned(model, plan), tokens, seen.backend)
+        step(copy.deepcopy(model), tokens, None), step(planned(model, plan), tokens, seen.backend)
     )
     hidden = tokens.numel() * DIM * 4
     assert seen.saved_bytes <= 3 * hidden  # the inputs of both layers and of the head
@@ -222,8 +220,7 @@ def test_same_tags_share_compiled_code_and_others_do_not(
 def test_applying_and_removing_compiles_again(
     model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
 ) -> None:
-    expected = step(copy.deepcopy(model), tokens, "aot_eager")
-    torch._dynamo.reset()
+    expected = step(copy.deepcopy(model), tokens, None)
     changing, seen = copy.deepcopy(model), Seen()
     saved = []
     handle = None

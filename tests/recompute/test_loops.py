@@ -363,7 +363,7 @@ def without_dropout() -> LM:
 @pytest.mark.parametrize(
     ("compiled", "order"),
     slow_after(
-        1,
+        2,
         [
             (compiled_in_place, "apply first"),
             (compiled_in_place, "apply last"),

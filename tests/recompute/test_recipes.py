@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from torch import nn
 from torch.profiler import ProfilerActivity
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
@@ -59,53 +59,10 @@ def test_what_an_inner_gradient_keeps_for_a_second_derivative_is_predicted(times
     assert same_bits(step(model, batch()), step(planned, batch()))
 
 
-def accumulated(model: nn.Module, *, together: bool) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(3)
-    a, b = model(batch()), model(batch() * 2)
-    if together:
-        (a + b).backward()
-    else:
-        b.backward()
-        a.backward()
-    return state(model, a, b)
-
-
-def retained(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(3)
-    loss = model(batch())
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return state(model, loss)
-
-
-def double(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(3)
-    loss = model(batch())
-    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    (loss + sum(g.pow(2).sum() for g in grads)).backward()
-    return state(model, loss, *grads)
-
-
 def partial(model: nn.Module) -> list[torch.Tensor]:
     torch.manual_seed(3)
     x = batch().requires_grad_()
     return [*torch.autograd.grad(model(x), [x, next(model.parameters())]), torch.get_rng_state()]
-
-
-def evaluated_between(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(3)
-    loss = model(batch())
-    model.eval()
-    with torch.no_grad():
-        between = model(batch())
-    evaluated = model(batch())
-    model.train()
-    (loss + evaluated).backward()
-    return state(model, loss, between, evaluated)
 
 
 def under_autocast(model: nn.Module, backward: bool) -> list[torch.Tensor]:
@@ -119,49 +76,14 @@ def under_autocast(model: nn.Module, backward: bool) -> list[torch.Tensor]:
     return state(model, loss)
 
 
-def inside_checkpoint(model: nn.Module, reentrant: bool) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(3)
-    loss = checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant)
-    loss.backward()
-    return state(model, loss)
-
-
-def with_hooks_around(model: nn.Module) -> list[torch.Tensor]:
-    """Hooks that scale and unscale see what is kept."""
-    model.zero_grad()
-    torch.manual_seed(3)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
-        loss = model(batch())
-    loss.backward()
-    return state(model, loss)
-
-
-OTHER_OPS = pytest.mark.filterwarnings("ignore:the step is not the one")
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda m: accumulated(m, together=True),
-        lambda m: accumulated(m, together=False),
-        retained,
-        double,
-        partial,
-        evaluated_between,
-        pytest.param(lambda m: under_autocast(m, False), marks=OTHER_OPS),
-        lambda m: under_autocast(m, True),
-        lambda m: inside_checkpoint(m, False),
-        pytest.param(lambda m: inside_checkpoint(m, True), marks=OTHER_OPS),
-        with_hooks_around,
-    ],
-)
-def test_ways_to_run_a_step(run: Callable[[nn.Module], list[torch.Tensor]]) -> None:
+@pytest.mark.filterwarnings("ignore:the step is not the one")
+@pytest.mark.parametrize("backward", [False, True])
+def test_autocast_around_one_pass_only(backward: bool) -> None:
     model = outer(torch.sin, lambda x: F.layer_norm(x, (DIM,)) * x.softmax(-1))
     for fqns in (None, [""]):
         planned, _ = discard_all(model, fqns)
         for _ in range(2):
-            assert same_bits(run(model), run(planned))
+            assert same_bits(under_autocast(model, backward), under_autocast(planned, backward))
 
 
 def test_kept_tensors_go_through_the_hooks_around_the_model() -> None:
@@ -258,17 +180,7 @@ def test_threads_run_the_same_model() -> None:
 
 @pytest.mark.slow
 def test_a_long_chain() -> None:
-    model = outer(lambda x: [x := x.sin() for _ in range(3000)][-1])
-    planned, _ = discard_all(model)
-    assert same_bits(step(model, batch()), step(planned, batch()))
-
-
-def test_a_backward_pass_inside_of_the_forward_does_not_shift_call_sites() -> None:
-    def middle(x: torch.Tensor) -> torch.Tensor:
-        (slope,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
-        return slope * x.cos()
-
-    model = outer(middle, middle)
+    model = outer(lambda x: [x := x.sin() for _ in range(1500)][-1])
     planned, _ = discard_all(model)
     assert same_bits(step(model, batch()), step(planned, batch()))
 
@@ -280,15 +192,6 @@ def test_vmap_inside_of_a_unit() -> None:
 
 
 # --- refused --------------------------------------------------------------------------------------
-
-
-def test_a_weight_that_changed_before_the_backward_pass() -> None:
-    planned, _ = discard_all(outer())
-    loss = planned(batch())
-    with torch.no_grad():
-        planned.units[0].first.weight.mul_(2)
-    with pytest.raises(sacplan.errors.RecipeError, match="written in place"):
-        loss.backward()
 
 
 def test_an_input_that_changed_before_the_backward_pass() -> None:
@@ -362,13 +265,6 @@ def test_a_buffer_that_the_next_forward_writes() -> None:
     planned(batch())
     with pytest.raises(sacplan.errors.RecipeError, match="written in place"):
         first.backward()
-
-
-def test_transforms_that_forbid_hooks() -> None:
-    planned, _ = discard_all(outer())
-    with pytest.raises(sacplan.errors.RecipeError, match="hooks"):
-        torch.func.grad(lambda x: planned(x))(batch())
-    assert len(_get_current_dispatch_mode_stack()) == 0
 
 
 # --- what no dispatch mode sees -------------------------------------------------------------------
@@ -508,13 +404,14 @@ def test_nothing_lives_on_after_a_step(fqns: list[str] | None, backward: bool) -
     planned, _ = discard_all(outer(torch.sin, lambda x: F.layer_norm(x, (DIM,)).softmax(-1) * x), fqns)
     for p in planned.parameters():
         p.grad = torch.zeros_like(p)
-    with no_collector(), Storages(planned) as storages:
-        loss = planned(batch())
-        if backward:
-            loss.backward()
-        assert storages.alive
-        del loss
-        assert storages.alive == 0
+    for _ in range(3):  # by look-up, and by what was learned
+        with no_collector(), Storages(planned) as storages:
+            loss = planned(batch())
+            if backward:
+                loss.backward()
+            assert storages.alive
+            del loss
+            assert storages.alive == 0
 
 
 def test_an_argument_that_is_written_later_makes_no_cycle() -> None:
@@ -552,29 +449,6 @@ def test_a_value_dies_with_its_last_use() -> None:
     model = outer()
     kept_first, _ = discard_all(model, ["units.0"])
     assert alive_between(kept_first) == alive_between(model)
-
-
-def test_an_error_in_the_forward_leaves_nothing_behind() -> None:
-    fail = True
-
-    def middle(x: torch.Tensor) -> torch.Tensor:
-        if fail:
-            raise ValueError("broken")
-        return x.sin()
-
-    model = outer()
-    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
-    model.units[0].middle = middle
-    planned = copy.deepcopy(model)
-    sacplan.apply(planned, plan_of(profile, {"units.0": sorted(fitting_sites(profile, "units.0"))}))
-    with no_collector(), Storages(planned) as storages:
-        with pytest.raises(ValueError, match="broken"):
-            planned(batch())
-        assert storages.alive == 0
-    assert len(_get_current_dispatch_mode_stack()) == 0
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    fail = False
-    assert same_bits(step(model, batch()), step(planned, batch()))
 
 
 def test_running_statistics_that_a_later_call_writes_are_refused_without_the_check_too() -> None:

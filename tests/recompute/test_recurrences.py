@@ -71,7 +71,7 @@ def test_windows_are_alike_and_cut_between_steps(steps: int) -> None:
 @pytest.mark.slow
 def test_the_smallest_peak_falls_behind_the_steps() -> None:
     """Kept are the states between windows, so the share of the unplanned peak falls with the steps."""
-    shares = [planned(steps).peak_bytes / profile_of(steps).peak_bytes for steps in STEPS]
+    shares = [planned(steps).peak_bytes / profile_of(steps).peak_bytes for steps in (25, 50, 100)]
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < 0.25, shares
 

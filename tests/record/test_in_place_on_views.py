@@ -89,6 +89,7 @@ OTHERWISE = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS)
 def test_all_ops_of_the_op_database_write_through_views(view: str) -> None:

@@ -249,6 +249,3 @@ def test_an_optimizer_around_another() -> None:
     profile = sacplan.profile(net(), batch(), mean_square, _Lookahead, "cpu")
     behind = [op.phase for op in profile.recorded.ops[-3:]]
     assert len(set(behind)) == 1  # what the wrapper does is part of the optimizer's step
-
-
-# --- a whole package

@@ -23,9 +23,6 @@ from sacplan.errors import SacplanWarning
 from sacplan.record import seen_ops
 from sacplan.record.fake_data import data_rules
 from sacplan.record.recorder import Recorder
-from sacplan.record.state import preserved_state
-from sacplan.record.step import Step, default_loss
-from sacplan.running.measure import measured_step
 from sacplan.torch_compat.fake_kernels import fake_kernels
 from tests.support.slow import slow_after
 from tests.zoo.experts import MoE
@@ -120,21 +117,6 @@ def test_generators_are_put_back(trace):
     assert_same(before, snapshot(model)["rng"])
 
 
-def test_real_trace_that_fails_puts_everything_back():
-    model = Mixed().train()
-    optimizer = used(model)
-    before = snapshot(model, optimizer)
-
-    def loss_fn(model, batch):
-        model(batch)
-        raise RuntimeError("mine")
-
-    batch = torch.zeros(6, 8)
-    with pytest.raises(RuntimeError, match="mine"):
-        sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu", trace="real", optimizer=optimizer)
-    assert_same(before, snapshot(model, optimizer))
-
-
 def test_fake_trace_copies_no_weights():
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))  # 16 MiB each
     batch = torch.randn(8, 2048)
@@ -164,39 +146,6 @@ def test_seventy_billion_parameters_fit_on_this_machine():
     assert weights > 130 * 2**30
     assert profile.peak_bytes > 2 * weights  # gradients too
     assert grown < 2**20
-
-
-@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
-def test_fake_and_real_trace_agree_with_each_other_and_with_the_allocator(optimizer):
-    torch.manual_seed(0)
-    model, batch = LM(dropout=0.1), tokens(8, 128)
-    make = None if optimizer is None else lambda params: optimizer(params)
-    fake = sacplan.profile(model, batch, loss_fn=cross_entropy, device="cpu", optimizer=make)
-    real = sacplan.profile(model, batch, loss_fn=cross_entropy, device="cpu", optimizer=make, trace="real")
-    step = Step(model, batch, cross_entropy, make(model.parameters()) if make else None)
-    with preserved_state(model, step.optimizer):
-        measured = measured_step(step, [batch])
-    assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
-    assert real.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
-    assert [op.name for op in fake.program.ops] == [op.name for op in real.program.ops]
-
-
-def test_gpt2_and_a_mixture_of_experts_for_real():
-    pytest.importorskip("transformers")
-    from benchmarks.models import hf_models
-
-    torch.manual_seed(0)
-    for name, tolerance in (("gpt2", 0.005), ("switch", 0.05)):
-        model, batch, _ = hf_models.build(name, "small", "cpu")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SacplanWarning)
-            fake = sacplan.profile(model, batch, device="cpu")
-        real = sacplan.profile(model, batch, device="cpu", trace="real")
-        with preserved_state(model, None):
-            measured = measured_step(Step(model, batch, default_loss, None), list(batch.values()))
-        assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=tolerance)
-        assert real.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
-        assert real.rules == ()
 
 
 # --- rules for data ---------------------------------------------------------------------------------
@@ -560,7 +509,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("setting", "device"),
     slow_after(
-        4,
+        5,
         [
             ("deterministic", "cpu"),
             *((name, "h100") for name in ("cuDNN off", "attention by products")),

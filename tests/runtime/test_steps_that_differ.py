@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
 from benchmarks.harness.steps import real_step
 from benchmarks.models import hf_models
-from sacplan.core.places import OpSequence
-from sacplan.core.program import CallSite
-from sacplan.techniques.runtime.alignment import Alignment, RecordedUnit
+from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FromFunction
 
@@ -98,14 +94,7 @@ def ids(rows: int = 8, length: int = 64) -> torch.Tensor:
 
 
 def same_bits(one: nn.Module, other: nn.Module, batch: torch.Tensor) -> bool:
-    losses = []
-    for model in (one, other):
-        model.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        losses.append(loss)
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return torch.equal(*losses) and all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    return bit_equal(grads_of(one, batch, loss_of), grads_of(other, batch, loss_of))
 
 
 def peak_of(model: nn.Module, batch: torch.Tensor) -> int:
@@ -297,42 +286,6 @@ def test_a_step_that_differs_is_said_once_and_by_name() -> None:
     handle.forget_differences()
     loss_of(model, x).backward()
     assert handle.differences == ()
-
-
-# --- the alignment ----------------------------------------------------------------------------------------
-
-OPS = ["a.x(2)", "a.y(2)", "a.z(2)", "a.x(3)"]
-PLACES = [("", ""), ("", "after m"), ("m", "m"), ("", "after n"), ("n", "n")]
-recorded = st.lists(st.lists(st.sampled_from(OPS), min_size=1, max_size=6), min_size=1, max_size=len(PLACES))
-
-
-def sequence_of(ops: list[list[str]]) -> OpSequence:
-    return tuple((*place, tuple(run)) for place, run in zip(PLACES, ops, strict=False))
-
-
-def aligned(sequence: OpSequence, running: OpSequence) -> list[list[CallSite | None]]:
-    alignment = Alignment(RecordedUnit("unit", [sequence], {}))
-    found = []
-    for caller, place, ops in running:
-        matches = [alignment.next(caller, place, op) for op in ops]
-        found.append([match.site if match is not None else None for match in matches])
-    return found
-
-
-@given(recorded, st.data())
-def test_an_op_more_or_less_moves_no_call_site_elsewhere(ops: list[list[str]], data: st.DataObject) -> None:
-    before = aligned(sequence_of(ops), sequence_of(ops))
-    changed = copy.deepcopy(ops)
-    where = data.draw(st.integers(0, len(ops) - 1))
-    at = data.draw(st.integers(0, len(ops[where])))
-    if at < len(ops[where]) and len(ops[where]) > 1 and data.draw(st.booleans()):
-        del changed[where][at]
-    else:
-        changed[where].insert(at, data.draw(st.sampled_from([*OPS, "b.other(2)"])))
-    after = aligned(sequence_of(ops), sequence_of(changed))
-    for i, (one, other) in enumerate(zip(before, after, strict=True)):
-        if i != where:
-            assert one == other
 
 
 def _nothing(model: nn.Module) -> None:

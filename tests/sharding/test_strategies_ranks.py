@@ -26,7 +26,6 @@ import torch.distributed as dist
 from tests.support.processes import run_ranks
 
 MESH = Mesh.of({"dp": 2, "tp": 2})
-WHOLE = (REPLICATED, REPLICATED)
 
 
 class Rank:

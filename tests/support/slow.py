@@ -1,4 +1,4 @@
-"""Cases that only ``make test-slow`` runs."""
+"""Cases that only ``make test-exhaustive`` runs, where a test has quick ones."""
 
 from __future__ import annotations
 
