@@ -152,11 +152,13 @@ class RankRows:
         return [bare, self._row(one, name, rank, outcome)]
 
     def _is_hopeless(self, one: Arrangement, name: str) -> bool:
-        """Whether something fits without a plan, and this needs more than there is even on one device."""
+        """Whether something fits without a plan, and DDP needs more than there is: one device's step, and buckets."""
         if not any(row.fits and not row.techniques for row in self._rows):
             return False
         whole, step = self.recorded(self.batch, {}), self.step(name)
         needs = (whole if step is None else with_optimizer(whole, step)).peak_bytes
+        # DDP holds a copy of all gradients during the whole step.
+        needs += sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         room = self.limit.room(whole.spec, one.ranks.communicators)
         if needs <= room.n_bytes:
             return False

@@ -354,6 +354,8 @@ def _decide_filled(
     position: int, fill: int | None, values: KnownValues, args: Any, kwargs: Any, out: Any
 ) -> tuple[Any, str]:
     """Fill the result of ``full_like`` and its relatives: the values of the tensor that it is like do not matter."""
+    if not values.follows(out):  # no memory is taken for what would be forgotten
+        return None, ""
     value = _argument(args, kwargs, position, "fill_value", None) if fill is None else fill
     with no_dispatch():
         return (torch.full(out.shape, value, dtype=out.dtype),), ""

@@ -233,3 +233,35 @@ def test_how_many_devices() -> None:
     for device, devices in (("8xh100", 4), ("h100", 0), ("h100", "many"), ("h100", True)):
         with pytest.raises(PlanError):
             read_devices(device, devices)
+
+
+def _only_four(model: Any, batch: Any) -> torch.Tensor:
+    loss = cross_entropy(model, batch)
+    return loss if len(batch) == 4 else loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"loss_fn": _only_four}, "does not require a gradient"),
+        ({"make_batch": lambda n: tokens(4, 64, 512)}, "same"),
+    ],
+)
+def test_an_error_at_another_size_is_a_note(asked: dict[str, Any], said: str) -> None:
+    given = {"make_batch": lambda n: tokens(n, 64, 512), "loss_fn": cross_entropy, **asked}
+    verdict = sacplan.fit(model(), device=f"2x{DEVICE}", optimizer="adamw", budget=BUDGET, batch=4, **given)
+    (row,) = [row for row in verdict.rows if row.spread == "FSDP2"]
+    assert row.fits
+    assert row.largest_batch is None
+    (note,) = [note for note in verdict.computed if note.startswith("FSDP2: ")]
+    assert said in note
+
+
+def test_ddp_that_cannot_fit_is_not_recorded() -> None:
+    """The step fits on one device, and not with DDP's copy of all gradients."""
+    verdict = sacplan.fit(
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", "9.2MiB", batch=4, sizes=False
+    )  # fmt: skip
+    assert {row.spread for row in verdict.rows} == {"FSDP2"}
+    peak = format_bytes(profiled(ranks=sacplan.DDP(2)).peak_bytes)
+    assert f"DDP without a plan needs at least {peak} on each device." in verdict.computed

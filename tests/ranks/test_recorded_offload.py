@@ -1,7 +1,8 @@
 """``CPUOffloadPolicy`` as people write it, recorded in ``sacplan.ranks``: what is on the device, and what on the host.
 
 No GPU is needed to measure it: a CPU stands in for one, on which ``Tensor.to`` copies whatever ``fully_shard`` moves
-between host and device. What is allocated for a copy to the host is left out.
+between host and device. What is allocated for a copy to the host is left out. So is oneDNN, whose products of half
+types take workspaces on CPUs that have instructions for them: they are the CPU's, and no part of a GPU's step.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ _on_host = _Shards()
 def test_the_peak_of_the_device(policy: Any, reshard: Any, shape: tuple[int, ...], monkeypatch: Any) -> None:
     predicted = recorded(CPUOffloadPolicy(), policy=policy, reshard=reshard, shape=shape).peak_bytes
     batch = torch.randn(16, 64)
-    with sacplan.ranks(RANKS):
+    with sacplan.ranks(RANKS), torch.backends.mkldnn.flags(enabled=False):
         model = sharded(CPUOffloadPolicy(pin_memory=False), policy, reshard, shape)
         optimizer = torch.optim.AdamW(model.parameters())
         _on_host.addresses = {p._local_tensor.untyped_storage().data_ptr() for p in model.parameters()}  # type: ignore[attr-defined]
