@@ -105,7 +105,7 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
             # Whoever names the techniques has chosen. In inference, nothing else helps.
             looks_further = looks_further and request.techniques is None and profile.mode == "train"
             said = beyond(asked, found, kept_bytes) if looks_further else ()
-            made_by = _made_by(request, asked, found, said)
+            made_by = made_by_search(request, asked, found, said)
             return Outcome(profile, made_plan(profile, found, made_by, kept_bytes), peak_bytes)
         tries.append(Try(found, budget_bytes, peak_bytes, needs))
     least = min(tries, key=lambda one: one.needs)
@@ -150,7 +150,7 @@ def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = F
         asked = replace(asked, last=None)
     found = asked.smallest(0)
     # No limit was asked for, so the plan names none.
-    return made_plan(profile, found, _made_by(replace(request, limit=OF_DEVICE), asked, found))
+    return made_plan(profile, found, made_by_search(replace(request, limit=OF_DEVICE), asked, found))
 
 
 def plan_by_hand(
@@ -187,7 +187,10 @@ class MadeBy:
     beyond: tuple[str, ...] = ()
 
 
-def _made_by(request: Request, asked: Planner, found: Candidate, beyond: tuple[str, ...] = ()) -> MadeBy:
+def made_by_search(
+    request: Request, asked: Planner, found: Candidate, beyond: tuple[str, ...] = ()
+) -> MadeBy:
+    """Return how the candidate of a planner was made."""
     known = (*asked.solvers, *asked.crowded, *(() if asked.last is None else (asked.last,)))
     return MadeBy(
         found.solver,
