@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 
 from sacplan.core.decisions import Decision
 from sacplan.core.derived import derived
-from sacplan.core.liveness import Footprint, bytes_at_ops
+from sacplan.core.liveness import bytes_at_ops
 from sacplan.core.program import Phase, Program
 from sacplan.core.progress import begins
 from sacplan.device.device_memory import reserved_bytes, retries_within
@@ -39,25 +39,8 @@ from sacplan.questions.verdict import FitRow
 from sacplan.questions.ways import AS_IT_IS, PLAN, Way
 from sacplan.techniques.base.step import PlanStep
 
-
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    """A plan of a compiled step, and its dry run; what a case asks of a ``Candidate``."""
-
-    plan: Plan
-    program: Program
-    added_ms: float = 0.0
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        return self.plan.decisions
-
-    @property
-    def footprint(self) -> Footprint:
-        return replace(self.program.footprint, recompute_ms=self.plan.recompute_ms)
-
-
-_Choice: TypeAlias = Candidate | _Compiled
+_Choice: TypeAlias = Candidate | Plan
+"""What was found for a step: a plan where the step is compiled, which is run with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +179,7 @@ class Case:
 
     def _program(self, made: _Choice, at: Profile | None = None) -> Program:
         """Return the step with its optimizer and a plan; at another size if the step at that size is given."""
-        program = made.program if isinstance(made, _Compiled) else (at or self.step).with_plan(made.decisions)
+        program = (at or self.step).with_plan(made if isinstance(made, Plan) else made.decisions)
         return program if self.optimizer is None else program_with_optimizer(program, self.optimizer)
 
     def _measure(self, made: _Choice) -> _Measured:
@@ -245,7 +228,7 @@ class Case:
         way = self._ways[way.name] = way.within(max(1, self.host_room_bytes - self.host_bytes))
         found = self.found(way)
         made, taken = found.made, self._measure(found.made)
-        host_bytes = self.host_bytes + made.footprint.host_peak_bytes
+        host_bytes = self.host_bytes + made.host_bytes
         fits = found.needs <= self.room.n_bytes and host_bytes <= self.host_room_bytes
         # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
         # between host and device are not predicted.
@@ -281,6 +264,10 @@ class Case:
             return row.peak_bytes
         return reserved_bytes(self._program(self.found(self._ways[row.way]).made))
 
+    def is_bound_by_optimizer(self, way: Way) -> bool:
+        """Whether the peak that is found in a way is in the optimizer's step."""
+        return self._program(self.found(way).made).footprint.peak_phase == Phase.OPTIMIZER
+
     def _times(self, made: _Choice, taken: _Measured) -> dict[str, float]:
         """Return the times of all micro-steps. The recorded one is the last, which has the optimizer's step.
 
@@ -292,13 +279,13 @@ class Case:
             step_ms = steps * (step_ms - whole.update_ms) + whole.update_ms
         return {
             "step_ms": step_ms,
-            "recompute_ms": steps * made.footprint.recompute_ms,
+            "recompute_ms": steps * made.recompute_ms,
             "added_ms": steps * made.added_ms,
         }
 
     def _plan(self, way: Way, found: Try[_Choice]) -> Plan | None:
         """Return the plan of a way. None for the step as it is, and for a step that has not its optimizer in it."""
-        if not way.techniques or self.optimizer is not None or isinstance(found.made, _Compiled):
+        if not way.techniques or self.optimizer is not None or isinstance(found.made, Plan):
             return None
         asked = replace(_request(way), limit=self.limit)
         made_by = made_by_search(asked, _planner(self.step, way, found.budget_bytes), found.made)
@@ -368,7 +355,7 @@ def _smallest(step: Profile, way: Way) -> _Choice:
     if not way.techniques:
         return Candidate(PlanStep(step.program, device=step.spec), (), "unplanned")
     if step.runs_compiled:
-        return _compiled(step, smallest_plan(_request(way), step))
+        return smallest_plan(_request(way), step)
     # The quick solver: a peak that is a little smaller changes no row that fits.
     return replace(_request(way), solver="greedy").planner(step).smallest(0, quick=not way.long)
 
@@ -379,8 +366,7 @@ def _cheapest(step: Profile, way: Way, left: int) -> _Choice | None:
     if not way.techniques:  # as it is: nothing to plan
         return None
     if step.runs_compiled:
-        plan = outcome_of(replace(_request(way), limit=Limit.exactly(max(1, left))), step).plan
-        return None if plan is None else _compiled(step, plan)
+        return outcome_of(replace(_request(way), limit=Limit.exactly(max(1, left))), step).plan
     return _planner(step, way, left).cheapest(left, quick=not way.long)
 
 
@@ -400,7 +386,3 @@ def _planner(step: Profile, way: Way, left: int) -> Planner:
 def _nearest(step: Profile, way: Way, left: int) -> _Choice:
     """Return what came nearest to a budget for which ``_cheapest`` has searched for long, and found nothing."""
     return _planner(step, way, left).nearest.smallest
-
-
-def _compiled(step: Profile, plan: Plan) -> _Compiled:
-    return _Compiled(plan, step.run_with(plan).program)

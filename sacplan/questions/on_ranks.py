@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sacplan.core.budget import format_bytes
-from sacplan.core.program import Phase
 from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 from sacplan.planning.meshes import names_on, resolve_mesh, way
@@ -125,7 +124,7 @@ class RankRows:
         if bare.fits or bare.over_host_bytes:
             return [bare]
         planned = case.row(_PLAN)
-        if not planned.fits and case.found(_PLAN).made.footprint.peak_phase != Phase.OPTIMIZER:
+        if not planned.fits and not case.is_bound_by_optimizer(_PLAN):
             self._bound_elsewhere.add(one.name)
         return [bare, planned]
 
