@@ -29,7 +29,7 @@ from sacplan.device.device_memory import WITH_RETRIES, reserved_bytes, retries_w
 from sacplan.device.outside_allocator import outside_text
 from sacplan.errors import InfeasibleBudget, SacplanError, SacplanWarning
 from sacplan.planning.candidate import Candidate
-from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room, Try, beside_others
+from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room, beside_others
 from sacplan.planning.plan import Plan
 from sacplan.planning.planner import ROTOR_STAGES, Planner, smallest_bytes
 from sacplan.planning.search import PlanSearch
@@ -115,19 +115,20 @@ def differentiated_twice(program: Program) -> tuple[str, ...]:
     )
 
 
-def segments_do_not_fit(profile: Profile, nearest: Try[Candidate], room: Room) -> InfeasibleBudget:
+def segments_do_not_fit(profile: Profile, nearest: Candidate, reserved: int, room: Room) -> InfeasibleBudget:
     """Return the error for plans whose tensors fit a GPU, and whose reserved segments do not.
 
     Args:
         profile: The step.
         nearest: The plan with the fewest reserved bytes.
+        reserved: How many.
         room: What the allocator may reserve.
     """
-    run, reserved = nearest.made.footprint, nearest.needs
+    run = nearest.footprint
     binding = _binding(run, inference=profile.mode == "inference")
     # ``reserved`` is with the setting of this process. If its segments expand already, both figures are equal, and
     # there is nothing to advise.
-    expandable = reserved_bytes(nearest.made.program, expandable=True)
+    expandable = reserved_bytes(nearest.program, expandable=True)
     helps = (
         f"With {EXPANDABLE_SEGMENTS}, here and where you train, it reserves {format_bytes(expandable)}, which fits. "
         if expandable <= room.n_bytes < reserved

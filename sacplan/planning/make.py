@@ -25,7 +25,7 @@ from sacplan.planning.beyond import beyond
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.compiled import as_compiled, compiled_plan, smallest_compiled
 from sacplan.planning.infeasible import differentiated_twice, infeasible, segments_do_not_fit
-from sacplan.planning.limits import OF_DEVICE, Limit, Try, next_budget
+from sacplan.planning.limits import OF_DEVICE, Limit, within
 from sacplan.planning.plan import Plan
 from sacplan.planning.planner import Planner
 from sacplan.planning.provenance import Provenance, Scalar
@@ -89,31 +89,30 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
     if profile.runs_compiled:
         return _compiled_outcome(request, profile)
     room = request.limit.room_of(profile)
-    tries: list[Try[Candidate]] = []
-    while (budget_bytes := next_budget(room, tries)) is not None:
-        # A planner for each budget: the result is then what the user gets who asks for that budget.
-        asked: Planner = request.planner(profile)
-        found = asked.cheapest(budget_bytes)
-        # If nothing holds the budget, the plan with the smallest peak says how far it is off.
-        if found is None:
-            found = asked.nearest.smallest
-        peak_bytes = found.footprint.peak_bytes
-        needs = room.needs(found.program)
-        if needs <= room.n_bytes:
-            # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
-            kept_bytes = max(budget_bytes, peak_bytes)
-            # Whoever names the techniques has chosen. In inference, nothing else helps.
-            looks_further = looks_further and request.techniques is None and profile.mode == "train"
-            said = beyond(asked, found, kept_bytes) if looks_further else ()
-            made_by = made_by_search(request, asked, found, said)
-            return Outcome(profile, made_plan(profile, found, made_by, kept_bytes), peak_bytes)
-        tries.append(Try(found, budget_bytes, peak_bytes, needs))
-    least = min(tries, key=lambda one: one.needs)
+
+    def planned(budget_bytes: int) -> tuple[Planner, Candidate]:
+        # A planner for each budget: the result is then what the user gets who asks for that budget. If nothing holds
+        # the budget, the plan with the smallest peak says how far it is off.
+        asked = request.planner(profile)
+        return asked, asked.cheapest(budget_bytes) or asked.nearest.smallest
+
+    def takes(made: tuple[Planner, Candidate]) -> tuple[int, int]:
+        return made[1].footprint.peak_bytes, room.needs(made[1].program)
+
+    least = within(room, planned, takes)
+    asked, found = least.made
+    if least.needs <= room.n_bytes:
+        # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
+        kept_bytes = max(least.budget_bytes, least.peak_bytes)
+        # Whoever names the techniques has chosen. In inference, nothing else helps.
+        looks_further = looks_further and request.techniques is None and profile.mode == "train"
+        said = beyond(asked, found, kept_bytes) if looks_further else ()
+        made_by = made_by_search(request, asked, found, said)
+        return Outcome(profile, made_plan(profile, found, made_by, kept_bytes), least.peak_bytes)
     # Segments are looked at only where the tensors fit. If they do not, there was one try.
     if least.peak_bytes <= room.n_bytes:
-        return Outcome(
-            profile, None, least.peak_bytes, segments_do_not_fit(profile, least, room), least.needs
-        )
+        error = segments_do_not_fit(profile, found, least.needs, room)
+        return Outcome(profile, None, least.peak_bytes, error, least.needs)
     error = infeasible(profile, asked, room.n_bytes, looks_further=looks_further)
     return Outcome(profile, None, error.smallest_feasible_bytes, error)
 

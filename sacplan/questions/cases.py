@@ -26,14 +26,14 @@ from sacplan.core.program import Phase, Program
 from sacplan.core.progress import begins
 from sacplan.device.device_memory import reserved_bytes, retries_within
 from sacplan.planning.candidate import Candidate
-from sacplan.planning.limits import Limit, Room, Try, next_budget
+from sacplan.planning.limits import Limit, Room, Try, within
 from sacplan.planning.make import made_by_search, made_plan, outcome_of, smallest_plan
 from sacplan.planning.plan import Plan
 from sacplan.planning.planner import Planner
 from sacplan.planning.request import Request
 from sacplan.profiling.optimizers import OptimizerStep, program_with_optimizer, with_optimizer
 from sacplan.profiling.profile import Profile
-from sacplan.questions.largest import largest_that_fits, largest_within
+from sacplan.questions.largest import largest_within
 from sacplan.questions.scaled import Sized, sized
 from sacplan.questions.verdict import FitRow
 from sacplan.questions.ways import AS_IT_IS, PLAN, Way
@@ -208,18 +208,20 @@ class Case:
 
     def found(self, way: Way) -> Try[_Choice]:
         """Return what ``plan`` finds in a way, or the smallest peak where it finds nothing."""
-        tries: list[Try[_Choice]] = []
-        while (budget_bytes := next_budget(self.room, tries)) is not None:
+
+        def planned(budget_bytes: int) -> _Choice:
             left = budget_bytes - self.state_bytes
             # No plan helps if the optimizer's own step is over the budget.
             asked = way.long or self._update_peak_bytes <= budget_bytes
             found = _cheapest(self.step, way, left) if asked else None
-            made = found or (_nearest(self.step, way, left) if way.long else self.smallest(way))
+            return found or (_nearest(self.step, way, left) if way.long else self.smallest(way))
+
+        def takes(made: _Choice) -> tuple[int, int]:
             taken = self._measure(made)
-            is_reserved = self.room.is_reserved and taken.reserved_bytes is not None
-            needs = taken.reserved_bytes if is_reserved else taken.peak_bytes
-            tries.append(Try(made, budget_bytes, taken.peak_bytes, needs))  # type: ignore[arg-type]  # not None
-        return min(tries, key=lambda one: one.needs)
+            reserved = taken.reserved_bytes if self.room.is_reserved else None
+            return taken.peak_bytes, taken.peak_bytes if reserved is None else reserved
+
+        return within(self.room, planned, takes)
 
     def row(self, way: Way) -> FitRow:
         """Return the row of one way, at the asked size."""
@@ -320,26 +322,29 @@ class Case:
 
     def _largest(self, steps: Sized, axis: Axis, made: list[_Choice], known: int) -> int:
         """Return the largest size that fits with any of some plans; no smaller one than ``known`` is looked for."""
-        left = self.room.n_bytes - self.state_bytes
+        state = self.state_bytes
 
-        def by_peak(left: int) -> int:
+        def by_peak(budget_bytes: int) -> int:
+            left = budget_bytes - state
+
             def over(n: int) -> int:
                 return min(axis.peak_at(steps, one, n * axis.unit, left) for one in made) - left
 
-            return axis.unit * largest_within(over, axis.most)
+            return max(known, axis.unit * largest_within(over, axis.most))
 
-        def at(n: int, left: int) -> tuple[int, int]:
+        def takes(n: int) -> tuple[int, int]:
+            if n == known:
+                return 0, 0
             # A plan made for the asked size may be worse at this one than the step as it is, which decides between
             # equal peaks.
-            peaks = [axis.peak_at(steps, one, n, left) for one in reversed(made)]
+            peaks = [axis.peak_at(steps, one, n, self.room.n_bytes - state) for one in reversed(made)]
             best = made[::-1][peaks.index(min(peaks))]
-            return min(peaks), reserved_bytes(self._program(best, steps.at(n)))
+            return min(peaks) + state, reserved_bytes(self._program(best, steps.at(n)))
 
-        if known == axis.limit:
-            return known
-        if not self.room.is_reserved:
-            return max(known, by_peak(left))
-        return largest_that_fits(self.room, left, known, by_peak, at)
+        if known == axis.limit or not self.room.is_reserved:
+            return by_peak(self.room.n_bytes) if known < axis.limit else known
+        found = within(self.room, by_peak, takes)
+        return found.made if found.needs <= self.room.n_bytes else known
 
 
 # --- plans of a step, whatever is put behind it
