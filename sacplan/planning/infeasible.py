@@ -18,7 +18,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from sacplan.core.budget import exact_bytes, format_bytes
@@ -238,10 +238,11 @@ class _Alternatives:
 
     def _without_pins(self) -> str:
         """Return a sentence on the smallest peak without pins, if it is smaller."""
-        pins = self.asked.basis.recorded.pins
+        basis = self.asked.basis
+        pins = basis.recorded.pins
         if not pins:
             return ""
-        free = self.asked.search(NO_PINS)
+        free = PlanSearch(replace(basis, recorded=replace(basis.recorded, pins=NO_PINS)))
         # A budget of 0 asks for the smallest peak, whatever budget the message is about.
         free.minimise(self.asked.solvers, 0)
         smallest = free.smallest.footprint.peak_bytes

@@ -27,7 +27,7 @@ from sacplan.core.progress import begins
 from sacplan.device.device_memory import reserved_bytes, retries_within
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.limits import Limit, Room, Try, within
-from sacplan.planning.make import made_by_search, made_plan, outcome_of, smallest_plan
+from sacplan.planning.make import asked_of, made_plan, outcome_of, smallest_plan
 from sacplan.planning.plan import Plan
 from sacplan.planning.planner import Planner
 from sacplan.planning.request import Request
@@ -290,8 +290,9 @@ class Case:
         if not way.techniques or self.optimizer is not None or isinstance(found.made, Plan):
             return None
         asked = replace(_request(way), limit=self.limit)
-        made_by = made_by_search(asked, _planner(self.step, way, found.budget_bytes), found.made)
-        return made_plan(self.step, found.made, made_by, max(found.budget_bytes, found.peak_bytes))
+        planner = _planner(self.step, way, found.budget_bytes)
+        budget_bytes = max(found.budget_bytes, found.peak_bytes)
+        return made_plan(self.step, found.made, budget_bytes, **asked_of(asked, planner, found.made))
 
     # --- other sizes
 

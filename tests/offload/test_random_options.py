@@ -11,7 +11,7 @@ import pytest
 import sacplan
 from benchmarks.models.random_blocks import Net, net_of
 from sacplan.planning.context import planning_context
-from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.planning.make import plan_by_hand
 from sacplan.planning.plan import Plan
 from sacplan.profiling.tracing import trace_step
 from sacplan.techniques.base.step import PlanStep
@@ -32,7 +32,7 @@ def mixed_plan(profile: sacplan.Profile, seed: int) -> Plan:
         away = [o for o, option in enumerate(region.options) if option.technique == "offload"]
         picks[i] = draw.choice(away) if away and draw.random() < 0.7 else draw.randrange(len(region.options))
     decisions = decisions_of(profile.program, effects.taken(picks), profile.spec)
-    return plan_by_hand(profile, decisions, MadeBy("none"), status="feasible")
+    return plan_by_hand(profile, decisions, "none", status="feasible")
 
 
 def assert_right(model: Net, seed: int) -> int:
