@@ -224,7 +224,8 @@ class _Alternatives:
                 yield f"With {what} the budget holds{self._time(found)}. "
                 return
             if peak_bytes < smallest_bytes(self.asked.nearest):
-                yield f"With {what} a search reaches {format_bytes(peak_bytes)} ({peak_bytes} bytes). "
+                reached = "the smallest is" if found is None else "a search reaches"
+                yield f"With {what} {reached} {format_bytes(peak_bytes)} ({peak_bytes} bytes). "
 
     def _time(self, found: Candidate | None) -> str:
         """Return in words how long a step takes with a plan; nothing where another optimizer changes its time."""
