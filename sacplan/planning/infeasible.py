@@ -62,9 +62,10 @@ def infeasible(
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != OPTIMIZER_STEP else binding
     advice = "make the batch smaller"
     if binding == OPTIMIZER_STEP:
+        shard = "" if profile.is_of_a_rank else "shard it over several devices, "
         advice = (
-            "use an optimizer with less state or fewer temporaries (fused=True), or train fewer parameters: a smaller "
-            "batch does not help"
+            f"use an optimizer with less state or fewer temporaries (fused=True), {shard}or train fewer parameters: a "
+            "smaller batch does not help"
         )
     reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
     own = [TECHNIQUES[name].how for one in asked.own_solvers() for name in one.techniques]

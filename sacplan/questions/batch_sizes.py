@@ -119,9 +119,9 @@ class BatchSizes:
         may_chunk = "chunk" in (self.request.techniques or ())
         floor = _floor_bytes(traced, may_chunk)
         # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
-        # name the smallest peak.
+        # name the smallest peak, and what would help.
         if floor <= self.budget_bytes or may_chunk or n == 1:
-            outcome = outcome_of(self.request, traced)
+            outcome = outcome_of(self.request, traced, looks_further=n == 1)
             if outcome.error is not None:
                 if n == 1:
                     raise self._nothing_fits(outcome.error) from outcome.error

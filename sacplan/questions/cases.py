@@ -63,7 +63,7 @@ class _Measured:
 
 
 @dataclass(frozen=True, eq=False)
-class Axis:
+class SizeAxis:
     """Sizes of a step that differ in one number.
 
     Attributes:
@@ -296,7 +296,7 @@ class Case:
 
     # --- other sizes
 
-    def largest(self, row: FitRow, axis: Axis) -> int | None:
+    def largest(self, row: FitRow, axis: SizeAxis) -> int | None:
         """Return the largest size that fits in the way of a row, 0 if none does, or None if it cannot be computed."""
         # Over the limit at any size; or one sample does not fit, so no other batch has to be recorded.
         if not self.may_fit or (axis.name == "batch" and axis.asked == 1 and not row.fits):
@@ -321,7 +321,7 @@ class Case:
     def _fits_at(self, step: Profile, made: list[_Choice]) -> bool:
         return any(self._program(one, step).footprint.peak_bytes <= self.room.n_bytes for one in made)
 
-    def _largest(self, steps: Sized, axis: Axis, made: list[_Choice], known: int) -> int:
+    def _largest(self, steps: Sized, axis: SizeAxis, made: list[_Choice], known: int) -> int:
         """Return the largest size that fits with any of some plans; no smaller one than ``known`` is looked for."""
         state = self.state_bytes
 

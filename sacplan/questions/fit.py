@@ -53,7 +53,7 @@ from sacplan.profiling.profile import Profile
 from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
 from sacplan.profiling.tracing import profile
 from sacplan.questions.batch_sizes import batches_of
-from sacplan.questions.cases import Axis, Case
+from sacplan.questions.cases import Case, SizeAxis
 from sacplan.questions.on_ranks import RankRows, read_devices
 from sacplan.questions.verdict import FitRow, Verdict, cheapest_of, is_same_training, recommended
 from sacplan.questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
@@ -302,15 +302,15 @@ class Sweep:
 
     # --- sizes
 
-    def batch_axis(self, record: Callable[[int], Profile], **more: Any) -> Axis:
+    def batch_axis(self, record: Callable[[int], Profile], **more: Any) -> SizeAxis:
         """Return the batch sizes of a step."""
         # A batch of one is special: dimensions of size 1 broadcast and have arbitrary strides. So do not extrapolate
         # it.
         first = max(2, self.batch)
-        return Axis("batch", self.batch, (first, first + 2), record, self.notes, **more)
+        return SizeAxis("batch", self.batch, (first, first + 2), record, self.notes, **more)
 
     @cached_property
-    def axes(self) -> tuple[Axis, Axis | None]:
+    def axes(self) -> tuple[SizeAxis, SizeAxis | None]:
         """The batch sizes, and the sequence lengths; None for models without."""
         by_batch = self.batch_axis(lambda n: self.at(n, self.seq))
         if self.seq is None:
@@ -325,7 +325,7 @@ class Sweep:
         # An answer in multiples of 128 tokens, if the question is one.
         unit = _TOKENS if self.seq % _TOKENS == 0 else 1
         most = {} if self.longest is None else {"most": self.longest // unit}
-        return by_batch, Axis(
+        return by_batch, SizeAxis(
             "sequence", self.seq, sizes, lambda n: self.at(self.batch, n), self.notes, unit, **most
         )
 
