@@ -115,7 +115,9 @@ class BatchSizes:
         if n in self.points:  # tried before
             return self.points[n]
         traced = self._profile(n)
-        self._check_batch_follows(n, traced.fingerprint)
+        one = self.points[1].plan if 1 in self.points else None
+        if one is not None and n >= min(_SECOND, self.most):
+            check_batches_differ((1, n), (one.fingerprint, traced.fingerprint))
         may_chunk = "chunk" in (self.request.techniques or ())
         floor = _floor_bytes(traced, may_chunk)
         # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
@@ -152,16 +154,6 @@ class BatchSizes:
                 f"a real step with a batch of {n} ran out of memory here. A real trace runs without a plan, so it "
                 'cannot look at sizes that only fit with one: use trace="fake", or a smaller at_most or budget.'
             ) from error
-
-    def _check_batch_follows(self, n: int, fingerprint: Fingerprint) -> None:
-        """Raise ``PlanError`` if the batch has the same shapes as that of one sample."""
-        one = self.points[1].plan if 1 in self.points else None
-        if one is not None and n >= min(_SECOND, self.most) and fingerprint.batch == one.fingerprint.batch:
-            shapes = ", ".join(str(shape) for _, shape, _ in fingerprint.batch)
-            raise PlanError(
-                f"make_batch(1) and make_batch({n}) gave batches of the same shapes: {shapes}. It must make a batch of "
-                "as many samples as it is asked for, for example lambda n: torch.randint(0, 50257, (n, 1024))."
-            )
 
     def _nothing_fits(self, error: InfeasibleBudget) -> InfeasibleBudget:
         return InfeasibleBudget(
@@ -251,6 +243,17 @@ def batches_of(make_batch: Callable[..., Any] | DataLoader[Any]) -> Callable[...
             "make_batch=lambda n: torch.zeros(n, 1024, dtype=torch.long)."
         )
     return make_batch
+
+
+def check_batches_differ(sizes: tuple[int, int], made: tuple[Fingerprint, Fingerprint]) -> None:
+    """Raise ``PlanError`` if the batches of two sizes have the same shapes."""
+    if made[0].batch == made[1].batch:
+        shapes = ", ".join(str(shape) for _, shape, _ in made[0].batch)
+        raise PlanError(
+            f"make_batch gave batches of the same shapes for sizes {sizes[0]} and {sizes[1]}: {shapes}. It must make a "
+            "batch of the size that it is asked for, for example lambda n: torch.zeros(n, 1024, dtype=torch.long), or "
+            "lambda n, seq: torch.zeros(n, seq, dtype=torch.long)."
+        )
 
 
 def _floor_bytes(traced: Profile, may_chunk: bool) -> int:

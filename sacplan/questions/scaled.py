@@ -38,6 +38,7 @@ from sacplan.core.program import Event, Op, Program, Tensor
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError
 from sacplan.profiling.profile import Profile
+from sacplan.questions.batch_sizes import check_batches_differ
 
 # Whole integers only: no digits of a name, of a float or of a quoted text.
 _INTEGER = re.compile(r"(?<![\w.\"])-?\d+(?![\w.\"])")
@@ -133,13 +134,7 @@ def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | 
     Raises:
         PlanError: The batches of the two recordings are the same.
     """
-    batch, other = (one.fingerprint.batch for one in profiles)
-    if batch == other:
-        shapes = ", ".join(str(shape) for _, shape, _ in batch)
-        raise PlanError(
-            f"make_batch gave batches of the same shapes for sizes {sizes[0]} and {sizes[1]}: {shapes}. It must make a "
-            "batch of the size that it is asked for, for example lambda n, seq: torch.zeros(n, seq, dtype=torch.long)."
-        )
+    check_batches_differ(sizes, (profiles[0].fingerprint, profiles[1].fingerprint))
     a, b = (one.recorded for one in profiles)
     return Sized(sizes, profiles) if _shape(a) == _shape(b) else None
 
