@@ -71,6 +71,39 @@ class CapacityPoint(Row):
         return self.batch_size / (self.step_ms - self.spared_ms) * 1e3 if self.step_ms else None
 
 
+@dataclass(frozen=True, slots=True)
+class Recordings:
+    """How a step is recorded at any size.
+
+    Attributes:
+        model: The model.
+        make_batch: Makes a batch of a size: of samples, or of samples and tokens.
+        spec: The device.
+        options: Further arguments of ``profile``.
+    """
+
+    model: torch.nn.Module
+    make_batch: Callable[..., Any]
+    spec: DeviceSpec
+    options: Mapping[str, Any]
+
+    def at(self, *sizes: int | None, **more: Any) -> Profile:
+        """Record the step at a size; a size that is None is not passed on. ``more`` wins over ``options``."""
+        given = [size for size in sizes if size is not None]
+
+        def batch() -> Any:
+            # Called inside of ``profile``, which restores the random number generators.
+            return resolve_batch(self.make_batch(*given))
+
+        try:
+            return profile(self.model, batch, device=self.spec, **{**self.options, **more})
+        except torch.OutOfMemoryError as error:
+            raise TraceError(
+                f"a real step with a batch of {given[0]} ran out of memory here. A real trace runs without a plan, so "
+                'it cannot look at sizes that only fit with one: use trace="fake", or a smaller at_most or budget.'
+            ) from error
+
+
 @dataclass(slots=True)
 class BatchSizes:
     """Tries batch sizes, each once, and remembers the results.
@@ -80,13 +113,10 @@ class BatchSizes:
         PlanError: ``make_batch`` makes batches of the same size whatever it is asked for.
     """
 
-    model: torch.nn.Module
-    make_batch: Callable[[int], Any]
-    spec: DeviceSpec
+    recordings: Recordings
     request: Request
     at_most: int | None = None
     progress: Callable[[CapacityPoint, str], None] | None = None
-    recording: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ``profile``
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     above_floor: float = 1.0
     """Ratio of the smallest peak to the floor, from the last size for which both are known."""
@@ -104,6 +134,11 @@ class BatchSizes:
         return _MOST if self.at_most is None else self.at_most
 
     @property
+    def spec(self) -> DeviceSpec:
+        """The device."""
+        return self.recordings.spec
+
+    @property
     def budget_bytes(self) -> int:
         """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
         return self.request.limit.room(self.spec).n_bytes
@@ -114,7 +149,7 @@ class BatchSizes:
         """Trace a batch of n, and plan it unless no plan can hold the budget."""
         if n in self.points:  # tried before
             return self.points[n]
-        traced = self._profile(n)
+        traced = self.recordings.at(n)
         one = self.points[1].plan if 1 in self.points else None
         if one is not None and n >= min(_SECOND, self.most):
             check_batches_differ((1, n), (one.fingerprint, traced.fingerprint))
@@ -133,7 +168,7 @@ class BatchSizes:
         else:  # no plan can hold the budget, so the smallest peak is not searched for
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
         # The optimizer steps once for all micro-batches, and the recorded micro-step has that step whole.
-        spared_ms = traced.update_ms * (1 - 1 / self.recording.get("accumulation_steps", 1))
+        spared_ms = traced.update_ms * (1 - 1 / traced.fingerprint.setup.accumulation_steps)
         point = CapacityPoint(batch_size=n, floor_bytes=floor, spared_ms=spared_ms, **taken)
         self.points[n] = point
         # The limit depends on the program: on a GPU, what is reserved beyond the peak counts as well.
@@ -141,19 +176,6 @@ class BatchSizes:
         if self.progress is not None:
             self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
         return point
-
-    def _profile(self, n: int) -> Profile:
-        def batch() -> Any:
-            # Called inside of ``profile``, which restores the random number generators.
-            return resolve_batch(self.make_batch(n))
-
-        try:
-            return profile(self.model, batch, device=self.spec, **self.recording)
-        except torch.OutOfMemoryError as error:
-            raise TraceError(
-                f"a real step with a batch of {n} ran out of memory here. A real trace runs without a plan, so it "
-                'cannot look at sizes that only fit with one: use trace="fake", or a smaller at_most or budget.'
-            ) from error
 
     def _nothing_fits(self, error: InfeasibleBudget) -> InfeasibleBudget:
         return InfeasibleBudget(

@@ -51,8 +51,7 @@ from sacplan.profiling.optimizer_table import (
 from sacplan.profiling.optimizers import OptimizerStep, recorded_step, with_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
-from sacplan.profiling.tracing import profile
-from sacplan.questions.batch_sizes import batches_of
+from sacplan.questions.batch_sizes import Recordings, batches_of
 from sacplan.questions.cases import Case, SizeAxis
 from sacplan.questions.on_ranks import RankRows, read_devices
 from sacplan.questions.verdict import FitRow, Verdict, cheapest_of, is_same_training, recommended
@@ -60,7 +59,7 @@ from sacplan.questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, qu
 from sacplan.record.compiled import CompileModules
 from sacplan.record.fake_values import is_balanced
 from sacplan.record.longest import LongestBatch
-from sacplan.record.step import LossFn, resolve_batch
+from sacplan.record.step import LossFn
 
 _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
 _NOT_TIMED = (
@@ -151,22 +150,17 @@ def fit(
         raise PlanError(
             f"compile={compile!r} with {n_devices} devices: of a compiled step, fit answers for one device."
         )
+    how = {"loss_fn": loss_fn, "accumulation_steps": accumulation_steps, "routing": routing}
     sweep = Sweep(
-        model,
-        batches,
-        loss_fn,
+        Recordings(model, batches, spec, {**how, "compile": False if n_devices > 1 else compile}),
         optimizer,
-        spec,
         limit_of_device(budget, headroom, spec),
         Limit(budget, headroom),
         batch,
         seq,
-        accumulation_steps,
-        routing,
         longest,
         spec.host_memory_bytes if host_budget is None else parse_budget(host_budget, spec.host_memory_bytes),
-        devices=n_devices,
-        compile=False if n_devices > 1 else compile,
+        n_devices,
     )
     with looking_for_plans():
         return sweep.found(name or type(model).__name__, sizes, on_verdict)
@@ -179,23 +173,22 @@ class Sweep:
     Recordings and plans are made when they are first needed, and kept.
     """
 
-    model: torch.nn.Module
-    make_batch: Callable[..., Any]
-    loss_fn: LossFn | None
+    recordings: Recordings
     optimizer: Any
-    spec: DeviceSpec
     limit: Limit
     given: Limit
     batch: int
     seq: int | None
-    accumulation_steps: int
-    routing: Routing
     longest: int | None
     host_budget_bytes: int
     devices: int = 1
-    compile: CompileModules = None
     notes: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+
+    @property
+    def spec(self) -> DeviceSpec:
+        """The device."""
+        return self.recordings.spec
 
     @cached_property
     def room(self) -> Room:
@@ -212,23 +205,10 @@ class Sweep:
         """Whether what the allocator reserves decides, and not the peak."""
         return self.room.is_reserved
 
-    def recorded(self, batch: int, seq: int | None, optimizer: Any = None, **options: Any) -> Profile:
-        """Record the step at a size; ``options`` are further arguments of ``profile``."""
-        given = (batch,) if seq is None else (batch, seq)
-
-        def made() -> Any:
-            # Called inside of ``profile``, which restores the random number generators.
-            return resolve_batch(self.make_batch(*given))
-
-        return profile(
-            self.model, made, self.loss_fn, optimizer, self.spec,
-            accumulation_steps=self.accumulation_steps, compile=self.compile, **{"routing": self.routing, **options},
-        )  # fmt: skip
-
     @derived
     def at(self, batch: int, seq: int | None) -> Profile:
         """Return the step at a size, on one device and without an optimizer."""
-        return self.recorded(batch, seq)
+        return self.recordings.at(batch, seq)
 
     @cached_property
     def base(self) -> Profile:
@@ -440,7 +420,7 @@ class Sweep:
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed
-            worst = self.recorded(self.batch, self.seq, routing="worst")
+            worst = self.recordings.at(self.batch, self.seq, routing="worst")
         step = self.step_of(next(iter(self.makes)))
         whole = [one if step is None else with_optimizer(one, step) for one in (worst, self.base)]
         where = "the step as it is"
@@ -454,12 +434,12 @@ class Sweep:
         )
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
-        best = recommended(rows)
+        best, asked = recommended(rows), self.recordings.options
         # With a budget nothing is said about the rest of the device. On a GPU without one, ``outside`` says what it is.
         left = self.given.budget is None and not self.counts_segments
         return Verdict(
             model=name,
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            parameters=sum(p.numel() for p in self.recordings.model.parameters()),
             batch=self.batch,
             seq=self.seq,
             optimizer=rows[0].optimizer,
@@ -474,9 +454,9 @@ class Sweep:
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),
             computed=(*self.notes, _COMPUTED),
             remarks=tuple(f"{said[0].upper()}{said[1:]}." for said in self.remarks),
-            accumulation_steps=self.accumulation_steps,
+            accumulation_steps=asked["accumulation_steps"],
             devices=self.devices,
-            compiled=f", compile={self.compile!r}" if self.compile else "",
+            compiled=f", compile={asked['compile']!r}" if asked["compile"] else "",
         )
 
     def _larger_devices(self, rows: list[FitRow]) -> tuple[str, ...]:

@@ -147,7 +147,9 @@ class RankRows:
         key, sweep = (one.name, name, batch), self.sweep
         if key not in self._recorded:
             samples = batch if one.ranks.sharding is None else batch * sweep.devices
-            self._recorded[key] = sweep.recorded(samples, sweep.seq, sweep.makes[name], ranks=one.ranks)
+            self._recorded[key] = sweep.recordings.at(
+                samples, sweep.seq, optimizer=sweep.makes[name], ranks=one.ranks
+            )
         return self._recorded[key]
 
     @staticmethod
@@ -157,13 +159,16 @@ class RankRows:
 
     @property
     def _units(self) -> tuple[str, ...]:
-        return layers_of(name for name, _ in self.sweep.model.named_parameters())
+        return layers_of(name for name, _ in self.sweep.recordings.model.named_parameters())
 
     def _fsdp(self, name: str, written: str, flags: tuple[str, ...] = (), **more: Any) -> Arrangement:
         """Return an arrangement of FSDP2 with further arguments, and how these are written."""
         options = f"ranks=sacplan.FSDP2({self.sweep.devices}, {list(self._units)!r}{written})"
         return Arrangement(
-            name, options, flags, FSDP2(self.sweep.devices, self._units, **more).of((), self.sweep.model)
+            name,
+            options,
+            flags,
+            FSDP2(self.sweep.devices, self._units, **more).of((), self.sweep.recordings.model),
         )
 
     def _on_data(self) -> Iterator[Arrangement]:
@@ -175,7 +180,9 @@ class RankRows:
         # Accelerate leaves frozen integers out of the shards, among them 4-bit weights that are stored as bytes
         # (``fsdp2_prepare_model``).
         packed = [
-            p for p in self.sweep.model.parameters() if not p.requires_grad and not p.is_floating_point()
+            p
+            for p in self.sweep.recordings.model.parameters()
+            if not p.requires_grad and not p.is_floating_point()
         ]
         if packed:
             ignored = ", ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
@@ -187,7 +194,7 @@ class RankRows:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         # Only a model in float32 gains from bfloat16.
-        if all(p.dtype == torch.float32 for p in self.sweep.model.parameters()):
+        if all(p.dtype == torch.float32 for p in self.sweep.recordings.model.parameters()):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             written = ", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
             yield self._fsdp("FSDP2, bfloat16", written, mp_policy=policy)
