@@ -28,7 +28,6 @@ import typer
 from sacplan.cli.files import kind_of
 from sacplan.cli.options import named
 from sacplan.cli.output import note
-from sacplan.core.logs import without_a_log
 from sacplan.errors import SacplanError
 from sacplan.integrations.hf import architectures
 from sacplan.integrations.hf.target import ModelOptions, Target, TargetError, hinted
@@ -147,6 +146,8 @@ def users_code(name: str) -> Iterator[None]:
     An error passes through if no frame of its traceback is outside of sacplan and torch or in the forward of a module:
     it is a bug of sacplan.
     """
+    from sacplan.torch_compat.private import without_a_log  # imports torch
+
     with contextlib.redirect_stdout(sys.stderr), without_a_log(_FAKE_TENSORS):
         try:
             yield

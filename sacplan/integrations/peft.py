@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sacplan.core.logs import without_a_log
 from sacplan.errors import TraceError
+from sacplan.torch_compat.private import without_a_log
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -26,10 +26,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from sacplan.core.logs import without_a_log
 from sacplan.errors import SacplanError
 from sacplan.torch_compat.fake_tensors import active_fake_mode, fake_empty_strided
-from sacplan.torch_compat.private import replaced
+from sacplan.torch_compat.private import replaced, without_a_log
 from sacplan.torch_compat.versions import torch_names
 
 _GPU = torch.device("cuda", 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -271,3 +272,14 @@ def replicate(model: torch.nn.Module) -> None:
     from torch.distributed._composable.replicate import replicate as of_torch
 
     of_torch(model)
+
+
+@contextmanager
+def without_a_log(name: str) -> Iterator[None]:
+    """Silence a logger."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

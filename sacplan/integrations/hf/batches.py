@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sacplan.core.logs import without_a_log
 from sacplan.record.step import call_model
+from sacplan.torch_compat.private import without_a_log
 
 InputShapes = Mapping[str, int]
 """The number of the layout of each argument that has several; see ``LAYOUTS``."""
