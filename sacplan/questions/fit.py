@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader
 
 from sacplan.core.arguments import checked
 from sacplan.core.budget import format_bytes, format_difference, parse_budget
-from sacplan.core.derived import derived
 from sacplan.core.progress import begins
 from sacplan.core.setup import Routing
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, devices, resolve_device
@@ -39,18 +38,16 @@ from sacplan.device.outside_allocator import outside_allocator
 from sacplan.distributed.ranks.ranks import FSDP2
 from sacplan.errors import PlanError, SacplanWarning
 from sacplan.planning.infeasible import looking_for_plans
-from sacplan.planning.limits import OF_DEVICE, Limit, Room, limit_of_device
+from sacplan.planning.limits import OF_DEVICE, Limit, limit_of_device
 from sacplan.profiling.optimizer_table import (
     BY_NAME,
-    COMPARED,
     COMPARED_ON_HOST,
-    Factory,
     OptimizerCandidate,
     candidate_named,
 )
 from sacplan.profiling.optimizers import OptimizerStep, recorded_step, with_optimizer
-from sacplan.profiling.profile import Profile
 from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
+from sacplan.questions.asked import Asked
 from sacplan.questions.batch_sizes import Recordings, batches_of
 from sacplan.questions.cases import Case, SizeAxis
 from sacplan.questions.on_ranks import RankRows, read_devices
@@ -167,73 +164,10 @@ def fit(
 
 
 @dataclass
-class Sweep:
-    """The table of optimizers and ways, and everything that is recorded and computed for it.
+class Sweep(Asked):
+    """The table of optimizers and ways. Plans are made when they are first needed, and kept."""
 
-    Recordings and plans are made when they are first needed, and kept.
-    """
-
-    recordings: Recordings
-    optimizer: Any
-    limit: Limit
-    given: Limit
-    batch: int
-    seq: int | None
-    longest: int | None
-    host_budget_bytes: int
-    devices: int = 1
-    notes: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-
-    @property
-    def spec(self) -> DeviceSpec:
-        """The device."""
-        return self.recordings.spec
-
-    @cached_property
-    def room(self) -> Room:
-        """The room of a step on the device."""
-        return self.limit.room(self.spec, int(self.devices > 1))
-
-    @property
-    def budget_bytes(self) -> int:
-        """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
-        return self.room.n_bytes
-
-    @property
-    def counts_segments(self) -> bool:
-        """Whether what the allocator reserves decides, and not the peak."""
-        return self.room.is_reserved
-
-    @derived
-    def at(self, batch: int, seq: int | None) -> Profile:
-        """Return the step at a size, on one device and without an optimizer."""
-        return self.recordings.at(batch, seq)
-
-    @cached_property
-    def base(self) -> Profile:
-        """The step at the size that was asked for, without an optimizer."""
-        begins("the step")
-        return self.at(self.batch, self.seq)
-
-    # --- optimizers
-
-    @cached_property
-    def candidates(self) -> dict[str, OptimizerCandidate]:
-        """By name, the optimizer that was asked for, then those worth comparing with it."""
-        own = self.optimizer
-        if own is None:
-            return {}
-        if isinstance(own, str):
-            first = BY_NAME[own]
-        else:
-            # A function of the table has a name and code there. Any other is shown by its own name.
-            first = next((c for c in BY_NAME.values() if c.make is own), None) or OptimizerCandidate(
-                getattr(own, "__name__", type(own).__name__), "the optimizer", own, "..."
-            )
-        # The compared optimizers are variants of Adam. For other optimizers they would be another training.
-        others = COMPARED if first.name.startswith("adam") else ()
-        return {one.name: one for one in (first, *(BY_NAME[o] for o in others))}
 
     @property
     def hosted(self) -> list[OptimizerCandidate]:
@@ -251,20 +185,6 @@ class Sweep:
     def _case(self, name: str, step: OptimizerStep | None) -> Case:
         return Case(name, self.base, step, self.limit, self.host_budget_bytes)
 
-    @property
-    def makes(self) -> dict[str, Factory | None]:
-        """By name, what makes each optimizer; None stands for no optimizer."""
-        return {one.name: one.make for one in self.candidates.values()} or {"no optimizer": None}
-
-    @derived
-    def step_of(self, name: str) -> OptimizerStep | None:
-        """Record the step of an optimizer by its name, on the whole model; None for no optimizer."""
-        base, make = self.base, self.makes[name]
-        if make is None:
-            return None
-        begins(f"the step of {name}")
-        return recorded_step(base, make)
-
     # --- ways
 
     @cached_property
@@ -281,13 +201,6 @@ class Sweep:
         return any(case.may_fit for case in self.cases.values())
 
     # --- sizes
-
-    def batch_axis(self, record: Callable[[int], Profile], **more: Any) -> SizeAxis:
-        """Return the batch sizes of a step."""
-        # A batch of one is special: dimensions of size 1 broadcast and have arbitrary strides. So do not extrapolate
-        # it.
-        first = max(2, self.batch)
-        return SizeAxis("batch", self.batch, (first, first + 2), record, self.notes, **more)
 
     @cached_property
     def axes(self) -> tuple[SizeAxis, SizeAxis | None]:

@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,12 +25,10 @@ from sacplan.planning.meshes import names_on, resolve_mesh, way
 from sacplan.profiling.optimizer_table import BY_NAME
 from sacplan.profiling.optimizers import with_optimizer
 from sacplan.profiling.profile import Profile
+from sacplan.questions.asked import Asked
 from sacplan.questions.cases import Case
 from sacplan.questions.verdict import FitRow, cheapest_of, is_same_training
 from sacplan.questions.ways import AS_IT_IS, PLAN
-
-if TYPE_CHECKING:
-    from sacplan.questions.fit import Sweep
 
 _LARGEST = 2**16  # the largest batch of a device to try
 _PLAN = dataclasses.replace(PLAN, long=True)  # as ``plan`` searches
@@ -58,9 +56,9 @@ class Arrangement:
 
 @dataclass
 class RankRows:
-    """The rows on several devices: ``batch`` of the sweep is that of each, as its limits are."""
+    """The rows on several devices: ``batch`` of what is asked is that of each, as its limits are."""
 
-    sweep: Sweep
+    asked: Asked
     _rows: list[FitRow] = field(default_factory=list)
     _refused: set[str] = field(default_factory=set)  # arrangements
     # Arrangements whose smallest peak is not in the optimizer's step.
@@ -75,8 +73,8 @@ class RankRows:
         What changes more, or takes long to record, comes last and only where it could help: another training where
         nothing fits; the host's memory, another precision and then meshes where nothing else fits, or plans are dear.
         """
-        asked = next(iter(self.sweep.makes))
-        same = [name for name in self.sweep.makes if is_same_training(name, asked)]
+        asked = next(iter(self.asked.makes))
+        same = [name for name in self.asked.makes if is_same_training(name, asked)]
         tried = list[Arrangement]()
         for tier in (self._on_data(), self._changing_more(), self._on_meshes()):
             here = list(tier)
@@ -86,7 +84,7 @@ class RankRows:
             if cheapest is not None and not cheapest.is_dear:
                 break
         if not any(row.fits for row in self._rows):
-            self._try(tried, [name for name in self.sweep.makes if name not in same])
+            self._try(tried, [name for name in self.asked.makes if name not in same])
         # Data parallelism comes first, as what is simplest.
         order = [one.name for one in sorted(tried, key=lambda one: not one.has_whole_parameters)]
         return sorted(self._rows, key=lambda row: order.index(row.spread))
@@ -100,7 +98,7 @@ class RankRows:
                 try:
                     self._rows += self._rows_with(one, name)
                 except (TraceError, PlanError, BudgetError) as error:
-                    self.sweep.notes.append(f"{one.name}: {error}")
+                    self.asked.notes.append(f"{one.name}: {error}")
                     self._refused.add(one.name)
             if any(row.fits for row in self._rows):
                 return
@@ -109,15 +107,15 @@ class RankRows:
         """Whether an optimizer can lower a peak that is not in the optimizer's step: less state does, or none does."""
         if one.name not in self._bound_elsewhere:
             return True
-        asked, other = self.sweep.step_of(next(iter(self.sweep.makes))), self.sweep.step_of(name)
+        asked, other = self.asked.step_of(next(iter(self.asked.makes))), self.asked.step_of(name)
         return asked is not None and other is not None and other.state_bytes < asked.state_bytes
 
     def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
         if self.shards_whole(one, name) or (one.has_whole_parameters and self._is_hopeless(one, name)):
             return []
         fields = {"spread": one.name, "options": one.options, "flags": one.flags}
-        rank = self._rank(one, name, self.sweep.batch)
-        case = Case(name, rank, None, self.sweep.limit, self.sweep.host_budget_bytes, fields)
+        rank = self._rank(one, name, self.asked.batch)
+        case = Case(name, rank, None, self.asked.limit, self.asked.host_budget_bytes, fields)
         self._cases[one.name, name] = one, case
         bare = case.row(AS_IT_IS)
         # No plan makes shards or an optimizer on the host smaller.
@@ -132,23 +130,23 @@ class RankRows:
         """Whether something fits without a plan, and this needs more than there is even on one device."""
         if not any(row.fits and not row.techniques for row in self._rows):
             return False
-        whole, step = self.sweep.at(self.sweep.batch, self.sweep.seq), self.sweep.step_of(name)
+        whole, step = self.asked.at(self.asked.batch, self.asked.seq), self.asked.step_of(name)
         needs = (whole if step is None else with_optimizer(whole, step)).peak_bytes
-        room = self.sweep.limit.room(whole.spec, one.ranks.communicators)
+        room = self.asked.limit.room(whole.spec, one.ranks.communicators)
         if needs <= room.n_bytes:
             return False
-        self.sweep.notes.append(
+        self.asked.notes.append(
             f"{one.name} without a plan needs at least {format_bytes(needs)} on each device."
         )
         return True
 
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
         """Return the step of a rank with so many samples for each device."""
-        key, sweep = (one.name, name, batch), self.sweep
+        key, given = (one.name, name, batch), self.asked
         if key not in self._recorded:
-            samples = batch if one.ranks.sharding is None else batch * sweep.devices
-            self._recorded[key] = sweep.recordings.at(
-                samples, sweep.seq, optimizer=sweep.makes[name], ranks=one.ranks
+            samples = batch if one.ranks.sharding is None else batch * given.devices
+            self._recorded[key] = given.recordings.at(
+                samples, given.seq, optimizer=given.makes[name], ranks=one.ranks
             )
         return self._recorded[key]
 
@@ -159,21 +157,21 @@ class RankRows:
 
     @property
     def _units(self) -> tuple[str, ...]:
-        return layers_of(name for name, _ in self.sweep.recordings.model.named_parameters())
+        return layers_of(name for name, _ in self.asked.recordings.model.named_parameters())
 
     def _fsdp(self, name: str, written: str, flags: tuple[str, ...] = (), **more: Any) -> Arrangement:
         """Return an arrangement of FSDP2 with further arguments, and how these are written."""
-        options = f"ranks=sacplan.FSDP2({self.sweep.devices}, {list(self._units)!r}{written})"
+        options = f"ranks=sacplan.FSDP2({self.asked.devices}, {list(self._units)!r}{written})"
         return Arrangement(
             name,
             options,
             flags,
-            FSDP2(self.sweep.devices, self._units, **more).of((), self.sweep.recordings.model),
+            FSDP2(self.asked.devices, self._units, **more).of((), self.asked.recordings.model),
         )
 
     def _on_data(self) -> Iterator[Arrangement]:
         """Yield what spreads the batch alone, on the devices alone."""
-        n, size = self.sweep.devices, ("--world-size", str(self.sweep.devices))
+        n, size = self.asked.devices, ("--world-size", str(self.asked.devices))
         yield self._fsdp(
             "FSDP2", "", (*size, *(word for unit in self._units for word in ("--fsdp-unit", unit)))
         )
@@ -181,7 +179,7 @@ class RankRows:
         # (``fsdp2_prepare_model``).
         packed = [
             p
-            for p in self.sweep.recordings.model.parameters()
+            for p in self.asked.recordings.model.parameters()
             if not p.requires_grad and not p.is_floating_point()
         ]
         if packed:
@@ -194,7 +192,7 @@ class RankRows:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         # Only a model in float32 gains from bfloat16.
-        if all(p.dtype == torch.float32 for p in self.sweep.recordings.model.parameters()):
+        if all(p.dtype == torch.float32 for p in self.asked.recordings.model.parameters()):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             written = ", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
             yield self._fsdp("FSDP2, bfloat16", written, mp_policy=policy)
@@ -205,8 +203,8 @@ class RankRows:
 
     def _on_meshes(self) -> Iterator[Arrangement]:
         """Yield the meshes with an axis for tensor parallelism; without one, DDP and FSDP2 do the same."""
-        whole = self.sweep.at(self.sweep.batch * self.sweep.devices, self.sweep.seq)
-        for mesh in resolve_mesh(self.sweep.devices, whole.spec):
+        whole = self.asked.at(self.asked.batch * self.asked.devices, self.asked.seq)
+        for mesh in resolve_mesh(self.asked.devices, whole.spec):
             if "tp" not in mesh.names:
                 continue
             axes = dict(mesh.axes)
@@ -215,7 +213,7 @@ class RankRows:
                 try:
                     ranks = way(whole, mesh, how).ranks
                 except PlanError as error:
-                    self.sweep.notes.append(str(error))
+                    self.asked.notes.append(str(error))
                     continue
                 name = f"{' x '.join(f'{axis} {size}' for axis, size in axes.items())}, {how}"
                 yield Arrangement(name, f"mesh={axes!r}", flags, ranks)
@@ -223,11 +221,11 @@ class RankRows:
     def with_sizes(self, row: FitRow) -> FitRow:
         """Return a row with the largest batch for each device."""
         one, case = self._cases[row.spread, row.optimizer]
-        axis = self.sweep.batch_axis(lambda n: self._rank(one, row.optimizer, n), most=_LARGEST)
+        axis = self.asked.batch_axis(lambda n: self._rank(one, row.optimizer, n), most=_LARGEST)
         try:
             return dataclasses.replace(row, largest_batch=case.largest(row, axis))
         except (TraceError, PlanError) as error:  # the step or the plan is another one at another size
-            self.sweep.notes.append(f"{one.name}: {error}")
+            self.asked.notes.append(f"{one.name}: {error}")
             return row
 
 
