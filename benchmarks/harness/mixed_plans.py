@@ -15,7 +15,7 @@ import sacplan
 from sacplan.core.decisions import Decision, Offload, SeenTensor, Site
 from sacplan.core.liveness import Fold
 from sacplan.core.program import Event, Program
-from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.planning.make import plan_by_hand
 from sacplan.planning.request import Request
 from sacplan.techniques.base.regions import Option, Region
 from sacplan.techniques.base.step import PlanStep
@@ -35,7 +35,7 @@ ALL = ("recompute", "chunk", "offload")
 
 def plan_with(profile: sacplan.Profile, decisions: Sequence[Decision]) -> sacplan.Plan:
     """Return the plan with these decisions, and the figures of the step with them."""
-    return plan_by_hand(profile, tuple(decisions), MadeBy("random"), status="feasible")
+    return plan_by_hand(profile, tuple(decisions), "random", status="feasible")
 
 
 def mixed_plan(

@@ -85,9 +85,7 @@ def _search(
             "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
         )
     search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
-    # These commands have no ranks, so the hints name other optimizers only.
-    hints = sources.optimizer_hints(Origin.of(target), None)
-    with stage("tracing and planning", long=True) as say, users_code(f"the step of {name}"), hints:
+    with stage("tracing and planning", long=True) as say, users_code(f"the step of {name}"):
         found = search(
             target.model,
             target.make_batch,

@@ -176,7 +176,7 @@ def _table(found: Verdict, sizes: bool) -> Table:
         (number("host"), any(row.host_bytes for row in rows), lambda row: _size(row, row.host_bytes)),
         ("fits", True, lambda row: "yes" if row.fits else f"no, by {row.over}"),
         (number("step ms"), True, _step_ms),
-        (number("largest batch"), sizes, lambda row: _known(row.largest_batch)),
+        (number("largest batch"), sizes, _largest_batch),
         (number("longest sequence"), sizes and has_seq, lambda row: _known(row.longest_seq)),
     ]
     shown = [(title, cell) for title, is_shown, cell in columns if is_shown]
@@ -189,6 +189,11 @@ def _size(row: FitRow, n_bytes: int | None) -> str:
 
 def _step_ms(row: FitRow) -> str:
     return "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}"
+
+
+def _largest_batch(row: FitRow) -> str:
+    # A plan for each size, as ``max-batch`` makes them, may find more.
+    return _known(row.largest_batch) + ("+" if row.largest_batch and row.techniques else "")
 
 
 def _known(size: int | None) -> str:

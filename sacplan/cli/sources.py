@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,8 +15,8 @@ from sacplan.cli.files import kind_of
 from sacplan.cli.origin import Origin, origin_of, seen_in
 from sacplan.cli.output import note, stage, warn
 from sacplan.cli.targets import is_json_file, load_target, not_a_model, users_code
-from sacplan.errors import DeviceError, InfeasibleBudget
-from sacplan.integrations.hf.target import DEFAULTS, ModelOptions, Target, TargetError, hinted
+from sacplan.errors import DeviceError
+from sacplan.integrations.hf.target import DEFAULTS, ModelOptions, Target, TargetError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -325,10 +324,10 @@ def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def planned(source: Source, budget: str | None, solver: str = "best", **how: Any) -> Plan:
-    """Plan on a profile. An infeasible budget gets hints on what to change. ``how`` is passed to ``sacplan.plan``."""
+    """Plan on a profile. ``how`` is passed to ``sacplan.plan``."""
     import sacplan
 
-    with stage("planning"), optimizer_hints(source.origin, source.profile.ranks):
+    with stage("planning"):
         return sacplan.plan(source.profile, budget, solver, **how)
 
 
@@ -339,35 +338,3 @@ def curve(profile: Profile, points: int, **how: Any) -> pd.DataFrame:
     with stage(f"planning for {points} budgets", long=True) as say:
         done = itertools.count(1)
         return sacplan.frontier(profile, points, progress=lambda row: say(f"{next(done)} done"), **how)
-
-
-@contextlib.contextmanager
-def optimizer_hints(origin: Origin | None, ranks: Ranks | None) -> Iterator[None]:
-    """Add hints to ``InfeasibleBudget`` if the optimizer step is what does not fit.
-
-    ``ranks`` is None for a command without ranks.
-    """
-    try:
-        yield
-    except InfeasibleBudget as error:
-        # Elsewhere in the step another optimizer would not help.
-        if error.binding == "optimizer step":
-            hints = _other_optimizers(origin)
-            if ranks is not None and ranks.world_size == 1:
-                hints.append("--world-size and --fsdp-unit shard parameters and state over several devices")
-            hinted(error, *hints)
-        raise
-
-
-def _other_optimizers(origin: Origin | None) -> list[str]:
-    """Return hints at optimizers that take less memory."""
-    if origin is None:
-        return [
-            "an optimizer of torch has no temporaries with fused=True, and those of one parameter at a time with "
-            "foreach=False"
-        ]
-    hints = {
-        "adamw": ["--optimizer adamw-fused has no temporaries, and sgd no state"],
-        "adamw-fused": ["--optimizer sgd has no state"],
-    }
-    return hints.get(origin.options.optimizer or str(DEFAULTS.optimizer), [])

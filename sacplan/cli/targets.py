@@ -15,7 +15,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +33,9 @@ from sacplan.integrations.hf import architectures
 from sacplan.integrations.hf.target import ModelOptions, Target, TargetError, hinted
 
 _DEFAULT_NAME = "sacplan_target"
+_FAKE_TENSORS = (
+    "torch._subclasses.fake_tensor"  # logs each error that it raises; ``--debug`` shows the traceback
+)
 _KEYS = ("model", "batch", "loss_fn", "optimizer", "make_batch")
 _FORMS = "FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME or hf:CONFIG.json"
 
@@ -144,7 +146,9 @@ def users_code(name: str) -> Iterator[None]:
     An error passes through if no frame of its traceback is outside of sacplan and torch or in the forward of a module:
     it is a bug of sacplan.
     """
-    with contextlib.redirect_stdout(sys.stderr), _no_traceback_in_the_log():
+    from sacplan.torch_compat.private import without_a_log  # imports torch
+
+    with contextlib.redirect_stdout(sys.stderr), without_a_log(_FAKE_TENSORS):
         try:
             yield
         except SacplanError:
@@ -161,18 +165,6 @@ def users_code(name: str) -> Iterator[None]:
                 raise
             failed = TargetError(f"{name} raised {type(error).__name__}: {error} ({where}).")
             raise hinted(failed, "--debug shows the whole traceback") from error
-
-
-@contextlib.contextmanager
-def _no_traceback_in_the_log() -> Iterator[None]:
-    """Silence the logger of fake tensors, which logs each error that it raises. ``--debug`` shows the traceback."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _where(error: Exception) -> str | None:

@@ -225,7 +225,7 @@ class _Changes:
 @derived
 def _changes_of(program: Program) -> _Changes:
     """Read a program's changes off its events, by the one rule of ``liveness.py``."""
-    reader = _Reader(program)
+    reader = BlockReader(program)
     for code, arg in program.events:
         reader.step(code, arg)
     kinds, initial = program.storage_kinds, [s for s in program.initial if program.device_bytes[s]]
@@ -297,7 +297,7 @@ def _added(program: Program, freed: Collection[int]) -> dict[int, int]:
     return found
 
 
-class _Reader:
+class BlockReader:
     """Turn the events of a program into allocations and frees.
 
     Attributes:
@@ -305,6 +305,7 @@ class _Reader:
         streams: stream of the blocks that are not on the main one.
         changes: blocks as they are allocated, ``~block`` as they are freed.
         block_of: by storage that is alive, its block.
+        storage_of: by block, the storage that it was allocated for; none for the workspace of an op.
         begins: by phase, how many changes there were when it began.
         workspaces: blocks that a library keeps for good.
     """
@@ -315,6 +316,7 @@ class _Reader:
         self.streams = dict(program.streams)
         self.changes: list[int] = []
         self.block_of = {s: s for s in program.initial if program.device_bytes[s]}
+        self.storage_of = {block: s for s, block in self.block_of.items()}
         self.begins: dict[Phase, int] = {}
         # No op makes a workspace, and no tensor is on it.
         seen = {tensor.storage for tensor in program.tensors}
@@ -366,7 +368,7 @@ class _Reader:
         n_bytes = self._resized.get(storage, self.sizes[storage])
         if n_bytes:  # the allocator gives no block for 0 bytes
             block = self._more(n_bytes) if storage in self._moved else storage
-            self.block_of[storage] = block
+            self.block_of[storage], self.storage_of[block] = block, storage
             self.changes.append(block)
 
     def _resize(self, storage: int, before: int, after: int) -> None:

@@ -223,7 +223,7 @@ class PeakWatch:
             self._warn(
                 f"step {len(self.peaks_bytes)} took {format_bytes(peak_bytes)} at its peak, "
                 f"{peak_bytes / plan.peak_bytes - 1:+.1%} from the {format_bytes(plan.peak_bytes)} that its plan "
-                f"predicts ({budget}). The plan was made for a batch of {_planned_batch(plan)}. {self._hint}"
+                f"predicts ({budget}). The plan was made for a batch of {plan.fingerprint.batch_in_words}. {self._hint}"
                 + "".join(f" Assumed was: {sentence}." for sentence in plan.provenance.assumed)
             )
 
@@ -315,10 +315,3 @@ def _bytes_of_planned_batch(plan: Plan) -> int:
         prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize
         for _, shape, dtype in plan.fingerprint.batch
     )
-
-
-def _planned_batch(plan: Plan) -> str:
-    entries = [
-        f"{path.removeprefix('batch') or 'one tensor'} {shape}" for path, shape, _ in plan.fingerprint.batch
-    ]
-    return ", ".join(entries[:4]) + (", ..." if len(entries) > 4 else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import cached_property
 
 from sacplan.core.decisions import Decision
@@ -25,25 +26,26 @@ The executor looks at every op in a unit, even in layers that keep everything, a
 _SIZES = (3, 4, 6, 8, 12, 16, 24, 32)  # of joined regions, between two neighbours and all of a kind
 
 
+# Without slots, and compared by identity: what is derived is kept in ``__dict__``.
+@dataclass(frozen=True, eq=False)
 class PlanningContext:
     """Regions, effects and bounds of a step for given techniques and offers, each computed when first needed.
 
-    Args:
+    Attributes:
         step: The step that is planned for. Its pins keep the ops that the offers take.
         techniques: Names of the techniques whose options the regions have. If there are none, only the offers are
             left to choose from.
         offers: Choices beside the regions.
     """
 
-    def __init__(
-        self, step: PlanStep, techniques: tuple[str, ...] = DEFAULT_TECHNIQUES, offers: tuple[Offer, ...] = ()
-    ) -> None:
-        self.step = step
-        self.program = step.program
-        self.techniques = techniques
-        self.offers = offers
-        self._effects: dict[int, RegionProblem] = {}
-        self._bounds: dict[tuple[Decision, ...], Bound] = {}
+    step: PlanStep
+    techniques: tuple[str, ...] = DEFAULT_TECHNIQUES
+    offers: tuple[Offer, ...] = ()
+
+    @property
+    def program(self) -> Program:
+        """The program of the step."""
+        return self.step.program
 
     def bound_at(self, peak_bytes: int, most: float = math.inf) -> float:
         """Return the least that any plan with this peak costs, in the unit of the costs.
@@ -67,16 +69,15 @@ class PlanningContext:
             least = min(least, option.cost + self._bound_with((decision,)).at(peak_bytes))
         return least
 
+    @derived
     def _bound_with(self, decisions: tuple[Decision, ...]) -> Bound:
         """Return lower bounds on the recomputation of the step in which these offers are taken."""
-        if decisions not in self._bounds:
-            program, costs = rewritten(self.program, decisions, self.step.device), self.step.costs
-            # The rewritten program begins with the recorded ops, whose costs stay as they are. With FLOPs as the
-            # objective, a new conversion rate would change them. Only the ops behind them get costs here.
-            if decisions:
-                costs = costs + op_costs(program, self.step.objective)[len(costs) :]
-            self._bounds[decisions] = bound_of(program, costs, self.step.pins.kept_ops)
-        return self._bounds[decisions]
+        program, costs = rewritten(self.program, decisions, self.step.device), self.step.costs
+        # The rewritten program begins with the recorded ops, whose costs stay as they are. With FLOPs as the
+        # objective, a new conversion rate would change them. Only the ops behind them get costs here.
+        if decisions:
+            costs = costs + op_costs(program, self.step.objective)[len(costs) :]
+        return bound_of(program, costs, self.step.pins.kept_ops)
 
     @property
     def bound(self) -> Bound:
@@ -110,15 +111,14 @@ class PlanningContext:
         sizes = (1, 2, run, *_SIZES)
         return tuple(dict.fromkeys(size for size in sizes if size <= run))
 
+    @derived
     def effects(self, size: int) -> RegionProblem:
-        """Return the problem that the regions, joined up to this size, and the offers pose. It is kept."""
-        if size not in self._effects:
-            ops = zip(self.step.costs, self.program.ops, strict=True)
-            forward = sum(cost for cost, op in ops if op.phase == Phase.FORWARD)
-            found = regions(self.step, size, self.techniques)
-            found += [offer.region for offer in self.offers]
-            self._effects[size] = effects_of(self.program, found, _WIDE * forward, self.step.host_bytes)
-        return self._effects[size]
+        """Return the problem that the regions, joined up to this size, and the offers pose."""
+        ops = zip(self.step.costs, self.program.ops, strict=True)
+        forward = sum(cost for cost, op in ops if op.phase == Phase.FORWARD)
+        found = regions(self.step, size, self.techniques)
+        found += [offer.region for offer in self.offers]
+        return effects_of(self.program, found, _WIDE * forward, self.step.host_bytes)
 
 
 def planning_context(

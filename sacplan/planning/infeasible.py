@@ -18,7 +18,8 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from sacplan.core.budget import exact_bytes, format_bytes
 from sacplan.core.liveness import Footprint
@@ -28,7 +29,7 @@ from sacplan.device.device_memory import WITH_RETRIES, reserved_bytes, retries_w
 from sacplan.device.outside_allocator import outside_text
 from sacplan.errors import InfeasibleBudget, SacplanError, SacplanWarning
 from sacplan.planning.candidate import Candidate
-from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room, Try, beside_others
+from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room, beside_others
 from sacplan.planning.plan import Plan
 from sacplan.planning.planner import ROTOR_STAGES, Planner, smallest_bytes
 from sacplan.planning.search import PlanSearch
@@ -61,9 +62,10 @@ def infeasible(
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != OPTIMIZER_STEP else binding
     advice = "make the batch smaller"
     if binding == OPTIMIZER_STEP:
+        shard = "" if profile.is_of_a_rank else "shard it over several devices, "
         advice = (
-            "use an optimizer with less state or fewer temporaries (fused=True), or train fewer parameters: a smaller "
-            "batch does not help"
+            f"use an optimizer with less state or fewer temporaries (fused=True), {shard}or train fewer parameters: a "
+            "smaller batch does not help"
         )
     reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
     own = [TECHNIQUES[name].how for one in asked.own_solvers() for name in one.techniques]
@@ -114,19 +116,20 @@ def differentiated_twice(program: Program) -> tuple[str, ...]:
     )
 
 
-def segments_do_not_fit(profile: Profile, nearest: Try[Candidate], room: Room) -> InfeasibleBudget:
+def segments_do_not_fit(profile: Profile, nearest: Candidate, reserved: int, room: Room) -> InfeasibleBudget:
     """Return the error for plans whose tensors fit a GPU, and whose reserved segments do not.
 
     Args:
         profile: The step.
         nearest: The plan with the fewest reserved bytes.
+        reserved: How many.
         room: What the allocator may reserve.
     """
-    run, reserved = nearest.made.footprint, nearest.needs
+    run = nearest.footprint
     binding = _binding(run, inference=profile.mode == "inference")
     # ``reserved`` is with the setting of this process. If its segments expand already, both figures are equal, and
     # there is nothing to advise.
-    expandable = reserved_bytes(nearest.made.program, expandable=True)
+    expandable = reserved_bytes(nearest.program, expandable=True)
     helps = (
         f"With {EXPANDABLE_SEGMENTS}, here and where you train, it reserves {format_bytes(expandable)}, which fits. "
         if expandable <= room.n_bytes < reserved
@@ -184,6 +187,10 @@ def _binding(run: Footprint, *, inference: bool) -> str:
     return run.peak_fqn or outside
 
 
+_Tried: TypeAlias = tuple[str, int, Candidate | None]
+"""What else was tried, in words; the peak with it; and the plan that was found, if that is what makes the peak."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Alternatives:
     """Sentences on what else would hold a budget. Each is a search of its own.
@@ -203,18 +210,41 @@ class _Alternatives:
     def said(self) -> str:
         """Return the sentences, each with a space behind it; empty if nothing helps."""
         said = ""
-        for sentence in (self._without_pins, self._with_rotor, self._with_techniques, self._with_optimizers):
-            # What refuses this step is no alternative, such as Rotor where the model is no chain.
+        # What refuses this step is no alternative, such as Rotor where the model is no chain.
+        with contextlib.suppress(SacplanError):
+            said += self._without_pins()
+        for tried in (self._with_rotor, self._with_techniques, self._with_optimizers):
             with contextlib.suppress(SacplanError):
-                said += sentence()
+                said += "".join(self._sentences(tried()))
         return said
+
+    def _sentences(self, tried: Iterator[_Tried]) -> Iterator[str]:
+        """Yield a sentence on each alternative that reaches a smaller peak, up to the first that holds the budget."""
+        for what, peak_bytes, found in tried:
+            if peak_bytes <= self.budget_bytes:
+                yield f"With {what} the budget holds{self._time(found)}. "
+                return
+            if peak_bytes < smallest_bytes(self.asked.nearest):
+                reached = "the smallest is" if found is None else "a search reaches"
+                yield f"With {what} {reached} {format_bytes(peak_bytes)} ({peak_bytes} bytes). "
+
+    def _time(self, found: Candidate | None) -> str:
+        """Return in words how long a step takes with a plan; nothing where another optimizer changes its time."""
+        if found is None:
+            return ""
+        share = (found.footprint.recompute_ms + found.added_ms) / self.profile.step_ms
+        takes = f"{abs(share):.1%} {'more' if share > 0 else 'less'} time than"
+        return (
+            f", and the step takes {'as long as' if f'{abs(share):.1%}' == '0.0%' else takes} without a plan"
+        )
 
     def _without_pins(self) -> str:
         """Return a sentence on the smallest peak without pins, if it is smaller."""
-        pins = self.asked.basis.recorded.pins
+        basis = self.asked.basis
+        pins = basis.recorded.pins
         if not pins:
             return ""
-        free = self.asked.search(NO_PINS)
+        free = PlanSearch(replace(basis, recorded=replace(basis.recorded, pins=NO_PINS)))
         # A budget of 0 asks for the smallest peak, whatever budget the message is about.
         free.minimise(self.asked.solvers, 0)
         smallest = free.smallest.footprint.peak_bytes
@@ -225,29 +255,22 @@ class _Alternatives:
             f"({smallest} bytes). "
         )
 
-    def _with_rotor(self) -> str:
-        """Return a sentence on what Rotor, which may recompute a value several times, would reach."""
+    def _with_rotor(self) -> Iterator[_Tried]:
+        """Yield what Rotor, which may recompute a value several times, reaches."""
+        if self.asked.last is not None:
+            return  # Rotor was asked already
         # A new search: what Rotor finds for the advice must not count as found by the search that the error is about.
         free, rotor = PlanSearch(self.search.basis), Rotor(stages=ROTOR_STAGES)
-        if self.asked.last is not None:
-            return ""  # Rotor was asked already
         free.solve(rotor, self.budget_bytes)
         # The advice names what was tried: plain ``"rotor"`` would solve a longer chain with more stages.
         longer = is_longer(self.search.context.program, rotor)
-        found = free.best(self.budget_bytes)
-        if found is None:  # Rotor does not hold the budget either
-            return ""
-        named = f"sacplan.Rotor(stages={ROTOR_STAGES})" if longer else '"rotor"'
-        return (
-            f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
-        )
+        named = f"solver=sacplan.Rotor(stages={ROTOR_STAGES})" if longer else 'solver="rotor"'
+        found = free.best(self.budget_bytes) or free.smallest
+        yield named, found.footprint.peak_bytes, found
 
-    def _with_techniques(self) -> str:
-        """Return sentences on what other techniques would reach; the first one with which the budget holds ends it."""
-        if self.profile.mode == "inference":  # only chunks help there, and they are the default
-            return ""
-        said = ""
-        for name in TECHNIQUES:
+    def _with_techniques(self) -> Iterator[_Tried]:
+        """Yield what other techniques reach; in inference only chunks help, and they are the default."""
+        for name in TECHNIQUES if self.profile.mode == "train" else ():
             if name in self.asked.techniques:
                 continue
             more = self.asked.with_technique(name)
@@ -255,38 +278,19 @@ class _Alternatives:
             if found is None:
                 more.go_further(self.budget_bytes)
                 found = more.cheapest(self.budget_bytes, quick=True)
-            named = f"techniques={more.techniques!r}"
-            if found is not None:
-                share = (found.footprint.recompute_ms + found.added_ms) / self.profile.step_ms
-                takes = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time than"
-                if f"{abs(share):.1%}" == "0.0%":
-                    takes = "takes as long as"
-                return f"With {named} the budget holds, and the step {takes} without a plan. "
-            # This technique does not hold the budget either, but its smallest peak may be worth knowing.
-            smallest = smallest_bytes(more.nearest)
-            if smallest < smallest_bytes(self.asked.nearest):
-                said += f"With {named} a search reaches {format_bytes(smallest)} ({smallest} bytes). "
-        return said
+            found = found or more.nearest.smallest
+            yield f"techniques={more.techniques!r}", found.footprint.peak_bytes, found
 
-    def _with_optimizers(self) -> str:
-        """Return a sentence on what a fused or an 8-bit Adam would reach; both are tried on the recording."""
+    def _with_optimizers(self) -> Iterator[_Tried]:
+        """Yield what a fused and an 8-bit Adam reach with the smallest plan; both are tried on the recording."""
         profile = self.profile
         # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
         if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.is_of_a_rank:
-            return ""
-        # The optimizer's step is recorded on the parameters alone and put behind the plan with the smallest peak, so
-        # the model does not run again.
+            return
         # On a CPU the 8-bit one would import bitsandbytes, which warns of kernels of its own.
-        names, peaks = ["adamw-fused", *(["adamw-8bit"] if profile.spec.kind == "cuda" else [])], {}
-        for one in map(BY_NAME.__getitem__, names):
-            step = with_other_optimizer(profile, one.make)
-            peaks[one.says] = step.footprint(self.search.smallest.decisions).peak_bytes
-            if peaks[one.says] <= self.budget_bytes:
-                return f"With {one.says} the budget holds: {format_bytes(peaks[one.says])}. "
-        best = min(peaks, key=peaks.__getitem__)
-        if peaks[best] >= self.search.smallest.footprint.peak_bytes:  # neither of them lowers the peak
-            return ""
-        return f"With {best} the smallest is {format_bytes(peaks[best])}. "
+        for name in ("adamw-fused", *(["adamw-8bit"] if profile.spec.kind == "cuda" else [])):
+            step = with_other_optimizer(profile, BY_NAME[name].make)
+            yield BY_NAME[name].says, step.footprint(self.search.smallest.decisions).peak_bytes, None
 
 
 # --- plans that do not fit the device ----------------------------------------------------------------------

@@ -8,15 +8,15 @@ Which figure a limit is about:
       max_memory_reserved + what lies outside of the allocator + a margin <= memory of the device
 
   ``max_memory_reserved`` follows from a program, not from its peak (``device_memory.py``), so this limit differs from
-  plan to plan: see ``Room.for_peak``, and ``next_budget`` for the search.
+  plan to plan: see ``Room.for_peak``, and ``within`` for the search.
 - Without either on a CPU, it is the machine's memory less ``DEFAULT_HEADROOM``: there is no allocator to play.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from sacplan.core.budget import format_bytes, is_share, parse_budget, parse_headroom
 from sacplan.core.program import Program
@@ -192,8 +192,8 @@ class Try(Generic[Made]):
     needs: int
 
 
-def next_budget(room: Room, tries: Sequence[Try[Any]]) -> int | None:
-    """Return the budget to plan for next; None if the search for a plan that fits a room is over.
+def within(room: Room, make: Callable[[int], Made], takes: Callable[[Made], tuple[int, int]]) -> Try[Made]:
+    """Return the first plan that fits a room; if none does, the one that is nearest to it.
 
     Plan, play the allocator, lower the budget by the excess, and plan again:
 
@@ -203,25 +203,25 @@ def next_budget(room: Room, tries: Sequence[Try[Any]]) -> int | None:
     A solver knows tensors and not segments, since where holes are depends on the whole order of allocations and frees.
     So the found plan is one that fits, and not always the cheapest that does: another plan with the same peak may leave
     fewer holes. A lower budget usually has fewer reserved bytes, but need not: what is reserved goes up and down by
-    whole segments. So the steps grow (``lowered``), and their number is limited.
+    whole segments. So the steps grow, and their number is limited.
+
+    Args:
+        room: What a step may take.
+        make: Makes a plan for a budget, or the one with the smallest peak if none holds it.
+        takes: Peak of a plan, and what is compared with the room.
     """
-    if not tries:
-        return room.n_bytes
-    last = tries[-1]
-    # It fits; there is no smaller peak, or none was made for the room itself; or enough were tried.
-    if last.needs <= room.n_bytes or last.peak_bytes > last.budget_bytes or len(tries) == ROUNDS:
-        return None
-    # Counted from the peak and not from the budget. A plan may be well below its budget, and a budget between the two
-    # might give the same plan again.
-    return max(1, lowered(last.peak_bytes, last.needs - room.n_bytes, room.n_bytes, len(tries)))
-
-
-def lowered(peak_bytes: int, excess_bytes: int, room_bytes: int, tried: int) -> int:
-    """Return the next limit for the peak, after ``tried`` plans that reserve too much.
-
-    The first step is what would be enough if the holes stayed. Later ones are at least a share of the room.
-    """
-    # If the first step was not enough, the holes have moved. From then on, the least step grows with each plan, by 1/64
-    # of the room.
-    least = 0 if tried == 1 else room_bytes * tried // 64
-    return peak_bytes - max(excess_bytes, least)
+    tries: list[Try[Made]] = []
+    budget_bytes = room.n_bytes
+    while True:
+        made = make(budget_bytes)
+        peak_bytes, needs = takes(made)
+        tries.append(Try(made, budget_bytes, peak_bytes, needs))
+        # It fits; there is no smaller peak, or none was made for the room itself; or enough were tried.
+        if needs <= room.n_bytes or peak_bytes > budget_bytes or len(tries) == ROUNDS:
+            return min(tries, key=lambda one: one.needs)
+        # The first step is what would be enough if the holes stayed. If it was not, the holes have moved: from then on,
+        # the least step grows with each plan, by 1/64 of the room.
+        least = 0 if len(tries) == 1 else room.n_bytes * len(tries) // 64
+        # Counted from the peak and not from the budget. A plan may be well below its budget, and a budget between the
+        # two might give the same plan again.
+        budget_bytes = max(1, peak_bytes - max(needs - room.n_bytes, least))

@@ -7,8 +7,7 @@ Everything that plans goes this way: ``plan`` itself, each sharding of a mesh (`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from numbers import Integral
 from typing import Any, cast
@@ -25,7 +24,7 @@ from sacplan.planning.beyond import beyond
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.compiled import as_compiled, compiled_plan, smallest_compiled
 from sacplan.planning.infeasible import differentiated_twice, infeasible, segments_do_not_fit
-from sacplan.planning.limits import OF_DEVICE, Limit, Try, next_budget
+from sacplan.planning.limits import OF_DEVICE, within
 from sacplan.planning.plan import Plan
 from sacplan.planning.planner import Planner
 from sacplan.planning.provenance import Provenance, Scalar
@@ -33,8 +32,7 @@ from sacplan.planning.request import Request
 from sacplan.planning.value import Status
 from sacplan.profiling.profile import Profile
 from sacplan.record.fake_values import decides_sizes
-from sacplan.techniques.base.step import Objective, PlanStep
-from sacplan.techniques.registry import DEFAULT_TECHNIQUES
+from sacplan.techniques.base.step import PlanStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,31 +87,30 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
     if profile.runs_compiled:
         return _compiled_outcome(request, profile)
     room = request.limit.room_of(profile)
-    tries: list[Try[Candidate]] = []
-    while (budget_bytes := next_budget(room, tries)) is not None:
-        # A planner for each budget: the result is then what the user gets who asks for that budget.
-        asked: Planner = request.planner(profile)
-        found = asked.cheapest(budget_bytes)
-        # If nothing holds the budget, the plan with the smallest peak says how far it is off.
-        if found is None:
-            found = asked.nearest.smallest
-        peak_bytes = found.footprint.peak_bytes
-        needs = room.needs(found.program)
-        if needs <= room.n_bytes:
-            # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
-            kept_bytes = max(budget_bytes, peak_bytes)
-            # Whoever names the techniques has chosen. In inference, nothing else helps.
-            looks_further = looks_further and request.techniques is None and profile.mode == "train"
-            said = beyond(asked, found, kept_bytes) if looks_further else ()
-            made_by = _made_by(request, asked, found, said)
-            return Outcome(profile, made_plan(profile, found, made_by, kept_bytes), peak_bytes)
-        tries.append(Try(found, budget_bytes, peak_bytes, needs))
-    least = min(tries, key=lambda one: one.needs)
+
+    def planned(budget_bytes: int) -> tuple[Planner, Candidate]:
+        # A planner for each budget: the result is then what the user gets who asks for that budget. If nothing holds
+        # the budget, the plan with the smallest peak says how far it is off.
+        asked = request.planner(profile)
+        return asked, asked.cheapest(budget_bytes) or asked.nearest.smallest
+
+    def takes(made: tuple[Planner, Candidate]) -> tuple[int, int]:
+        return made[1].footprint.peak_bytes, room.needs(made[1].program)
+
+    least = within(room, planned, takes)
+    asked, found = least.made
+    if least.needs <= room.n_bytes:
+        # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
+        kept_bytes = max(least.budget_bytes, least.peak_bytes)
+        # Whoever names the techniques has chosen. In inference, nothing else helps.
+        looks_further = looks_further and request.techniques is None and profile.mode == "train"
+        said = beyond(asked, found, kept_bytes) if looks_further else ()
+        plan = made_plan(profile, found, kept_bytes, **asked_of(request, asked, found), beyond=said)
+        return Outcome(profile, plan, least.peak_bytes)
     # Segments are looked at only where the tensors fit. If they do not, there was one try.
     if least.peak_bytes <= room.n_bytes:
-        return Outcome(
-            profile, None, least.peak_bytes, segments_do_not_fit(profile, least, room), least.needs
-        )
+        error = segments_do_not_fit(profile, found, least.needs, room)
+        return Outcome(profile, None, least.peak_bytes, error, least.needs)
     error = infeasible(profile, asked, room.n_bytes, looks_further=looks_further)
     return Outcome(profile, None, error.smallest_feasible_bytes, error)
 
@@ -123,17 +120,14 @@ def _compiled_outcome(request: Request, profile: Profile) -> Outcome:
     found = compiled_plan(request, profile, lambda asked, eager: outcome_of(asked, eager).made(), unplanned)
     if isinstance(found, InfeasibleBudget):
         return Outcome(profile, None, found.smallest_feasible_bytes, found)
-    limit = request.limit
-    made_by = structs.replace(
-        found.provenance, budget=_as_written(limit.budget), headroom=_as_written(limit.headroom)
-    )
+    made_by = structs.replace(found.provenance, **_limit_of(request))
     return Outcome(profile, structs.replace(found, provenance=made_by), found.peak_bytes)
 
 
 def _unplanned(request: Request, profile: Profile) -> Plan:
-    made_by = MadeBy("milp", {}, request.objective, techniques=("recompute",))
-    candidate = Candidate(PlanStep(profile.program, device=profile.spec), (), "unplanned")
-    return made_plan(profile, candidate, made_by)
+    step = PlanStep(profile.program, device=profile.spec)
+    unplanned = Candidate(step, (), "unplanned", solver="milp")
+    return made_plan(profile, unplanned, objective=request.objective, techniques=("recompute",))
 
 
 def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = False) -> Plan:
@@ -150,57 +144,49 @@ def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = F
         asked = replace(asked, last=None)
     found = asked.smallest(0)
     # No limit was asked for, so the plan names none.
-    return made_plan(profile, found, _made_by(replace(request, limit=OF_DEVICE), asked, found))
+    return made_plan(profile, found, **asked_of(replace(request, limit=OF_DEVICE), asked, found))
 
 
 def plan_by_hand(
-    profile: Profile, decisions: tuple[Decision, ...], made_by: MadeBy, *, status: Status = "policy"
+    profile: Profile,
+    decisions: tuple[Decision, ...],
+    name: str,
+    pins: Pins = NO_PINS,
+    status: Status = "policy",
+    **asked: Any,
 ) -> Plan:
-    """Return the plan with decisions that no search has found: those of a policy, or of whoever writes them down."""
-    if profile.runs_compiled:
-        return as_compiled(plan_by_hand(profile.uncompiled, decisions, made_by, status=status), profile)
-    step = PlanStep(profile.program, pins=made_by.pins, device=profile.spec)
-    return made_plan(profile, Candidate(step, decisions, status), made_by)
+    """Return the plan with decisions that no search has found: those of a policy, or of whoever writes them down.
 
-
-@dataclass(frozen=True, slots=True)
-class MadeBy:
-    """The solver or policy that makes a plan, and what it was asked for; with the profile, the plan's ``Provenance``.
-
-    Attributes:
-        solver: Name of the solver or policy.
-        options: Its options.
-        objective, techniques, limits_reached, beyond: See ``Provenance``.
-        limit: The limit as the user gave it.
-        host_budget: That for the memory of the host; None: the device's row has it.
-        pins: Ops and modules that the plan leaves alone. The lower bound takes them into account.
+    Args:
+        profile: The step.
+        decisions: The decisions.
+        name: What made them.
+        pins: Ops and modules that they leave alone. The lower bound takes them into account.
+        status: Of the plan.
+        asked: What was asked for, see ``provenance_of``.
     """
-
-    solver: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    objective: Objective | None = None
-    limit: Limit = OF_DEVICE
-    host_budget: Any = None
-    pins: Pins = NO_PINS
-    techniques: tuple[str, ...] = DEFAULT_TECHNIQUES
-    limits_reached: tuple[str, ...] = ()
-    beyond: tuple[str, ...] = ()
+    if profile.runs_compiled:
+        return as_compiled(plan_by_hand(profile.uncompiled, decisions, name, pins, status, **asked), profile)
+    step = PlanStep(profile.program, pins=pins, device=profile.spec)
+    return made_plan(profile, Candidate(step, decisions, status, solver=name), **asked)
 
 
-def _made_by(request: Request, asked: Planner, found: Candidate, beyond: tuple[str, ...] = ()) -> MadeBy:
+def asked_of(request: Request, asked: Planner, found: Candidate) -> dict[str, Any]:
+    """Return what a candidate of a planner was asked for, as fields of a ``Provenance``."""
     known = (*asked.solvers, *asked.crowded, *(() if asked.last is None else (asked.last,)))
-    return MadeBy(
-        found.solver,
+    return {
         # A solver that a technique brings itself is in none of these lists, and its options are not noted.
-        next((_options_of(solver) for solver in known if solver.name == found.solver), {}),
-        request.objective,
-        request.limit,
-        request.host_budget,
-        asked.basis.recorded.pins,
-        asked.techniques,
-        tuple(asked.limits_reached),
-        beyond,
-    )
+        "options": next((_options_of(solver) for solver in known if solver.name == found.solver), {}),
+        "objective": request.objective,
+        "techniques": asked.techniques,
+        "limits_reached": tuple(asked.limits_reached),
+        "host_budget": _as_written(request.host_budget),
+        **_limit_of(request),
+    }
+
+
+def _limit_of(request: Request) -> dict[str, Any]:
+    return {"budget": _as_written(request.limit.budget), "headroom": _as_written(request.limit.headroom)}
 
 
 def _options_of(solver: object) -> dict[str, Any]:
@@ -210,14 +196,14 @@ def _options_of(solver: object) -> dict[str, Any]:
     return dict(getattr(solver, "__dict__", {}))
 
 
-def made_plan(profile: Profile, found: Candidate, made_by: MadeBy, budget_bytes: int | None = None) -> Plan:
+def made_plan(profile: Profile, found: Candidate, budget_bytes: int | None = None, **asked: Any) -> Plan:
     """Return the plan with the decisions of a candidate, whose figures it has.
 
     Args:
         profile: The step without a plan.
         found: Decisions about this step.
-        made_by: How the plan was made.
         budget_bytes: The budget in bytes that the plan was made for; None if there was none.
+        asked: What was asked for, see ``provenance_of``.
 
     Raises:
         PlanError: A unit that cannot be one under ``fully_shard``, or an op that would run again from a parameter that
@@ -242,7 +228,7 @@ def made_plan(profile: Profile, found: Candidate, made_by: MadeBy, budget_bytes:
         step_flops=profile.program.flops,
         device=profile.device,
         ranks=profile.ranks,
-        provenance=provenance_of(profile, made_by),
+        provenance=provenance_of(profile, found.solver, found.step.pins, **asked),
         decisions=found.decisions,
         units=units,
         sequences=sequences,
@@ -252,30 +238,32 @@ def made_plan(profile: Profile, found: Candidate, made_by: MadeBy, budget_bytes:
     )
 
 
-def provenance_of(profile: Profile, made_by: MadeBy) -> Provenance:
-    """Return the provenance of a plan that is made now, by this version."""
+def provenance_of(profile: Profile, solver: str, pins: Pins = NO_PINS, **asked: Any) -> Provenance:
+    """Return the provenance of a plan that is made now, by this version.
+
+    Args:
+        profile: The step without a plan.
+        solver: Name of the solver or policy.
+        pins: Ops and modules that the plan leaves alone.
+        asked: Further fields of ``Provenance``. One that is None or empty is left out.
+    """
+    given = {name: value for name, value in asked.items() if value is not None and value != ()}
+    given["options"] = {name: _scalar(value) for name, value in asked.get("options", {}).items()}
     # Of the rules of the profile, only those about sizes count: an assumed value alone makes no tensor larger. Seconds
     # are enough for the date.
     return Provenance(
-        solver=made_by.solver,
-        options={name: _scalar(value) for name, value in made_by.options.items()},
-        objective=made_by.objective,
-        techniques=made_by.techniques,
-        keep=made_by.pins.keep,
-        never=made_by.pins.never,
-        budget=_as_written(made_by.limit.budget),
-        headroom=_as_written(made_by.limit.headroom),
-        host_budget=UNSET if (host := _as_written(made_by.host_budget)) is None else host,
+        solver=solver,
+        keep=pins.keep,
+        never=pins.never,
         mode=profile.mode,
         trace=profile.trace,
         runtime=profile.runtime,
         assumptions=tuple(filter(decides_sizes, profile.rules)) or UNSET,
-        limits_reached=made_by.limits_reached or UNSET,
-        beyond=made_by.beyond or UNSET,
         remarks=differentiated_twice(profile.program) or UNSET,
         sacplan=sacplan.__version__,
         torch=str(torch.__version__),
         date=datetime.now(timezone.utc).replace(microsecond=0),
+        **given,
     )
 
 

@@ -34,7 +34,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 
-from sacplan.core.pins import Pins
 from sacplan.core.program import Phase
 from sacplan.errors import PlanError
 from sacplan.planning.basis import Basis
@@ -140,10 +139,6 @@ class Planner:
 
     def _searched(self, basis: Basis) -> PlanSearch:
         return PlanSearch(basis, limits_reached=self.limits_reached)
-
-    def search(self, pins: Pins) -> PlanSearch:
-        """Return a new search of the recorded step with these pins, without offers."""
-        return self._searched(replace(self.basis, recorded=replace(self.basis.recorded, pins=pins)))
 
     def cheapest(self, budget_bytes: int, *, quick: bool = False) -> Candidate | None:
         """Return the cheapest candidate that holds a budget, or None.

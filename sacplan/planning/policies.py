@@ -30,7 +30,7 @@ from sacplan.core.pins import Pins, resolve_pins
 from sacplan.core.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
 from sacplan.errors import PlanError
 from sacplan.planning.infeasible import handed_out, looking_for_plans
-from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.planning.make import plan_by_hand
 from sacplan.planning.meshes import POLICIES, way
 from sacplan.planning.plan import Plan
 from sacplan.profiling.profile import Profile, ProfileOrPath
@@ -132,8 +132,8 @@ def policy(
         name, asked, techniques = f"{name}-{n_slices}", {"mode": mode, "slices": n_slices}, ("chunk",)
     elif mode != "none":
         decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
-    made_by = MadeBy(name, asked, pins=pins, techniques=techniques)
-    return handed_out(plan_by_hand(profile, decisions, made_by), profile)
+    made = plan_by_hand(profile, decisions, name, pins, options=asked, techniques=techniques)
+    return handed_out(made, profile)
 
 
 def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:

@@ -71,6 +71,39 @@ class CapacityPoint(Row):
         return self.batch_size / (self.step_ms - self.spared_ms) * 1e3 if self.step_ms else None
 
 
+@dataclass(frozen=True, slots=True)
+class Recordings:
+    """How a step is recorded at any size.
+
+    Attributes:
+        model: The model.
+        make_batch: Makes a batch of a size: of samples, or of samples and tokens.
+        spec: The device.
+        options: Further arguments of ``profile``.
+    """
+
+    model: torch.nn.Module
+    make_batch: Callable[..., Any]
+    spec: DeviceSpec
+    options: Mapping[str, Any]
+
+    def at(self, *sizes: int | None, **more: Any) -> Profile:
+        """Record the step at a size; a size that is None is not passed on. ``more`` wins over ``options``."""
+        given = [size for size in sizes if size is not None]
+
+        def batch() -> Any:
+            # Called inside of ``profile``, which restores the random number generators.
+            return resolve_batch(self.make_batch(*given))
+
+        try:
+            return profile(self.model, batch, device=self.spec, **{**self.options, **more})
+        except torch.OutOfMemoryError as error:
+            raise TraceError(
+                f"a real step with a batch of {given[0]} ran out of memory here. A real trace runs without a plan, so "
+                'it cannot look at sizes that only fit with one: use trace="fake", or a smaller at_most or budget.'
+            ) from error
+
+
 @dataclass(slots=True)
 class BatchSizes:
     """Tries batch sizes, each once, and remembers the results.
@@ -80,13 +113,10 @@ class BatchSizes:
         PlanError: ``make_batch`` makes batches of the same size whatever it is asked for.
     """
 
-    model: torch.nn.Module
-    make_batch: Callable[[int], Any]
-    spec: DeviceSpec
+    recordings: Recordings
     request: Request
     at_most: int | None = None
     progress: Callable[[CapacityPoint, str], None] | None = None
-    recording: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ``profile``
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     above_floor: float = 1.0
     """Ratio of the smallest peak to the floor, from the last size for which both are known."""
@@ -104,6 +134,11 @@ class BatchSizes:
         return _MOST if self.at_most is None else self.at_most
 
     @property
+    def spec(self) -> DeviceSpec:
+        """The device."""
+        return self.recordings.spec
+
+    @property
     def budget_bytes(self) -> int:
         """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
         return self.request.limit.room(self.spec).n_bytes
@@ -114,14 +149,16 @@ class BatchSizes:
         """Trace a batch of n, and plan it unless no plan can hold the budget."""
         if n in self.points:  # tried before
             return self.points[n]
-        traced = self._profile(n)
-        self._check_batch_follows(n, traced.fingerprint)
+        traced = self.recordings.at(n)
+        one = self.points[1].plan if 1 in self.points else None
+        if one is not None and n >= min(_SECOND, self.most):
+            check_batches_differ((1, n), (one.fingerprint, traced.fingerprint))
         may_chunk = "chunk" in (self.request.techniques or ())
         floor = _floor_bytes(traced, may_chunk)
         # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
-        # name the smallest peak.
+        # name the smallest peak, and what would help.
         if floor <= self.budget_bytes or may_chunk or n == 1:
-            outcome = outcome_of(self.request, traced)
+            outcome = outcome_of(self.request, traced, looks_further=n == 1)
             if outcome.error is not None:
                 if n == 1:
                     raise self._nothing_fits(outcome.error) from outcome.error
@@ -131,7 +168,7 @@ class BatchSizes:
         else:  # no plan can hold the budget, so the smallest peak is not searched for
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
         # The optimizer steps once for all micro-batches, and the recorded micro-step has that step whole.
-        spared_ms = traced.update_ms * (1 - 1 / self.recording.get("accumulation_steps", 1))
+        spared_ms = traced.update_ms * (1 - 1 / traced.fingerprint.setup.accumulation_steps)
         point = CapacityPoint(batch_size=n, floor_bytes=floor, spared_ms=spared_ms, **taken)
         self.points[n] = point
         # The limit depends on the program: on a GPU, what is reserved beyond the peak counts as well.
@@ -139,29 +176,6 @@ class BatchSizes:
         if self.progress is not None:
             self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
         return point
-
-    def _profile(self, n: int) -> Profile:
-        def batch() -> Any:
-            # Called inside of ``profile``, which restores the random number generators.
-            return resolve_batch(self.make_batch(n))
-
-        try:
-            return profile(self.model, batch, device=self.spec, **self.recording)
-        except torch.OutOfMemoryError as error:
-            raise TraceError(
-                f"a real step with a batch of {n} ran out of memory here. A real trace runs without a plan, so it "
-                'cannot look at sizes that only fit with one: use trace="fake", or a smaller at_most or budget.'
-            ) from error
-
-    def _check_batch_follows(self, n: int, fingerprint: Fingerprint) -> None:
-        """Raise ``PlanError`` if the batch has the same shapes as that of one sample."""
-        one = self.points[1].plan if 1 in self.points else None
-        if one is not None and n >= min(_SECOND, self.most) and fingerprint.batch == one.fingerprint.batch:
-            shapes = ", ".join(str(shape) for _, shape, _ in fingerprint.batch)
-            raise PlanError(
-                f"make_batch(1) and make_batch({n}) gave batches of the same shapes: {shapes}. It must make a batch of "
-                "as many samples as it is asked for, for example lambda n: torch.randint(0, 50257, (n, 1024))."
-            )
 
     def _nothing_fits(self, error: InfeasibleBudget) -> InfeasibleBudget:
         return InfeasibleBudget(
@@ -251,6 +265,17 @@ def batches_of(make_batch: Callable[..., Any] | DataLoader[Any]) -> Callable[...
             "make_batch=lambda n: torch.zeros(n, 1024, dtype=torch.long)."
         )
     return make_batch
+
+
+def check_batches_differ(sizes: tuple[int, int], made: tuple[Fingerprint, Fingerprint]) -> None:
+    """Raise ``PlanError`` if the batches of two sizes have the same shapes."""
+    if made[0].batch == made[1].batch:
+        shapes = ", ".join(str(shape) for _, shape, _ in made[0].batch)
+        raise PlanError(
+            f"make_batch gave batches of the same shapes for sizes {sizes[0]} and {sizes[1]}: {shapes}. It must make a "
+            "batch of the size that it is asked for, for example lambda n: torch.zeros(n, 1024, dtype=torch.long), or "
+            "lambda n, seq: torch.zeros(n, seq, dtype=torch.long)."
+        )
 
 
 def _floor_bytes(traced: Profile, may_chunk: bool) -> int:

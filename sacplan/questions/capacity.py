@@ -32,7 +32,7 @@ from sacplan.planning.limits import limit_of_device
 from sacplan.planning.plan import Plan
 from sacplan.planning.request import Request, resolve_solver
 from sacplan.profiling.tracing import Trace
-from sacplan.questions.batch_sizes import BatchSizes, CapacityPoint, batches_of
+from sacplan.questions.batch_sizes import BatchSizes, CapacityPoint, Recordings, batches_of
 from sacplan.questions.sweep import frame
 from sacplan.record.compiled import CompileModules
 from sacplan.record.step import LossFn
@@ -293,7 +293,7 @@ def _sizes(
         techniques = resolve_techniques(techniques)
     spec = resolve_device(device)
     request = Request(limit_of_device(budget, headroom, spec), solver, techniques=techniques)
-    return BatchSizes(model, batches, spec, request, at_most, step, recording=recording)
+    return BatchSizes(Recordings(model, batches, spec, recording), request, at_most, step)
 
 
 def _capacity(sizes: BatchSizes, n: int) -> Capacity:

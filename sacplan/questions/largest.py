@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from sacplan.planning.limits import ROUNDS, Room, lowered
-
 Point = TypeVar("Point")
 
 _GROWTH = 16  # without an upper bound, the next size is at most this many times the largest that fits
@@ -62,34 +60,6 @@ def largest_within(excess: Callable[[int], int], limit: int) -> int:
     """Return the largest size at which ``excess`` is not positive, as ``largest`` finds it."""
     looked: dict[int, int] = {}
     return largest(looked, lambda n: looked.update({n: excess(n)}), limit, lambda found: found <= 0, float)
-
-
-def largest_that_fits(
-    room: Room,
-    left: int,
-    known: int,
-    by_peak: Callable[[int], int],
-    at: Callable[[int, int], tuple[int, int]],
-) -> int:
-    """Return a size that fits: the largest by its peak, for a limit that is lowered as ``next_budget`` lowers budgets.
-
-    Args:
-        room: What a step may take.
-        left: The first limit for the peak.
-        known: A size that fits, or 0; no smaller one is looked for.
-        by_peak: The largest size whose peak is within a limit.
-        at: The peak at a size found for a limit, and what is compared with the room.
-    """
-    for tried in range(1, ROUNDS + 1):
-        n = by_peak(left)
-        # Under the lowered limit, nothing larger is left to try.
-        if n <= known:
-            break
-        peak, needs = at(n, left)
-        if needs <= room.n_bytes:
-            return n
-        left = lowered(min(left, peak), needs - room.n_bytes, room.n_bytes, tried)
-    return known
 
 
 def _on_a_line(excess: Mapping[int, float]) -> int | None:

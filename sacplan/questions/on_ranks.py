@@ -12,31 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sacplan.core.budget import format_bytes
-from sacplan.device.device_memory import reserved_bytes
 from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
-from sacplan.planning.infeasible import OPTIMIZER_STEP
-from sacplan.planning.limits import Limit
-from sacplan.planning.make import Outcome, outcome_of
 from sacplan.planning.meshes import names_on, resolve_mesh, way
-from sacplan.planning.request import Request
-from sacplan.profiling.optimizer_table import BY_NAME, Factory
-from sacplan.profiling.optimizers import OptimizerStep, with_optimizer
+from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.profiling.optimizers import with_optimizer
 from sacplan.profiling.profile import Profile
-from sacplan.questions.largest import largest_that_fits, largest_within
-from sacplan.questions.scaled import Peaks, Sized
-from sacplan.questions.sweep import Row
+from sacplan.questions.asked import Asked
+from sacplan.questions.cases import Case
 from sacplan.questions.verdict import FitRow, cheapest_of, is_same_training
 from sacplan.questions.ways import AS_IT_IS, PLAN
 
 _LARGEST = 2**16  # the largest batch of a device to try
+_PLAN = dataclasses.replace(PLAN, long=True)  # as ``plan`` searches
 _MOST_DEVICES = 2**16  # more is a slip of the pen
 
 
@@ -61,36 +56,14 @@ class Arrangement:
 
 @dataclass
 class RankRows:
-    """The rows on several devices.
+    """The rows on several devices: ``batch`` of what is asked is that of each, as its limits are."""
 
-    Attributes:
-        model: The model.
-        devices: How many there are.
-        optimizers: What makes them, by name: the one that was asked for, then those to try where it does not fit. None
-            stands for no optimizer.
-        step: Records the step of an optimizer by its name, on the whole model; None for no optimizer.
-        limit: The limit on each device.
-        host_budget_bytes: The memory of the host for each device.
-        batch: Samples for each device.
-        recorded: Makes the step of the whole model without an optimizer, from the samples in the batch and further
-            arguments of ``profile``.
-        notes: Sentences on what could not be spread. They are added here.
-    """
-
-    model: torch.nn.Module
-    devices: int
-    optimizers: Mapping[str, Factory | None]
-    step: Callable[[str], OptimizerStep | None]
-    limit: Limit
-    host_budget_bytes: int
-    batch: int
-    recorded: Callable[[int, Mapping[str, Any]], Profile]
-    notes: list[str]
-    _known: dict[str, Arrangement] = field(default_factory=dict)
+    asked: Asked
     _rows: list[FitRow] = field(default_factory=list)
     _refused: set[str] = field(default_factory=set)  # arrangements
     # Arrangements whose smallest peak is not in the optimizer's step.
     _bound_elsewhere: set[str] = field(default_factory=set)
+    _cases: dict[tuple[str, str], tuple[Arrangement, Case]] = field(default_factory=dict)  # and optimizer
     # By arrangement, optimizer and batch.
     _recorded: dict[tuple[str, str, int], Profile] = field(default_factory=dict)
 
@@ -100,8 +73,8 @@ class RankRows:
         What changes more, or takes long to record, comes last and only where it could help: another training where
         nothing fits; the host's memory, another precision and then meshes where nothing else fits, or plans are dear.
         """
-        asked = next(iter(self.optimizers))
-        same = [name for name in self.optimizers if is_same_training(name, asked)]
+        asked = next(iter(self.asked.makes))
+        same = [name for name in self.asked.makes if is_same_training(name, asked)]
         tried = list[Arrangement]()
         for tier in (self._on_data(), self._changing_more(), self._on_meshes()):
             here = list(tier)
@@ -111,7 +84,7 @@ class RankRows:
             if cheapest is not None and not cheapest.is_dear:
                 break
         if not any(row.fits for row in self._rows):
-            self._try(tried, [name for name in self.optimizers if name not in same])
+            self._try(tried, [name for name in self.asked.makes if name not in same])
         # Data parallelism comes first, as what is simplest.
         order = [one.name for one in sorted(tried, key=lambda one: not one.has_whole_parameters)]
         return sorted(self._rows, key=lambda row: order.index(row.spread))
@@ -125,7 +98,7 @@ class RankRows:
                 try:
                     self._rows += self._rows_with(one, name)
                 except (TraceError, PlanError, BudgetError) as error:
-                    self.notes.append(f"{one.name}: {error}")
+                    self.asked.notes.append(f"{one.name}: {error}")
                     self._refused.add(one.name)
             if any(row.fits for row in self._rows):
                 return
@@ -134,43 +107,49 @@ class RankRows:
         """Whether an optimizer can lower a peak that is not in the optimizer's step: less state does, or none does."""
         if one.name not in self._bound_elsewhere:
             return True
-        asked, other = self.step(next(iter(self.optimizers))), self.step(name)
+        asked, other = self.asked.step_of(next(iter(self.asked.makes))), self.asked.step_of(name)
         return asked is not None and other is not None and other.state_bytes < asked.state_bytes
 
     def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
         if self.shards_whole(one, name) or (one.has_whole_parameters and self._is_hopeless(one, name)):
             return []
-        rank = self._rank(one, name, self.batch)
-        self._known[one.name] = one
-        bare = self._row(one, name, rank, None)
+        fields = {"spread": one.name, "options": one.options, "flags": one.flags}
+        rank = self._rank(one, name, self.asked.batch)
+        case = Case(name, rank, None, self.asked.limit, self.asked.host_budget_bytes, fields)
+        self._cases[one.name, name] = one, case
+        bare = case.row(AS_IT_IS)
         # No plan makes shards or an optimizer on the host smaller.
         if bare.fits or bare.over_host_bytes:
             return [bare]
-        outcome = outcome_of(Request(self.limit, host_budget=f"{self.host_budget_bytes}B"), rank)
-        if outcome.error is not None and outcome.error.binding != OPTIMIZER_STEP:
+        planned = case.row(_PLAN)
+        if not planned.fits and not case.is_bound_by_optimizer(_PLAN):
             self._bound_elsewhere.add(one.name)
-        return [bare, self._row(one, name, rank, outcome)]
+        return [bare, planned]
 
     def _is_hopeless(self, one: Arrangement, name: str) -> bool:
         """Whether something fits without a plan, and DDP needs more than there is: one device's step, and buckets."""
         if not any(row.fits and not row.techniques for row in self._rows):
             return False
-        whole, step = self.recorded(self.batch, {}), self.step(name)
+        whole, step = self.asked.at(self.asked.batch, self.asked.seq), self.asked.step_of(name)
         needs = (whole if step is None else with_optimizer(whole, step)).peak_bytes
         # DDP holds a copy of all gradients during the whole step.
-        needs += sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-        room = self.limit.room(whole.spec, one.ranks.communicators)
+        needs += sum(p.nbytes for p in self.asked.recordings.model.parameters() if p.requires_grad)
+        room = self.asked.limit.room(whole.spec, one.ranks.communicators)
         if needs <= room.n_bytes:
             return False
-        self.notes.append(f"{one.name} without a plan needs at least {format_bytes(needs)} on each device.")
+        self.asked.notes.append(
+            f"{one.name} without a plan needs at least {format_bytes(needs)} on each device."
+        )
         return True
 
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
         """Return the step of a rank with so many samples for each device."""
-        key, make = (one.name, name, batch), self.optimizers[name]
+        key, given = (one.name, name, batch), self.asked
         if key not in self._recorded:
-            samples = batch if one.ranks.sharding is None else batch * self.devices
-            self._recorded[key] = self.recorded(samples, {"ranks": one.ranks, "optimizer": make})
+            samples = batch if one.ranks.sharding is None else batch * given.devices
+            self._recorded[key] = given.recordings.at(
+                samples, given.seq, optimizer=given.makes[name], ranks=one.ranks
+            )
         return self._recorded[key]
 
     @staticmethod
@@ -180,22 +159,31 @@ class RankRows:
 
     @property
     def _units(self) -> tuple[str, ...]:
-        return layers_of(name for name, _ in self.model.named_parameters())
+        return layers_of(name for name, _ in self.asked.recordings.model.named_parameters())
 
     def _fsdp(self, name: str, written: str, flags: tuple[str, ...] = (), **more: Any) -> Arrangement:
         """Return an arrangement of FSDP2 with further arguments, and how these are written."""
-        options = f"ranks=sacplan.FSDP2({self.devices}, {list(self._units)!r}{written})"
-        return Arrangement(name, options, flags, FSDP2(self.devices, self._units, **more).of((), self.model))
+        options = f"ranks=sacplan.FSDP2({self.asked.devices}, {list(self._units)!r}{written})"
+        return Arrangement(
+            name,
+            options,
+            flags,
+            FSDP2(self.asked.devices, self._units, **more).of((), self.asked.recordings.model),
+        )
 
     def _on_data(self) -> Iterator[Arrangement]:
         """Yield what spreads the batch alone, on the devices alone."""
-        n, size = self.devices, ("--world-size", str(self.devices))
+        n, size = self.asked.devices, ("--world-size", str(self.asked.devices))
         yield self._fsdp(
             "FSDP2", "", (*size, *(word for unit in self._units for word in ("--fsdp-unit", unit)))
         )
         # Accelerate leaves frozen integers out of the shards, among them 4-bit weights that are stored as bytes
         # (``fsdp2_prepare_model``).
-        packed = [p for p in self.model.parameters() if not p.requires_grad and not p.is_floating_point()]
+        packed = [
+            p
+            for p in self.asked.recordings.model.parameters()
+            if not p.requires_grad and not p.is_floating_point()
+        ]
         if packed:
             ignored = ", ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
             yield self._fsdp("FSDP2 of Accelerate", ignored, ignored_params=packed)
@@ -206,7 +194,7 @@ class RankRows:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         # Only a model in float32 gains from bfloat16.
-        if all(p.dtype == torch.float32 for p in self.model.parameters()):
+        if all(p.dtype == torch.float32 for p in self.asked.recordings.model.parameters()):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             written = ", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
             yield self._fsdp("FSDP2, bfloat16", written, mp_policy=policy)
@@ -217,8 +205,8 @@ class RankRows:
 
     def _on_meshes(self) -> Iterator[Arrangement]:
         """Yield the meshes with an axis for tensor parallelism; without one, DDP and FSDP2 do the same."""
-        whole = self.recorded(self.batch * self.devices, {})
-        for mesh in resolve_mesh(self.devices, whole.spec):
+        whole = self.asked.at(self.asked.batch * self.asked.devices, self.asked.seq)
+        for mesh in resolve_mesh(self.asked.devices, whole.spec):
             if "tp" not in mesh.names:
                 continue
             axes = dict(mesh.axes)
@@ -227,91 +215,20 @@ class RankRows:
                 try:
                     ranks = way(whole, mesh, how).ranks
                 except PlanError as error:
-                    self.notes.append(str(error))
+                    self.asked.notes.append(str(error))
                     continue
                 name = f"{' x '.join(f'{axis} {size}' for axis, size in axes.items())}, {how}"
                 yield Arrangement(name, f"mesh={axes!r}", flags, ranks)
 
-    def _row(self, one: Arrangement, name: str, rank: Profile, outcome: Outcome | None) -> FitRow:
-        """Return the row of a step as it is, or with what planning it has come to."""
-        room = self.limit.room(rank.spec, rank.ranks.communicators)
-        plan = None if outcome is None else outcome.plan
-        # If the tensors alone do not fit, what would be reserved for them says nothing more.
-        reserved = None
-        taken: dict[str, Any] = dict.fromkeys(("peak_bytes", "unplanned_peak_bytes"), rank.peak_bytes)
-        if outcome is not None:
-            taken, reserved = Row.taken(outcome), outcome.reserved_bytes
-            del taken["fits"]
-        else:
-            taken |= {"recompute_ms": 0.0, "added_ms": 0.0, "step_ms": rank.step_ms}
-            if rank.spec.kind == "cuda" and rank.peak_bytes <= room.n_bytes:
-                reserved = reserved_bytes(rank.program)
-        return FitRow(
-            **_of_all_micro_steps(rank, taken),
-            optimizer=name,
-            way=(AS_IT_IS if outcome is None else PLAN).name,
-            techniques=() if outcome is None else PLAN.techniques,
-            host_bytes=rank.unplanned_host_bytes + (0 if plan is None else plan.host_bytes),
-            host_room_bytes=self.host_budget_bytes,
-            spread=one.name,
-            options=one.options,
-            flags=one.flags,
-            reserved_bytes=reserved,
-            room=room,
-        )
-
-    def with_largest(self, row: FitRow, by_batch: Callable[..., Sized | None]) -> FitRow:
-        """Return a row with the largest batch for each device that fits with its plan, or 0 if none does.
-
-        ``by_batch`` is given what records a batch, and returns the step at any, or None if it runs other ops at others.
-        """
-        one = self._known[row.spread]
-        # One sample does not fit, so no batch does.
-        if not row.fits and self.batch == 1:
-            return dataclasses.replace(row, largest_batch=0)
-        planner = Request(solver="greedy").planner(self._rank(one, row.optimizer, self.batch))
-        smallest = planner.smallest(0, quick=True).decisions if row.techniques else ()
+    def with_sizes(self, row: FitRow) -> FitRow:
+        """Return a row with the largest batch for each device."""
+        one, case = self._cases[row.spread, row.optimizer]
+        axis = self.asked.batch_axis(lambda n: self._rank(one, row.optimizer, n), most=_LARGEST)
         try:
-            # Where one sample fits and two do not, no other batch has to be recorded.
-            if self.batch == 1:
-                two = self._rank(one, row.optimizer, 2).with_plan(smallest)
-                if two.footprint.peak_bytes > row.limit_bytes:
-                    return dataclasses.replace(row, largest_batch=1)
-            steps = by_batch(lambda n: self._rank(one, row.optimizer, n))
-            if steps is None:
-                return row
-            peaks = steps.peaks(smallest, 1)
+            return dataclasses.replace(row, largest_batch=case.largest(row, axis))
         except (TraceError, PlanError) as error:  # the step or the plan is another one at another size
-            self.notes.append(f"{one.name}: {error}")
+            self.asked.notes.append(f"{one.name}: {error}")
             return row
-        return dataclasses.replace(row, largest_batch=self._largest(steps, smallest, peaks, row))
-
-    def _largest(self, steps: Sized, decisions: Any, peaks: Peaks, row: FitRow) -> int:
-        def by_peak(left: int) -> int:
-            return largest_within(lambda n: peaks.at(n) - left, _LARGEST)
-
-        def at(n: int, left: int) -> tuple[int, int]:
-            program = steps.at(n).with_plan(decisions)
-            peak = program.footprint.peak_bytes
-            return peak, reserved_bytes(program) if row.room.is_reserved else peak
-
-        return largest_that_fits(row.room, row.limit_bytes, self.batch if row.fits else 0, by_peak, at)
-
-
-def _of_all_micro_steps(rank: Profile, times: Mapping[str, Any]) -> dict[str, Any]:
-    """Return times of all micro-steps, from those of the last one, which has the optimizer's step.
-
-    Each communicates as the last one does: with ``no_sync`` the others would take less.
-    """
-    steps = rank.fingerprint.setup.accumulation_steps
-    if steps == 1 or times["step_ms"] is None:
-        return dict(times)
-    once_ms = rank.update_ms
-    return {
-        **times,
-        "step_ms": steps * (times["step_ms"] - once_ms) + once_ms,
-        **{name: steps * times[name] for name in ("recompute_ms", "added_ms")},
-    }
 
 
 def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:

@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,12 +31,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sacplan.core.decisions import Decision
 from sacplan.core.derived import derived
 from sacplan.core.liveness import bytes_at_ops
 from sacplan.core.program import Event, Op, Program, Tensor
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError
-from sacplan.profiling.profile import Decided, Profile
+from sacplan.profiling.profile import Profile
+from sacplan.questions.batch_sizes import check_batches_differ
 
 # Whole integers only: no digits of a name, of a float or of a quoted text.
 _INTEGER = re.compile(r"(?<![\w.\"])-?\d+(?![\w.\"])")
@@ -54,6 +56,7 @@ class Sized:
     sizes: tuple[int, int]
     profiles: tuple[Profile, Profile]
     _made: dict[int, Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _peaks: dict[Hashable, Peaks] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, n: int) -> Profile:
         """Return the step at a size: the recording if there is one, otherwise a computed one, which is kept."""
@@ -79,20 +82,26 @@ class Sized:
         (first, second), exact = self.sizes, (n - self.sizes[0])
         return lambda x, y: x + (y - x) * exact / (second - first)
 
-    def peaks(self, decided: Decided, degree: int = 2) -> Peaks:
-        """Return the bytes at each op, with a plan, as polynomials in the size.
+    def peaks(self, decisions: tuple[Decision, ...], degree: int) -> Peaks:
+        """Return the bytes at each op, with a plan, as polynomials in the size. They are kept.
 
         Args:
-            decided: The plan.
+            decisions: Those of the plan.
             degree: 1 if memory is linear in the size, as in the batch; 2 if attention scores may be kept, whose two
                 dimensions both grow with the sequence.
 
         Raises:
             PlanError: The plan rewrites the step to different ops at another size.
         """
+        key = decisions, degree
+        if key not in self._peaks:
+            self._peaks[key] = self._polynomials(decisions, degree)
+        return self._peaks[key]
+
+    def _polynomials(self, decisions: tuple[Decision, ...], degree: int) -> Peaks:
         # A polynomial of this degree goes through degree + 1 points. The third size is computed, not recorded.
         at = (*self.sizes, 2 * max(self.sizes))[: degree + 1]
-        moments = [bytes_at_ops(self.at(n).with_plan(decided)) for n in at]
+        moments = [bytes_at_ops(self.at(n).with_plan(decisions)) for n in at]
         if len({len(found) for found in moments}) > 1:
             raise PlanError("the plan rewrites the step otherwise at another size.")
         # One row of powers for each size, and the bytes at all ops on the right: solved for the coefficients.
@@ -125,13 +134,7 @@ def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | 
     Raises:
         PlanError: The batches of the two recordings are the same.
     """
-    batch, other = (one.fingerprint.batch for one in profiles)
-    if batch == other:
-        shapes = ", ".join(str(shape) for _, shape, _ in batch)
-        raise PlanError(
-            f"make_batch gave batches of the same shapes for sizes {sizes[0]} and {sizes[1]}: {shapes}. It must make a "
-            "batch of the size that it is asked for, for example lambda n, seq: torch.zeros(n, seq, dtype=torch.long)."
-        )
+    check_batches_differ(sizes, (profiles[0].fingerprint, profiles[1].fingerprint))
     a, b = (one.recorded for one in profiles)
     return Sized(sizes, profiles) if _shape(a) == _shape(b) else None
 

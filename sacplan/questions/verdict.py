@@ -37,8 +37,9 @@ class FitRow(Row):
         room: Memory of the device that the step may take: less beside more communicators.
         expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
         runs_with_retries: Whether it does not fit and runs all the same, since torch gives cached segments back.
-        largest_batch: At the asked sequence; 0 where one sample does not fit; None where it was not to be computed, or
-            with another optimizer than the asked one where that needs no plan.
+        largest_batch: At the asked sequence; with a plan, at least this many, since ``max_batch`` plans at each size.
+            0 where one sample does not fit; None where it was not to be computed, or with another optimizer than the
+            asked one where that needs no plan.
         longest_seq: At the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
         same_as: The simpler way that this one is at the asked size, where a plan finds nothing to do.
         spread: What runs the step on several devices: "DDP", "FSDP2", a mesh; empty on one. Peaks are those of a rank.

@@ -5,13 +5,15 @@ The format is the pickled result of ``torch.cuda.memory._snapshot``, which ``tor
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sacplan.core.liveness import Fold
 from sacplan.core.names import shown_module
-from sacplan.core.program import ROOT_SCOPE, Event, Op, Program
+from sacplan.core.program import ROOT_SCOPE, Event, Program
 from sacplan.device.caching_allocator import Block, CachingAllocator
+from sacplan.device.device_memory import BlockReader
 from sacplan.profiling.profile import Profile
 from sacplan.questions.alive import WORKSPACE, Origins
 
@@ -42,24 +44,6 @@ def snapshot_of(profile: Profile, program: Program) -> dict[str, Any]:
     }
 
 
-class _Changes(Fold):
-    """A fold that notes which storages may have been allocated or freed."""
-
-    __slots__ = ("changed",)
-
-    def __init__(self, program: Program) -> None:
-        self.changed: dict[int, None] = {}
-        super().__init__(program)
-
-    def hold(self, storage: int) -> None:
-        super().hold(storage)
-        self.changed[storage] = None
-
-    def release(self, storage: int) -> None:
-        super().release(storage)
-        self.changed[storage] = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Allocation:
     """A block in use, the bytes that were requested, and the stack that requested them."""
@@ -84,68 +68,59 @@ class _Writer:
         self.program = program
         self.entries: list[SnapshotEntry] = []
         self.allocator = CachingAllocator()
-        self.alive: dict[int, _Allocation] = {}  # by storage
+        self.reader = BlockReader(program)
+        self.alive: dict[int, _Allocation] = {}  # by block
         self.stacks = _Stacks(profile, program)
         self.now_ms = 0.0
+        self._made = 0  # of the reader's changes
 
     def play(self) -> None:
         """Fill ``entries``."""
-        program = self.program
-        fold = _Changes(program)
-        self._settle(fold)
+        program, reader = self.program, self.reader
+        self._make(reader.block_of.values())
         for code, arg in program.events:
-            if code == Event.RESIZE:  # its contents are copied, so both blocks are there for a moment
-                self._settle(fold)
-                old = self.alive.pop(program.resizes[arg][0], None)
-                fold.step(code, arg)
-                self._settle(fold)
-                if old is not None:
-                    self._free(old)
-                continue
-            fold.step(code, arg)
-            # Changes between ops wait for the next op, see the class.
-            if code != Event.OP:
-                continue
-            op = program.ops[arg]
-            # Before ``_settle``, which would free the old block and allocate another one.
-            if op.replaces >= 0:
-                self._take_over(op)
-            self._settle(fold)
-            if op.replaces >= 0:
-                fold.changed[op.replaces] = None  # if it is still held, it is allocated again
-            if op.workspace_bytes:
-                workspace = self._allocate(op.workspace_bytes, self.stacks.of_workspace(arg), WORKSPACE)
-            self.now_ms += op.time_ms
-            if op.workspace_bytes:
-                self._free(workspace)
-        self._settle(fold)
+            is_resized = code == Event.RESIZE
+            if is_resized:
+                self._settle(len(reader.changes))
+            reader.step(code, arg)
+            if is_resized:  # in this order: its contents are copied, so both blocks are there for a moment
+                self._make(reader.changes[self._made :])
+                self._made = len(reader.changes)
+            elif code == Event.OP:  # changes between ops wait for the next op, see the class
+                self._run(arg)
+        self._settle(len(reader.changes))
 
-    def _take_over(self, op: Op) -> None:
-        """Give the block of an overwritten storage to the output of an op that writes in place."""
-        sizes, new = self.program.storage_bytes, op.writes[0]
-        # A storage of 0 bytes has no block.
-        if op.replaces in self.alive:
-            old = self.alive.pop(op.replaces)
-            # The recording counts a write in place as a new version of the storage. On a device it is the
-            # same block, which neither is freed nor allocated.
-            if sizes[new] == sizes[op.replaces]:
-                self.alive[new] = old
-            else:
-                self._free(old)
+    def _run(self, index: int) -> None:
+        """Settle what comes and goes up to an op, and run it. Its workspace is the last that comes and goes."""
+        op, changes = self.program.ops[index], self.reader.changes
+        inside = 2 if op.workspace_bytes else 0
+        self._settle(len(changes) - inside)
+        self._made = len(changes)
+        if inside:
+            workspace = self._allocate(op.workspace_bytes, self.stacks.of_workspace(index), WORKSPACE)
+        self.now_ms += op.time_ms
+        if inside:
+            self._free(workspace)
 
-    def _settle(self, fold: _Changes) -> None:
-        # By what holds now: a storage that came and went since the last op is in neither list.
-        gone = [s for s in fold.changed if not fold.holders[s] and s in self.alive]
-        come = [s for s in fold.changed if fold.holders[s] and s not in self.alive]
-        fold.changed.clear()
-        for storage in gone:
-            self._free(self.alive.pop(storage))
-        for storage in come:
-            n_bytes = 0 if storage in self.program.on_host else fold.size(storage)
-            # The allocator gives no block for 0 bytes, and none in the memory of the host.
-            if n_bytes:
-                kind = self.program.storage_kinds[storage].name.lower()
-                self.alive[storage] = self._allocate(n_bytes, self.stacks.of_storage(storage), kind)
+    def _settle(self, end: int) -> None:
+        """Make the changes up to ``end``: first all frees, then all allocations."""
+        # A block that came and went since the last op, or went and came back, is in neither list.
+        left: Counter[int] = Counter()
+        for change in self.reader.changes[self._made : end]:
+            left[max(change, ~change)] += 1 if change >= 0 else -1
+        self._make([~block for block, n in left.items() if n < 0])
+        self._make([block for block, n in left.items() if n > 0])
+        self._made = end
+
+    def _make(self, changes: Iterable[int]) -> None:
+        for change in changes:
+            if change < 0:
+                self._free(self.alive.pop(~change))
+                continue
+            storage = self.reader.storage_of[change]
+            kind = self.program.storage_kinds[storage].name.lower()
+            frames = self.stacks.of_storage(storage)
+            self.alive[change] = self._allocate(self.reader.sizes[change], frames, kind)
 
     def _allocate(self, n_bytes: int, frames: Frames, category: str) -> _Allocation:
         known = len(self.allocator.segments)

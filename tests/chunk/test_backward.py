@@ -14,7 +14,7 @@ from torch import nn
 import sacplan
 from sacplan.core.decisions import Chunk, Decision, as_decisions
 from sacplan.core.pins import NO_PINS, resolve_pins
-from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.planning.make import plan_by_hand
 from sacplan.planning.policies import _discarded_by
 from sacplan.record.host_state import CPUOffloadSizes
 from sacplan.techniques.chunk.entries import backward_chunks
@@ -76,7 +76,7 @@ def with_recomputation(profile: sacplan.Profile) -> tuple[Decision, ...]:
 
 
 def planned(profile: sacplan.Profile) -> sacplan.Plan:
-    return plan_by_hand(profile, with_recomputation(profile), MadeBy("by hand"))
+    return plan_by_hand(profile, with_recomputation(profile), "by hand")
 
 
 def gradients(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -166,6 +166,6 @@ def test_gradients_that_are_let_go_of_at_once() -> None:
     model, batch = make_case()
     profile = sacplan.profile(model, batch, loss_fn, optimizer, device="h100 without workspaces")
     expected = rewritten(profile.program, NORMS, profile.spec)
-    plan = plan_by_hand(profile, NORMS, MadeBy("by hand"))
+    plan = plan_by_hand(profile, NORMS, "by hand")
     assert expected.footprint.end_bytes == profile.program.footprint.end_bytes
     assert sacplan.verify(model, batch, plan, loss_fn, optimizer).peak_bytes == plan.peak_bytes

@@ -400,23 +400,6 @@ def test_ranks_that_do_not_go_together(saved: Path, command: str, said: str) -> 
     assert said in error_line(result)
 
 
-def test_where_a_persons_optimizer_does_not_fit(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hint is of torch's arguments, since the command line's option is not for such a target."""
-    raised = sacplan.InfeasibleBudget(
-        "no", budget_bytes=1, smallest_feasible_bytes=2, binding="optimizer step"
-    )
-
-    def never(*args: object, **kwargs: object) -> None:
-        raise raised
-
-    monkeypatch.setattr(sacplan, "plan", never)
-    result = run("plan profile.json.gz --budget 85%")
-    assert result.exit_code == 3
-    assert "fused=True" in result.stderr
-    assert "foreach=False" in result.stderr
-    assert "adamw-fused" not in result.stderr
-
-
 @pytest.mark.slow
 def test_max_batch(saved: Path) -> None:
     """One sample more than what it says fits does not."""

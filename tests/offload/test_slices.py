@@ -19,7 +19,7 @@ import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from benchmarks.harness.plans import as_budget, budget_at
 from sacplan.core.decisions import Chunk, Offload
-from sacplan.planning.make import MadeBy, plan_by_hand
+from sacplan.planning.make import plan_by_hand
 from sacplan.techniques.offload.executor.parcels import Parcel
 from sacplan.techniques.registry import rewritten
 from tests.chunk.test_backward import gradients, loss_fn, make_case
@@ -85,7 +85,7 @@ def test_bits_are_those_of_the_same_slices_without_copies() -> None:
     profile, plan = smallest("cpu", WITH)
     model, batch = make_case(LAYERS)
     kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
-    with sacplan.apply(model, plan_by_hand(profile, kept, MadeBy("by hand"))):
+    with sacplan.apply(model, plan_by_hand(profile, kept, "by hand")):
         expected = gradients(model, batch)
     with sacplan.apply(model, plan) as handle:
         for _ in range(3):
@@ -147,7 +147,7 @@ def test_threads_and_batches_of_other_sizes() -> None:
     """With recomputation, slices and copies, at once: bits are those of the same slices without copies."""
     profile, plan = of_all_three()
     kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
-    without = plan_by_hand(profile, kept, MadeBy("by hand"))
+    without = plan_by_hand(profile, kept, "by hand")
     model, batch = make_case(LAYERS)
     batches = [batch, batch[:1], batch[:, : batch.shape[1] // 2], batch]
     with warnings.catch_warnings():

@@ -17,7 +17,7 @@ import sacplan
 from sacplan.core.decisions import as_decisions
 from sacplan.core.places import ops_of
 from sacplan.core.program import CallSite, Phase
-from sacplan.planning.make import MadeBy, provenance_of
+from sacplan.planning.make import provenance_of
 from sacplan.planning.plan import Plan
 from sacplan.planning.units import unit_plans
 from sacplan.profiling.tracing import trace_step
@@ -36,7 +36,7 @@ def plan_of(profile: sacplan.Profile, sites: Mapping[str, Sites]) -> Plan:
         units=units, sequences=sequences,
         peak_bytes=found.peak_bytes, baseline_peak_bytes=profile.peak_bytes, budget_bytes=None, recompute_ms=0.0,
         recompute_flops=0, lower_bound_ms=0.0, step_ms=0.0, step_flops=0, status="feasible", gap=None,
-        provenance=provenance_of(profile, MadeBy("none")), device="cpu", fingerprint=profile.fingerprint,
+        provenance=provenance_of(profile, "none"), device="cpu", fingerprint=profile.fingerprint,
     )  # fmt: skip
 
 

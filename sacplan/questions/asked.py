@@ -1,0 +1,119 @@
+"""What ``fit`` is asked: a step, optimizers and limits; and the recordings that all of its rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from sacplan.core.derived import derived
+from sacplan.core.progress import begins
+from sacplan.device.devices import DeviceSpec
+from sacplan.planning.limits import Limit, Room
+from sacplan.profiling.optimizer_table import BY_NAME, COMPARED, Factory, OptimizerCandidate
+from sacplan.profiling.optimizers import OptimizerStep, recorded_step
+from sacplan.profiling.profile import Profile
+from sacplan.questions.batch_sizes import Recordings
+from sacplan.questions.cases import SizeAxis
+
+
+@dataclass
+class Asked:
+    """What ``fit`` is asked. Recordings are made when they are first needed, and kept.
+
+    Attributes:
+        recordings: Of the step, at any size.
+        optimizer: The optimizer that was asked for.
+        limit: The limit on each device.
+        given: The limit as the user gave it.
+        batch, seq: The size of the step; with several devices, ``batch`` is that of each.
+        longest: The longest sequence to try.
+        host_budget_bytes: The memory of the host for each device.
+        devices: How many devices there are.
+        notes: Sentences on what could not be computed. They are added while rows are made.
+    """
+
+    recordings: Recordings
+    optimizer: Any
+    limit: Limit
+    given: Limit
+    batch: int
+    seq: int | None
+    longest: int | None
+    host_budget_bytes: int
+    devices: int = 1
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def spec(self) -> DeviceSpec:
+        """The device."""
+        return self.recordings.spec
+
+    @cached_property
+    def room(self) -> Room:
+        """The room of a step on the device."""
+        return self.limit.room(self.spec, int(self.devices > 1))
+
+    @property
+    def budget_bytes(self) -> int:
+        """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
+        return self.room.n_bytes
+
+    @property
+    def counts_segments(self) -> bool:
+        """Whether what the allocator reserves decides, and not the peak."""
+        return self.room.is_reserved
+
+    @derived
+    def at(self, batch: int, seq: int | None) -> Profile:
+        """Return the step at a size, on one device and without an optimizer."""
+        return self.recordings.at(batch, seq)
+
+    @cached_property
+    def base(self) -> Profile:
+        """The step at the size that was asked for, without an optimizer."""
+        begins("the step")
+        return self.at(self.batch, self.seq)
+
+    # --- optimizers
+
+    @cached_property
+    def candidates(self) -> dict[str, OptimizerCandidate]:
+        """By name, the optimizer that was asked for, then those worth comparing with it."""
+        own = self.optimizer
+        if own is None:
+            return {}
+        if isinstance(own, str):
+            first = BY_NAME[own]
+        else:
+            # A function of the table has a name and code there. Any other is shown by its own name.
+            first = next((c for c in BY_NAME.values() if c.make is own), None) or OptimizerCandidate(
+                getattr(own, "__name__", type(own).__name__), "the optimizer", own, "..."
+            )
+        # The compared optimizers are variants of Adam. For other optimizers they would be another training.
+        others = COMPARED if first.name.startswith("adam") else ()
+        return {one.name: one for one in (first, *(BY_NAME[o] for o in others))}
+
+    @property
+    def makes(self) -> dict[str, Factory | None]:
+        """By name, what makes each optimizer; None stands for no optimizer."""
+        return {one.name: one.make for one in self.candidates.values()} or {"no optimizer": None}
+
+    @derived
+    def step_of(self, name: str) -> OptimizerStep | None:
+        """Record the step of an optimizer by its name, on the whole model; None for no optimizer."""
+        base, make = self.base, self.makes[name]
+        if make is None:
+            return None
+        begins(f"the step of {name}")
+        return recorded_step(base, make)
+
+    # --- sizes
+
+    def batch_axis(self, record: Callable[[int], Profile], **more: Any) -> SizeAxis:
+        """Return the batch sizes of a step."""
+        # A batch of one is special: dimensions of size 1 broadcast and have arbitrary strides. So do not extrapolate
+        # it.
+        first = max(2, self.batch)
+        return SizeAxis("batch", self.batch, (first, first + 2), record, self.notes, **more)
