@@ -382,6 +382,8 @@ LANGUAGE: dict[str, Step] = {
         points=(Point(part=("bf16 compile",), unit=GIB, figure="reserved_expandable"),),
         compiled=[LAYERS],
         loop=Loop(),
+        other_card=f"{FITTED}; two sequences for each GPU run at 6,667 tokens/s in torchtitan's report, and at 5,762 "
+        "without torch.compile, which is this row's rate with it: another machine or PyTorch, which is not said",
     ),
     "titan2412-8gpu-FSDP": _titan2412(8),
     "titan2412-8gpu-FSDP+compile": _titan2412(8, compiled=[LAYERS], loop=Loop()),
