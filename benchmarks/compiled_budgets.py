@@ -112,7 +112,7 @@ def table(rows: list[Row]) -> str:
     """Write the table of the page."""
     heads = (
         "model",
-        "setting",
+        "rival",
         "its peak, MiB",
         "recomputed, GFLOP",
         "step, ms",

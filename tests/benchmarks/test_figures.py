@@ -94,17 +94,22 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
     for row in (row for row in COMPILED if "bits" in row):
         assert row["bits"] or row["backend"] != "aot_eager", row["case"]
         # Two orders of the same sums are both right: one may be a little farther from eager mode than the other.
-        assert row["planned"] <= 2 * row["alone"] + 1e-6, row["case"]
+        assert row["planned"] <= 2 * row["alone"] + 1e-6 or not row["same_loss"], row["case"]
+        without = max(row["slope_eager"], row["slope_alone"])
+        assert without < 1e-3, row["case"]  # "0.1 %"
+        assert row["slope_planned"] <= 2 * without + 1e-4, row["case"]
     budgets = _rows("compiled_budgets")
-    assert len(budgets) == 18
+    rivals = {*compiled_budgets.SETTINGS, *compiled_budgets.LAYERS}
+    models = {row["model"] for row in budgets}
+    assert len(models) == 6
+    assert len(budgets) == len(models) * len(rivals)
     assert all(row["plan"]["peak"] <= row["theirs"]["peak"] for row in budgets)
-    assert all(
-        row["plan"]["step_ms"] <= row["theirs"]["step_ms"] for row in budgets
-    )  # "No setting is faster"
+    # "None is faster"
+    assert all(row["plan"]["step_ms"] <= row["theirs"]["step_ms"] for row in budgets)
     at = {(row["model"], row["setting"]): row["theirs"]["peak"] for row in budgets}
-    rising = [model for model, setting in at if setting == 0.7 and at[model, 0.4] > at[model, 0.7]]
+    rising = [model for model, setting in at if setting == "0.7" and at[model, "0.4"] > at[model, "0.7"]]
     assert len(rising) == 5  # "Five of the six models"
-    resnet = [row for row in budgets if row["model"] == "resnet" and row["setting"] < 0.7]
+    resnet = [row for row in budgets if row["model"] == "resnet" and row["setting"] in ("0.4", "0.1")]
     assert all(row["theirs"]["peak"] > row["unplanned"] for row in resnet)
 
 
