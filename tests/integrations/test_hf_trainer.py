@@ -201,7 +201,9 @@ def test_a_step_that_takes_more_than_the_plan_says_is_a_warning(make: Callable[.
     plan = plan_for(trainer)
     small = structs.replace(plan, peak_bytes=plan.peak_bytes * 9 // 10, budget_bytes=None)
     trainer.add_callback(PlanCallback(small))
-    with pytest.warns(sacplan.SacplanWarning, match=r"\+11\.1% from .*no budget.*4 sequences of 32 tokens.*profile_trainer"):
+    with pytest.warns(
+        sacplan.SacplanWarning, match=r"\+11\.1% from .*no budget.*4 sequences of 32 tokens.*profile_trainer"
+    ):
         train(trainer)
 
     for options in ({"watch_steps": 0}, {"tolerance": 0.2}):
