@@ -147,7 +147,9 @@ def main() -> None:
     rivals = [*SETTINGS, *LAYERS]
     cases = [(name, [r for r in rivals if f"{name} {r}" not in known]) for name in arguments.names]
     print(_TABLE.head)
-    run_cases([c for c in cases if c[1]], lambda case: rows_of(*case), _line, path, key="case", row_a_line=True)
+    run_cases(
+        [c for c in cases if c[1]], lambda case: rows_of(*case), _line, path, key="case", row_a_line=True
+    )
 
 
 if __name__ == "__main__":
