@@ -58,16 +58,16 @@ _TABLE = Table(
 def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[Row]:
     """Yield a row for each budget; "100%" is no plan."""
     seed_everything(0)
-    small, blocks = MODELS[name]()
-    small.model.train()
+    given, blocks = MODELS[name]()
+    given.model.train()
     # Before it compiles, ``verify`` counts FLOPs. In the first call of some models, transformers installs hooks under a
     # lock, at which Dynamo breaks the graph: a step that is compiled later has fewer graphs than one that begins so.
-    call_model(small.model, small.batch)
+    call_model(given.model, given.batch)
     head = {"model": name, "backend": backend, "compiled": way}
     asked = {"modules": "" if way == "whole" else blocks, "backend": backend}
-    larger = dataclasses.replace(small, batch=tree_map_only(torch.Tensor, _larger, small.batch))
+    larger = dataclasses.replace(given, batch=tree_map_only(torch.Tensor, _larger, given.batch))
     for case, mine in (
-        (small, [b for b in budgets if b not in SMALL]),
+        (given, [b for b in budgets if b not in SMALL]),
         (larger, [b for b in budgets if b in SMALL]),
     ):
         profile: Any = None
@@ -135,7 +135,6 @@ def _pass(case: Case, plan: sacplan.Plan | None, compilation: Compilation | None
     model = case.model
     step = Step(model, case.batch, case.loss_fn or default_loss, None, "train", 1)
     buffers = [b.clone() for b in model.buffers()]
-
     weights = [p.detach().clone() for p in model.parameters()]
 
     def run() -> float:

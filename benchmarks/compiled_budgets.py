@@ -66,9 +66,7 @@ def rows_of(name: str, rivals: list[str]) -> Iterator[Row]:
     plans: dict[int, Row] = {}  # by budget
     for setting in rivals:
         with functorch_config.patch(SETTINGS.get(setting, {})):
-            rival = (_case(name, LAYERS[setting]) if setting in LAYERS else case).profile(
-                "h100", compile=True
-            )
+            rival = (_case(name, setting) if setting in LAYERS else case).profile("h100", compile=True)
         row: Row = {"case": f"{name} {setting}", "model": name, "setting": setting}
         row |= {"unplanned": alone.peak_bytes, "theirs": figures(rival), "plan": None}
         try:
@@ -81,19 +79,17 @@ def rows_of(name: str, rivals: list[str]) -> Iterator[Row]:
         yield row
 
 
-_NOTHING = object()
-
-
-def _case(name: str, checkpointed: Any = _NOTHING) -> Case:
+def _case(name: str, rival: str = "") -> Case:
+    """Return the model, its layers checkpointed if that is the rival."""
     seed_everything(0)
     case, blocks = MODELS[name]()
     case.model.train()
-    if checkpointed is not _NOTHING:
+    if rival in LAYERS:
         # As transformers does it with checkpointing: Dynamo breaks the graph where a checkpoint fills a cache.
         if hasattr(case.model, "config"):
             case.model.config.use_cache = False
         named = dict(case.model.named_modules())
-        checkpoint_layers([named[fqn] for fqn in matching(list(named), blocks)], checkpointed)
+        checkpoint_layers([named[fqn] for fqn in matching(list(named), blocks)], LAYERS[rival])
     return case
 
 
