@@ -58,8 +58,6 @@ SUM_OF_OUTPUTS = "the sum of the outputs"
 class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a step was set up.
 
-    Checkpointing by the model itself is not in it: ``profile`` and ``apply`` refuse a model that does.
-
     Attributes:
         use_cache: whether the configuration of a transformers model asks for a key-value cache, which is then alive as
             an output; None for a model that makes none.
@@ -73,6 +71,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             which it would not run compiled.
         scripted: modules made by ``torch.jit.script`` or ``torch.jit.trace``. A plan has no unit in or around them:
             after a few calls TorchScript runs other ops than at first, and some of those fail under a dispatch mode.
+        checkpointed: modules that ``torch.utils.checkpoint`` runs again in the step itself, with those inside them. A
+            plan leaves them as they are.
         autocast: the type of a ``torch.autocast`` around the call of ``profile``; one inside ``loss_fn`` does not show.
         accumulation_steps: micro-batches whose gradients one optimizer step adds up. With more than one, gradients are
             alive before the recorded step begins.
@@ -91,6 +91,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     autocast: Name | None = None
     compiled: Compilation | None = None
     scripted: tuple[Name, ...] = ()
+    checkpointed: tuple[str, ...] = ()
     accumulation_steps: Positive = 1
     routing: Routing = "balanced"
     optimizer_host_bytes: Count = 0

@@ -244,6 +244,11 @@ class Recorder(Watching):
         """Whether it has been entered and not been left."""
         return self.storages.is_recording
 
+    @property
+    def checkpointed(self) -> tuple[str, ...]:
+        """The modules whose forward ``torch.utils.checkpoint`` ran again."""
+        return tuple(self._calls.checkpointed)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Ops inside are not recorded; what they leave behind is noticed when it is used, or tracked."""
