@@ -17,7 +17,7 @@ import torch
 from msgspec import Struct
 
 from sacplan.core.compilation import Compilation
-from sacplan.core.elements import pattern_of
+from sacplan.core.elements import is_inside, pattern_of
 from sacplan.core.files import Count, Name, Positive, Share
 from sacplan.errors import SacplanWarning
 from sacplan.torch_compat.compiling import compiled_in_place
@@ -217,6 +217,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             "" if self.routing == "balanced" else f"{self.routing} routing",
             "" if self.compiled is None else str(self.compiled),
             f"left alone as TorchScript: {_patterns(self.scripted)}" if self.scripted else "",
+            "checkpoints by itself" if self.checkpointed else "",
         ]
         return ", ".join(word for word in words if word)
 
@@ -358,6 +359,13 @@ def compiled_inside(model: torch.nn.Module) -> tuple[str, ...]:
         if fqn and compiled and not any(fqn.startswith(f"{outer}.") for outer in found):
             found.append(fqn)
     return tuple(found)
+
+
+def outermost_patterns(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names (numbers as ``*``) of the modules that are inside of none of the others."""
+    among = tuple(names)
+    outermost = (name for name in among if not any(is_inside(name, other) for other in among))
+    return tuple(dict.fromkeys(map(pattern_of, outermost)))
 
 
 def _patterns(names: Iterable[str]) -> str:

@@ -140,7 +140,8 @@ class ModuleCalls:
         # Not a call of the forward pass: one inside of a backward pass, one in another thread (an error if it is of the
         # model, since its ops would be missing), and one of a module that nobody has named.
         if in_backward():
-            # A custom autograd.Function may call modules in its backward: those ops belong to the node that runs.
+            # Checkpointing runs a forward again, and a custom autograd.Function may call modules in its backward: their
+            # ops belong to the node that runs.
             fqn = self._fqns.get(id(module))
             if fqn is not None and called_by_checkpoint():
                 self.checkpointed[fqn] = None
