@@ -152,13 +152,12 @@ def test_checkpointing_already_on() -> None:
         lambda self, x: torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False),
         inner=nn.Sequential(nn.Linear(8, 8), nn.GELU()),
     )
-    profile = sacplan.profile(model, torch.randn(2, 8, requires_grad=True), device="cpu")
+    batch = torch.randn(2, 8)
+    profile = sacplan.profile(model, batch, device="cpu")
     with pytest.raises(sacplan.InfeasibleBudget, match=r"checkpoints by itself \(inner\).*switch it off"):
         sacplan.plan(profile, "100B")
     assert (
-        sacplan.verify(
-            model, torch.randn(2, 8, requires_grad=True), sacplan.plan(profile, "100%"), run="real"
-        ).peak_bytes
+        sacplan.verify(model, batch, sacplan.plan(profile, "100%"), run="real").peak_bytes
         == profile.peak_bytes
     )
     flagged = LM()
