@@ -113,7 +113,8 @@ def resolve_pins(
     keep, never = _patterns("keep", keep), _patterns("never", never)
     compiled = _compiled(program, fingerprint)
     scripted = fingerprint.setup.scripted
-    if not keep and not never and not compiled and not scripted:
+    checkpointed = fingerprint.setup.checkpointed
+    if not keep and not never and not compiled and not scripted and not checkpointed:
         return NO_PINS
     known = _Names(program, fingerprint)
     kept_ops: set[int] = set()
@@ -128,7 +129,8 @@ def resolve_pins(
     left_alone = {fqn for pattern in never for fqn in known.modules(pattern, "never")}
     alone = _scopes_of(program, left_alone.union(scripted))
     widest_units = _widest_units(program, alone, compiled) if never or compiled or scripted else None
-    pinned = alone | _scopes_of(program, kept_modules)
+    # What the step runs again by itself stays as it is, as if ``keep`` named it.
+    pinned = alone | _scopes_of(program, kept_modules.union(checkpointed))
     forward = [i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD]
     named_ops = kept_ops.union(i for i in forward if program.ops[i].scope in pinned)
     kept_ops = set(named_ops)

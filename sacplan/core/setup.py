@@ -17,7 +17,7 @@ import torch
 from msgspec import Struct
 
 from sacplan.core.compilation import Compilation
-from sacplan.core.elements import pattern_of
+from sacplan.core.elements import is_inside, pattern_of
 from sacplan.core.files import Count, Name, Positive, Share
 from sacplan.errors import SacplanWarning
 from sacplan.torch_compat.compiling import compiled_in_place
@@ -58,8 +58,6 @@ SUM_OF_OUTPUTS = "the sum of the outputs"
 class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a step was set up.
 
-    Checkpointing by the model itself is not in it: ``profile`` and ``apply`` refuse a model that does.
-
     Attributes:
         use_cache: whether the configuration of a transformers model asks for a key-value cache, which is then alive as
             an output; None for a model that makes none.
@@ -73,6 +71,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             which it would not run compiled.
         scripted: modules made by ``torch.jit.script`` or ``torch.jit.trace``. A plan has no unit in or around them:
             after a few calls TorchScript runs other ops than at first, and some of those fail under a dispatch mode.
+        checkpointed: modules that ``torch.utils.checkpoint`` runs again in the step itself, with those inside them. A
+            plan leaves them as they are.
         autocast: the type of a ``torch.autocast`` around the call of ``profile``; one inside ``loss_fn`` does not show.
         accumulation_steps: micro-batches whose gradients one optimizer step adds up. With more than one, gradients are
             alive before the recorded step begins.
@@ -91,6 +91,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     autocast: Name | None = None
     compiled: Compilation | None = None
     scripted: tuple[Name, ...] = ()
+    checkpointed: tuple[str, ...] = ()
     accumulation_steps: Positive = 1
     routing: Routing = "balanced"
     optimizer_host_bytes: Count = 0
@@ -216,6 +217,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             "" if self.routing == "balanced" else f"{self.routing} routing",
             "" if self.compiled is None else str(self.compiled),
             f"left alone as TorchScript: {_patterns(self.scripted)}" if self.scripted else "",
+            "checkpoints by itself" if self.checkpointed else "",
         ]
         return ", ".join(word for word in words if word)
 
@@ -357,6 +359,13 @@ def compiled_inside(model: torch.nn.Module) -> tuple[str, ...]:
         if fqn and compiled and not any(fqn.startswith(f"{outer}.") for outer in found):
             found.append(fqn)
     return tuple(found)
+
+
+def outermost_patterns(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names (numbers as ``*``) of the modules that are inside of none of the others."""
+    among = tuple(names)
+    outermost = (name for name in among if not any(is_inside(name, other) for other in among))
+    return tuple(dict.fromkeys(map(pattern_of, outermost)))
 
 
 def _patterns(names: Iterable[str]) -> str:

@@ -25,6 +25,7 @@ from sacplan.core.budget import exact_bytes, format_bytes
 from sacplan.core.liveness import Footprint
 from sacplan.core.pins import NO_PINS
 from sacplan.core.program import Phase, Program
+from sacplan.core.setup import Setup, outermost_patterns
 from sacplan.device.device_memory import WITH_RETRIES, reserved_bytes, retries_within
 from sacplan.device.outside_allocator import outside_text
 from sacplan.errors import InfeasibleBudget, SacplanError, SacplanWarning
@@ -84,7 +85,7 @@ def infeasible(
             f"no plan found keeps the step under {format_bytes(budget_bytes)}{how}. Unplanned it takes "
             f"{format_bytes(profile.peak_bytes)}. The smallest peak reached is {reached}"
         )
-    message += "".join(f"{said}. " for said in differentiated_twice(profile.program))
+    message += "".join(f"{said}. " for said in left_alone(profile))
     # A technique's own solver has tried everything there is.
     if looks_further and not own:
         message += _Alternatives(profile, asked, search, budget_bytes).said()
@@ -93,6 +94,22 @@ def infeasible(
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
+    )
+
+
+def left_alone(profile: Profile) -> tuple[str, ...]:
+    """Say what of a step no plan touches, and why, a sentence each."""
+    return differentiated_twice(profile.program) + checkpointed(profile.fingerprint.setup)
+
+
+def checkpointed(setup: Setup) -> tuple[str, ...]:
+    """Say which modules the step checkpoints by itself; nothing for a step that does not."""
+    if not setup.checkpointed:
+        return ()
+    names = ", ".join(name or "the model itself" for name in outermost_patterns(setup.checkpointed))
+    return (
+        f"the step checkpoints by itself ({names}), and a plan leaves this as it is: switch it off, for a Hugging Face "
+        "model with `model.gradient_checkpointing_disable()`, and sacplan chooses what to recompute there, too",
     )
 
 

@@ -23,7 +23,7 @@ from sacplan.errors import InfeasibleBudget, PlanError
 from sacplan.planning.beyond import beyond
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.compiled import as_compiled, compiled_plan, smallest_compiled
-from sacplan.planning.infeasible import differentiated_twice, infeasible, segments_do_not_fit
+from sacplan.planning.infeasible import infeasible, left_alone, segments_do_not_fit
 from sacplan.planning.limits import OF_DEVICE, within
 from sacplan.planning.plan import Plan
 from sacplan.planning.planner import Planner
@@ -259,7 +259,7 @@ def provenance_of(profile: Profile, solver: str, pins: Pins = NO_PINS, **asked: 
         trace=profile.trace,
         runtime=profile.runtime,
         assumptions=tuple(filter(decides_sizes, profile.rules)) or UNSET,
-        remarks=differentiated_twice(profile.program) or UNSET,
+        remarks=left_alone(profile) or UNSET,
         sacplan=sacplan.__version__,
         torch=str(torch.__version__),
         date=datetime.now(timezone.utc).replace(microsecond=0),

@@ -421,10 +421,10 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
             make_gathered(fake)
             if asked.compiled is not None:
                 compile_step(step, device_recorder(spec, asked.cost, "observe", rules))
-            program, calls = _record_settled_step(
+            program, calls, checkpointed = _record_settled_step(
                 step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
             )
-            setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
+            setup = _as_recorded(step.setup(asked.autocast), step, spec, checkpointed)
             local_shapes = local_shapes_of(fake)
         finally:
             if handle is not None:
@@ -450,10 +450,10 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
         step = Step(model, asked.batch, asked.loss_fn, made, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
-            program, calls = _record_settled_step(
+            program, calls, checkpointed = _record_settled_step(
                 step, lambda: device_recorder(spec, asked.cost, how), handle
             )
-            setup = _with_host_bytes(step.setup(asked.autocast), step, spec)
+            setup = _as_recorded(step.setup(asked.autocast), step, spec, checkpointed)
             return program, (), setup, calls, local_shapes_of(model)
         finally:
             # After an error, too: a plan must not stay on the user's own model.
@@ -461,12 +461,14 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
                 handle.remove()
 
 
-def _with_host_bytes(setup: Setup, step: Step, spec: DeviceSpec) -> Setup:
+def _as_recorded(setup: Setup, step: Step, spec: DeviceSpec, checkpointed: tuple[str, ...]) -> Setup:
     # On a CPU the two memories are one, and all of it is in the program.
     taken = host_bytes(step.optimizer) if spec.kind == "cuda" else 0
     optimizers = (*step.optimizers_in_backward, *filter(None, [step.optimizer]))
     shards = shards_host_bytes(step.model, optimizers)
-    return structs.replace(setup, optimizer_host_bytes=taken, shards_host_bytes=shards)
+    return structs.replace(
+        setup, optimizer_host_bytes=taken, shards_host_bytes=shards, checkpointed=checkpointed
+    )
 
 
 def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
@@ -492,7 +494,7 @@ def _record_settled_step(
     recorder: Callable[[], Recorder],
     handle: Any = None,
     rules: DataRules | None = None,
-) -> tuple[Program, tuple[ModelCall, ...]]:
+) -> tuple[Program, tuple[ModelCall, ...], tuple[str, ...]]:
     """Record a step that is like all later ones, in which caches are filled.
 
     A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
@@ -535,10 +537,10 @@ def _record_settled_step(
         is_usual = is_usual and laid_out and step.state_in_backward == kept
         is_usual = is_usual and (compiled is None or compiled == compiled_so_far())
         if is_usual and not left and plain_attributes(step.model) == plain:
-            return program, tuple(calls)
+            return program, tuple(calls), recording.checkpointed
         # Tensors are left at every step (a running average, say), but the ops have settled.
         if is_usual and before is not None and _ops_run(before) == _ops_run(program):
-            return program, tuple(calls)
+            return program, tuple(calls), recording.checkpointed
         # As it was before the first step: gradients of this one must not be alive when the next begins, unless the next
         # is to add to them.
         is_usual = i >= unusual
@@ -552,7 +554,7 @@ def _record_settled_step(
         SacplanWarning,
         stacklevel=4,
     )
-    return program, tuple(calls)
+    return program, tuple(calls), recording.checkpointed
 
 
 def _ops_run(program: Program) -> list[tuple[str, int]]:

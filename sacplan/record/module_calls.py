@@ -57,6 +57,7 @@ class ModuleCalls:
     Attributes:
         backward_order: calls in the order in which the backward pass comes to them, outer ones before inner ones.
         on_dtensors: modules whose forward ran ops on DTensors; ``""`` outside of all.
+        checkpointed: modules whose forward ``torch.utils.checkpoint`` ran again in the backward pass.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ModuleCalls:
     ) -> None:
         self.backward_order: dict[int, None] = {}
         self.on_dtensors: set[str] = set()
+        self.checkpointed: dict[str, None] = {}
         self._events = events
         self._n_ops = n_ops
         self._bytes_of = bytes_of
@@ -120,6 +122,7 @@ class ModuleCalls:
         self._marks.clear()
         self.backward_order.clear()
         self.on_dtensors.clear()
+        self.checkpointed.clear()
         self._backward_call = ROOT_SCOPE
 
     def forget(self) -> None:
@@ -137,16 +140,11 @@ class ModuleCalls:
         # Not a call of the forward pass: one inside of a backward pass, one in another thread (an error if it is of the
         # model, since its ops would be missing), and one of a module that nobody has named.
         if in_backward():
-            # A custom autograd.Function may call modules in its backward: those ops belong to the node that runs.
+            # Checkpointing runs a forward again, and a custom autograd.Function may call modules in its backward: their
+            # ops belong to the node that runs.
             fqn = self._fqns.get(id(module))
             if fqn is not None and called_by_checkpoint():
-                self._fail(
-                    TraceError(
-                        f"the forward of module {fqn!r} ran again during the backward pass: checkpointing is "
-                        "already switched on in this model. Switch it off (for a Hugging Face model "
-                        "`model.gradient_checkpointing_disable()`), sacplan chooses what to recompute."
-                    )
-                )
+                self.checkpointed[fqn] = None
             return
         if threading.get_ident() != self._thread:
             if id(module) in self._fqns:

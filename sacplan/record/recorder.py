@@ -44,7 +44,7 @@ from sacplan.record.tensor_table import TensorTable
 from sacplan.record.training_state import TrainingState
 from sacplan.record.unseen_writes import UnseenWrites
 from sacplan.torch_compat import inductor
-from sacplan.torch_compat.autograd import in_backward
+from sacplan.torch_compat.autograd import called_by_checkpoint, in_backward
 from sacplan.torch_compat.distributed_modules import unwrapped
 from sacplan.torch_compat.fake_tensors import ZERO_TENSOR, FakeTensorMode, active_fake_mode, fake_device_of
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
@@ -244,6 +244,11 @@ class Recorder(Watching):
         """Whether it has been entered and not been left."""
         return self.storages.is_recording
 
+    @property
+    def checkpointed(self) -> tuple[str, ...]:
+        """The modules whose forward ``torch.utils.checkpoint`` ran again."""
+        return tuple(self._calls.checkpointed)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Ops inside are not recorded; what they leave behind is noticed when it is used, or tracked."""
@@ -426,6 +431,8 @@ class Recorder(Watching):
         self._events.append((_OP, index))
         if compiled:
             return
+        if phase is Phase.FORWARD or (torch.is_grad_enabled() and called_by_checkpoint()):
+            self._numbers.keep(func, args, outputs)
         if phase is Phase.BACKWARD:
             self._in_place.saw(self._nodes.running, func, args, out, index, op.reads, op.writes, n_storages)
         elif phase is Phase.FORWARD:
@@ -436,7 +443,6 @@ class Recorder(Watching):
             inside = self._formula(func, args, kwargs, out)
             if inside is not None:
                 self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
-            self._numbers.keep(func, args, outputs)
             if self.storages.is_fake:
                 self._regenerated.saw(func, taken, made, writes=bool(mutates))
 

@@ -290,12 +290,9 @@ def own_checkpointing(model: torch.nn.Module) -> str | None:
 
 
 def check_model(model: Any) -> None:
-    """Raise ``TraceError`` unless the model can be recorded: a module without a plan or checkpointing of its own."""
+    """Raise ``TraceError`` unless the model can be recorded: a module without a plan."""
     if not isinstance(model, torch.nn.Module):
         raise TraceError(f"model must be an nn.Module, not {type(model).__name__}.")
-    checkpointing = own_checkpointing(model)
-    if checkpointing is not None:
-        raise TraceError(checkpointing)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise TraceError(

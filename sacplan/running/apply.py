@@ -144,7 +144,7 @@ def put_on(
     with compiled_in_place(model) as model, ExitStack() as after_an_error:
         # The order decides which error a user gets: a wrapper renames modules, so it must be named before the
         # fingerprint reports the names as a mismatch; and units are looked up in a model that is known to match.
-        _check_not_wrapped(model)
+        _check_not_wrapped(model, plan.fingerprint.setup)
         plan.fingerprint.check_model(model)
         _check_units(model, plan)
         # Also after an interrupt: a model that is half changed would be refused by the next ``apply``.
@@ -170,7 +170,7 @@ _WRAPPERS = (
 )
 
 
-def _check_not_wrapped(model: torch.nn.Module) -> None:
+def _check_not_wrapped(model: torch.nn.Module, planned: Setup) -> None:
     """Refuse wrapped models: wrappers change the names of modules. The model inside of one may get a plan."""
     # The root alone: a wrapped submodule keeps the names of the modules around it.
     if isinstance(model, _WRAPPERS):
@@ -189,7 +189,7 @@ def _check_not_wrapped(model: torch.nn.Module) -> None:
             )
     # The model's own checkpointing would nest with the plan's recomputation, and the plan has not counted it.
     checkpointing = own_checkpointing(model)
-    if checkpointing is not None:
+    if checkpointing is not None and not planned.checkpointed:
         raise PlanError(checkpointing)
 
 

@@ -152,12 +152,20 @@ def test_checkpointing_already_on() -> None:
         lambda self, x: torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False),
         inner=nn.Sequential(nn.Linear(8, 8), nn.GELU()),
     )
-    with pytest.raises(sacplan.errors.TraceError, match=r"'inner.*already"):
-        sacplan.profile(model, torch.randn(2, 8, requires_grad=True))
+    batch = torch.randn(2, 8)
+    profile = sacplan.profile(model, batch, device="cpu")
+    with pytest.raises(sacplan.InfeasibleBudget, match=r"checkpoints by itself \(inner\).*switch it off"):
+        sacplan.plan(profile, "100B")
+    assert (
+        sacplan.verify(model, batch, sacplan.plan(profile, "100%"), run="real").peak_bytes
+        == profile.peak_bytes
+    )
     flagged = LM()
-    flagged.layers[1].gradient_checkpointing = True
-    with pytest.raises(sacplan.errors.TraceError, match=r"layers\.1"):
-        sacplan.profile(flagged, tokens())
+    flagged.layers[1].gradient_checkpointing = True  # a flag that its forward does not look at
+    plain = sacplan.profile(LM(), tokens(), device="cpu")
+    assert sacplan.profile(flagged, tokens(), device="cpu").peak_bytes == plain.peak_bytes
+    with pytest.raises(sacplan.errors.PlanError, match=r"layers\.1"):
+        sacplan.apply(flagged, sacplan.plan(plain, "100%"))
 
 
 def test_not_a_model() -> None:
