@@ -276,7 +276,10 @@ class Profile:
         ]
         if self.has_no_optimizer:
             found.append(no_optimizer(self.program, self.spec))
-        last = (without_cudnn_workspaces(self.recorded, self.spec), without_bfloat16(self.recorded, self.spec))
+        last = (
+            without_cudnn_workspaces(self.recorded, self.spec),
+            without_bfloat16(self.recorded, self.spec),
+        )
         return (*found, *filter(None, last))
 
     def _types_of_shards(self) -> tuple[str, ...]:
