@@ -79,8 +79,10 @@ def without_cudnn_workspaces(program: Program, spec: DeviceSpec) -> str:
     """Say that cuDNN's workspaces are not in the peak; empty for a step without convolutions, or on a CPU."""
     if spec.kind != "cuda" or all("convolution" not in op.name for op in program.ops):
         return ""
-    return "workspaces of cuDNN's convolutions count as 0: it does not publish their sizes, and no published peak "
+    return (
+        "workspaces of cuDNN's convolutions count as 0: it does not publish their sizes, and no published peak "
         "tells them"
+    )
 
 
 _LOW = ("torch.bfloat16", "torch.float16")
