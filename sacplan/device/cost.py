@@ -336,7 +336,8 @@ class CostModel:
             flops_per_s: what large matrix products of its type reach.
         """
         speed = self._speeds[kernel.kind]
-        ms = max(kernel.nbytes / speed.bytes_per_ms, kernel.elements / speed.elements_per_ms)
+        elements = max(kernel.elements, kernel.block_elements * self.spec.sm_count)
+        ms = max(kernel.nbytes / speed.bytes_per_ms, elements / speed.elements_per_ms)
         if kernel.flops:
             # Each multiprocessor has its share of the peak; the one with the most work is waited for.
             flops = max(kernel.flops, kernel.block_flops * self.spec.sm_count)

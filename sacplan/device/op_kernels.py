@@ -43,6 +43,7 @@ class Kernel:
         elements: handled one by one, for kinds that have a rate; rows, for kinds that have a time for each.
         flops: of matrix units, padding included.
         block_flops: what one multiprocessor does of them at least.
+        block_elements: the same of elements.
         launches: how often it is launched.
     """
 
@@ -51,6 +52,7 @@ class Kernel:
     elements: float = 0
     flops: float = 0
     block_flops: float = 0
+    block_elements: float = 0
     launches: int = 1
 
 

@@ -51,7 +51,8 @@ def nccl_buffers(communicators: int) -> Outside:
     return Outside(
         f"NCCL buffers{many}",
         communicators * 1024 * _MIB,
-        "an assumption: 1 GiB for each communicator. NCCL issue #864 has 1.6 GB for one, the CUDA context included; "
+        "an assumption: 1 GiB for each communicator. NCCL issue #864 has 1.6 GB for one, the CUDA context included, "
+        "and #964 544 to 688 MB on A100s with NVLink; an all-to-all on 8 H100s takes 3.3 GB (#1685); "
         "the links decide how many channels there are, each with buffers of its own (#391, #1450)",
     )
 

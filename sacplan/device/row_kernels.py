@@ -144,20 +144,37 @@ def _group_norm_backward(call: Call) -> tuple[Kernel, ...]:
     )
 )
 def _batch_norm(call: Call) -> tuple[Kernel, ...]:
-    """In training, moments of each channel first; then elementwise."""
+    """In training, moments of each channel first; then elementwise.
+
+    PyTorch's own kernel has one block for a channel, unless the tensor is channels last (``Normalization.cuh``). cuDNN
+    has more.
+    """
     x = call.args[0]
     nbytes = tensor_bytes(x)
     training = arguments_by_name(call.func, call.args, call.kwargs).get("training", True)
     if not training:
         return (Kernel("pointwise", nbytes + call.written_bytes),)
-    return Kernel("reduction", nbytes), Kernel("norm", nbytes + call.written_bytes)
+    moments = _moments_of_channels(call, x, nbytes, passes=1) or Kernel("reduction", nbytes)
+    return moments, Kernel("norm", nbytes + call.written_bytes)
 
 
 @kernels(*aten_names("native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward"))
 def _batch_norm_backward(call: Call) -> tuple[Kernel, ...]:
-    """Two sums for each channel, from gradient and input; then the input's gradient, from both again."""
+    """Two sums for each channel, from gradient and input; then the input's gradient, from both again.
+
+    PyTorch's own kernel does both in the one block of a channel, see above.
+    """
     nbytes = tensor_bytes(call.args[0])
+    if whole := _moments_of_channels(call, call.args[1], 5 * nbytes, passes=2):
+        return (whole,)
     return Kernel("reduction", 2 * nbytes), Kernel("norm_backward", 3 * nbytes)
+
+
+def _moments_of_channels(call: Call, x: torch.Tensor, nbytes: int, *, passes: int) -> Kernel | None:
+    """Return the kernel of PyTorch that walks over each channel with one block; None where another one runs."""
+    if "cudnn" in call.func._schema.name or x.dim() < 3 or x.stride(1) == 1 or not x.is_contiguous():
+        return None
+    return Kernel("moments", nbytes, passes * x.numel(), block_elements=passes * x.numel() / x.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from sacplan.profiling.remarks import (
     summed_outputs,
     types_of_shards,
     without_bfloat16,
+    without_cudnn_workspaces,
 )
 from sacplan.record.step import (
     Mode,
@@ -264,7 +265,7 @@ class Profile:
         """Assumptions behind the figures, a sentence each.
 
         They come from a fake trace, from spreading the step over ranks, from training without a loss or without an
-        optimizer, and from bfloat16 on a device that has none.
+        optimizer, from what cuDNN does not publish, and from bfloat16 on a device that has none.
         """
         found = [
             *self.rules,
@@ -275,7 +276,11 @@ class Profile:
         ]
         if self.has_no_optimizer:
             found.append(no_optimizer(self.program, self.spec))
-        return (*found, *filter(None, [without_bfloat16(self.recorded, self.spec)]))
+        last = (
+            without_cudnn_workspaces(self.recorded, self.spec),
+            without_bfloat16(self.recorded, self.spec),
+        )
+        return (*found, *filter(None, last))
 
     def _types_of_shards(self) -> tuple[str, ...]:
         # No unit is sharded, so no types have to agree.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from importlib.metadata import version
 
 import torch
 
 from sacplan.core.budget import format_bytes
 from sacplan.core.fingerprint import FingerprintEntry
 from sacplan.core.program import Program
-from sacplan.core.setup import SUM_OF_OUTPUTS, Setup
+from sacplan.core.setup import OWN_LOSS, SUM_OF_OUTPUTS, Setup
 from sacplan.device.devices import DeviceSpec
 
 _STEPS_BYTES = 4  # a float32
@@ -59,6 +60,28 @@ def summed_outputs(setup: Setup) -> str:
         "no loss_fn, and among the outputs of the model neither a loss nor exactly one scalar that could be it: the "
         "step trains the sum of its float outputs, and its peak is not that of the loss that you train. Give "
         "loss_fn=lambda model, batch: ... that returns the loss"
+    )
+
+
+def loss_of_library(model: torch.nn.Module, setup: Setup) -> tuple[str, ...]:
+    """Name the version and the loss of transformers, if the step trains the loss of such a model."""
+    if setup.loss != OWN_LOSS or not type(model).__module__.startswith("transformers."):
+        return ()
+    made = getattr(model.loss_function, "__name__", "a loss of its own")
+    how = ": logits in float32, labels shifted and not the logits" if made == "ForCausalLMLoss" else ""
+    return (
+        f"the loss is {made} of transformers {version('transformers')}{how}; other versions hold a tensor as large as "
+        "the logits more or less",
+    )
+
+
+def without_cudnn_workspaces(program: Program, spec: DeviceSpec) -> str:
+    """Say that cuDNN's workspaces are not in the peak; empty for a step without convolutions, or on a CPU."""
+    if spec.kind != "cuda" or all("convolution" not in op.name for op in program.ops):
+        return ""
+    return (
+        "workspaces of cuDNN's convolutions count as 0: it does not publish their sizes, and no published peak "
+        "tells them"
     )
 
 

@@ -40,7 +40,7 @@ from sacplan.errors import (
 )
 from sacplan.profiling.optimizer_table import factory_of
 from sacplan.profiling.profile import Profile, Source
-from sacplan.profiling.remarks import summed_outputs, without_bfloat16
+from sacplan.profiling.remarks import loss_of_library, summed_outputs, without_bfloat16
 from sacplan.record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
 from sacplan.record.device_recorder import device_recorder
 from sacplan.record.fake_copy import FakeCopier
@@ -430,7 +430,8 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
             if handle is not None:
                 handle.remove()
             copier.forget_hooks()
-    return program, tuple(map(str, rules.applied)), setup, calls, local_shapes
+    said = (*map(str, rules.applied), *loss_of_library(asked.model, setup))
+    return program, said, setup, calls, local_shapes
 
 
 def _trace_real(asked: _RecordRequest) -> _Recorded:

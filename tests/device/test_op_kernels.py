@@ -55,6 +55,20 @@ def test_attention() -> None:
     assert kinds(efficient, q, q, q, None, True) == ["efficient_attention"]
 
 
+def test_batch_norm_of_pytorch_has_one_block_for_a_channel() -> None:
+    x, scale = meta(12, 64, 56, 56, dtype=BF16), meta(64)
+    moments, rest = kernels(aten.native_batch_norm.default, x, scale, scale, scale, scale, True, 0.1, 1e-5)
+    assert (moments.kind, moments.block_elements, rest.kind) == ("moments", 12 * 56 * 56, "norm")
+    cost = CostModel(H100)
+    launch, walked = 1e-3 * H100.kernel_launch_us, cost.kernel_ms(moments)
+    spread = cost.kernel_ms(replace(moments, block_elements=0))
+    assert (walked - launch) / (spread - launch) == pytest.approx(132 / 64)  # 64 of 132 multiprocessors work
+    last = x.contiguous(memory_format=torch.channels_last)
+    args = (scale, scale, scale, scale, True, 0.1, 1e-5)
+    assert kinds(aten.native_batch_norm.default, last, *args) == ["reduction", "norm"]
+    assert kinds(aten.cudnn_batch_norm.default, x, *args) == ["reduction", "norm"]
+
+
 # --- times ----------------------------------------------------------------------------------------------
 
 OPS = {

@@ -233,3 +233,25 @@ def test_dtype_follows_the_device(run: Callable[[str], Any]) -> None:
     made = run("profile hf:tiny.json --device t4 --dtype bfloat16")
     assert len(re.findall("t4 has no bfloat16", made.stderr)) == 1
     assert json.loads(run("profile hf:tiny.json --json").stdout)["hf"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("device", "said"), [("a100-80gb", True), ("cpu", False)])
+def test_a_conv_net_on_a_gpu_says_that_cudnn_workspaces_are_left_out(device: str, said: bool) -> None:
+    images = torch.zeros(2, 3, 8, 8)
+    profile = sacplan.profile(nn.Conv2d(3, 4, 3), images, loss, device=device)
+    assert any("workspaces of cuDNN" in sentence for sentence in profile.assumptions) is said
+    assert not any("cuDNN" in s for s in sacplan.profile(model(), batch(), loss, device=device).assumptions)
+
+
+def test_a_model_of_transformers_names_its_loss_and_version() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    made = transformers.GPT2LMHeadModel(config)
+    profile = sacplan.profile(made, {"input_ids": tokens, "labels": tokens}, device="a100-80gb")
+    (said,) = [sentence for sentence in profile.assumptions if "transformers" in sentence]
+    assert f"ForCausalLMLoss of transformers {transformers.__version__}: logits in float32" in said
+    summed = sacplan.profile(
+        made, {"input_ids": tokens}, lambda m, b: m(**b).logits.sum(), device="a100-80gb"
+    )
+    assert not any("transformers" in sentence for sentence in summed.assumptions)
