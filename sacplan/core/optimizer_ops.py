@@ -28,15 +28,18 @@ def recomputed_from_updated(program: Program) -> int | None:
     op is done before the op's own node, and the parameter is updated after that. Several backward passes in a step may
     come in another order, and so may checkpoints of the model's own.
     """
-    updated: set[int] = set()
-    for code, arg in program.events:
+    updated: dict[int, int] = {}
+    ran: dict[int, int] = {}
+    for moment, (code, arg) in enumerate(program.events):
         if code != Event.OP:
             continue
         op = program.ops[arg]
-        # Only what was updated before an op runs again matters, so both are looked at in one pass.
+        # Only what is updated between an op and its recomputation matters, so both are looked at in one pass.
         if op.phase is Phase.OPTIMIZER:
-            updated.update(op.mutates)
-        elif op.recomputes >= 0 and not updated.isdisjoint(op.reads):
+            updated.update(dict.fromkeys(op.mutates, moment))
+        elif op.recomputes < 0:
+            ran[arg] = moment
+        elif any(updated.get(storage, -1) > ran[op.recomputes] for storage in op.reads):
             return op.recomputes
     return None
 
@@ -49,6 +52,6 @@ def why_not_again(program: Program) -> str:
     op = program.ops[index]
     where = program.scopes[op.scope].fqn if op.scope >= 0 else ""
     return (
-        f"{op.name} in {where or 'the model'!r} would run again after an optimizer in the backward pass has "
-        f"changed a parameter that it reads. Keep what the module makes: keep=[{where!r}]."
+        f"{op.name} in {where or 'the model'!r} would run again after an optimizer has changed "
+        f"a parameter that it reads. Keep what the module makes: keep=[{where!r}]."
     )

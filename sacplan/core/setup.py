@@ -1,6 +1,6 @@
 """The setup of a recorded step: settings that change its memory, that no shape shows and a training loop may change.
 
-    planned = Setup.of(model, optimizer, loss="the model's own loss")
+    planned = Setup.of(model, [optimizer], loss="the model's own loss")
     planned.differences(Setup.of(other_model))
 
 ``Fingerprint.setup`` holds it, so profiles and plans have it in their files.
@@ -101,13 +101,13 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     def of(
         cls,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
         loss: str = "",
         autocast: str | None = None,
         *,
         accumulation_steps: int = 1,
     ) -> Setup:
-        """Read the setup from a model and an optimizer as they are now."""
+        """Read the setup from a model and its optimizers as they are now."""
         with compiled_in_place(model) as model:
             modes = {module.training for module in model.modules()}
             return cls(
@@ -117,7 +117,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
                 in_eval=_in_eval(model) if len(modes) > 1 else (),
                 dropout=_dropout(model),
                 loss=loss,
-                optimizer=None if optimizer is None else optimizer_name(optimizer),
+                optimizer=" and ".join(dict.fromkeys(map(optimizer_name, optimizers))) or None,
                 autocast=autocast,
                 accumulation_steps=accumulation_steps,
             )

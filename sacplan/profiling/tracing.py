@@ -63,10 +63,10 @@ from sacplan.record.step import (
     cached_tensors,
     check_accumulation,
     check_model,
-    check_optimizer,
+    each_optimizer,
     inner_optimizer,
     loss_or_default,
-    make_optimizer,
+    optimizer_over,
     part_of_batch,
     resolve_batch,
 )
@@ -290,8 +290,9 @@ def trace_step(
         fingerprint = Fingerprint.of(model, batch)
         loss = loss_or_default(loss_fn, mode)
         cost = with_collectives(times.cost, spec)
+        wanted = each_optimizer(optimizer, lambda one: inner_optimizer(factory_of(one, spec)))
         asked = _RecordRequest(
-            model, batch, loss, inner_optimizer(factory_of(optimizer, spec)), spec, cost, mode, prepare, saved,
+            model, batch, loss, wanted, spec, cost, mode, prepare, saved,
             autocast, accumulation_steps, routing, compiled, ranks, mesh,
         )  # fmt: skip
         if ranks.sharding is not None:
@@ -414,7 +415,9 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 model=fake,
                 batch=copier.batch(asked.batch),
                 loss_fn=copier.functions.of_loss(asked.loss_fn),
-                optimizer=copier.optimizer(asked.optimizer, model, fake),
+                optimizer=each_optimizer(
+                    asked.optimizer, lambda one: copier.optimizer(one, model, fake)
+                ),
                 mode=asked.mode,
                 accumulation_steps=asked.accumulation_steps,
             )
@@ -435,15 +438,11 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
 
 
 def _trace_real(asked: _RecordRequest) -> _Recorded:
-    model, spec, optimizer = asked.model, asked.spec, asked.optimizer
+    model, spec = asked.model, asked.spec
     how: SavedMode = "clone" if asked.saved == "record" else "observe"
     check_runs_here(model, spec, 'trace="real"')
     # Made before the snapshot, which must know the optimizer to put its state back.
-    made = optimizer
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        made = make_optimizer(optimizer, model)
-    elif optimizer is not None:
-        check_optimizer(optimizer, model)
+    made = each_optimizer(asked.optimizer, lambda one: optimizer_over(one, model))
     # What the loss function holds, and optimizers in hooks of parameters, may change in the step as well.
     with preserved_state(
         model, made, asked.batch, *held_by_function(asked.loss_fn), *optimizers_in_backward(model)
@@ -464,9 +463,8 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
 
 def _as_recorded(setup: Setup, step: Step, spec: DeviceSpec, checkpointed: tuple[str, ...]) -> Setup:
     # On a CPU the two memories are one, and all of it is in the program.
-    taken = host_bytes(step.optimizer) if spec.kind == "cuda" else 0
-    optimizers = (*step.optimizers_in_backward, *filter(None, [step.optimizer]))
-    shards = shards_host_bytes(step.model, optimizers)
+    taken = sum(map(host_bytes, step.optimizers)) if spec.kind == "cuda" else 0
+    shards = shards_host_bytes(step.model, step.optimizers)
     return structs.replace(
         setup, optimizer_host_bytes=taken, shards_host_bytes=shards, checkpointed=checkpointed
     )
@@ -511,11 +509,11 @@ def _record_settled_step(
     # A usual step begins with what later ones begin with: gradients, and the buffers of what runs on ranks.
     unusual = max(int(step.accumulates), first_steps(step.model))
     is_usual = not unusual
-    for i in range(1, 1 + _MOST_STEPS + unusual + bool(step.optimizers_in_backward)):
+    for i in range(1, 1 + _MOST_STEPS + unusual + bool(step.stepped_inside)):
         # Of a plan that is applied, only the differences of the last recorded step count.
         if handle is not None:
             handle.forget_differences()
-        before, plain, kept = program, plain_attributes(step.model), step.state_in_backward
+        before, plain, kept = program, plain_attributes(step.model), step.state_made_inside
         compiled = compiled_so_far() if is_compiling_dry() else None
         strides = [p.stride() for p in step.model.parameters()]
         recording = recorder()
@@ -535,7 +533,7 @@ def _record_settled_step(
             left = [ref for ref in left if ref() is not None]
         # Optimizers that step in the backward pass have made their state: the next step finds it.
         laid_out = strides == [p.stride() for p in step.model.parameters()]
-        is_usual = is_usual and laid_out and step.state_in_backward == kept
+        is_usual = is_usual and laid_out and step.state_made_inside == kept
         is_usual = is_usual and (compiled is None or compiled == compiled_so_far())
         if is_usual and not left and plain_attributes(step.model) == plain:
             return program, tuple(calls), recording.checkpointed
@@ -565,7 +563,7 @@ def _ops_run(program: Program) -> list[tuple[str, int]]:
 
 
 def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:
-    optimizer = step.optimizer
+    optimizer = step.stepped_last
 
     def make_state() -> None:
         """Have the optimizer make its state, which the recorded step then finds, as later steps do."""
@@ -583,7 +581,7 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     recorder.track_tensors(cached_tensors(step.model))
-    for stepping in step.optimizers_in_backward:
+    for stepping in step.stepped_inside:
         recorder.track_optimizer(stepping, initial=True)
     try:
         with recorder:

@@ -484,9 +484,13 @@ class Recorder(Watching):
         self._ops.append(op)
 
     def _phase(self) -> Phase:
-        if self._training.in_optimizer_step:
+        backward, training = in_backward(), self._training
+        # The closure of an optimizer's step runs forward and backward passes.
+        if training.in_optimizer_step and not (
+            training.runs_closure and (backward or torch.is_grad_enabled())
+        ):
             return Phase.OPTIMIZER
-        return Phase.BACKWARD if in_backward() else Phase.FORWARD
+        return Phase.BACKWARD if backward else Phase.FORWARD
 
     def _scope(self, phase: Phase) -> int:
         if phase == Phase.FORWARD:

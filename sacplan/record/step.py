@@ -21,20 +21,24 @@ from sacplan.record.longest import LongestBatch, is_loader
 from sacplan.record.user_code import tensors_in_caches
 from sacplan.torch_compat.private import is_plain
 
-LossFn = Callable[[torch.nn.Module, Any], Any]
-"""``loss_fn(model, batch)``: a scalar tensor; in inference the output."""
+LossFn = Callable[..., Any]
+"""``loss_fn(model, batch)``: a scalar tensor; in inference the output. With a list of optimizers, ``loss_fn(model,
+batch, optimizers)`` runs the whole step."""
 
 Mode = Literal["train", "inference"]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A model, its batch, its loss and its optimizer, ready to run."""
+    """A model, its batch, its loss and its optimizer, ready to run.
+
+    Of several optimizers ``loss_fn`` gets them all, and runs the whole step.
+    """
 
     model: torch.nn.Module
     batch: Any
     loss_fn: LossFn
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | tuple[torch.optim.Optimizer, ...] | None
     mode: Mode = "train"
     accumulation_steps: int = 1
 
@@ -44,19 +48,31 @@ class Step:
         return self.accumulation_steps > 1 and self.mode == "train"
 
     @property
-    def optimizers_in_backward(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizers that hooks of parameters step in the backward pass."""
-        return tuple(optimizers_in_backward(self.model)) if self.mode == "train" else ()
+    def stepped_last(self) -> torch.optim.Optimizer | None:
+        """The optimizer that steps when the backward pass is over."""
+        return None if isinstance(self.optimizer, tuple) else self.optimizer
+
+    @property
+    def stepped_by_loss(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that ``loss_fn`` steps itself."""
+        return self.optimizer if isinstance(self.optimizer, tuple) else ()
+
+    @property
+    def stepped_inside(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that ``loss_fn`` steps, or hooks of parameters in the backward pass."""
+        if self.mode == "inference":
+            return ()
+        return (*self.stepped_by_loss, *optimizers_in_backward(self.model))
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """All optimizers that step."""
-        return (*([] if self.optimizer is None else [self.optimizer]), *self.optimizers_in_backward)
+        return (*filter(None, [self.stepped_last]), *self.stepped_inside)
 
     @property
-    def state_in_backward(self) -> int:
-        """The number of parameters for which optimizers that step in the backward pass have state."""
-        return sum(len(optimizer.state) for optimizer in self.optimizers_in_backward)
+    def state_made_inside(self) -> int:
+        """The number of parameters for which the optimizers ``stepped_inside`` have state."""
+        return sum(len(optimizer.state) for optimizer in self.stepped_inside)
 
     def run(self, before_optimizer: Callable[[], None] | None = None) -> Any:
         """Run the step: zero the gradients, forward, loss, backward, optimizer step.
@@ -75,27 +91,31 @@ class Step:
             with torch.no_grad():
                 return self.loss_fn(self.model, self.batch)
         # First, as most loops have it: the gradients of the step before do not overlap with this forward pass.
-        if self.optimizer is not None and not self.accumulates:
-            self.optimizer.zero_grad(set_to_none=True)
+        optimizer = self.stepped_last
+        if optimizer is not None and not self.accumulates:
+            optimizer.zero_grad(set_to_none=True)
         # A training loop holds its loss until the optimizer has stepped, and so does this one.
         _loss = self.accumulate()
-        if self.optimizer is not None:
+        if optimizer is not None:
             if before_optimizer is not None:
                 before_optimizer()
-            update(self.optimizer)
+            update(optimizer)
         return None
 
     def make_state(self) -> None:
         """Run a step after which the optimizers have their state, and the largest of their steps is the next."""
         self.accumulate()
-        if self.optimizer is not None:
-            before_largest_step(self.optimizer, lambda number: number)
+        if self.stepped_last is not None:
+            before_largest_step(self.stepped_last, lambda number: number)
 
     def accumulate(self) -> torch.Tensor | None:
         """Run a micro-step and return its loss: forward, loss, backward. It adds to the gradients that are there.
 
         A ``loss_fn`` that returns None has run the backward pass itself, as the schedule of a pipeline does.
         """
+        if self.stepped_by_loss:
+            self.loss_fn(self.model, self.batch, list(self.stepped_by_loss))
+            return None
         loss: torch.Tensor | None = self.loss_fn(self.model, self.batch)
         if loss is not None or not any(p.grad is not None for p in self.model.parameters()):
             check_loss(loss)
@@ -111,8 +131,7 @@ class Step:
         loss = self.loss_fn.took if isinstance(self.loss_fn, DefaultLoss) else function_name(self.loss_fn)
         loss = "" if self.loss_fn is call_model else loss
         steps = self.accumulation_steps if self.accumulates else 1
-        optimizer = next(iter(self.optimizers), None)
-        return Setup.of(self.model, optimizer, loss, autocast, accumulation_steps=steps)
+        return Setup.of(self.model, self.optimizers, loss, autocast, accumulation_steps=steps)
 
 
 def loss_or_default(loss_fn: LossFn | None, mode: Mode) -> LossFn:
@@ -315,6 +334,21 @@ def inner_optimizer(optimizer: Any) -> Any:
         if not isinstance(inner, torch.optim.Optimizer) or "state" in vars(optimizer):
             break
         optimizer = inner
+    return optimizer
+
+
+def each_optimizer(optimizer: Any, make: Callable[[Any], Any]) -> Any:
+    """Return what is made of an optimizer, of each in a list, or of none."""
+    if isinstance(optimizer, (list, tuple)):
+        return tuple(map(make, optimizer))
+    return None if optimizer is None else make(optimizer)
+
+
+def optimizer_over(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that is over the model's parameters, made if it is given as a callable."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return make_optimizer(optimizer, model)
+    check_optimizer(optimizer, model)
     return optimizer
 
 

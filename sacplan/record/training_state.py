@@ -28,6 +28,7 @@ class TrainingState:
 
     Attributes:
         gradients: storage of a parameter to the tensor that is its gradient.
+        runs_closure: whether the last of these steps got a closure, which runs the step with gradients.
         in_optimizer_step: how many steps of optimizers run, one inside of another: of a wrapper, and what it wraps.
     """
 
@@ -41,6 +42,7 @@ class TrainingState:
     ) -> None:
         self.gradients: dict[int, int] = {}
         self.in_optimizer_step = 0
+        self.runs_closure = False
         self._is_paused = is_paused
         self._on_gpu = on_gpu
         self._storages = storages
@@ -67,6 +69,7 @@ class TrainingState:
         # A gradient that is gone when the recording ends would never be named as one.
         self._mark_gradients()
         self.in_optimizer_step += 1
+        self.runs_closure = any(map(callable, (*args, *kwargs.values())))
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_paused():

@@ -29,10 +29,10 @@ from sacplan.record.step import (
     Step,
     check_accumulation,
     check_model,
-    check_optimizer,
+    each_optimizer,
     inner_optimizer,
     loss_or_default,
-    make_optimizer,
+    optimizer_over,
     resolve_batch,
 )
 from sacplan.running.apply import Handle, put_on
@@ -223,15 +223,11 @@ def _verify_real(
     spec = resolve_device("cuda" if here == "cuda" else "cpu")
     # The device is where the model is, not that of the plan: the step runs on the model's own tensors.
     check_runs_here(model, spec, 'run="real"')
-    optimizer = inner_optimizer(optimizer)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = make_optimizer(optimizer, model)
-    elif optimizer is not None:
-        check_optimizer(optimizer, model)
+    optimizer = each_optimizer(optimizer, lambda one: optimizer_over(inner_optimizer(one), model))
     mode = plan.provenance.mode
     check_accumulation(steps)
     step = Step(model, batch, loss_or_default(loss_fn, mode), optimizer, mode, steps)
-    held = (*held_by_function(loss_fn), *step.optimizers_in_backward)
+    held = (*held_by_function(loss_fn), *step.stepped_inside)
     with explained_limits(), preserved_state(model, optimizer, batch, *held):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         # Three runs: FLOPs without the plan, the peak with it, FLOPs with it. The difference of FLOPs is the
