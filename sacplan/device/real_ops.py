@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sacplan.device.cost import signature
+from sacplan.torch_compat.autograd import why_no_hooks
 from sacplan.torch_compat.ops import arguments_by_name, op_traits
 
 
@@ -42,7 +43,8 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 def outside_of_the_trace(device: torch.device) -> Iterator[None]:
     """Switch off fake modes, dispatch modes, autograd and autocast inside, and put generators back after.
 
-    Where an op switches autograd on inside, it keeps tensors as it would without the recorder's hooks.
+    Where an op switches autograd on inside, it keeps tensors as it would without the recorder's hooks. Inside of
+    ``torch.func.grad`` there are none, and none are allowed.
     """
     indices = [device.index or 0] if device.type == "cuda" else []
     with (
@@ -52,7 +54,9 @@ def outside_of_the_trace(device: torch.device) -> Iterator[None]:
         torch.no_grad(),
         torch._C._DisableAutocast(),
         torch.random.fork_rng(devices=indices),
-        torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
+        torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+        if why_no_hooks() is None
+        else nullcontext(),
     ):
         yield
 

@@ -35,8 +35,9 @@ from sacplan.planning.plan import Plan
 from sacplan.planning.planner import ROTOR_STAGES, Planner, smallest_bytes
 from sacplan.planning.search import PlanSearch
 from sacplan.profiling.optimizer_table import BY_NAME
-from sacplan.profiling.optimizers import with_other_optimizer
+from sacplan.profiling.optimizers import is_replaceable, with_other_optimizer
 from sacplan.profiling.profile import Profile
+from sacplan.record.limits import WITHOUT_HOOKS
 from sacplan.solvers.rotor.sequences import Rotor, is_longer
 from sacplan.techniques.registry import TECHNIQUES
 
@@ -85,7 +86,7 @@ def infeasible(
             f"no plan found keeps the step under {format_bytes(budget_bytes)}{how}. Unplanned it takes "
             f"{format_bytes(profile.peak_bytes)}. The smallest peak reached is {reached}"
         )
-    message += "".join(f"{said}. " for said in left_alone(profile))
+    message += "".join(f"{said[0].upper()}{said[1:]}. " for said in left_alone(profile))
     # A technique's own solver has tried everything there is.
     if looks_further and not own:
         message += _Alternatives(profile, asked, search, budget_bytes).said()
@@ -99,7 +100,8 @@ def infeasible(
 
 def left_alone(profile: Profile) -> tuple[str, ...]:
     """Say what of a step no plan touches, and why, a sentence each."""
-    return differentiated_twice(profile.program) + checkpointed(profile.fingerprint.setup)
+    unseen = tuple(said for said in profile.rules if said == WITHOUT_HOOKS)
+    return differentiated_twice(profile.program) + checkpointed(profile.fingerprint.setup) + unseen
 
 
 def checkpointed(setup: Setup) -> tuple[str, ...]:
@@ -301,8 +303,8 @@ class _Alternatives:
     def _with_optimizers(self) -> Iterator[_Tried]:
         """Yield what a fused and an 8-bit Adam reach with the smallest plan; both are tried on the recording."""
         profile = self.profile
-        # The alternatives are variants of Adam. They are recorded on whole parameters, and a rank may have only shards.
-        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.is_of_a_rank:
+        # The alternatives are variants of Adam.
+        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or not is_replaceable(profile):
             return
         # On a CPU the 8-bit one would import bitsandbytes, which warns of kernels of its own.
         for name in ("adamw-fused", *(["adamw-8bit"] if profile.spec.kind == "cuda" else [])):

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from sacplan.core.optimizer_ops import steps_in_backward
 from sacplan.core.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
 from sacplan.core.rewriting import Indices, PatchBuilder
 from sacplan.errors import TraceError
@@ -147,6 +148,11 @@ def without_optimizer(of: Profile) -> Profile:
 def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
     """Return a step without an optimizer with this one put behind its backward pass."""
     return dataclasses.replace(of, recorded=program_with_optimizer(of.recorded, step), source=None)
+
+
+def is_replaceable(of: Profile) -> bool:
+    """Whether the step's optimizer can be replaced: it steps last, and on whole parameters."""
+    return not of.is_of_a_rank and not steps_in_backward(of.recorded)
 
 
 def with_other_optimizer(of: Profile, make: Factory) -> Profile:

@@ -49,7 +49,7 @@ from sacplan.record.fake_values import is_worst
 from sacplan.record.gradient_hooks import has_gradient_hooks, optimizers_in_backward
 from sacplan.record.host_state import host_bytes, shards_host_bytes
 from sacplan.record.largest_step import before_largest_step
-from sacplan.record.limits import explained_limits
+from sacplan.record.limits import WITHOUT_HOOKS, explained_limits, refuses_hooks
 from sacplan.record.model_inputs import recorded_inputs
 from sacplan.record.module_calls import other_thread
 from sacplan.record.recorder import Recorder
@@ -137,10 +137,11 @@ def profile(
         loss_fn: ``loss_fn(model, batch) -> scalar``, or None if it has run the backward pass itself. By default the
             output's ``.loss`` or ``["loss"]``, else its only scalar with a gradient, else the sum of its float tensors,
             with a warning. It gets a copy of the model, and must use that one. In inference what it returns is the
-            output, of any kind; by default that of the model.
+            output, of any kind; by default that of the model. With a list of optimizers it is the whole step,
+            ``loss_fn(model, batch, optimizers)``: it zeroes gradients, calls ``backward`` and steps them.
         optimizer: an optimizer over the model, a callable ``params -> optimizer``, or a name of one, as those of the
-            command line (``"paged-adamw-8bit"``). With one, its state
-            and the temporaries of its step count. Without one they are missing from the peak, and
+            command line (``"paged-adamw-8bit"``); or a list of them, see ``loss_fn``. With one, its state and the
+            temporaries of its step count. Without one they are missing from the peak, and
             ``Profile.assumptions`` says by how much for AdamW.
         device: what the step will run on, see ``sacplan.devices()``; by default that of ``sacplan.ranks`` around the
             call, else ``"h100"``.
@@ -298,7 +299,7 @@ def trace_step(
         if ranks.sharding is not None:
             asked = replace(asked, batch=part_of_batch(batch, fingerprint.rows, ranks.sharding.data.size))
         with _explained(ranks):
-            recorded, rules, setup, calls, local_shapes = run(asked)
+            recorded, rules, setup, calls, local_shapes = _with_hooks_or_without(run, asked)
     _check_recorded(recorded, mode)
     recorded = kept_at_limits(recorded)
     if ranks == ONE_RANK and any(collective_named(op.name) for op in recorded.ops):
@@ -374,6 +375,16 @@ _Recorded: TypeAlias = tuple[
 """The step, the assumptions of the trace, how the step was set up, the calls of the model in it, and local shapes."""
 
 
+def _with_hooks_or_without(run: Callable[[_RecordRequest], _Recorded], asked: _RecordRequest) -> _Recorded:
+    try:
+        return run(asked)
+    except RuntimeError as error:
+        if asked.saved != "record" or not refuses_hooks(error):
+            raise
+    recorded, rules, setup, calls, local_shapes = run(replace(asked, saved="observe"))
+    return recorded, (*rules, WITHOUT_HOOKS), setup, calls, local_shapes
+
+
 def _trace_fake(asked: _RecordRequest) -> _Recorded:
     with no_fake_tensors_left(asked.model, asked.loss_fn) as note:
         return _run_fake(asked, note)
@@ -415,9 +426,7 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 model=fake,
                 batch=copier.batch(asked.batch),
                 loss_fn=copier.functions.of_loss(asked.loss_fn),
-                optimizer=each_optimizer(
-                    asked.optimizer, lambda one: copier.optimizer(one, model, fake)
-                ),
+                optimizer=each_optimizer(asked.optimizer, lambda one: copier.optimizer(one, model, fake)),
                 mode=asked.mode,
                 accumulation_steps=asked.accumulation_steps,
             )
@@ -525,6 +534,7 @@ def _record_settled_step(
         # A layer that is dropped at random is dropped again.
         with preserved_rng(), recorded_inputs(step.model) as calls:
             program = _record(step, recording, rules)
+        step.forget_gradients_of_batch()
         left = recording.storages.left_behind()
         if left:
             gc.collect(

@@ -22,6 +22,7 @@ from sacplan.planning.request import Request
 from sacplan.profiling.optimizer_table import BY_NAME, CANDIDATES, OptimizerCandidate
 from sacplan.profiling.optimizers import (
     OptimizerStep,
+    is_replaceable,
     recorded_step,
     with_optimizer,
     without_optimizer,
@@ -291,9 +292,7 @@ class _Tried:
 
     def optimizers(self) -> Iterator[Remedy]:
         """Try other optimizers in the place of the recorded one. Of those with the same peak, the first is taken."""
-        # There is no optimizer to replace. Or there are several ranks: the candidates are recorded on whole parameters,
-        # and a rank may have only shards.
-        if not self._has_optimizer or self.profile.is_of_a_rank:
+        if not self._has_optimizer or not is_replaceable(self.profile):
             return
         decisions = () if self.plan is None else self.plan.decisions
         step = self.profile

@@ -141,6 +141,8 @@ def fit(
             optimizer = candidate_named(optimizer).name
         except ValueError as error:
             raise PlanError(f"{error} Or give a callable `params -> optimizer`.") from error
+    elif isinstance(optimizer, (list, tuple)):
+        raise PlanError("optimizer=[...]: fit puts one optimizer behind the backward pass. Use sacplan.plan.")
     device, n_devices = read_devices(device, devices)
     spec = resolve_device(device)
     if n_devices > 1 and compile not in (None, False):

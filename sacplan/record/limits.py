@@ -48,11 +48,6 @@ _LIMITS: tuple[tuple[str, str], ...] = (
         "scaled_dot_product_attention for the profile",
     ),
     (
-        r"don't yet support saved tensor hooks",
-        "torch.func.grad and its relatives refuse saved-tensor hooks, with which sacplan learns what autograd keeps: "
-        "use torch.autograd.grad(..., create_graph=True) instead",
-    ),
-    (
         r"'(Fake)?Tensor' object has no attribute '(?P<op>main_grad|grad_added_to_main_grad|get_main_grad)'",
         "with saved-tensor hooks, autograd hands out parameters without their Python attributes ({op}): keep the "
         "parameter itself on ctx",
@@ -74,7 +69,18 @@ _LIMITS: tuple[tuple[str, str], ...] = (
     (r"not yet supported with fake tensors|[Ff]ake tensors? (is|are) not supported", 'use trace="real"'),
 )
 
+WITHOUT_HOOKS = (
+    "the step calls torch.func.grad or a relative, which refuse the hooks that tell what autograd keeps: the peak is "
+    "exact, but no plan can change the step. torch.autograd.grad(..., create_graph=True) can be planned around"
+)
+"""What is said of a step that was recorded without saved-tensor hooks."""
+
 _BEGINNING = 400  # characters of a message; what follows may list every backend there is
+
+
+def refuses_hooks(error: RuntimeError) -> bool:
+    """Whether this is the error with which ``torch.func`` refuses saved-tensor hooks."""
+    return "don't yet support saved tensor hooks" in str(error)
 
 
 @contextlib.contextmanager

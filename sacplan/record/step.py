@@ -102,6 +102,12 @@ class Step:
             update(optimizer)
         return None
 
+    def forget_gradients_of_batch(self) -> None:
+        """Drop the gradients of a batch that requires some: the next step has a batch of its own."""
+        for t in tree_leaves(_as_tree(self.batch)):
+            if isinstance(t, torch.Tensor) and t.is_leaf:
+                t.grad = None
+
     def make_state(self) -> None:
         """Run a step after which the optimizers have their state, and the largest of their steps is the next."""
         self.accumulate()
@@ -340,6 +346,8 @@ def inner_optimizer(optimizer: Any) -> Any:
 def each_optimizer(optimizer: Any, make: Callable[[Any], Any]) -> Any:
     """Return what is made of an optimizer, of each in a list, or of none."""
     if isinstance(optimizer, (list, tuple)):
+        if not optimizer or None in optimizer:
+            raise TraceError(f"optimizer={optimizer!r}: of a list, each must be an optimizer or make one.")
         return tuple(map(make, optimizer))
     return None if optimizer is None else make(optimizer)
 
@@ -376,6 +384,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
             if id(p) not in own:
                 raise TraceError(
                     f"parameter {i} of group {g} of the optimizer (shape {tuple(p.shape)}) does not belong "
-                    "to the model. Pass an optimizer over model.parameters(), or a callable "
-                    "`params -> optimizer`."
+                    "to the model. Pass an optimizer over model.parameters(), or a callable `params -> optimizer`; "
+                    "modules that train together, as of a GAN, go into one nn.ModuleDict."
                 )

@@ -105,6 +105,7 @@ def measured_step(
 def _clear(step: Step) -> None:
     for p in step.model.parameters():
         p.grad = None
+    step.forget_gradients_of_batch()
 
 
 def _begin(step: Step) -> None:

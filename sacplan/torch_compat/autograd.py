@@ -31,6 +31,10 @@ def autograd_as_outside() -> Iterator[None]:
         yield
 
 
+why_no_hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+"""Why saved-tensor hooks are disabled (``torch.func``, ``disable_saved_tensors_hooks``); None if they are not."""
+
+
 def in_backward() -> bool:
     """Whether autograd's engine runs on this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -267,7 +267,6 @@ UNTRACEABLE = {
     ),
     "lazy": lambda: nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)),
     "lazy buffers": lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyBatchNorm1d(affine=False)),
-    "torch.func.grad": lambda: after_linear(lambda m, y: torch.func.grad(lambda t: t.sin().sum())(y)),
     "custom op": lambda: after_linear(lambda m, y: thrice(y)),
     "mkldnn": lambda: after_linear(lambda m, y: y.to_mkldnn().relu().to_dense()),
 }

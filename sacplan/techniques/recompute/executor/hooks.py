@@ -11,13 +11,10 @@ from typing import Any
 import torch
 
 from sacplan.techniques.recompute.executor.handles import unpack
-from sacplan.torch_compat.autograd import current_saved_tensors_hooks
+from sacplan.torch_compat.autograd import current_saved_tensors_hooks, why_no_hooks
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-
-why_no_hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-"""Why hooks are disabled (``torch.func``, ``disable_saved_tensors_hooks``); None if they are not."""
 
 
 class UnitHooks:

@@ -32,7 +32,7 @@ from sacplan.techniques.recompute.executor.handles import (
     Wrapped,
     base_without_history,
 )
-from sacplan.techniques.recompute.executor.hooks import UnitHooks, why_no_hooks
+from sacplan.techniques.recompute.executor.hooks import UnitHooks
 from sacplan.techniques.recompute.executor.lookup import Lookup, func_facts
 from sacplan.techniques.recompute.executor.nodes import OutsideForward, Slot
 from sacplan.techniques.recompute.executor.schedule import (
@@ -48,7 +48,7 @@ from sacplan.techniques.runtime.alignment import RecordedUnit
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import Mark, SavedStorages
 from sacplan.techniques.runtime.tensors import TAKES_A_NUMBER, with_lent_number
-from sacplan.torch_compat.autograd import autograd_sequence_number, in_backward
+from sacplan.torch_compat.autograd import autograd_sequence_number, in_backward, why_no_hooks
 from sacplan.torch_compat.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan.torch_compat.ops import is_composite, run_in_parts, tensors_in
 from sacplan.torch_compat.private import is_plain
