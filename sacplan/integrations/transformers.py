@@ -59,7 +59,9 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
 
         trainer.add_callback(PlanCallback(plan))
 
-    It is applied last, to the model inside DDP, ``torch.compile`` and mixed precision, before anything is compiled.
+    It is applied last, to the model inside DDP, ``torch.compile`` and mixed precision, before anything is compiled. It
+    takes the place of checkpointing that the Trainer switches on (``gradient_checkpointing=True``, TRL's default), unless
+    the profile was recorded with that.
 
     Args:
         plan: made for this trainer's model, such as from :func:`profile_trainer`.
@@ -71,8 +73,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
 
     Raises:
         PlanMismatch: when training begins, if the plan was made for another model.
-        PlanError: the Trainer's own checkpointing is switched on, or a plan is on the model already; ``fsdp=`` has
-            sharded the model, and the plan is not one of a rank.
+        PlanError: a plan is on the model already; ``fsdp=`` has sharded the model, and the plan is not one of a rank.
     """
 
     _hint = (
@@ -87,11 +88,10 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         assert model is not None
         self._take_off()  # a run that raised has left the plan on
         why = why_uncompiled(self.plan.decisions) if args.torch_compile else ""
-        problem = _own_checkpointing(args) or (
-            why and f"the Trainer compiles its model (torch_compile=True). {why}"
-        )
-        if problem:
-            raise PlanError(problem)
+        if why:
+            raise PlanError(f"the Trainer compiles its model (torch_compile=True). {why}")
+        if _checkpoints(args) and not self.plan.fingerprint.setup.checkpointed:
+            _stop_checkpointing(model)
         check_model(model)
         _check_sharded(model, self.plan)
         # ``model`` is the one inside of the wrappers: the Trainer's ``CallbackHandler`` passes
@@ -166,7 +166,7 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
         ``model``, ``batch``, ``loss_fn``, ``optimizer`` and ``accumulation_steps``.
 
     Raises:
-        TraceError: the trainer checkpoints on its own, or trains in a way that is not supported.
+        TraceError: the trainer trains in a way that is not supported.
     """
     _check_plannable(trainer)
     shadow = copy.copy(trainer)  # keeps what is created below away from the trainer
@@ -374,13 +374,9 @@ def _plain(value: Any) -> Any:
 
 
 def _check_plannable(trainer: transformers.Trainer) -> None:
-    # Every exit here is a way of training whose step would not be recorded as it runs: another backward pass
-    # (own checkpointing), a sharded or replicated model, replaced kernels, a second model on the device, or
-    # tensors that are moved to the host.
+    # Every exit here is a way of training whose step would not be recorded as it runs: a sharded or replicated model,
+    # replaced kernels, a second model on the device, or tensors that are moved to the host.
     args = trainer.args
-    problem = _own_checkpointing(args)
-    if problem is not None:
-        raise TraceError(problem)
     check_model(trainer.model)
     found = {
         "nn.DataParallel over several GPUs": args.n_gpu > 1,
@@ -448,15 +444,12 @@ def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
             )
 
 
-def _own_checkpointing(args: Any) -> str | None:
-    """Return the message for a Trainer that checkpoints by itself, or None.
+def _stop_checkpointing(model: Any) -> None:
+    """Switch checkpointing off, by the name that this version of transformers has for it."""
+    named = "activation_checkpointing_disable"
+    (getattr(model, named) if hasattr(model, named) else model.gradient_checkpointing_disable)()
 
-    The argument is ``activation_checkpointing`` since about transformers 5.20, and ``gradient_checkpointing`` before.
-    """
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
-        if getattr(args, name, None):
-            return (
-                f"checkpointing is already switched on in the TrainingArguments ({name}=True). Set it to False: "
-                "sacplan chooses what to recompute."
-            )
-    return None
+
+def _checkpoints(args: Any) -> bool:
+    """Whether the Trainer switches checkpointing on: ``gradient_checkpointing`` before transformers 5.20 or so."""
+    return any(getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))

@@ -258,14 +258,15 @@ def test_fewer_steps_than_are_watched(make: Callable[..., Any]) -> None:
     assert not torch.autograd._profiler_enabled()
 
 
-def test_checkpointing_of_the_trainer_is_refused(make: Callable[..., Any]) -> None:
-    plan = plan_for(make())
+def test_a_plan_takes_the_place_of_checkpointing(make: Callable[..., Any]) -> None:
+    expected = train(make())
     trainer = make(gradient_checkpointing=True)
-    with pytest.raises(sacplan.errors.TraceError, match="checkpointing=True"):
-        profile_trainer(trainer, device="cpu")
-    trainer.add_callback(PlanCallback(plan))
-    with pytest.raises(sacplan.errors.PlanError, match=r"checkpointing=True.*sacplan\s+chooses"):
-        train(trainer)
+    plan = plan_for(trainer)
+    assert plan == plan_for(make())
+    callback = PlanCallback(plan)
+    trainer.add_callback(callback)
+    assert bit_equal(train(trainer), expected)
+    assert callback.peaks_bytes[1] == pytest.approx(plan.peak_bytes, abs=256)
     by_hand = make()
     by_hand.model.gradient_checkpointing_enable()
     by_hand.add_callback(PlanCallback(plan))
