@@ -60,8 +60,8 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         trainer.add_callback(PlanCallback(plan))
 
     It is applied last, to the model inside DDP, ``torch.compile`` and mixed precision, before anything is compiled. It
-    takes the place of checkpointing that the Trainer switches on (``gradient_checkpointing=True``, TRL's default), unless
-    the profile was recorded with that.
+    takes the place of checkpointing that the Trainer switches on (``gradient_checkpointing=True``, TRL's default),
+    unless the profile was recorded with that.
 
     Args:
         plan: made for this trainer's model, such as from :func:`profile_trainer`.
