@@ -49,7 +49,7 @@ def fit_answer(found: Verdict, target: Target, run: str) -> dict[str, Any]:
 
 
 def fit_schema() -> dict[str, Any]:
-    """Return the JSON schema of what ``fit --json`` prints: a verdict, or an error."""
+    """Return the JSON schema of what ``fit --json`` prints: a verdict, one for each of several devices, or an error."""
     row = _struct("FitRow", FitRow, FitRow.shown)
     outside = _struct("Outside", Outside, Outside._fields)
     # Types come from the annotations of the same fields and properties that ``fit_answer`` reads, so a new
@@ -70,7 +70,10 @@ def fit_schema() -> dict[str, Any]:
     # Only ``hf:`` targets have facts of their own, so the key may be missing (see ``target_facts``).
     optional: list[Any] = [("hf", dict[str, str | int | float | bool | None], msgspec.UNSET)]
     answer = msgspec.defstruct("Verdict", [*known.items(), *optional])
-    refs, definitions = msgspec.json.schema_components((answer, Failed), ref_template="#/$defs/{name}")
+    several = msgspec.defstruct("Verdicts", [("command", Literal["fit"]), ("answers", list[answer])])  # type: ignore[valid-type]
+    refs, definitions = msgspec.json.schema_components(
+        (answer, several, Failed), ref_template="#/$defs/{name}"
+    )
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "The output of sacplan fit --json",

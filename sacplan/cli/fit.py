@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Column, Table
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     "Does it fit, and what to do.",
     examples=[
         "sacplan fit hf:gpt2 --seq 512 --batch 4 --device rtx-4090",
+        "sacplan fit hf:gpt2 --device l40s,h100,24GB --no-sizes",
         "sacplan fit train.py:make --device cpu --budget 2GiB --json",
     ],
     omit=["solver", "technique", "at_most"],
@@ -53,15 +55,56 @@ def fit(
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
 
-    The exit code is 3 if it does not fit as it is. Other targets than hf: need make_batch.
+    The exit code is 3 if it does not fit as it is. Several devices, as in --device l40s,h100, get a line each. Other
+    targets than hf: need make_batch.
     """
+    answers = [
+        _answer(target, device.strip(), asked, devices, sizes, routing, hf)
+        for device in (asked.device or o.DEFAULT_DEVICE).split(",")
+    ]
+    if len(answers) == 1:
+        return answers[0].result(sizes)
+    facts = {"command": "fit", "answers": [answer.facts for answer in answers]}
+    fits = any(answer.found.fits for answer in answers)
+    return CommandResult(facts, [_devices(answers, sizes)], exit_code=0 if fits else INFEASIBLE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The verdict about a device, with the command line that makes the recommended plan."""
+
+    found: Verdict
+    facts: dict[str, Any]
+    line: str
+    most: int | None
+
+    def result(self, sizes: bool) -> CommandResult:
+        """Return all of it."""
+        found = self.found
+        shown: list[Table | str] = [found.sentence, "", _table(self, sizes), *found.advice, *found.remarks]
+        if self.line:
+            shown += ["", f"$ {self.line}"]
+        if found.code:
+            shown += ["", found.code]
+        return CommandResult(self.facts, shown, found.computed, 0 if found.fits else INFEASIBLE)
+
+
+def _answer(
+    target: str,
+    device: str,
+    asked: o.CapacityOptions,
+    devices: int | None,
+    sizes: bool,
+    routing: o.Routed,
+    hf: o.HfOptions,
+) -> _Answer:
     import sacplan
     from sacplan.cli.answers import fit_answer
     from sacplan.core.progress import stages_go_to
     from sacplan.integrations.hf.models import positions
     from sacplan.questions.on_ranks import read_devices
 
-    one, number = read_devices(asked.device or o.DEFAULT_DEVICE, devices or 1)
+    one, number = read_devices(device, devices or 1)
     spec = sources.device_of(one)
     with stage("loading"):
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
@@ -75,6 +118,8 @@ def fit(
     optimizer: Any = loaded.optimizer
     if loaded.facts:
         optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
+    # No sequence beyond the model's positions is tried: it could not run.
+    most = None if seq is None else positions(loaded.model)
     known: list[str] = []  # the verdict, as soon as it is known: shown while the largest sizes are looked for
 
     def show(stage: str) -> None:
@@ -98,8 +143,7 @@ def fit(
             seq=seq,
             accumulation_steps=asked.grad_accum or 1,
             routing=routing or "balanced",
-            # No sequence beyond the model's positions is tried: it could not run.
-            longest=None if seq is None else positions(loaded.model),
+            longest=most,
             name=_named(target, hf),
             sizes=sizes,
             compile=asked.compile,
@@ -108,13 +152,7 @@ def fit(
     more = [] if routing is None else ["--routing", routing]
     more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
     line = _command(target, found, hf, more)
-    shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice, *found.remarks]
-    if line:
-        shown += ["", f"$ {line}"]
-    if found.code:
-        shown += ["", found.code]
-    exit_code = 0 if found.fits else INFEASIBLE
-    return CommandResult(fit_answer(found, loaded, line), shown, found.computed, exit_code)
+    return _Answer(found, fit_answer(found, loaded, line), line, most)
 
 
 def _named(target: str, hf: ModelOptions) -> str:
@@ -159,7 +197,27 @@ def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> 
     return " ".join([*map(shlex.quote, [*words, *more]), "-o", "plan.json"])
 
 
-def _table(found: Verdict, sizes: bool) -> Table:
+def _devices(answers: list[_Answer], sizes: bool) -> Table:
+    """Return a line for each device: as it is, and with what is recommended."""
+    columns: list[tuple[Column | str, Callable[[_Answer, FitRow], str]]] = [
+        ("device", lambda answer, row: answer.found.device),
+        (number("limit"), lambda answer, row: format_bytes(row.limit_bytes)),
+        (
+            "as it is",
+            lambda answer, row: "fits" if answer.found.fits else f"no, by {answer.found.rows[0].over}",
+        ),
+        ("best", lambda answer, row: f"{row.optimizer}, {row.way}" if row.fits else "nothing fits"),
+        (number("needs"), lambda answer, row: format_bytes(row.reserved_bytes or row.peak_bytes)),
+        (number("step ms"), lambda answer, row: "" if row.step_ms is None else f"{row.step_ms:.1f}"),
+    ]
+    if sizes:
+        columns.append((number("largest batch"), lambda answer, row: _largest_batch(row)))
+    rows = [(answer, answer.found.recommended or answer.found.rows[0]) for answer in answers]
+    return table([title for title, _ in columns], [[cell(*each) for _, cell in columns] for each in rows])
+
+
+def _table(answer: _Answer, sizes: bool) -> Table:
+    found = answer.found
     rows = found.shown(sizes)
     # Not on a CPU, nor where nothing fits.
     has_reserved = any(row.reserved_bytes is not None for row in rows)
@@ -177,7 +235,11 @@ def _table(found: Verdict, sizes: bool) -> Table:
         ("fits", True, lambda row: "yes" if row.fits else f"no, by {row.over}"),
         (number("step ms"), True, _step_ms),
         (number("largest batch"), sizes, _largest_batch),
-        (number("longest sequence"), sizes and has_seq, lambda row: _known(row.longest_seq)),
+        (
+            number("longest sequence"),
+            sizes and has_seq,
+            lambda row: _at_least(row.longest_seq, row, answer.most),
+        ),
     ]
     shown = [(title, cell) for title, is_shown, cell in columns if is_shown]
     return table([title for title, _ in shown], [[cell(row) for _, cell in shown] for row in rows])
@@ -192,9 +254,9 @@ def _step_ms(row: FitRow) -> str:
 
 
 def _largest_batch(row: FitRow) -> str:
-    # A plan for each size, as ``max-batch`` makes them, may find more.
-    return _known(row.largest_batch) + ("+" if row.largest_batch and row.techniques else "")
+    return _at_least(row.largest_batch, row)
 
 
-def _known(size: int | None) -> str:
-    return "?" if size is None else str(size)
+def _at_least(size: int | None, row: FitRow, most: int | None = None) -> str:
+    """Return a size; with a ``+`` where a plan for each size, as ``max-batch`` makes them, may find more."""
+    return "?" if size is None else f"{size}{'+' if size and row.techniques and size != most else ''}"

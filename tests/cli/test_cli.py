@@ -444,6 +444,16 @@ def test_fit(saved: Path) -> None:
     assert "make_batch" in error_line(run("fit train.py:wider --device cpu --budget 1MiB"))
 
 
+def test_fit_on_several_devices(saved: Path) -> None:
+    asked = "fit train.py:make --no-sizes --headroom 79.1GiB --device"
+    several = json.loads(run(f"{asked} h100,h200 --json").stdout)["answers"]
+    assert several == [json.loads(run(f"{asked} {one} --json").stdout) for one in ("h100", "h200")]
+    shown = run(f"{asked} h100,h200")
+    assert shown.exit_code == 0
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["device", "h100", "h200"]
+    assert "h1000" in error_line(run(f"{asked} h100,h1000"))
+
+
 def test_devices() -> None:
     rows = json.loads(run("devices --json").stdout)["devices"]
     h100 = next(r for r in rows if r["name"] == "h100")
