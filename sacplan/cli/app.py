@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sacplan.cli import capacity, fit, steps, surveys
+from sacplan.cli import capacity, fit, mcp, steps, surveys
 from sacplan.cli import options as o
 from sacplan.cli.command import Command, CommandGroup
 
@@ -55,6 +55,7 @@ for _entry in (
     capacity.throughput,
     surveys.layouts,
     surveys.devices,
+    mcp.mcp,
 ):
     # a short help is always shown whole, where the first line of a long one is cut
     app.command(_entry.name, cls=Command, short_help=_entry.short)(_entry.run)

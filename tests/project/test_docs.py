@@ -49,6 +49,7 @@ SLOW = {
 
 NOT_RUN = {
     ("alternatives.md", "python -m benchmarks.frontier", "takes ten minutes"),
+    ("cli.md", "sacplan mcp", "waits for an agent"),
     ("compatibility.md", "python -m benchmarks.compatibility", "takes an hour"),
     ("figures.md", "python -m benchmarks.gpu", "needs a CUDA device"),
     (README, "pip install", "installs packages"),

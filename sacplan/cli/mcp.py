@@ -1,0 +1,63 @@
+"""The command ``mcp``: the commands that answer questions, as tools of a Model Context Protocol server on stdio.
+
+Each tool runs the command of its name with ``--json`` in a process of its own, and has that command's help for its
+description.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sacplan.cli.command import command
+from sacplan.cli.output import CommandResult
+from sacplan.errors import SacplanError
+
+if TYPE_CHECKING:
+    from mcp.server import MCPServer
+
+TOOLS = ("fit", "plan", "profile", "max-batch", "devices")
+
+
+@command("mcp", "Serve fit, plan and profile to agents.", examples=[])
+def mcp() -> CommandResult:
+    """Run a Model Context Protocol server on standard input and output, until that is closed.
+
+    Its tools are fit, plan, profile, max-batch and devices. It needs the package mcp: pip install 'sacplan[mcp]'.
+    """
+    server().run("stdio")
+    return CommandResult({}, [])
+
+
+def server() -> MCPServer:
+    """Return the server.
+
+    Raises:
+        SacplanError: the package ``mcp`` is not installed, or is older than 2.
+    """
+    try:
+        from mcp.server import MCPServer
+    except ImportError as error:
+        raise SacplanError(
+            f"sacplan mcp needs the package mcp 2 ({error}): pip install 'sacplan[mcp]'."
+        ) from error
+    made = MCPServer("sacplan")
+    for name in TOOLS:
+        made.add_tool(_tool(name), name=name, description=_run(name, "--help").stdout)
+    return made
+
+
+def _tool(name: str) -> Any:
+    def run(arguments: list[str]) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(_run(name, *arguments, "--json").stdout)
+        return answer
+
+    return run
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sacplan", *words], capture_output=True, text=True, check=False
+    )
