@@ -91,12 +91,11 @@ def frontier(
 
 @command(
     "report",
-    "A page, figures and a trace.",
+    "A page, figures and a memory snapshot.",
     examples=[
         "sacplan report profile.json.gz plan.json -o report.html",
-        "sacplan report train.py:make --budget 70% -o report.html --png pictures --trace memory.json",
+        "sacplan report train.py:make --budget 70% -o report.html --png pictures --snapshot step.pickle",
     ],
-    omit=["trace"],
 )
 def report(
     source: o.Source,
@@ -108,14 +107,6 @@ def report(
     png: Annotated[
         Path | None,
         o.option(metavar="DIR", help="A directory for the figures, PNG and SVG."),
-    ] = None,
-    memory_trace: Annotated[
-        Path | None,
-        o.option(
-            "--trace",
-            metavar="FILE",
-            help="Where to save the memory timeline, for Perfetto or chrome://tracing.",
-        ),
     ] = None,
     snapshot: Annotated[
         Path | None,
@@ -143,12 +134,11 @@ def report(
     import sacplan
     from sacplan.planning.reading import ranks_text
 
-    if output is None and png is None and memory_trace is None and snapshot is None:
+    if output is None and png is None and snapshot is None:
         raise OutputError(
-            "nothing to write: give -o report.html, --png DIR, --trace memory.json, --snapshot step.pickle, or several."
+            "nothing to write: give -o report.html, --png DIR, --snapshot step.pickle, or several."
         )
     check_output(output, "report", force=force)
-    check_output(memory_trace, "trace", force=force)
     check_output(snapshot, "snapshot", force=force)
     _check_directory(png, force=force)
     if plan_file is not None and (budget is not None or headroom is not None):
@@ -176,15 +166,13 @@ def report(
     else:
         # The frontier shows what else this plan could have been, so its plans may do the same things.
         allowed = allowed or {"techniques": plan.provenance.techniques}
-    # The trace and the snapshot show no frontier, and computing one takes long.
+    # The snapshot shows no frontier, and computing one takes long.
     curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
     shown = sacplan.Report(profile, plan, curve)
     written: list[Path] = []
     with stage("writing"):
         if output is not None:
             written.append(shown.write(output))
-        if memory_trace is not None:
-            written.append(shown.write_memory_trace(memory_trace))
         if snapshot is not None:
             written.append(shown.write_snapshot(snapshot))
         if png is not None:
@@ -396,25 +384,3 @@ def show_file(file: _File) -> CommandResult:
         facts = {"what": "plan", **show.plan_facts(plan), "layers": layer_facts(read_layers(plan))}
         sections = plan_sections(plan)
     return CommandResult({"command": "show", **facts}, show.sections_shown(sections))
-
-
-@command(
-    "diff",
-    "What two plans do otherwise.",
-    examples=["sacplan diff plan.json plan-cpu.json", "sacplan diff plan.json plan-cpu.json --json"],
-)
-def diff(first: o.PlanFile, second: o.PlanFile) -> CommandResult:
-    """Compare two plans: their figures, and by layer what one of them recomputes and the other does not.
-
-    The exit code is 0 whether they differ or not.
-    """
-    from sacplan.planning.difference import difference, difference_facts, difference_sections
-
-    found = difference(sources.saved_plan(first), sources.saved_plan(second))
-    facts = {"command": "diff", "plans": [first, second], **difference_facts(found)}
-    if found.equal:
-        return CommandResult(facts, ["the plans are equal"])
-    figures = table(["", first, second], [[label, *both] for label, both in found.figures.items()])
-    shown = [figures, "", *show.sections_shown(difference_sections(found, (first, second)))]
-    # Plans may differ in their figures alone, such as those for two devices.
-    return CommandResult(facts, shown if found.layers else [figures, "", "what they recompute is the same"])

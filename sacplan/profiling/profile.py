@@ -36,6 +36,7 @@ from sacplan.profiling.remarks import (
     runs_in_4_bits,
     summed_outputs,
     types_of_shards,
+    unfused_attention,
     without_bfloat16,
     without_cudnn_workspaces,
 )
@@ -265,7 +266,8 @@ class Profile:
         """Assumptions behind the figures, a sentence each.
 
         They come from a fake trace, from spreading the step over ranks, from training without a loss or without an
-        optimizer, from what cuDNN does not publish, and from bfloat16 on a device that has none.
+        optimizer, from attention that no fused kernel runs, from what cuDNN does not publish, and from bfloat16 on a
+        device that has none.
         """
         found = [
             *self.rules,
@@ -277,6 +279,7 @@ class Profile:
         if self.has_no_optimizer:
             found.append(no_optimizer(self.program, self.spec))
         last = (
+            unfused_attention(self.recorded, self.spec),
             without_cudnn_workspaces(self.recorded, self.spec),
             without_bfloat16(self.recorded, self.spec),
         )

@@ -558,9 +558,9 @@ def test_ours_is_overwritten_and_others_with_force(saved: Path) -> None:
 
 @pytest.mark.slow
 def test_reports_are_written_and_written_again(saved: Path) -> None:
-    command = "report profile.json.gz plan.json -o page.html --png figures --trace step.json.gz --no-frontier --json"
+    command = "report profile.json.gz plan.json -o page.html --png figures --snapshot step.pickle --no-frontier --json"
     facts = json.loads(run(command).stdout)
-    assert {"page.html", "step.json.gz"} <= set(facts["written"])
+    assert {"page.html", "step.pickle"} <= set(facts["written"])
     assert all(Path(path).stat().st_size for path in facts["written"])
     assert any(path.endswith(".svg") for path in facts["written"])
     assert facts["plan"]["peak_bytes"] == sacplan.Plan.load("plan.json").peak_bytes
