@@ -4,9 +4,8 @@
     subject to  row - bytes that units have freed by then <= budget        for each memory row
                 no unit is inside another
 
-The prototype writes this with big-M constraints. Here the same optimum is found by stronger programs: over reachable
-points the problem of ``subtrees.py``, solved by ``Refinement`` as for ``plan``; over piecewise linear fits the program
-of ``continuous.py``.
+The prototype writes this with big-M constraints on piecewise linear fits. Here a unit takes one of its reachable
+points, in the problem of ``subtrees.py``, solved by ``Refinement`` as for ``plan``.
 
 Solvers work within tolerances, a budget does not: every answer is evaluated again in whole bytes.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from sacplan.classic.continuous import solve_continuous
 from sacplan.classic.graph import Graph
 from sacplan.classic.subtrees import tree_problem
 from sacplan.classic.tree import TreePlan, TreeSolution, UnitTree, cost_ms, tree_of
@@ -75,7 +73,6 @@ def sac_milp(
     ac_units: Sequence[str] | None = None,
     fsdp_units: Sequence[str] | None = None,
     *,
-    choices: Literal["reachable", "continuous"] = "reachable",
     solver: str = "auto",
     gap: float = 1e-4,
     work_limit: int = 6 * WORK_LIMIT,
@@ -86,8 +83,9 @@ def sac_milp(
 
         ac_decisions, recomputation_time_ms, peak_bytes = sac_milp(graph, "22GiB")
 
-    Units never nest, and leaves are never units. The graph is not changed. The same input gives the
-    same plan, however fast or busy the machine is.
+    A unit discards one of the shares that it reaches exactly; in a graph without any, such as one of bare fits, one of
+    those at which the fit is read. Units never nest, and leaves are never units. The graph is not changed. The same
+    input gives the same plan, however fast or busy the machine is.
 
     Args:
         graph: from ``parse_module_info``.
@@ -97,9 +95,6 @@ def sac_milp(
         ac_units: only these modules may be units; None for no such restriction. Names with or without the
             root's, matched whole.
         fsdp_units: modules that strictly contain one of these may not be units.
-        choices: "reachable" takes one of a module's exactly reachable points. "continuous" takes any
-            ratio on the piecewise linear fit. A graph in which no module has points, such as one of
-            bare fits, is always continuous.
         solver: "auto" (HiGHS if installed, else CBC), "highs" or "cbc".
         gap: relative gap at which a plan counts as optimal.
         work_limit: nodes of branch and bound, each counted as the nonzeros of its program, after which the best plan
@@ -113,22 +108,16 @@ def sac_milp(
         PlanError: unknown modules, or options out of range.
         SolverError: no solver, no plan found with that much work, or the time limit is reached.
     """
-    if choices not in ("reachable", "continuous"):
-        raise PlanError(f"unknown choices {choices!r}; there are 'reachable' and 'continuous'")
     backend = check_options(solver, gap, work_limit, seed, time_limit)
     options = Milp(backend, gap, work_limit, seed, peak_gap=0.0, time_limit_s=time_limit)
-    tree = tree_of(graph, world_size, ac_units, fsdp_units, continuous=choices == "continuous")
+    tree = tree_of(graph, world_size, ac_units, fsdp_units)
     unplanned_bytes = int(tree.base[-1])
     budget_bytes = parse_budget(memory_budget, unplanned_bytes)
     # Rows rise strictly, so the last one is the peak. If it fits, nothing has to be discarded.
     if unplanned_bytes <= budget_bytes:
         return SacMilpResult({}, 0.0, unplanned_bytes, "optimal", 0.0)
 
-    # Units have lines only where plans are made on the fit, as asked for or for lack of reachable points.
-    if any(unit.segments for unit in tree.units):
-        answer = solve_continuous(tree, budget_bytes, options)
-    else:
-        answer = _solve_reachable(tree, budget_bytes, options)
+    answer = _solve(tree, budget_bytes, options)
     plan, proved = answer.plan, answer.proved
     if plan is None:
         # The plan with the smallest peak may fit all the same; otherwise this raises, and says what is the least.
@@ -146,7 +135,7 @@ def sac_milp(
     )
 
 
-def _solve_reachable(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
+def _solve(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
     offered = tree_problem(tree, budget_bytes)
     search = Refinement(options, offered.problem)
     found = search.cheapest()

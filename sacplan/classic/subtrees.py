@@ -1,4 +1,4 @@
-"""``sac_milp`` with choices "reachable": subtrees of the module tree become the choices of a ``Problem``.
+"""The problem of ``sac_milp``: subtrees of the module tree become the choices of a ``Problem``.
 
 Units never nest: a plan is an antichain of the module tree. A small subtree has few antichains that no other one
 dominates, so these are the options of one choice, and equal subtrees (repeated layers) are choices of one kind. They

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from sacplan.classic.graph import Graph, ModuleStats
+from sacplan.classic.graph import ExactTradeoff, Graph, ModuleStats
 from sacplan.solvers.problem import Amounts
 
 
@@ -47,8 +47,7 @@ class Unit:
     Attributes:
         fqn, index: of the module, in the graph.
         memory: its ``sac_memory``.
-        options: by rising bytes and ms; on the continuous fit only the largest.
-        segments: (slope, intercept) in ms of the fit; empty if only points count.
+        options: by rising bytes and ms.
         above: the units around it, nearest first.
     """
 
@@ -56,12 +55,7 @@ class Unit:
     index: int
     memory: int
     options: tuple[Discard, ...]
-    segments: tuple[tuple[float, float], ...]
     above: tuple[int, ...]
-
-    def at(self, ratio: float) -> Discard:
-        """Return a discard on the fit."""
-        return _on_fit(self.memory, self.segments, ratio)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,24 +99,21 @@ def tree_of(
     world_size: int,
     ac_units: Sequence[str] | None,
     fsdp_units: Sequence[str] | None,
-    *,
-    continuous: bool,
 ) -> UnitTree:
     """Return the units that a graph and its user allow, with the memory rows that matter; see ``sac_milp``."""
     allowed = None if ac_units is None else graph.match(ac_units, "ac_units")
     sharded = graph.match(fsdp_units or (), "fsdp_units")
     holds_sharded = {ancestor for fqn in sharded for ancestor in graph.ancestors(fqn)}
     # Statistics without reachable points have nothing but their fit to plan with.
-    continuous = continuous or not any(node.points for node in graph.nodes)
+    bare = not any(node.points for node in graph.nodes)
     units: list[Unit] = []
     for fqn in graph.fw_post_order:
         node = graph[fqn]
         if node.is_leaf or fqn in holds_sharded or (allowed is not None and fqn not in allowed):
             continue
-        segments = _segments(node) if continuous else ()
-        options = _largest(node, segments) if continuous else _undominated(node)
+        options = _undominated(node, _on_fit(node) if bare else node.points)
         if options:
-            units.append(Unit(fqn, graph.index(fqn), node.sac_memory, options, segments, ()))
+            units.append(Unit(fqn, graph.index(fqn), node.sac_memory, options, ()))
     place = {unit.fqn: i for i, unit in enumerate(units)}
     units = [
         replace(unit, above=tuple(place[fqn] for fqn in graph.ancestors(unit.fqn) if fqn in place))
@@ -144,17 +135,29 @@ def tree_of(
     return UnitTree(tuple(units), np.array(ended), np.array(base, dtype=np.int64), names)
 
 
-def _on_fit(memory: int, segments: Sequence[tuple[float, float]], ratio: float) -> Discard:
-    # A line of the fit may lie below 0; a time may not.
-    ms = max(0.0, max(slope * ratio + intercept for slope, intercept in segments))
-    return Discard(ratio, round(memory * ratio), ms)
+_STEPS = 32
+"""Shares of the largest discard at which a bare fit is read, beside its breakpoints: between two of them it rises by
+little more than 3 % of what the largest costs."""
 
 
-def _undominated(node: ModuleStats) -> tuple[Discard, ...]:
-    """Return the reachable points that no other dominates: none frees as much in less time."""
+def _on_fit(node: ModuleStats) -> Iterator[ExactTradeoff]:
+    """Read the fit of a module, a maximum of lines, at evenly spaced ratios and at its breakpoints."""
+    lines = list(zip(node.slopes, node.intercepts, strict=True))
+    if not lines:
+        return
+    # The fit is good up to the largest ratio that it was made from. Bare lines are taken up to 1.
+    known = node.breakpoints or tuple(ratio for ratio, _ in node.tradeoff_curve) or (1.0,)
+    largest = min(1.0, max(known))
+    for ratio in {*(largest * i / _STEPS for i in range(1, _STEPS + 1)), *(x for x in known if x <= largest)}:
+        # A line of the fit may lie below 0; a time may not.
+        share = max(0.0, max(slope * ratio + intercept for slope, intercept in lines))
+        yield ExactTradeoff(ratio, node.sac_runtime * share)
+
+
+def _undominated(node: ModuleStats, reachable: Iterable[ExactTradeoff]) -> tuple[Discard, ...]:
+    """Return the points that no other dominates: none frees as much in less time."""
     points = [
-        Discard(p.discard_ratio, round(node.sac_memory * p.discard_ratio), p.recompute_ms)
-        for p in node.points
+        Discard(p.discard_ratio, round(node.sac_memory * p.discard_ratio), p.recompute_ms) for p in reachable
     ]
     kept: list[Discard] = []
     for point in sorted(points, key=lambda p: (p.ms, -p.freed)):
@@ -162,20 +165,3 @@ def _undominated(node: ModuleStats) -> tuple[Discard, ...]:
         if point.freed > (kept[-1].freed if kept else 0):
             kept.append(point)
     return tuple(kept)
-
-
-def _segments(node: ModuleStats) -> tuple[tuple[float, float], ...]:
-    return tuple(
-        (node.sac_runtime * slope, node.sac_runtime * intercept)
-        for slope, intercept in zip(node.slopes, node.intercepts, strict=True)
-    )
-
-
-def _largest(node: ModuleStats, segments: Sequence[tuple[float, float]]) -> tuple[Discard, ...]:
-    """Return the largest discard of the fit, if there is a fit."""
-    if not segments:
-        return ()
-    # The fit is good up to the largest ratio that it was made from. Bare lines are taken up to 1.
-    ratios = node.breakpoints or tuple(ratio for ratio, _ in node.tradeoff_curve) or (1.0,)
-    discard = _on_fit(node.sac_memory, segments, min(1.0, max(ratios)))
-    return (discard,) if discard.freed > 0 else ()

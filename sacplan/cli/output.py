@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from sacplan.core.budget import format_bytes
+from sacplan.core.progress import stages_go_to
 from sacplan.errors import SacplanWarning
 
 _UNLIMITED = 10_000  # columns in a pipe, so that each row stays one line for grep
@@ -116,7 +117,7 @@ def show_warning(
 
 @contextlib.contextmanager
 def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on stderr which stage is running. Yields a function that reports progress.
+    """Show on stderr which stage is running, and what ``begins`` in it. Yields a function that reports progress.
 
     Args:
         name: of the stage.
@@ -129,7 +130,12 @@ def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     with _console(stderr=True).status(f"{name} ...", spinner="line") as status:
-        yield lambda text: status.update(f"{name} ... {text}")
+
+        def show(text: str) -> None:
+            status.update(f"{name} ... {text}")
+
+        with stages_go_to(show):
+            yield show
 
 
 def number(title: str) -> Column:

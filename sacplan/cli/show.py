@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sacplan.cli.output import pairs
 from sacplan.core.budget import format_bytes
-from sacplan.core.notebook import Section
+from sacplan.core.sections import Section
 
 if TYPE_CHECKING:
     from pathlib import Path

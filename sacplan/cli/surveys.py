@@ -279,7 +279,7 @@ def layouts(
         if hf.batch is None and target.startswith("hf:"):
             hf = dataclasses.replace(hf, batch=devices)  # every rank needs a sample
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
-    with stage("tracing and planning", long=True) as say, users_code(f"the step of {target}"):
+    with stage("tracing and planning", long=True), users_code(f"the step of {target}"):
         found = sacplan.layouts(
             loaded.model,
             loaded.batch,
@@ -291,7 +291,6 @@ def layouts(
             headroom=asked.headroom,
             solver=asked.solver,
             search=search,
-            progress=lambda row: say(f"{row.name} on {row.mesh}"),
             **allowed,
         )
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.

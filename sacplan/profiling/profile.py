@@ -21,9 +21,9 @@ from sacplan.core.budget import format_bytes
 from sacplan.core.decisions import AnyDecision, Decision, Discarded, as_decisions
 from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.liveness import Footprint
-from sacplan.core.notebook import Section, as_html
 from sacplan.core.program import Phase, Program, StorageKind
 from sacplan.core.rewrites.library_workspaces import library_workspaces
+from sacplan.core.sections import Section
 from sacplan.device.device_memory import DeviceMemory, device_memory
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.eager import eager_ms, waits_ms
@@ -484,9 +484,6 @@ class Profile:
             ("recorded", f"{len(self.program.ops)} ops ({self.mode}, {self.trace})"),
         )
         return Section(f"Profile of {fingerprint.model_class} on {self.device}", rows)
-
-    def _repr_html_(self) -> str:
-        return as_html([self.in_words()])
 
     def __repr__(self) -> str:
         """One line: model, device, peak, time, ops."""

@@ -92,9 +92,8 @@ def all_plans(graph: Graph, names: list[str], world_size: int) -> Iterator[tuple
 # Random trees --------------------------------------------------------------------------------------
 
 
-def random_graph(rng: random.Random, *, continuous: bool = False) -> Graph:
+def random_graph(rng: random.Random) -> Graph:
     """A tree with up to six units. Siblings are told apart by their last component, 1 and 10 among them."""
-    unit = 10**6 if continuous else 1
     parents = [rng.randint(max(0, i - 4), i) for i in range(rng.randint(2, 11))]
     children: dict[int, list[int]] = {i: [] for i in range(len(parents) + 1)}
     for i, parent in enumerate(parents, start=1):
@@ -112,26 +111,13 @@ def random_graph(rng: random.Random, *, continuous: bool = False) -> Graph:
         before = alive
         for label, child in zip(labels, children[i], strict=False):
             walk(child, f"{fqn}.{label}" if fqn else label)
-        alive += rng.randint(0, 20) * unit
+        alive += rng.randint(0, 20)
         is_leaf = (not children[i] and rng.random() < 0.5) or inner >= 6
         inner += not is_leaf
         # mostly the memory that the rows see, at times more or less
         memory = max(1, rng.choice([1, 1, 1, 0.5, 1.5]) * (alive - before)).__floor__()
         trade_off: dict[str, object] = {}
-        if not is_leaf and continuous:
-            n = rng.randint(1, 3)
-            trade_off = {
-                "n_segments": n,
-                "slopes": tuple(rng.randint(0, 20) / 10 for _ in range(n)),
-                "intercepts": tuple(rng.randint(-10, 2) / 10 for _ in range(n)),
-                "breakpoints": (0.0, rng.choice([0.5, 0.8, 1.0])),
-                "sac_runtime": rng.randint(1, 9) / 2,
-            }
-            if rng.random() < 0.3:  # a layer that repeats
-                memory = 8 * unit
-                trade_off |= {"n_segments": 1, "slopes": (1.5,), "intercepts": (-0.2,), "sac_runtime": 2.0}
-                trade_off["breakpoints"] = (0.0, 1.0)
-        elif not is_leaf and rng.random() < 0.4:
+        if not is_leaf and rng.random() < 0.4:
             memory = 8
             trade_off = {"points": repeated}
         elif not is_leaf:
@@ -143,10 +129,10 @@ def random_graph(rng: random.Random, *, continuous: bool = False) -> Graph:
             }
         nodes[at] = ModuleStats(
             fqn,
-            param_per_module=10 * unit if i == 0 else 0,
-            grad_total=rng.randint(0, 10) * unit,
+            param_per_module=10 if i == 0 else 0,
+            grad_total=rng.randint(0, 10),
             act_total=alive,
-            act_grad_per_module=rng.randint(0, 6) * unit,
+            act_grad_per_module=rng.randint(0, 6),
             is_leaf=is_leaf,
             sac_memory=memory,
             **trade_off,  # type: ignore[arg-type]
@@ -158,7 +144,7 @@ def random_graph(rng: random.Random, *, continuous: bool = False) -> Graph:
     if rng.random() < 0.5:
         n = len(post)
         segments = tuple(
-            MemorySegment(p, rng.randint(1, 20) * unit, (alive * p // n) + rng.randint(0, 20) * unit)
+            MemorySegment(p, rng.randint(1, 20), (alive * p // n) + rng.randint(0, 20))
             for p in (rng.randint(0, n) for _ in range(10))
         )
     return Graph(tuple(nodes), tuple(post), "", segments)
@@ -399,7 +385,6 @@ def test_infeasible_says_what_binds_and_what_would_do() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"choices": "convex"}, PlanError, "unknown choices 'convex'"),
         ({"solver": "gurobi"}, PlanError, "unknown solver 'gurobi'"),
         ({"gap": -1.0}, PlanError, "gap is -1.0"),
         ({"gap": math.nan}, PlanError, "gap is nan"),
@@ -562,8 +547,7 @@ def test_no_incumbent(monkeypatch: pytest.MonkeyPatch) -> None:
         sac_milp(graph, "59B")
 
 
-@pytest.mark.parametrize("choices", ["reachable", "continuous"])
-def test_bytes_hidden_by_a_tolerance_are_found(choices: str) -> None:
+def test_bytes_hidden_by_a_tolerance_are_found() -> None:
     """One byte of 400 GiB is below every solver's tolerance, and yet the peak may not exceed the budget."""
     memory = 100 * 2**30
     fit = {"sac_runtime": 9.0, "n_segments": 1, "slopes": (1.0,), "intercepts": (0.0,)}
@@ -576,11 +560,10 @@ def test_bytes_hidden_by_a_tolerance_are_found(choices: str) -> None:
     graph = Graph(tuple(nodes), ("0", "1", "2", "3", ""), "")
     for budget, full in ((4, 0), (3, 1), (1, 3)):
         for solver in SOLVERS:
-            result = sac_milp(graph, f"{budget}B", choices=choices, solver=solver)  # type: ignore[arg-type]
+            result = sac_milp(graph, f"{budget}B", solver=solver)  # type: ignore[arg-type]
             assert result.peak_bytes <= budget
-            if choices == "reachable":
-                assert result.recomputation_time_ms == 4 - full + 9 * full
-                assert result.status == "optimal"
+            assert result.recomputation_time_ms == 4 - full + 9 * full
+            assert result.status == "optimal"
 
 
 def test_a_node_without_points_is_no_unit_where_others_have_some() -> None:
@@ -591,6 +574,22 @@ def test_a_node_without_points_is_no_unit_where_others_have_some() -> None:
     graph = Graph((root, a, b), ("a", "b", ""), "")
     assert sac_milp(graph, "100B").ac_decisions == {"b": 1.0}
     assert sac_milp(Graph((root, a), ("a", ""), ""), "150B").recomputation_time_ms == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("n_bytes", [7, 50, 99, 100])
+def test_a_bare_fit_is_read_closely(n_bytes: int) -> None:
+    """Convex lines: no more than one of 32 steps above the fit itself."""
+    lines = {"n_segments": 2, "slopes": (0.5, 2.0), "intercepts": (0.0, -0.9), "breakpoints": (0.0, 0.6, 1.0)}
+    a = ModuleStats("a", sac_memory=100, act_total=100, sac_runtime=10.0, **lines)  # type: ignore[arg-type]
+    graph = Graph((ModuleStats("", act_total=200), a), ("a", ""), "")
+    found = sac_milp(graph, f"{200 - n_bytes}B")
+
+    def on_fit(ratio: float) -> float:
+        return 10.0 * max(0.5 * ratio, 2.0 * ratio - 0.9)
+
+    exact = on_fit(n_bytes / 100)
+    assert exact - 1e-9 <= found.recomputation_time_ms <= on_fit(min(1.0, n_bytes / 100 + 1 / 32)) + 1e-9
+    assert found.recomputation_time_ms == pytest.approx(on_fit(found.ac_decisions["a"]))
 
 
 # One module's ops ----------------------------------------------------------------------------------

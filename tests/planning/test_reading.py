@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -118,46 +117,6 @@ def test_names_of_layers() -> None:
     assert together(["h.0", "h.1", "h.2"]) == "h.0-2 (3 layers)"
     assert together([""]) == "(the model itself)"
     assert together(["block1.layers.0", "block1.layers.3"]) == "block1.layers.{0,3} (2 layers)"
-
-
-class Tags(HTMLParser):
-    """Every tag that is opened is closed, and nothing is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in ("script", "link", "img", "b0")
-        self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_notebooks_show_what_is_printed(profile: sacplan.Profile, gelus: sacplan.Plan) -> None:
-    named = structs.replace(gelus, fingerprint=structs.replace(gelus.fingerprint, model_class="<b0>&"))
-    loss = lambda m, b: m(b).square().mean()  # noqa: E731
-    seen = sacplan.verify(model(), torch.randn(ROWS, DIM), gelus, loss, torch.optim.AdamW)
-    fits = sacplan.max_batch(model(), lambda n: torch.randn(n, DIM), "1GiB", device="cpu", at_most=2)
-    spread = sacplan.layouts(profile, devices=1)
-    for shown, words in (
-        (named, ["<b0>&", "gelu of act", "AdamW"]),
-        (profile, ["AdamW", "Profile of Stack on cpu"]),
-        (seen, ["OVER" if not seen.within_budget else "Within", "GFLOP"]),
-        (fits, ["Batch of 2", "unplanned_peak", "KiB"]),
-        (spread, ["one device", "MiB"]),
-    ):
-        tags = Tags()
-        tags.feed(shown._repr_html_())
-        tags.close()
-        assert not tags.open
-        for word in words:
-            assert word in tags.text, (word, tags.text)
 
 
 def test_show(profile: sacplan.Profile, gelus: sacplan.Plan, tmp_path) -> None:  # type: ignore[no-untyped-def]
