@@ -73,7 +73,6 @@ def sac_milp(
     ac_units: Sequence[str] | None = None,
     fsdp_units: Sequence[str] | None = None,
     *,
-    solver: str = "auto",
     gap: float = 1e-4,
     work_limit: int = 6 * WORK_LIMIT,
     seed: int = 0,
@@ -95,7 +94,6 @@ def sac_milp(
         ac_units: only these modules may be units; None for no such restriction. Names with or without the
             root's, matched whole.
         fsdp_units: modules that strictly contain one of these may not be units.
-        solver: "auto" (HiGHS if installed, else CBC), "highs" or "cbc".
         gap: relative gap at which a plan counts as optimal.
         work_limit: nodes of branch and bound, each counted as the nonzeros of its program, after which the best plan
             found is returned (its status is "feasible").
@@ -106,10 +104,10 @@ def sac_milp(
         BudgetError: a budget that cannot be read.
         InfeasibleBudget: no choice fits; says the smallest budget that does.
         PlanError: unknown modules, or options out of range.
-        SolverError: no solver, no plan found with that much work, or the time limit is reached.
+        SolverError: no plan found with that much work, or the time limit is reached.
     """
-    backend = check_options(solver, gap, work_limit, seed, time_limit)
-    options = Milp(backend, gap, work_limit, seed, peak_gap=0.0, time_limit_s=time_limit)
+    check_options(gap, work_limit, seed, time_limit)
+    options = Milp(gap, work_limit, seed, peak_gap=0.0, time_limit_s=time_limit)
     tree = tree_of(graph, world_size, ac_units, fsdp_units)
     unplanned_bytes = int(tree.base[-1])
     budget_bytes = parse_budget(memory_budget, unplanned_bytes)

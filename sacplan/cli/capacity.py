@@ -31,8 +31,6 @@ _POINTS: dict[str, Column | str] = {
     "samples_per_s": number("samples/s"),
     "says": "",
 }
-# What a narrow terminal leaves out, in this order. The batch, its planned peak and the remark always stay.
-_POINTS_OPTIONAL = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
 
 
 def _search_command(name: str, short: str, said: str, *examples: str) -> CommandEntry:
@@ -123,6 +121,4 @@ def _search(
         for point in found.points
     ]
     shown = show.sections_shown([found.in_words()], facts.get("hf"))
-    return CommandResult(
-        facts, [*shown, "", rows_table(_POINTS, rows, _POINTS_OPTIONAL)], show.saved("plan", output)
-    )
+    return CommandResult(facts, [*shown, "", rows_table(_POINTS, rows)], show.saved("plan", output))

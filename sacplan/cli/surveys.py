@@ -32,12 +32,9 @@ _FRONTIER: dict[str, Column | str] = {
     "recompute_ms": number("recompute ms"),
     "recompute_share": number("of step"),
     "added_ms": number("added ms"),
-    "lower_bound_ms": number("lower bound"),
     "recompute_flops_share": number("of FLOPs"),
-    "units": number("units"),
     "status": "status",
 }
-_FRONTIER_OPTIONAL = ("units", "added ms", "of FLOPs", "lower bound", "status", "budget", "of step")
 
 
 @command(
@@ -86,7 +83,7 @@ def frontier(
     notes = show.saved("frontier", output)
     if profile.ranks.devices > 1:
         notes.insert(0, f"all figures are those of {ranks_text(profile.ranks, profile.program)}")
-    return CommandResult(facts, [rows_table(_FRONTIER, rows, _FRONTIER_OPTIONAL)], notes)
+    return CommandResult(facts, [rows_table(_FRONTIER, rows)], notes)
 
 
 @command(
@@ -240,10 +237,7 @@ _DEVICES: dict[str, Column | str] = {
     "bfloat16_tflops": number("bf16"),
     "float16_tflops": number("fp16"),
     "float8_tflops": number("fp8"),
-    "capability": number("capability"),
-    "source": "source",
 }
-_DEVICES_OPTIONAL = ("source", "capability", "fp8", "fp16", "fp32 TFLOP/s", "GB/s")
 
 
 @command(
@@ -306,9 +300,7 @@ def layouts(
     }
     notes = [f"not looked at: {reason}" for reason in found.refused] + show.saved("plan", output)
     shown = show.sections_shown([found.in_words()], loaded.facts)
-    return CommandResult(
-        facts, [*shown, "", rows_table(_LAYOUTS, [_shown(row) for row in rows], _LAYOUTS_OPTIONAL)], notes
-    )
+    return CommandResult(facts, [*shown, "", rows_table(_LAYOUTS, [_shown(row) for row in rows])], notes)
 
 
 _LAYOUTS: dict[str, Column | str] = {
@@ -321,7 +313,6 @@ _LAYOUTS: dict[str, Column | str] = {
     "collective_ms": number("collectives ms"),
     "samples_per_s": number("samples/s"),
 }
-_LAYOUTS_OPTIONAL = ("collectives ms", "recompute ms", "unplanned", "step ms", "planned")
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -335,16 +326,14 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 @command("devices", "The devices that are known.", examples=["sacplan devices", "sacplan devices --json"])
 def devices() -> CommandResult:
-    """The devices that can be planned for: memory, bandwidth, dense TFLOP/s by type, and where that is from."""
+    """The devices that can be planned for: memory, bandwidth, dense TFLOP/s by type. More figures are in --json."""
     import sacplan
 
     frame = sacplan.devices()
     # A figure that a device does not have is NaN in the frame. JSON has no NaN, so it becomes null.
     rows = frame.astype(object).where(frame.notna(), None).reset_index().to_dict("records")
     cells = [[_figure(row[column]) for column in _DEVICES] for row in rows]
-    return CommandResult(
-        {"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells, _DEVICES_OPTIONAL)]
-    )
+    return CommandResult({"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells)])
 
 
 def _figure(value: Any) -> str:

@@ -1,13 +1,11 @@
-"""Mixed-integer programs through PuLP: HiGHS where ``highspy`` is installed, else PuLP's bundled CBC.
-
-The only file that imports PuLP (tried with 3.3). What PuLP gets wrong for our purpose is put right
-here: ``LpProblem.status`` calls the incumbent of an ended search optimal (``sol_status`` does not), and
-no bound is reported, so it is read from HiGHS's info and from CBC's log.
+"""Mixed-integer programs, solved by HiGHS.
 
 What ends a search is a limit of work, not of time: with a given seed the answer is the same on a
 machine that is slow or busy. Work is the nodes of branch and bound, each counted as the nonzeros of its
 program, so that a limit takes about as long for small programs as for large ones. The first node is
 always seen through. A limit in seconds may be given as well; to reach it is an error, not another answer.
+
+Tried with highspy 1.9 to 1.16.
 """
 
 from __future__ import annotations
@@ -16,16 +14,13 @@ import ctypes
 import functools
 import math
 import os
-import re
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import highspy
 import numpy as np
-import pulp
 
 from sacplan.errors import PlanError, SolverError
 
@@ -33,11 +28,16 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 _THREADS = 1  # HiGHS refuses to change it within one process, and more would not be deterministic
 
-# CBC prints three digits after the point, so its printed bound may be rounded up by this much.
-_CBC_ROUNDING = 5e-4
-_CBC_BOUND = re.compile(r"^Lower bound:\s+(\S+)", re.MULTILINE)
-_CBC_NODES = re.compile(r"^Enumerated nodes:\s+(\d+)", re.MULTILINE)
-_CBC_TIMED_OUT = "Stopped on time"
+_STATUSES: Mapping[str, Status] = {
+    "kOptimal": "optimal",
+    "kModelEmpty": "optimal",
+    "kInterrupt": "feasible",
+    "kInfeasible": "infeasible",
+    "kUnboundedOrInfeasible": "infeasible",
+    "kSolveError": "unknown",
+    "kUnknown": "unknown",
+}
+"""By the name of HiGHS's status; the callback that ends a search is an interrupt."""
 
 WORK_LIMIT = 10_000_000
 """The default for one problem."""
@@ -112,7 +112,6 @@ class LinearProgram:
     def solve(
         self,
         *,
-        solver: str = "auto",
         gap: float = 1e-4,
         work_limit: int = WORK_LIMIT,
         seed: int = 0,
@@ -122,68 +121,102 @@ class LinearProgram:
         """Minimise.
 
         Args:
-            solver: "auto", "highs" or "cbc".
             gap: relative gap at which a solution counts as optimal.
             work_limit: nodes times nonzeros after which the search ends with what it has.
             seed: of the solver's own random choices.
             time_limit_s: seconds of wall clock after which it fails; None: no such limit.
-            start: values of the integer variables at a point that is known; HiGHS begins there, CBC leaves it.
+            start: values of the integer variables at a point that is known, at which the search begins.
 
         Raises:
             PlanError: an option out of range.
-            SolverError: the solver is not installed, failed, or has run for ``time_limit_s``.
+            SolverError: HiGHS failed, or has run for ``time_limit_s``.
         """
-        kind = check_options(solver, gap, work_limit, seed, time_limit_s)
-        problem, variables = self._to_pulp()
-        # Solvers know a limit of nodes and none of work, so the work is divided by what one node counts.
+        check_options(gap, work_limit, seed, time_limit_s)
+        # HiGHS knows a limit of nodes and none of work, so the work is divided by what one node counts.
         nonzeros = max(1, sum(len(terms) for terms, _, _ in self._rows))
         options = _Options(gap, max(1, work_limit // nonzeros), seed, time_limit_s)
-        known = [(variables[i], value) for i, value in (start or {}).items()]
-        try:
-            ended = _solve_highs(problem, options, known) if kind == "highs" else _solve_cbc(problem, options)
-        except pulp.PulpSolverError as error:
-            raise SolverError(f"{kind} failed: {error}; try another solver") from error
-        return self._read(ended, variables, nonzeros)
+        ended = self._run("choose", options, start or {})
+        # HiGHS 1.15's presolve calls programs infeasible that just fit.
+        if ended.status == "infeasible" or ended.failed:
+            again = self._run("off", options, {})
+            ended = ended if again.status == "unknown" else again
+        return self._read(ended, nonzeros)
 
-    def _to_pulp(self) -> tuple[pulp.LpProblem, list[Any]]:
-        problem = pulp.LpProblem("sacplan", pulp.LpMinimize)
-        variables = [
-            problem.add_variable(f"x{i}", lower, upper, pulp.LpInteger if integer else pulp.LpContinuous)
-            for i, (lower, upper, integer, _) in enumerate(self._variables)
-        ]
-        problem.setObjective(
-            pulp.LpAffineExpression(
-                [(variables[i], cost) for i, (_, _, _, cost) in enumerate(self._variables) if cost]
-            )
-        )
+    def _run(self, presolve: str, options: _Options, start: Mapping[int, float]) -> _Ended:
+        _let_highs_introduce_itself()
+        highs = highspy.Highs()
+        given: dict[str, bool | int | float | str] = {
+            "output_flag": False,
+            "mip_rel_gap": options.gap,
+            "threads": _THREADS,
+            "random_seed": options.seed,
+            "presolve": presolve,
+            "mip_allow_restart": False,  # with these two our programs take longer, for the same gap
+            "mip_heuristic_run_feasibility_jump": False,
+        }
+        if options.time_limit_s is not None:
+            given["time_limit"] = float(options.time_limit_s)
+        for name, value in given.items():
+            highs.setOptionValue(name, value)
+        for i, (lower, upper, integer, cost) in enumerate(self._variables):
+            highs.addCol(cost, *_bounds(lower, upper), 0, [], [])
+            if integer:
+                highs.changeColIntegrality(i, highspy.HighsVarType.kInteger)
         for terms, lower, upper in self._rows:
-            expression = pulp.LpAffineExpression([(variables[i], factor) for i, factor in terms])
-            if lower is not None and lower == upper:
-                problem.addConstraint(pulp.LpConstraint(expression, pulp.LpConstraintEQ, rhs=lower))
-                continue
-            # A constraint of PuLP has one sense, so a row with two bounds becomes two of them.
-            for bound, sense in ((lower, pulp.LpConstraintGE), (upper, pulp.LpConstraintLE)):
-                if bound is not None:
-                    problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
-        return problem, variables
+            indices, factors = [i for i, _ in terms], [factor for _, factor in terms]
+            highs.addRow(*_bounds(lower, upper), len(terms), indices, factors)
+        if start:
+            known = np.array(list(start), dtype=np.int32), np.array(list(start.values()), dtype=np.float64)
+            highs.setSolution(len(start), *known)
 
-    def _read(self, ended: _Ended, variables: list[Any], nonzeros: int) -> LinearSolution:
+        def stop(kind: Any, message: str, seen: Any, answer: Any, data: Any) -> None:
+            answer.user_interrupt = seen.mip_node_count >= options.nodes
+
+        # HiGHS asks this between nodes.
+        highs.setCallback(stop, None)
+        highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+        highs.run()
+        return self._ended(highs, options)
+
+    def _ended(self, highs: Any, options: _Options) -> _Ended:
+        name, info = highs.getModelStatus().name, highs.getInfo()
+        if name == "kTimeLimit":
+            raise SolverError(
+                f"the search was not done in {options.time_limit_s} s; raise time_limit, or leave it out: the limit of "
+                "work ends every search, with the same answer on every machine"
+            )
+        if name not in _STATUSES:
+            raise SolverError(f"HiGHS answered {name}, which should not happen")
+        status = _STATUSES[name]
+        if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point
+            status = "unknown"
+        # Without integer variables there is no branch and bound: the optimum itself is the bound.
+        is_mip = any(integer for _, _, integer, _ in self._variables)
+        bound = float(info.mip_dual_bound) if is_mip else None
+        if bound is None and status == "optimal":
+            bound = float(info.objective_function_value)
+        known = bound if bound is not None and math.isfinite(bound) else None
+        values = tuple(map(float, highs.getSolution().col_value))
+        return _Ended(status, name == "kSolveError", known, int(info.mip_node_count), values)
+
+    def _read(self, ended: _Ended, nonzeros: int) -> LinearSolution:
         status, bound = ended.status, ended.bound
         # A program that is solved without branching may report no node at all.
         work = max(1, ended.nodes) * nonzeros
         if status in ("infeasible", "unknown"):
             return LinearSolution(status, bound=bound, work=work)
-        values = tuple(
-            (lower or 0.0) if variable.varValue is None else float(variable.varValue)  # None: it is in no row
-            for variable, (lower, _, _, _) in zip(variables, self._variables, strict=True)
-        )
-        objective = math.fsum(
-            cost * value for value, (_, _, _, cost) in zip(values, self._variables, strict=True)
-        )
-        # A bound may come in above the objective: by a tolerance, or because it is infinite where CBC prints
-        # none (``_run_cbc``).
+        costs = (cost for _, _, _, cost in self._variables)
+        objective = math.fsum(cost * value for cost, value in zip(costs, ended.values, strict=True))
+        # By a tolerance, a bound may come in above the objective.
         least = None if bound is None else min(bound, objective)
-        return LinearSolution(status, values, objective, least, work)
+        return LinearSolution(status, ended.values, objective, least, work)
+
+
+def _bounds(lower: float | None, upper: float | None) -> tuple[float, float]:
+    return (
+        -highspy.kHighsInf if lower is None else lower,
+        highspy.kHighsInf if upper is None else upper,
+    )
 
 
 class _Options(NamedTuple):
@@ -194,24 +227,21 @@ class _Options(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """How a solver's search ended."""
+    """How a search ended."""
 
     status: Status
+    failed: bool
     bound: float | None
     nodes: int
+    values: tuple[float, ...]
 
 
-def check_options(
-    solver: str, gap: float, work_limit: int, seed: int, time_limit_s: float | None = None
-) -> Literal["highs", "cbc"]:
-    """Check the options that all programs share, and say which solver is meant.
+def check_options(gap: float, work_limit: int, seed: int, time_limit_s: float | None = None) -> None:
+    """Check the options that all programs share.
 
     Raises:
         PlanError: an option out of range.
-        SolverError: the solver is not installed.
     """
-    if solver not in ("auto", "highs", "cbc"):
-        raise PlanError(f"unknown solver {solver!r}; there are 'auto', 'highs' and 'cbc'")
     if not 0 <= gap < math.inf:
         raise PlanError(f"gap is {gap!r}; it must be a share, such as 1e-4")
     if not _is_int(work_limit) or work_limit <= 0:
@@ -220,91 +250,10 @@ def check_options(
         raise PlanError(f"the time limit is {time_limit_s!r} s; it must be positive, or None")
     if not _is_int(seed) or not 0 <= seed < 2**31:
         raise PlanError(f"seed is {seed!r}; it must be an int from 0 to 2**31 - 1")
-    has_highs = bool(pulp.HiGHS(msg=False).available())
-    if solver == "highs" or (solver == "auto" and has_highs):
-        if not has_highs:
-            raise SolverError("HiGHS is not installed; pip install highspy, or use solver='cbc'")
-        return "highs"
-    if not _cbc(msg=False).available():
-        raise SolverError("PuLP's bundled CBC does not run on this platform; pip install highspy")
-    return "cbc"
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _timed_out(kind: str, options: _Options) -> SolverError:
-    return SolverError(
-        f"{kind} was not done in {options.time_limit_s} s; raise time_limit, or leave it out: the limit of work ends "
-        "every search, with the same answer on every machine"
-    )
-
-
-def _cbc(**options: Any) -> Any:
-    # The binary inside the PuLP wheel, without the class that PuLP 4 drops; else a cbc on the path.
-    bundled = pulp.apis.coin_api.pulp_cbc_path
-    return pulp.COIN_CMD(path=bundled if os.access(bundled, os.X_OK) else None, **options)
-
-
-def _status(problem: pulp.LpProblem) -> Status:
-    by_solution: dict[int, Status] = {
-        pulp.LpSolutionOptimal: "optimal",
-        pulp.LpSolutionIntegerFeasible: "feasible",
-        pulp.LpSolutionInfeasible: "infeasible",
-        pulp.LpSolutionNoSolutionFound: "unknown",
-    }
-    if problem.status == pulp.LpStatusInfeasible:  # CBC's "Integer infeasible" has no sol_status
-        return "infeasible"
-    if problem.sol_status not in by_solution:
-        raise SolverError(f"the solver answered {pulp.LpStatus[problem.status]!r}, which should not happen")
-    return by_solution[problem.sol_status]
-
-
-class _HighsFrom(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's HiGHS, which begins at a known point and ends at a number of nodes; PuLP itself passes neither on.
-
-    HiGHS has an option for the nodes as well, but PuLP does not know the status that it ends with.
-
-    Args:
-        start: variables and their values.
-        nodes: at most.
-        options: of HiGHS.
-    """
-
-    def __init__(self, start: Sequence[tuple[Any, float]], nodes: int, **options: Any) -> None:
-        super().__init__(**options)
-        self._start = start
-        self._nodes = nodes
-
-    def callSolver(self, lp: Any) -> None:
-        """Called by PuLP when the model is built."""
-        if self._start:
-            indices = np.array([variable.index for variable, _ in self._start], dtype=np.int32)
-            values = np.array([value for _, value in self._start], dtype=np.float64)
-            lp.solverModel.setSolution(len(indices), indices, values)
-
-        def stop(kind: Any, message: str, seen: Any, answer: Any, data: Any) -> None:
-            answer.user_interrupt = seen.mip_node_count >= self._nodes
-
-        # Not through PuLP, which sets callbacks before it silences HiGHS.
-        lp.solverModel.setCallback(stop, None)
-        lp.solverModel.startCallback(self.hscb.HighsCallbackType.kCallbackMipInterrupt)
-        super().callSolver(lp)
-
-
-def _solve_highs(
-    problem: pulp.LpProblem, options: _Options, start: Sequence[tuple[Any, float]] = ()
-) -> _Ended:
-    """Solve with HiGHS; again without its presolve if that fails, or says "infeasible".
-
-    HiGHS 1.15's presolve calls programs infeasible that just fit.
-    """
-    ended = _run_highs(problem, "choose", options, start)
-    if ended.status == "infeasible" or problem.solverModel.getModelStatus().name == "kSolveError":
-        again = _run_highs(problem, "off", options)
-        return ended if again.status == "unknown" else again
-    return ended
 
 
 @functools.cache
@@ -313,8 +262,6 @@ def _let_highs_introduce_itself() -> None:
 
     Standard output may be JSON that somebody reads, so these lines go nowhere.
     """
-    import highspy
-
     flush = ctypes.CDLL(None).fflush if os.name == "posix" else ctypes.cdll.msvcrt.fflush
     sys.stdout.flush()
     # C has a buffer of its own. It is emptied before, so that nothing is lost, and after, so that HiGHS's lines are.
@@ -332,77 +279,3 @@ def _let_highs_introduce_itself() -> None:
     finally:
         os.dup2(shown, 1)
         os.close(shown)
-
-
-def _run_highs(
-    problem: pulp.LpProblem, presolve: str, options: _Options, start: Sequence[tuple[Any, float]] = ()
-) -> _Ended:
-    _let_highs_introduce_itself()
-    problem.solve(
-        _HighsFrom(
-            start,
-            options.nodes,
-            msg=False,
-            gapRel=options.gap,
-            timeLimit=options.time_limit_s,
-            threads=_THREADS,
-            random_seed=options.seed,
-            presolve=presolve,
-            mip_allow_restart=False,  # with these two our programs take longer, for the same gap
-            mip_heuristic_run_feasibility_jump=False,
-        )
-    )
-    if problem.solverModel.getModelStatus().name == "kTimeLimit":
-        raise _timed_out("highs", options)
-    status = _status(problem)
-    info = problem.solverModel.getInfo()
-    if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point
-        status = "unknown"
-    # Without integer variables there is no branch and bound: the optimum itself is the bound.
-    bound = float(info.mip_dual_bound) if problem.isMIP() else None
-    if bound is None and status == "optimal":
-        bound = float(info.objective_function_value)
-    known = bound is not None and math.isfinite(bound)
-    return _Ended(status, bound if known else None, int(info.mip_node_count))
-
-
-def _solve_cbc(problem: pulp.LpProblem, options: _Options) -> _Ended:
-    """Solve with CBC without its preprocessing, which is wrong in CBC 2.10.3 (the one in the PuLP wheel).
-
-    The preprocessing fixes variables that it must not, in small programs such as ours, and calls the wrong plan
-    optimal (the tests have one). Without it, CBC crashes on some infeasible programs. Those are tried again with it;
-    an answer other than "infeasible" is then not called optimal.
-    """
-    try:
-        return _run_cbc(problem, ["preprocess off"], options)
-    except pulp.PulpSolverError:
-        ended = _run_cbc(problem, [], options)
-        return ended._replace(status="feasible" if ended.status == "optimal" else ended.status, bound=None)
-
-
-def _run_cbc(problem: pulp.LpProblem, more: list[str], options: _Options) -> _Ended:
-    seed = options.seed % (2**31 - 1) + 1  # 0 would stand for the time of day
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "cbc.log")
-        solver = _cbc(
-            msg=False,
-            gapRel=options.gap,
-            maxNodes=options.nodes,
-            timeLimit=options.time_limit_s,
-            logPath=str(log),
-            options=[*more, f"randomSeed {seed}", f"randomCbcSeed {seed}"],
-        )
-        solver.tmpDir = folder  # PuLP leaves its files behind when CBC crashes
-        problem.solve(solver)
-        text = log.read_text(errors="replace")
-    if _CBC_TIMED_OUT in text:
-        raise _timed_out("cbc", options)
-    status = _status(problem)
-    counted = _CBC_NODES.search(text)
-    nodes = int(counted.group(1)) if counted else 0
-    if status == "infeasible":
-        return _Ended(status, None, nodes)
-    if match := _CBC_BOUND.search(text):  # printed unless the bound has reached the objective
-        return _Ended(status, float(match.group(1)) - _CBC_ROUNDING, nodes)
-    # ``_read`` lowers the infinite bound to the objective.
-    return _Ended(status, math.inf if status == "optimal" else None, nodes)
