@@ -24,7 +24,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "1 of 2: torch"
 	$(INSTALL) torch
 	@echo "2 of 2: sacplan, and what its tests, notebooks and documentation need"
-	$(INSTALL) --editable '.[hf,highs,plot,notebook,examples,docs,dev]'
+	$(INSTALL) --editable '.[hf,plot,notebook,examples,docs,dev]'
 	@# What most processes import, compiled by one, before several do it at the same time.
 	$(BIN)/python -W ignore -m tests.support.processes
 	touch $@
@@ -49,8 +49,8 @@ test-torch:  ## what holds with another torch: make test-torch TORCH=2.15.0
 	test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0" >&2; exit 2; }
 	test -d $(VENV)-$(TORCH) || $(PYTHON) -m venv $(VENV)-$(TORCH)
 	$(VENV)-$(TORCH)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable '.[hf,highs,plot,dev]'
-	$(VENV)-$(TORCH)/bin/python -m benchmarks.torch_versions
+	$(VENV)-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable '.[hf,plot,dev]'
+	.ci/promises $(VENV)-$(TORCH)/bin/python
 
 lint: $(VENV)/.installed  ## ruff and mypy, and the lines of code that each folder may have
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
     pip install -e '.[zoo]'
     python -m benchmarks.zoo                            # all that is installed; figures into benchmarks/results
-    python -m benchmarks.zoo foreign                    # packages of people and laboratories, and their optimizers
     python -m benchmarks.zoo peft timm/resnet           # a whole package, or some of its models, printed
     python -m benchmarks.zoo --resume                   # what an interrupted run has not done yet
 
@@ -35,27 +34,21 @@ from benchmarks.compatibility import (
     Outcome,
     done_before,
     outcome_of_steps,
-    read,
     run_all,
     summary,
     sweep_parser,
 )
 from benchmarks.harness.budgets import Row, steps_of
 from benchmarks.harness.plans import as_budget, timed
-from benchmarks.harness.results import RESULTS, ROOT, describe, machine
+from benchmarks.harness.results import RESULTS, describe, machine
 from benchmarks.harness.steps import on_one_thread, seed_everything, tensors_of
-from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
 from benchmarks.models.cases import Case
-from benchmarks.models.foreign_models import FOREIGN
 from benchmarks.models.zoo_models import FAMILIES, loss_of
 from sacplan.record.state import preserved_state
 from sacplan.record.step import Step, call_model
 from sacplan.running.measure import measured_step
 
 FIGURES = RESULTS / "zoo.json"
-FOREIGN_FIGURES = RESULTS / "zoo_foreign.json"
-PAGE, COMMAND = ROOT / "docs" / "figures.md", "python -m benchmarks.zoo"
-_FOREIGN = "foreign"  # stands for the packages of ``models/foreign_models.py``
 WHAT = "models of other packages run"
 INFERENCE = "+inference"
 _SEED = 7
@@ -71,17 +64,14 @@ def chosen(asked: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the entries to run, and the packages that the rest of what was asked for would need.
 
     Args:
-        asked: packages and entries, or "foreign" for all packages of people and laboratories; none of them: all
-            libraries.
+        asked: packages and entries; none of them: all.
 
     Raises:
         ValueError: there is no such package or entry.
     """
     names: list[str] = []
     missing: list[str] = []
-    libraries = [family for family in FAMILIES if family not in FOREIGN]
-    words = [*FOREIGN, *(word for word in asked if word != _FOREIGN)] if _FOREIGN in asked else asked
-    for word in words or libraries:
+    for word in asked or FAMILIES:
         family = word.split("/")[0]
         if family not in FAMILIES:
             raise ValueError(f"no package {family}; there are {', '.join(FAMILIES)}")
@@ -105,7 +95,7 @@ def outcome_of(name: str) -> Outcome:
     family, _, model_name = name.partition("/")
     seed_everything(_SEED)
     try:
-        model, batch, *optimizer = FAMILIES[family].models()[model_name.removesuffix(INFERENCE)]()
+        model, batch = FAMILIES[family].models()[model_name.removesuffix(INFERENCE)]()
     except Exception as error:  # the package's own, and it says why
         return Outcome(
             name, NOT_BUILT, f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began
@@ -114,7 +104,7 @@ def outcome_of(name: str) -> Outcome:
     def steps() -> Iterable[Row]:
         if name.endswith(INFERENCE):
             return inference_of(name, family, model.eval(), batch)
-        return steps_of(name, family, Case(model, batch, loss_of, *optimizer))
+        return steps_of(name, family, Case(model, batch, loss_of))
 
     return outcome_of_steps(steps, began, model_type=name, model_class=type(model).__name__, source=family)
 
@@ -186,30 +176,6 @@ def remarks(found: Iterable[Outcome]) -> list[str]:
     return lines
 
 
-def table(found: Iterable[Outcome]) -> str:
-    """Write a line for each package: what ran, how far the worst peak is off, and what was not as predicted."""
-    by_package: dict[str, list[Outcome]] = {}
-    for outcome in found:
-        by_package.setdefault(outcome.model_type.partition("/")[0], []).append(outcome)
-    lines = markdown_head(
-        ("package", "ran", "exact", "worst error", "within budget", "bit-equal", "not exact")
-    )
-    for package, outcomes in sorted(by_package.items()):
-        ran = [o for o in outcomes if o.status == TRAINED]
-        off = [f"{o.model_type.partition('/')[2]} {o.worst_error:+.2%}" for o in ran if not o.exact]
-        planned = sum(len(o.planned) for o in ran)
-        cells = (
-            f"{len(ran)} of {len(outcomes)}",
-            str(sum(o.exact for o in ran)),
-            f"{max((o.worst_error for o in ran), key=abs, default=0.0):+.3%}",
-            f"{sum(o.within_budget for o in ran)} of {planned}",
-            f"{sum(o.bit_equal for o in ran)} of {planned}",
-            ", ".join(off),
-        )
-        lines.append(markdown_line([f"`{package}`", *cells]))
-    return "\n".join(lines)
-
-
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the packages of these entries."""
     return {f: importlib.metadata.version(f) for f in dict.fromkeys(name.split("/")[0] for name in names)}
@@ -218,16 +184,12 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """Run; the exit status is 1 where a budget was broken, bits differ, or sacplan failed."""
     parser = sweep_parser(__doc__, "packages and entries")
-    parser.add_argument("--table", action="store_true", help=f"only write the table into {PAGE.name} again")
     arguments = parser.parse_args(argv)
-    if arguments.table:
-        put_on_page(PAGE, COMMAND, table(read(FOREIGN_FIGURES)[1]))
-        return 0
     try:
         names, missing = chosen(arguments.names)
     except ValueError as error:
         parser.error(str(error))
-    path = arguments.json or {"": FIGURES, _FOREIGN: FOREIGN_FIGURES}.get(" ".join(arguments.names))
+    path = arguments.json or (None if arguments.names else FIGURES)
     torch.set_num_threads(1)
     print(", ".join([describe(machine()), *(f"{k} {v}" for k, v in versions(names).items())]))
     for family in missing:

@@ -72,7 +72,6 @@ def main() -> None:
     curve = sacplan.frontier(profile)
     save(sacplan.Report(profile, plan).memory_figure(columns=1), out / "memory_gpt2.png")
     save(sacplan.Report(profile, plan, curve).frontier_figure(), out / "frontier_gpt2.png")
-    save(sacplan.Report(profile).tradeoff_figure(most=3), out / "tradeoffs_gpt2.png")
     say(sacplan.Report(profile, plan, curve).write(SAMPLES / "gpt2.html"))
     say(profile, plan, curve.to_string())
 

@@ -35,13 +35,11 @@ from .planning.policies import policy
 from .planning.value import UnitPlan
 from .profiling.profile import Profile
 from .profiling.tracing import profile
-from .questions.advise import Advice, Remedy, advise
 from .questions.batch_sizes import CapacityPoint
 from .questions.capacity import Capacity, max_batch, throughput
 from .questions.fit import fit
 from .questions.frontier import frontier
 from .questions.layouts import Layout, Layouts, layouts
-from .questions.parts import Part
 from .questions.verdict import FitRow, Verdict
 from .report.report import Report
 from .running.apply import Handle, apply
@@ -58,7 +56,6 @@ __all__ = [
     "DDP",
     "DEFAULT_HEADROOM",
     "FSDP2",
-    "Advice",
     "AllocatorPeaks",
     "Capacity",
     "CapacityPoint",
@@ -80,10 +77,8 @@ __all__ = [
     "Milp",
     "ModuleInfo",
     "ModuleStats",
-    "Part",
     "Plan",
     "Profile",
-    "Remedy",
     "Replicated",
     "Report",
     "Rotor",
@@ -100,7 +95,6 @@ __all__ = [
     "UnitPlan",
     "Verdict",
     "Verification",
-    "advise",
     "aggregate_stats",
     "apply",
     "calibrate",

@@ -19,11 +19,12 @@ from sacplan.device.outside_allocator import outside_text
 from sacplan.distributed.ranks.ranks import ONE_RANK
 from sacplan.errors import PlanError, PlanMismatch, SacplanWarning
 from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Limit, Room
+from sacplan.planning.make import outcome_of
 from sacplan.planning.plan import Plan, PlanOrPath
+from sacplan.planning.request import Request
 from sacplan.profiling.profile import Profile
 from sacplan.profiling.remarks import no_optimizer
 from sacplan.profiling.tracing import Trace, trace_step, warn_of_step
-from sacplan.questions.advise import advise
 from sacplan.questions.alive import AliveGroup, peak_groups
 from sacplan.questions.parts import moment_of
 from sacplan.questions.planned import planned
@@ -125,7 +126,7 @@ def assert_step_fits(
         # In the other branch ``verify`` has warned already.
         warn_of(plan.fingerprint.setup.differences(found.fingerprint.setup), stacklevel=3)
     if program.footprint.peak_bytes > room.for_peak(program):
-        raise AssertionError(_lines(_report(found, plan, program, room)))
+        raise AssertionError(_lines(_report(found, plan, program, room, limit)))
     return found
 
 
@@ -144,7 +145,7 @@ def _check_plan(found: Profile, plan: Plan) -> None:
         )
 
 
-def _report(found: Profile, plan: Plan | None, program: Program, room: Room) -> Iterator[str]:
+def _report(found: Profile, plan: Plan | None, program: Program, room: Room, limit: Limit) -> Iterator[str]:
     """Yield paragraphs on what is wrong, where, and what to try."""
     budget_bytes = room.for_peak(program)
     yield from _verdict(found, program.footprint.peak_bytes, budget_bytes)
@@ -152,11 +153,17 @@ def _report(found: Profile, plan: Plan | None, program: Program, room: Room) -> 
         yield _in_room(found, program, room)
     if plan is not None:
         yield f"This is with the plan; without it, the peak is {format_bytes(found.peak_bytes)}."
-    yield f"The peak is {moment_of(program, found.fingerprint.model_class)[-1]}. Alive then:"
+    yield f"The peak is {moment_of(found, program)}. Alive then:"
     yield from _rows(peak_groups(found, program))
-    # The remedies lower the peak of a training step: recomputation, chunks, other optimizers.
-    if found.mode == "train":
-        yield from _advice(found, plan, budget_bytes)
+    outcome = outcome_of(Request(limit), found, looks_further=True)
+    if outcome.plan is None:
+        yield f"No plan helps: {outcome.error}"
+    else:
+        made = outcome.plan
+        yield (
+            f"sacplan.plan finds a plan that holds it: peak {format_bytes(made.peak_bytes)}, and the step takes "
+            f"{made.recompute_ms + made.added_ms:.3g} ms more."
+        )
 
 
 def _in_room(found: Profile, program: Program, room: Room) -> str:
@@ -226,15 +233,3 @@ def _row(group: AliveGroup) -> str:
         f"{group.count} of {format_bytes(group.each_bytes)}" if group.count > 1 else "",
     ]
     return ", ".join(word for word in words if word)
-
-
-def _advice(found: Profile, plan: Plan | None, budget_bytes: int) -> Iterator[str]:
-    """Yield the remedies that lower the peak. Each was tried on the recording."""
-    remedies = advise(found, plan).remedies
-    if not remedies:
-        yield "Nothing that sacplan.advise tries makes the peak smaller: try a smaller batch, or several devices."
-        return
-    yield "What would help, each tried alone:"
-    for remedy in remedies:
-        enough = " This alone is enough." if remedy.peak_bytes <= budget_bytes else ""
-        yield f"- {remedy.sentence}{enough}"

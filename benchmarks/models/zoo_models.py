@@ -22,7 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.foreign_models import FOREIGN, Builder, Built, seeded
+Built = tuple[Any, ...]
+"""A model and its batch."""
+
+Builder = Callable[[], Built]
 
 IMAGE_SIZES = (64, 96, 128, 160, 224, 256)
 _ROWS = 2
@@ -594,7 +597,6 @@ FAMILIES: dict[str, Family] = {
     "diffusers": Family("diffusers", _diffusers, ("UNet2DModel", "AutoencoderKL")),
     "torch_geometric": Family("torch_geometric", _torch_geometric, ("GCN",)),
     "peft": Family("peft", _peft, ("lora",)),
-    **{name: Family(name, functools.partial(seeded, name)) for name in FOREIGN},
 }
 
 REASONS: dict[str, str] = {

@@ -23,7 +23,6 @@ def get_optimal_checkpointing_policy_per_module(
     sac_stats: SACStats,
     memory_budget: float,
     *,
-    solver: str = "auto",
     gap: float = 1e-4,
     work_limit: int = WORK_LIMIT,
     seed: int = 0,
@@ -38,7 +37,6 @@ def get_optimal_checkpointing_policy_per_module(
     Args:
         sac_stats: the module's ops.
         memory_budget: share of the ops' total memory that may be saved, in [0, 1].
-        solver: "auto" (HiGHS if installed, else CBC), "highs" or "cbc".
         gap: relative gap at which a policy counts as optimal.
         work_limit: nodes of branch and bound, each counted as the nonzeros of the program, after which the best policy
             found is returned.
@@ -49,11 +47,11 @@ def get_optimal_checkpointing_policy_per_module(
         BudgetError: the share is not in [0, 1].
         InfeasibleBudget: the ops that must be saved take more.
         PlanError: statistics that contradict each other.
-        SolverError: no solver, no policy found with that much work, or the time limit is reached.
+        SolverError: no policy found with that much work, or the time limit is reached.
     """
     if not fits(memory_budget, float) or not 0 <= memory_budget <= 1:
         raise BudgetError(f"memory budget {memory_budget!r} is not a share in [0, 1] of the module's memory")
-    backend = check_options(solver, gap, work_limit, seed, time_limit)
+    check_options(gap, work_limit, seed, time_limit)
     group = _op_groups(sac_stats)
     ops = range(len(group))
     # An in-place op that is paired with itself: it is not known what made the tensor that it writes, so it is kept.
@@ -88,7 +86,7 @@ def get_optimal_checkpointing_policy_per_module(
     saved |= _knapsack(
         [(g, memory[g], runtime[g]) for g in undecided],
         budget_bytes - needed,
-        Milp(backend, gap, work_limit, seed, time_limit_s=time_limit),
+        Milp(gap, work_limit, seed, time_limit_s=time_limit),
     )
     return [int(group[op] in saved) for op in ops]
 

@@ -76,7 +76,6 @@ def sac_milp(
     fsdp_units: Sequence[str] | None = None,
     *,
     choices: Literal["reachable", "continuous"] = "reachable",
-    solver: str = "auto",
     gap: float = 1e-4,
     work_limit: int = 6 * WORK_LIMIT,
     seed: int = 0,
@@ -100,7 +99,6 @@ def sac_milp(
         choices: "reachable" takes one of a module's exactly reachable points. "continuous" takes any
             ratio on the piecewise linear fit. A graph in which no module has points, such as one of
             bare fits, is always continuous.
-        solver: "auto" (HiGHS if installed, else CBC), "highs" or "cbc".
         gap: relative gap at which a plan counts as optimal.
         work_limit: nodes of branch and bound, each counted as the nonzeros of its program, after which the best plan
             found is returned (its status is "feasible").
@@ -111,12 +109,12 @@ def sac_milp(
         BudgetError: a budget that cannot be read.
         InfeasibleBudget: no choice fits; says the smallest budget that does.
         PlanError: unknown modules, or options out of range.
-        SolverError: no solver, no plan found with that much work, or the time limit is reached.
+        SolverError: no plan found with that much work, or the time limit is reached.
     """
     if choices not in ("reachable", "continuous"):
         raise PlanError(f"unknown choices {choices!r}; there are 'reachable' and 'continuous'")
-    backend = check_options(solver, gap, work_limit, seed, time_limit)
-    options = Milp(backend, gap, work_limit, seed, peak_gap=0.0, time_limit_s=time_limit)
+    check_options(gap, work_limit, seed, time_limit)
+    options = Milp(gap, work_limit, seed, peak_gap=0.0, time_limit_s=time_limit)
     tree = tree_of(graph, world_size, ac_units, fsdp_units, continuous=choices == "continuous")
     unplanned_bytes = int(tree.base[-1])
     budget_bytes = parse_budget(memory_budget, unplanned_bytes)

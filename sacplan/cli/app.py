@@ -48,7 +48,6 @@ for _entry in (
     steps.policy,
     steps.verify,
     surveys.show_file,
-    surveys.diff,
     surveys.frontier,
     surveys.report,
     capacity.max_batch,

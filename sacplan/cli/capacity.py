@@ -31,8 +31,6 @@ _POINTS: dict[str, Column | str] = {
     "samples_per_s": number("samples/s"),
     "says": "",
 }
-# What a narrow terminal leaves out, in this order. The batch, its planned peak and the remark always stay.
-_POINTS_OPTIONAL = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
 
 
 def _search_command(name: str, short: str, said: str, *examples: str) -> CommandEntry:
@@ -85,7 +83,7 @@ def _search(
             "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
         )
     search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
-    with stage("tracing and planning", long=True) as say, users_code(f"the step of {name}"):
+    with stage("tracing and planning", long=True), users_code(f"the step of {name}"):
         found = search(
             target.model,
             target.make_batch,
@@ -99,7 +97,6 @@ def _search(
             accumulation_steps=asked.grad_accum or 1,
             compile=asked.compile,
             at_most=asked.at_most,
-            progress=lambda p: say(f"batch {p.batch_size} {'fits' if p.feasible else 'does not fit'}"),
         )
     # ``verify`` reads the batch from the plan's file, and the plan is for the batch that was found.
     save(found.plan, output, Origin.of(target, batch=found.batch_size))
@@ -124,6 +121,4 @@ def _search(
         for point in found.points
     ]
     shown = show.sections_shown([found.in_words()], facts.get("hf"))
-    return CommandResult(
-        facts, [*shown, "", rows_table(_POINTS, rows, _POINTS_OPTIONAL)], show.saved("plan", output)
-    )
+    return CommandResult(facts, [*shown, "", rows_table(_POINTS, rows)], show.saved("plan", output))

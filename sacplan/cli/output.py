@@ -1,6 +1,6 @@
 """Write to the terminal: results to stdout, everything else to stderr.
 
-No cell is cut off, whatever the width. A table that is too wide for the terminal leaves out columns, and says which.
+No cell is cut off: in a narrow terminal it folds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from sacplan.core.budget import format_bytes
+from sacplan.core.progress import stages_go_to
 from sacplan.errors import SacplanWarning
 
 _UNLIMITED = 10_000  # columns in a pipe, so that each row stays one line for grep
-_FOLDED = 30  # columns that the last column of a table keeps when it folds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,11 @@ class CommandResult:
         if as_json:
             print_json(self.facts)
             return
-        left_out: dict[str, None] = {}
         for part in self.shown:
             if isinstance(part, str):
                 typer.echo(part)
             else:
-                left_out.update(dict.fromkeys(_print_table(part)))
-        if left_out:
-            note(f"not enough columns for: {', '.join(left_out)}; a wider terminal or --json shows all")
+                _print_table(part)
         for text in self.notes:
             note(text)
 
@@ -116,7 +113,7 @@ def show_warning(
 
 @contextlib.contextmanager
 def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on stderr which stage is running. Yields a function that reports progress.
+    """Show on stderr which stage is running, and what ``begins`` in it. Yields a function that reports progress.
 
     Args:
         name: of the stage.
@@ -129,7 +126,12 @@ def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     with _console(stderr=True).status(f"{name} ...", spinner="line") as status:
-        yield lambda text: status.update(f"{name} ... {text}")
+
+        def show(text: str) -> None:
+            status.update(f"{name} ... {text}")
+
+        with stages_go_to(show):
+            yield show
 
 
 def number(title: str) -> Column:
@@ -137,50 +139,26 @@ def number(title: str) -> Column:
     return Column(title, justify="right")
 
 
-class _ColumnTable(Table):
-    """A table that may drop columns to fit the terminal.
-
-    Attributes:
-        optional: titles of columns, the least important first.
-    """
-
-    optional: Sequence[str] = ()
-
-    def without(self, title: str) -> _ColumnTable:
-        """Return the same table without one column."""
-        columns = [column for column in self.columns if column.header != title]
-        rows = list(zip(*(map(str, column.cells) for column in columns), strict=True))
-        return table(columns, rows, [each for each in self.optional if each != title])
-
-
-def table(
-    columns: Sequence[Column | str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
-) -> _ColumnTable:
+def table(columns: Sequence[Column | str], rows: Sequence[Sequence[str]]) -> Table:
     """Make a table with a header.
 
     Args:
         columns: titles, or columns from ``number``.
         rows: a cell for each column.
-        optional: titles of the columns to drop on a narrow terminal, in this order.
     """
     fresh = (c.copy() if isinstance(c, Column) else c for c in columns)  # a rich column collects its cells
-    made = _ColumnTable(*fresh, box=None, pad_edge=False, safe_box=True)
-    headers = {column.header for column in made.columns}
-    made.optional = [title for title in optional if title in headers]
+    made = Table(*fresh, box=None, pad_edge=False, safe_box=True)
     for row in rows:
         made.add_row(*row)
     return made
 
 
-def rows_table(
-    titles: Mapping[str, Column | str], rows: Sequence[Mapping[str, Any]], optional: Sequence[str] = ()
-) -> Table:
+def rows_table(titles: Mapping[str, Column | str], rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of rows.
 
     Args:
         titles: Name of each figure to its title, or to a column made by ``number``; in the order of the columns.
         rows: Figures by name.
-        optional: Titles of columns to leave out if the terminal is too narrow, the first one first.
     """
     # A time or a share that is 0 in every row says nothing.
     titles = {
@@ -188,9 +166,7 @@ def rows_table(
         for name, title in titles.items()
         if not name.endswith(("_ms", "_share")) or any(row[name] for row in rows)
     }
-    return table(
-        list(titles.values()), [[_cell(name, row[name]) for name in titles] for row in rows], optional
-    )
+    return table(list(titles.values()), [[_cell(name, row[name]) for name in titles] for row in rows])
 
 
 def _cell(name: str, value: Any) -> str:
@@ -213,34 +189,13 @@ def pairs(rows: Sequence[tuple[str, str]]) -> Table:
     return grid
 
 
-def _print_table(made: Table) -> list[str]:
-    """Print a table, and return the titles of the columns that were dropped."""
+def _print_table(made: Table) -> None:
     console = _console()
-    left_out = []
     if made.show_header:
-        # Columns go one by one, the least important first, until the rest fits. If nothing is left to drop,
-        # the last column folds.
-        while not (fits := _fits(made, console)) and isinstance(made, _ColumnTable) and made.optional:
-            left_out.append(made.optional[0])
-            made = made.without(left_out[-1])
-        for column in made.columns:
-            column.no_wrap = column.justify == "right" or (fits and column is not made.columns[-1])
+        # A line under the header is for people. In a pipe it would be one more line to skip.
+        made.box = box.SIMPLE_HEAD if console.is_terminal else None
+    for column in made.columns:
+        column.overflow = "fold"
     with console.capture() as text:
         console.print(made)
     typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))  # rich pads lines with blanks
-    return left_out
-
-
-def _fits(made: Table, console: Console) -> bool:
-    """Return whether the table fits the console if only text in the last column folds."""
-    # A line under the header is for people. In a pipe it would be one more line to skip.
-    made.box = box.SIMPLE_HEAD if console.is_terminal else None
-    # Numbers never fold. Text folds in the last column alone if that is enough, else everywhere.
-    for column in made.columns:
-        column.overflow = "fold"  # where it still does not fit
-    last = made.columns[-1]
-    # The table is measured as if the last column had been folded already, and the limit is taken off again.
-    last.max_width = _FOLDED if last.justify == "left" else None
-    needed = console.measure(made, options=console.options.update(max_width=_UNLIMITED)).maximum
-    last.max_width = None
-    return needed <= console.width

@@ -11,13 +11,16 @@ from rich.table import Table
 
 from sacplan.cli.output import pairs
 from sacplan.core.budget import format_bytes
-from sacplan.core.notebook import Section
+from sacplan.core.sections import Section
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from sacplan import Plan, Profile
     from sacplan.integrations.hf.target import Target
+
+
+_PARTS = 5  # of what is alive at the peak, the largest
 
 
 def size(n_bytes: int) -> str:
@@ -51,11 +54,16 @@ def _fact(name: str, value: Any) -> str:
 def profile_section(profile: Profile) -> Section:
     """Return a profile in words, with its ranks and what torch's allocator would report."""
     from sacplan.planning.reading import device_memory_text, ranks_text
+    from sacplan.questions.parts import parts_of
 
     words, ranks = profile.in_words(), profile.ranks
     spread = [("ranks", ranks_text(ranks, profile.program))] if ranks.devices > 1 else []
     on_gpu = device_memory_text(profile.device_memory())
-    return Section(words.title, (*spread, *words.rows, *([("on the GPU", on_gpu)] if on_gpu else [])))
+    parts = ", ".join(str(part) for part in parts_of(profile, profile.program)[:_PARTS])
+    at_peak = [("at the peak", parts)] if parts else []
+    return Section(
+        words.title, (*spread, *words.rows, *([("on the GPU", on_gpu)] if on_gpu else []), *at_peak)
+    )
 
 
 def remarks(profile: Profile, what: str, output: Path | None) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -335,6 +334,5 @@ def curve(profile: Profile, points: int, **how: Any) -> pd.DataFrame:
     """Compute the frontier of a profile. ``how`` is passed to ``sacplan.frontier``."""
     import sacplan
 
-    with stage(f"planning for {points} budgets", long=True) as say:
-        done = itertools.count(1)
-        return sacplan.frontier(profile, points, progress=lambda row: say(f"{next(done)} done"), **how)
+    with stage(f"planning for {points} budgets", long=True):
+        return sacplan.frontier(profile, points, **how)

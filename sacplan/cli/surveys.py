@@ -32,12 +32,9 @@ _FRONTIER: dict[str, Column | str] = {
     "recompute_ms": number("recompute ms"),
     "recompute_share": number("of step"),
     "added_ms": number("added ms"),
-    "lower_bound_ms": number("lower bound"),
     "recompute_flops_share": number("of FLOPs"),
-    "units": number("units"),
     "status": "status",
 }
-_FRONTIER_OPTIONAL = ("units", "added ms", "of FLOPs", "lower bound", "status", "budget", "of step")
 
 
 @command(
@@ -86,17 +83,16 @@ def frontier(
     notes = show.saved("frontier", output)
     if profile.ranks.devices > 1:
         notes.insert(0, f"all figures are those of {ranks_text(profile.ranks, profile.program)}")
-    return CommandResult(facts, [rows_table(_FRONTIER, rows, _FRONTIER_OPTIONAL)], notes)
+    return CommandResult(facts, [rows_table(_FRONTIER, rows)], notes)
 
 
 @command(
     "report",
-    "A page, figures and a trace.",
+    "A page, figures and a memory snapshot.",
     examples=[
         "sacplan report profile.json.gz plan.json -o report.html",
-        "sacplan report train.py:make --budget 70% -o report.html --png pictures --trace memory.json",
+        "sacplan report train.py:make --budget 70% -o report.html --png pictures --snapshot step.pickle",
     ],
-    omit=["trace"],
 )
 def report(
     source: o.Source,
@@ -108,14 +104,6 @@ def report(
     png: Annotated[
         Path | None,
         o.option(metavar="DIR", help="A directory for the figures, PNG and SVG."),
-    ] = None,
-    memory_trace: Annotated[
-        Path | None,
-        o.option(
-            "--trace",
-            metavar="FILE",
-            help="Where to save the memory timeline, for Perfetto or chrome://tracing.",
-        ),
     ] = None,
     snapshot: Annotated[
         Path | None,
@@ -143,12 +131,11 @@ def report(
     import sacplan
     from sacplan.planning.reading import ranks_text
 
-    if output is None and png is None and memory_trace is None and snapshot is None:
+    if output is None and png is None and snapshot is None:
         raise OutputError(
-            "nothing to write: give -o report.html, --png DIR, --trace memory.json, --snapshot step.pickle, or several."
+            "nothing to write: give -o report.html, --png DIR, --snapshot step.pickle, or several."
         )
     check_output(output, "report", force=force)
-    check_output(memory_trace, "trace", force=force)
     check_output(snapshot, "snapshot", force=force)
     _check_directory(png, force=force)
     if plan_file is not None and (budget is not None or headroom is not None):
@@ -176,15 +163,13 @@ def report(
     else:
         # The frontier shows what else this plan could have been, so its plans may do the same things.
         allowed = allowed or {"techniques": plan.provenance.techniques}
-    # The trace and the snapshot show no frontier, and computing one takes long.
+    # The snapshot shows no frontier, and computing one takes long.
     curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
     shown = sacplan.Report(profile, plan, curve)
     written: list[Path] = []
     with stage("writing"):
         if output is not None:
             written.append(shown.write(output))
-        if memory_trace is not None:
-            written.append(shown.write_memory_trace(memory_trace))
         if snapshot is not None:
             written.append(shown.write_snapshot(snapshot))
         if png is not None:
@@ -252,10 +237,7 @@ _DEVICES: dict[str, Column | str] = {
     "bfloat16_tflops": number("bf16"),
     "float16_tflops": number("fp16"),
     "float8_tflops": number("fp8"),
-    "capability": number("capability"),
-    "source": "source",
 }
-_DEVICES_OPTIONAL = ("source", "capability", "fp8", "fp16", "fp32 TFLOP/s", "GB/s")
 
 
 @command(
@@ -291,7 +273,7 @@ def layouts(
         if hf.batch is None and target.startswith("hf:"):
             hf = dataclasses.replace(hf, batch=devices)  # every rank needs a sample
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
-    with stage("tracing and planning", long=True) as say, users_code(f"the step of {target}"):
+    with stage("tracing and planning", long=True), users_code(f"the step of {target}"):
         found = sacplan.layouts(
             loaded.model,
             loaded.batch,
@@ -303,7 +285,6 @@ def layouts(
             headroom=asked.headroom,
             solver=asked.solver,
             search=search,
-            progress=lambda row: say(f"{row.name} on {row.mesh}"),
             **allowed,
         )
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
@@ -319,9 +300,7 @@ def layouts(
     }
     notes = [f"not looked at: {reason}" for reason in found.refused] + show.saved("plan", output)
     shown = show.sections_shown([found.in_words()], loaded.facts)
-    return CommandResult(
-        facts, [*shown, "", rows_table(_LAYOUTS, [_shown(row) for row in rows], _LAYOUTS_OPTIONAL)], notes
-    )
+    return CommandResult(facts, [*shown, "", rows_table(_LAYOUTS, [_shown(row) for row in rows])], notes)
 
 
 _LAYOUTS: dict[str, Column | str] = {
@@ -334,7 +313,6 @@ _LAYOUTS: dict[str, Column | str] = {
     "collective_ms": number("collectives ms"),
     "samples_per_s": number("samples/s"),
 }
-_LAYOUTS_OPTIONAL = ("collectives ms", "recompute ms", "unplanned", "step ms", "planned")
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -348,16 +326,14 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 @command("devices", "The devices that are known.", examples=["sacplan devices", "sacplan devices --json"])
 def devices() -> CommandResult:
-    """The devices that can be planned for: memory, bandwidth, dense TFLOP/s by type, and where that is from."""
+    """The devices that can be planned for: memory, bandwidth, dense TFLOP/s by type. More figures are in --json."""
     import sacplan
 
     frame = sacplan.devices()
     # A figure that a device does not have is NaN in the frame. JSON has no NaN, so it becomes null.
     rows = frame.astype(object).where(frame.notna(), None).reset_index().to_dict("records")
     cells = [[_figure(row[column]) for column in _DEVICES] for row in rows]
-    return CommandResult(
-        {"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells, _DEVICES_OPTIONAL)]
-    )
+    return CommandResult({"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells)])
 
 
 def _figure(value: Any) -> str:
@@ -396,25 +372,3 @@ def show_file(file: _File) -> CommandResult:
         facts = {"what": "plan", **show.plan_facts(plan), "layers": layer_facts(read_layers(plan))}
         sections = plan_sections(plan)
     return CommandResult({"command": "show", **facts}, show.sections_shown(sections))
-
-
-@command(
-    "diff",
-    "What two plans do otherwise.",
-    examples=["sacplan diff plan.json plan-cpu.json", "sacplan diff plan.json plan-cpu.json --json"],
-)
-def diff(first: o.PlanFile, second: o.PlanFile) -> CommandResult:
-    """Compare two plans: their figures, and by layer what one of them recomputes and the other does not.
-
-    The exit code is 0 whether they differ or not.
-    """
-    from sacplan.planning.difference import difference, difference_facts, difference_sections
-
-    found = difference(sources.saved_plan(first), sources.saved_plan(second))
-    facts = {"command": "diff", "plans": [first, second], **difference_facts(found)}
-    if found.equal:
-        return CommandResult(facts, ["the plans are equal"])
-    figures = table(["", first, second], [[label, *both] for label, both in found.figures.items()])
-    shown = [figures, "", *show.sections_shown(difference_sections(found, (first, second)))]
-    # Plans may differ in their figures alone, such as those for two devices.
-    return CommandResult(facts, shown if found.layers else [figures, "", "what they recompute is the same"])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -307,11 +306,6 @@ class Arguments(NamedTuple):
         return torch.is_grad_enabled() and any(t.requires_grad for t in self[:3])
 
 
-in_place_of_math: ContextVar[Callable[[DeviceSpec, Arguments, AttentionCall], torch.Tensor | None] | None]
-in_place_of_math = ContextVar("in_place_of_math", default=None)
-"""Runs a call that would take the math kernel, see ``attention_repairs.py``. If it is or returns None, math runs."""
-
-
 @override(aten.scaled_dot_product_attention.default)
 def attention(
     spec: DeviceSpec,
@@ -337,10 +331,6 @@ def attention(
     backend: Backend = "math"
     if (call := arguments.call()) is not None:
         backend = attention_backend(spec, call, priority=_user_priority(), enabled=_enabled_backends())
-        # A repair calls this function again with changed arguments, so it comes before any op of this call.
-        other = in_place_of_math.get() if backend == "math" else None
-        if other is not None and (out := other(spec, arguments, call)) is not None:
-            return out
     if mask is not None and mask.dtype == torch.bool:
         # As convert_boolean_attn_mask: at the mask's own size, expanded later.
         minus_inf = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)

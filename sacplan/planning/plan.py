@@ -15,7 +15,6 @@ from msgspec import Meta
 from sacplan.core import files
 from sacplan.core.arguments import checked
 from sacplan.core.budget import format_bytes
-from sacplan.core.notebook import as_html
 from sacplan.errors import PlanError
 from sacplan.planning.reading import as_text, plan_sections
 from sacplan.planning.value import PlanValue
@@ -146,9 +145,6 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
     def __str__(self) -> str:
         """The plan in words, layer by layer, in lines of up to 100 characters."""
         return as_text(plan_sections(self))
-
-    def _repr_html_(self) -> str:
-        return as_html(plan_sections(self))
 
     def __repr__(self) -> str:
         return (

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from sacplan.core.budget import format_bytes, format_share
-from sacplan.core.notebook import Section
 from sacplan.core.program import Program
+from sacplan.core.sections import Section
 from sacplan.device.device_memory import DeviceMemory
 from sacplan.device.outside_allocator import MARGIN, outside_on_gpu, outside_text
 from sacplan.distributed.ranks.ranks import Ranks

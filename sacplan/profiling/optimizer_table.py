@@ -130,22 +130,20 @@ class OptimizerCandidate:
         says: in a sentence.
         make: ``params -> optimizer``.
         code: what makes it.
-        option: the same for ``hf:`` targets of the command line; ``""`` where it has none.
     """
 
     name: str
     says: str
     make: Factory
     code: str
-    option: str = ""
     steps_shards: bool = True
     """Whether it steps parameters that are sharded (``DTensor``). Those of bitsandbytes do not."""
 
     @classmethod
     def of(cls, named: NamedOptimizer) -> OptimizerCandidate:
         """Return the candidate of a name."""
-        option, steps_shards = f"--optimizer {named.name}", named.install != "bitsandbytes"
-        return cls(named.name, named.says, _factory(named), named.written, option, steps_shards)
+        steps_shards = named.install != "bitsandbytes"
+        return cls(named.name, named.says, _factory(named), named.written, steps_shards)
 
 
 def _factory(named: NamedOptimizer) -> Factory:
@@ -206,8 +204,6 @@ def _is_without_data(parameter: Any) -> bool:
 
 
 BY_NAME = {named.name: OptimizerCandidate.of(named) for named in OPTIMIZERS}
-CANDIDATES = tuple(BY_NAME[name] for name in ("adamw", "adamw-fused", "adamw-8bit", "sgd"))
-"""Those that advice compares with the step's own."""
 COMPARED = ("adamw-fused", "adamw-8bit")
 """Those that a verdict compares with Adam and AdamW."""
 COMPARED_ON_HOST = ("paged-adamw-8bit", "adamw-offload")

@@ -56,11 +56,6 @@ class OptimizerStep:
         """Bytes that the optimizer keeps from step to step."""
         return state_bytes(self.program)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the optimizer's ops."""
-        return tuple(op.name for op in self.ops)
-
 
 def state_bytes(program: Program) -> int:
     """Return the bytes of the optimizer's state in a program."""

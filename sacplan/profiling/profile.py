@@ -21,9 +21,9 @@ from sacplan.core.budget import format_bytes
 from sacplan.core.decisions import AnyDecision, Decision, Discarded, as_decisions
 from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.liveness import Footprint
-from sacplan.core.notebook import Section, as_html
 from sacplan.core.program import Phase, Program, StorageKind
 from sacplan.core.rewrites.library_workspaces import library_workspaces
+from sacplan.core.sections import Section
 from sacplan.device.device_memory import DeviceMemory, device_memory
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.eager import eager_ms, waits_ms
@@ -36,6 +36,7 @@ from sacplan.profiling.remarks import (
     runs_in_4_bits,
     summed_outputs,
     types_of_shards,
+    unfused_attention,
     without_bfloat16,
     without_cudnn_workspaces,
 )
@@ -265,7 +266,8 @@ class Profile:
         """Assumptions behind the figures, a sentence each.
 
         They come from a fake trace, from spreading the step over ranks, from training without a loss or without an
-        optimizer, from what cuDNN does not publish, and from bfloat16 on a device that has none.
+        optimizer, from attention that no fused kernel runs, from what cuDNN does not publish, and from bfloat16 on a
+        device that has none.
         """
         found = [
             *self.rules,
@@ -277,6 +279,7 @@ class Profile:
         if self.has_no_optimizer:
             found.append(no_optimizer(self.program, self.spec))
         last = (
+            unfused_attention(self.recorded, self.spec),
             without_cudnn_workspaces(self.recorded, self.spec),
             without_bfloat16(self.recorded, self.spec),
         )
@@ -481,9 +484,6 @@ class Profile:
             ("recorded", f"{len(self.program.ops)} ops ({self.mode}, {self.trace})"),
         )
         return Section(f"Profile of {fingerprint.model_class} on {self.device}", rows)
-
-    def _repr_html_(self) -> str:
-        return as_html([self.in_words()])
 
     def __repr__(self) -> str:
         """One line: model, device, peak, time, ops."""

@@ -85,6 +85,18 @@ def without_cudnn_workspaces(program: Program, spec: DeviceSpec) -> str:
     )
 
 
+def unfused_attention(program: Program, spec: DeviceSpec) -> str:
+    """Say that attention keeps its scores; empty if a fused kernel of the device runs it, or on a CPU."""
+    # Only the unfused path of ``scaled_dot_product_attention`` runs this op.
+    if spec.kind != "cuda" or all(op.name != "aten._safe_softmax.default" for op in program.ops):
+        return ""
+    return (
+        "scaled_dot_product_attention runs as separate ops, which keep the scores: no fused kernel takes its inputs. "
+        "They want tensors of 4 dimensions, contiguous in the last one, a head size that is a multiple of 8, and a "
+        "half type or as many heads in key and value as in the query"
+    )
+
+
 _LOW = ("torch.bfloat16", "torch.float16")
 
 

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 
 from sacplan.core.arguments import checked
 from sacplan.core.budget import format_bytes
-from sacplan.core.notebook import Section, as_html, frame_html
-from sacplan.core.progress import Progress, reported
+from sacplan.core.progress import begins
+from sacplan.core.sections import Section
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan.device.outside_allocator import Outside, outside_text
 from sacplan.errors import PlanError
@@ -129,9 +129,6 @@ class Capacity:
         title = f"Batch of {self.batch_size}: {self.plan.fingerprint.model_class} on {self.device}"
         return Section(title, tuple(row for row in rows if row[1]))
 
-    def _repr_html_(self) -> str:
-        return as_html([self.in_words()]) + frame_html(self.to_frame())
-
     def __repr__(self) -> str:
         at_most = " (at_most)" if self.bounded_by == "at_most" else ""
         chunked = f" and {self.plan.added_ms:+.2f} ms for slices" if self.plan.chunks else ""
@@ -158,7 +155,6 @@ class SearchOptions(TypedDict, total=False):
     accumulation_steps: int
     compile: CompileModules
     at_most: int | None
-    progress: Progress
 
 
 @checked(PlanError, "model", "make_batch", "budget")
@@ -196,8 +192,6 @@ def max_batch(
             - ``accumulation_steps``: As for ``profile``; the batch that is looked for is one micro-batch.
             - ``compile``: As for ``profile``.
             - ``at_most``: The largest size to try.
-            - ``progress``: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is
-              called with each ``CapacityPoint`` as soon as it is known.
 
     Without a budget or a headroom, a step fits a GPU if two things together are at most its memory:
 
@@ -218,9 +212,8 @@ def max_batch(
             is unknown.
         DeviceError: The device is unknown.
     """
-    with reported(options.pop("progress", None), "batch sizes") as step:
-        sizes = _sizes(model, make_batch, budget, device, step, **options)
-        return _capacity(sizes, sizes.edges()[1])
+    sizes = _sizes(model, make_batch, budget, device, **options)
+    return _capacity(sizes, sizes.edges()[1])
 
 
 @checked(PlanError, "model", "make_batch", "budget")
@@ -247,14 +240,13 @@ def throughput(
 
     Arguments and errors are those of ``max_batch``.
     """
-    with reported(options.pop("progress", None), "batch sizes") as step:
-        sizes = _sizes(model, make_batch, budget, device, step, **options)
-        unplanned, largest = sizes.edges()
-        # All sizes if there are few. Otherwise a coarse grid, which is refined around its best size.
-        for n in range(1, largest + 1) if largest <= _ALL else _spread(unplanned, largest):
-            sizes.look(n)
-        sizes.refine(_REFINEMENTS)
-        return _capacity(sizes, sizes.fastest)
+    sizes = _sizes(model, make_batch, budget, device, **options)
+    unplanned, largest = sizes.edges()
+    # All sizes if there are few. Otherwise a coarse grid, which is refined around its best size.
+    for n in range(1, largest + 1) if largest <= _ALL else _spread(unplanned, largest):
+        sizes.look(n)
+    sizes.refine(_REFINEMENTS)
+    return _capacity(sizes, sizes.fastest)
 
 
 def _spread(unplanned: int, largest: int) -> list[int]:
@@ -274,7 +266,6 @@ def _sizes(
     make_batch: Callable[[int], Any] | DataLoader[Any],
     budget: float | str | None,
     device: str | DeviceSpec | torch.device,
-    step: Callable[[CapacityPoint, str], None],
     *,
     headroom: float | str | None = None,
     solver: str | Solver = "best",
@@ -293,7 +284,9 @@ def _sizes(
         techniques = resolve_techniques(techniques)
     spec = resolve_device(device)
     request = Request(limit_of_device(budget, headroom, spec), solver, techniques=techniques)
-    return BatchSizes(Recordings(model, batches, spec, recording), request, at_most, step)
+    return BatchSizes(
+        Recordings(model, batches, spec, recording), request, at_most, lambda _, said: begins(said)
+    )
 
 
 def _capacity(sizes: BatchSizes, n: int) -> Capacity:

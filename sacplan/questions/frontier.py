@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sacplan.core.arguments import checked, opened
 from sacplan.core.budget import format_bytes
-from sacplan.core.progress import Progress, reported
+from sacplan.core.progress import begins
 from sacplan.errors import PlanError
 from sacplan.planning.infeasible import looking_for_plans
 from sacplan.planning.limits import Limit
@@ -83,7 +83,6 @@ def frontier(
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
     techniques: Sequence[str] | None = None,
-    progress: Progress = None,
 ) -> pd.DataFrame:
     """Plan with every solver at budgets from the smallest peak to the unplanned one, and make the named policies.
 
@@ -101,8 +100,6 @@ def frontier(
             policy that needs layers the model does not have, or would change nothing, is left out.
         keep, never: Patterns of what no plan here touches, see ``sacplan.plan``.
         techniques: What the plans may do, see ``sacplan.plan``. Policies do what their name says.
-        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is called
-            with each row, a dict, when it is known, and with None for a budget for which a solver found no plan.
 
     Returns:
         A table with one row for each solver and budget for which it found a plan. Columns: ``solver``, ``budget_bytes``
@@ -129,7 +126,7 @@ def frontier(
     with looking_for_plans():
         # Policies are made first, since their peaks are budgets for the first solver.
         named = list(_named_policies(profile, how)) if policies else []
-        return frame(list(_rows(profile, points, solvers, how, named, progress)))
+        return frame(list(_rows(profile, points, solvers, how, named)))
 
 
 def _rows(
@@ -138,7 +135,6 @@ def _rows(
     solvers: Sequence[str | Solver | Rotor],
     how: Request,
     named: list[FrontierRow],
-    progress: Progress,
 ) -> Iterator[FrontierRow]:
     # Budgets lie between the smallest peak, below which there is no plan, and the unplanned one, above which
     # none is needed. A policy outside of this range gets no plan of the same peak.
@@ -151,14 +147,12 @@ def _rows(
         # Each budget takes a plan, so only the first solver is compared with the policies.
         for budget in sorted(evenly if i else evenly | theirs)
     ]
-    with reported(progress, "frontier", len(asked)) as step:
-        for budget, one in asked:
-            name = one.solver if isinstance(one.solver, str) else one.solver.name
-            outcome = outcome_of(one, profile)
-            row = FrontierRow.of(name, budget, outcome)
-            step(row.figures() if row.fits else None, f"{name} at {format_bytes(budget)}")
-            if row.fits:
-                yield row
+    for at, (budget, one) in enumerate(asked, 1):
+        name = one.solver if isinstance(one.solver, str) else one.solver.name
+        begins(f"{name} at {format_bytes(budget)}, {at} of {len(asked)}")
+        row = FrontierRow.of(name, budget, outcome_of(one, profile))
+        if row.fits:
+            yield row
     yield from named
 
 

@@ -15,8 +15,8 @@ import torch
 
 from sacplan.core.arguments import checked
 from sacplan.core.budget import format_bytes
-from sacplan.core.notebook import Section, as_html, frame_html
-from sacplan.core.progress import Progress, reported
+from sacplan.core.progress import begins
+from sacplan.core.sections import Section
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan.distributed.sharding.sharding import Sharding
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -146,9 +146,6 @@ class Layouts:
         title = f"A batch of {self.batch_size}, of all ranks together, on {self.devices} x {self.device}"
         return Section(title, (("budget", f"{format_bytes(self.budget_bytes)} on each rank"),))
 
-    def _repr_html_(self) -> str:
-        return as_html([self.in_words()]) + frame_html(self.to_frame())
-
     def __repr__(self) -> str:
         """One line: how many layouts fit, and the fastest."""
         fitting = [row for row in self.rows if row.fits]
@@ -174,7 +171,6 @@ def layouts(
     solver: str | Solver = "best",
     techniques: Sequence[str] | None = None,
     search: bool = False,
-    progress: Progress = None,
 ) -> Layouts:
     """Plan a step on each mesh of a number of devices, to see which parallelism to use.
 
@@ -192,8 +188,6 @@ def layouts(
         headroom: As for ``sacplan.max_batch``.
         solver, techniques: As for ``sacplan.plan``, on each rank.
         search: Whether to try tensor parallelism that cuts less than ``"megatron"``, too. This takes longer.
-        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never. A function is called
-            with each row when it is known.
 
     Returns:
         The layouts, the fastest that fits first: peaks in bytes per rank, times in ms.
@@ -206,36 +200,32 @@ def layouts(
         n = devices_of(str(devices), model.spec) if "x" in str(devices) else read_devices("", devices)[1]
     else:
         device, n = read_devices(device, devices)
-    with reported(progress, "layouts") as step:
-        whole = (
-            model
-            if isinstance(model, Profile)
-            else profile(model, batch, loss_fn, optimizer, device, trace=trace)
-        )
-        limit = limit_of_device(budget, headroom, whole.spec)
-        budget_bytes = limit.room(whole.spec, int(n > 1)).n_bytes
+    whole = (
+        model
+        if isinstance(model, Profile)
+        else profile(model, batch, loss_fn, optimizer, device, trace=trace)
+    )
+    limit = limit_of_device(budget, headroom, whole.spec)
+    budget_bytes = limit.room(whole.spec, int(n > 1)).n_bytes
 
-        request = Request(limit, solver, techniques=techniques)
-        rows: list[Layout] = []
-        refused: list[str] = []
+    request = Request(limit, solver, techniques=techniques)
+    rows: list[Layout] = []
+    refused: list[str] = []
 
-        def add(row: Layout) -> None:
-            rows.append(row)
-            step(row, f"{row.name} {row.mesh or ''}")
-
-        if n == 1:
-            add(Layout.of(whole, outcome_of(request, whole)))
-        for mesh in resolve_mesh(n, whole.spec) if n > 1 else ():
-            try:
-                ways = list(spreads(whole, mesh, search=search))
-            except PlanError as error:
-                # A mesh that the step cannot be spread over says nothing about the others.
-                refused.append(str(error))
-                continue
-            for one in tried(ways, request, all_of_them=True):
-                add(Layout.of(whole, one.outcome, one.spread))
-        if not rows:
-            raise PlanError(" ".join(refused))
-        # By time if a row fits. By peak if it does not, since the time of a step that cannot run says little.
-        rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
-        return Layouts(tuple(rows), tuple(refused), n, whole.device, whole.fingerprint.rows, budget_bytes)
+    if n == 1:
+        rows.append(Layout.of(whole, outcome_of(request, whole)))
+    for mesh in resolve_mesh(n, whole.spec) if n > 1 else ():
+        begins(f"mesh {mesh}")
+        try:
+            ways = list(spreads(whole, mesh, search=search))
+        except PlanError as error:
+            # A mesh that the step cannot be spread over says nothing about the others.
+            refused.append(str(error))
+            continue
+        found = tried(ways, request, all_of_them=True)
+        rows += [Layout.of(whole, one.outcome, one.spread) for one in found]
+    if not rows:
+        raise PlanError(" ".join(refused))
+    # By time if a row fits. By peak if it does not, since the time of a step that cannot run says little.
+    rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
+    return Layouts(tuple(rows), tuple(refused), n, whole.device, whole.fingerprint.rows, budget_bytes)

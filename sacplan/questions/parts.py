@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sacplan.core.budget import format_bytes
 from sacplan.core.names import short_op, shown_module
 from sacplan.core.program import ROOT_SCOPE, Phase, Program, StorageKind
+from sacplan.profiling.profile import Profile
 from sacplan.questions.alive import alive_at
 
 _IN_A_LIST = re.compile(
@@ -47,13 +48,23 @@ class Part:
         return f"{self.what} {format_bytes(self.n_bytes)}"
 
 
-def parts_of(program: Program, optimizer: str = "the optimizer") -> tuple[Part, ...]:
+def peak_in_words(profile: Profile, program: Program) -> str:
+    """Return a sentence on when the peak is, and on what is alive then. Parts below 1% are added up as the rest."""
+    peak_bytes, parts = program.footprint.peak_bytes, parts_of(profile, program)
+    shown = [part for part in parts if part.n_bytes >= peak_bytes / 100]
+    rest = peak_bytes - sum(part.n_bytes for part in shown)
+    said = [*map(str, shown), *([f"the rest {format_bytes(rest)}"] if rest else [])]
+    return f"The peak, {format_bytes(peak_bytes)}, is {moment_of(profile, program)}. Alive then: {', '.join(said)}."
+
+
+def parts_of(profile: Profile, program: Program) -> tuple[Part, ...]:
     """Return everything that is alive at the peak in parts, the largest first. Their bytes add up to the peak.
 
     Args:
+        profile: The profile of the step.
         program: The program of the step, with a plan or without.
-        optimizer: Name of the optimizer.
     """
+    optimizer = (profile.fingerprint.setup.optimizer or "the optimizer").partition("(")[0]
     at = program.footprint.peak_op
     words = _Words(program, optimizer)
     found: dict[str, list[int]] = defaultdict(list)
@@ -70,16 +81,17 @@ def parts_of(program: Program, optimizer: str = "the optimizer") -> tuple[Part, 
     return tuple(sorted((part for part in parts if part.n_bytes), key=lambda part: -part.n_bytes))
 
 
-def moment_of(program: Program, model: str) -> tuple[Phase, str, str, str]:
-    """Return phase, op and module of the peak, and the three in words. ``model`` is the name of the model itself."""
+def moment_of(profile: Profile, program: Program) -> str:
+    """Return phase, op and module of the peak in words."""
     op = program.ops[program.footprint.peak_op]
     # An op that runs again is named for the op that it repeats.
     recorded = op.recomputes if op.recomputes >= 0 else program.footprint.peak_op
-    name, module = short_op(program.ops[recorded].name), shown_module(program, recorded, model)
+    name = short_op(program.ops[recorded].name)
+    module = shown_module(program, recorded, profile.fingerprint.model_class)
     if op.phase == Phase.OPTIMIZER:
-        return op.phase, name, module, _PHASES[op.phase]
+        return _PHASES[op.phase]
     again = ", which runs again" if op.recomputes >= 0 else ""
-    return op.phase, name, module, f"{_PHASES[op.phase]}, at {name} of {module}{again}"
+    return f"{_PHASES[op.phase]}, at {name} of {module}{again}"
 
 
 class _Words:

@@ -1,4 +1,4 @@
-"""Draw figures with matplotlib: memory over the step, the frontier, trade-off curves."""
+"""Draw figures with matplotlib: memory over the step, and the frontier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from sacplan.core.program import Phase
 from sacplan.errors import PlanError
 from sacplan.planning.plan import Plan
 from sacplan.profiling.profile import Profile
-from sacplan.report.curves import Curve
 from sacplan.report.palette import (
     DASHES,
     FAINT,
@@ -220,33 +219,6 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
         widest = max(len(str(line.get_label())) for line in axis.lines) + _HANDLE
         columns = max(1, min(4, int(size[0] * 72 / (widest * _LETTER * _FONT))))
         figure.legend(handles=axis.lines, loc="outside lower center", ncols=columns)
-    return figure
-
-
-def draw_tradeoffs(curves: Sequence[Curve], columns: int, size: Size) -> Figure:
-    """Draw curves in a grid, each in a size in inches."""
-    n_rows = -(-len(curves) // columns)
-    with _style() as new_figure:
-        figure = new_figure(figsize=(size[0] * columns, size[1] * n_rows), layout="constrained")
-        axes = figure.subplots(n_rows, columns, squeeze=False)
-        for axis in list(axes.flat)[len(curves) :]:
-            axis.set_axis_off()
-        for axis, curve in zip(axes.flat, curves, strict=False):
-            for fit, colour, style in ((curve.hull, SERIES[0], "-"), (curve.pwlf, SERIES[1], (0, (4, 2)))):
-                if fit.n_segments:
-                    share, ms = np.array(curve.line(fit)).T
-                    axis.plot(100 * share, ms, color=colour, linestyle=style, linewidth=1.3, label=fit.kind)
-            share, ms = np.array(curve.points).T
-            axis.plot(100 * share, ms, "o", color=FAINT, markersize=3, label="reachable", clip_on=False)
-            axis.set_title(
-                f"{curve.name} ({len(curve.members)} alike)" if len(curve.members) > 1 else curve.name
-            )
-            axis.set_xlabel(f"discarded, % of {format_bytes(curve.tradeoff.saved_bytes)}")
-            axis.set_xlim(0, 100)
-            axis.set_ylim(0, ms.max() * 1.08 or 1.0)
-        for row in axes:
-            row[0].set_ylabel("recomputation, ms")
-        axes[0][0].legend(loc="upper left")
     return figure
 
 

@@ -21,35 +21,30 @@ from sacplan.core.program import Phase, StorageKind
 from sacplan.planning.plan import Plan
 from sacplan.planning.reading import plan_rows
 from sacplan.profiling.profile import Profile
-from sacplan.questions.advise import advise
 from sacplan.questions.alive import WORKSPACE, AliveGroup, peak_groups
-from sacplan.report.blocked import BlockedRow, blocked_rows
+from sacplan.questions.parts import peak_in_words
 from sacplan.report.chunks import ChunkRow, chunk_rows
-from sacplan.report.curves import distinct_curves
 from sacplan.report.figures import (
     BUCKETS,
     GIB,
     MIB,
     draw_frontier,
     draw_memory,
-    draw_tradeoffs,
     has_chunks,
 )
-from sacplan.report.losses import loss_refusals, loss_rows
 from sacplan.report.modules import NOTHING, RowGroup, grouped, module_rows
 from sacplan.report.palette import STACK, css_name, css_variables
 from sacplan.report.svg import inline_svg, page_style
 from sacplan.report.timeline import Panel, buckets_of, panels_of
-from sacplan.techniques.chunk.alternatives import Alternative
+from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES
 
 if TYPE_CHECKING:
     import pandas as pd
 
 # Inches; the page stretches them to 1.1 to 1.9 times that.
-_CHART, _FRONTIER, _SMALL_CHART = (4.4, 3.7), (4.4, 4.2), (3.1, 2.3)
+_CHART, _FRONTIER = (4.4, 3.7), (4.4, 4.2)
 _ALIVE_ROWS = 10
-_BLOCKED_ROWS = 6
 _MOST_ROWS = 250  # of the table of modules; the smallest ones are left out and counted
 _COLOURS = {kind.name.lower().replace("_", " "): css_name(kind) for kind in StorageKind} | {
     WORKSPACE: css_name(StorageKind.TEMPORARY)
@@ -73,15 +68,13 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
             made_with=_made_with(plan),
             code=None if plan is None else _code(profile, plan),
             colours=Markup(css_variables()),
-            peak=_peak(profile, panels[-1]),
-            remedies=advise(profile, plan).remedies if profile.mode == "train" else (),
+            peak=peak_in_words(profile, panels[-1].program),
             assumptions=profile.assumptions,
             panels=[_panel(profile, panel, panels) for panel in panels],
             made=_made,
             frontier=None if frontier is None else _frontier(profile, frontier, plan),
             chunks=None if plan is None else _chunks(profile, plan),
             modules=_modules(profile, plan),
-            tradeoffs=_tradeoffs(profile),
         )
 
 
@@ -126,13 +119,11 @@ def _code(profile: Profile, plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The chunks of a plan, how exact they are, alternatives for the loss, and the ops that cannot run in slices."""
+    """The chunks of a plan, how exact they are, and why the loss cannot run in slices, for each module."""
 
     rows: list[ChunkRow]
     exactness: str
-    losses: list[Alternative]
     refusals: list[str]
-    blocked: list[BlockedRow]
 
 
 def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
@@ -145,34 +136,15 @@ def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
     return _Chunks(
         rows=chunk_rows(profile, plan),
         exactness=exactness,
-        losses=loss_rows(profile, plan),
-        refusals=[f"from {refused.unit} on: {refused.why}" for refused in loss_refusals(profile)],
-        blocked=blocked_rows(profile)[:_BLOCKED_ROWS],
+        refusals=_loss_refusals(profile),
     )
 
 
-def _peak(profile: Profile, panel: Panel) -> dict[str, str]:
-    """Return when the peak is, which op runs then, and what is alive."""
-    program, model, timeline = panel.program, profile.fingerprint.model_class, panel.timeline
-    at = timeline.peak
-    op = int(timeline.ops[at])
-    return {
-        "what": "The peak" if program is profile.program else "With the plan, the peak",
-        "phase": Phase(int(timeline.phases[at])).name.lower(),
-        "ms": f"{timeline.start_ms[at]:.1f}",
-        "op": short_op(program.ops[op].name),
-        "module": shown_module(program, op, model),
-        "waits": shown_module(program, int(timeline.during[at]), model) if timeline.recomputed[at] else "",
-        "largest": ", ".join(_named(g) for g in peak_groups(profile, panel.program)[:3]),
-    }
-
-
-def _named(group: AliveGroup) -> str:
-    size = format_bytes(group.each_bytes)
-    times = f"{group.count} × {size}" if group.count > 1 else size
-    what = f"{group.kind}s" if group.op == group.kind else group.op
-    where = "" if group.module.startswith("(") else f" of {group.module}"
-    return f"{what}{where} ({times})"
+def _loss_refusals(profile: Profile) -> list[str]:
+    found = loss_chunks(profile.program, profile.spec) if profile.mode == "train" else ()
+    if isinstance(found, ChunkOptions):
+        return []
+    return [f"from {refused.unit} on: {refused.why}" for refused in found]
 
 
 def _made(group: AliveGroup) -> str:
@@ -257,14 +229,3 @@ def _which(group: RowGroup, alike: int) -> str:
         return ""
     numbers = numbers_of(group.members)
     return f"{group.count} of {alike}" + (f": {numbers}" if numbers else "")
-
-
-def _tradeoffs(profile: Profile) -> list[Markup]:
-    charts = []
-    for curve in distinct_curves(profile):
-        said = (
-            f"{curve.name}: {len(curve.points)} reachable points; discarding {curve.points[-1][0]:.0%} takes "
-            f"{curve.points[-1][1]:.2f} ms."
-        )
-        charts.append(Markup(inline_svg(draw_tradeoffs([curve], 1, _SMALL_CHART), said, curve.name)))
-    return charts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -17,15 +16,12 @@ from sacplan.errors import PlanError
 from sacplan.planning.plan import Plan, PlanOrPath
 from sacplan.profiling.profile import Profile, ProfileOrPath
 from sacplan.questions.alive import peak_groups
+from sacplan.questions.parts import peak_in_words
 from sacplan.questions.planned import planned
-from sacplan.report.blocked import BlockedRow, blocked_rows
 from sacplan.report.chunks import ChunkRow, chunk_rows
-from sacplan.report.curves import distinct_curves
-from sacplan.report.figures import check_frontier, draw_frontier, draw_memory, draw_tradeoffs
-from sacplan.report.losses import loss_rows
+from sacplan.report.figures import check_frontier, draw_frontier, draw_memory
 from sacplan.report.modules import ModuleRow, module_rows
 from sacplan.report.timeline import panels_of
-from sacplan.techniques.chunk.alternatives import Alternative
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,6 +59,11 @@ class Report:
         self.plan = opened(plan, Plan)
         self.frontier = None if frontier is None else check_frontier(frontier)
         self.program: Program = planned(self.profile, self.plan)
+
+    @property
+    def peak(self) -> str:
+        """A sentence on when the peak is, and on what is alive then: parameters, saved activations, logits, ..."""
+        return peak_in_words(self.profile, self.program)
 
     # --- tables
 
@@ -120,36 +121,6 @@ class Report:
         """
         return _frame(chunk_rows(self.profile, self.plan), ChunkRow)
 
-    def loss_table(self) -> pd.DataFrame:
-        """Compare the plan's loss in slices with the plain loss, and with the fused losses of other libraries.
-
-        ``F.linear_cross_entropy`` (torch 2.13) and Liger's fused loss are priced by the rules in their source, for a
-        plain cross entropy of the head's size. Neither supports label smoothing, and the former no soft-capping.
-
-        Returns:
-            By ``name``: ``peak_bytes`` of the loss alone (hidden states, weights, targets, gradients and temporaries),
-            ``time_ms`` of forward and backward pass (predicted), ``available`` (whether it is installed here and
-            supports the device) and ``note``. Empty where no cross entropy behind a linear head runs in slices.
-        """
-        return _frame(loss_rows(self.profile, self.plan), Alternative)
-
-    @checked(PlanError)
-    def blocked_ops(self, top: int | None = 10) -> pd.DataFrame:
-        """List the ops that cannot run in slices, those on the most bytes first. A chunk ends before such an op.
-
-        Args:
-            top: How many; None: all.
-
-        Returns:
-            By ``op``: ``module`` of its largest call, ``calls``, ``most_bytes`` (that the largest call reads and
-            returns), ``why``.
-
-        Raises:
-            PlanError: ``top`` is less than 1.
-        """
-        shown = _top(top)
-        return _frame(blocked_rows(self.profile)[shown], BlockedRow)
-
     # --- figures
 
     @checked(PlanError)
@@ -192,28 +163,10 @@ class Report:
         return draw_frontier(self.profile, self.frontier, self.plan, (7.2, 4.3))
 
     @checked(PlanError)
-    def tradeoff_figure(self, most: int = 6) -> Figure:
-        """Draw what each kind of module can discard and at what cost, with the fits. Equal layers are drawn once.
-
-        Args:
-            most: How many kinds of modules to draw; those that keep the most come first.
-
-        Raises:
-            PlanError: No module has anything to trade; matplotlib is not installed.
-        """
-        curves = distinct_curves(self.profile, most)
-        if not curves:
-            raise PlanError(
-                "no module of this step has anything to trade: autograd keeps nothing that may run again."
-            )
-        return draw_tradeoffs(curves, 2 if len(curves) == 4 else min(3, len(curves)), (3.7, 2.9))
-
-    @checked(PlanError)
     def save_figures(self, directory: str | Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
         """Write the figures to a directory, which is created if it does not exist.
 
-        ``memory`` is always written, ``frontier`` if the report has one, ``tradeoffs`` if any module can discard
-        anything.
+        ``memory`` is always written, ``frontier`` if the report has one.
 
         Args:
             directory: Where the files go.
@@ -232,8 +185,6 @@ class Report:
         figures = {"memory": self.memory_figure()}
         if self.frontier is not None:
             figures["frontier"] = self.frontier_figure()
-        if any(tradeoff.points for tradeoff in self.profile.tradeoffs.values()):
-            figures["tradeoffs"] = self.tradeoff_figure()
         Path(directory).mkdir(parents=True, exist_ok=True)
         written = []
         for name, figure in figures.items():
@@ -256,10 +207,8 @@ class Report:
     def write(self, path: str | Path) -> Path:
         """Write an HTML page: one file that loads nothing from the network. Return the path.
 
-        It shows the headline figures, remedies for the peak, how to use the plan, memory over the step with what is
-        alive at the peak, the frontier, what each module keeps and discards and why, and the trade-off of each kind of
-        module. If the plan may use chunks, it also shows them, the alternatives for the loss, and the ops that are in
-        the way.
+        It shows the headline figures, how to use the plan, memory over the step with what is alive at the peak, the
+        frontier, and what each module keeps and discards and why. If the plan may use chunks, it also shows them.
 
         Args:
             path: Of the HTML file; its directory must exist.
@@ -292,28 +241,6 @@ class Report:
         contents = pickle.dumps(snapshot_of(self.profile, self.program), protocol=PROTOCOL)
         with replacing(path) as part:  # never compressed: the viewer reads plain pickles
             part.write_bytes(contents)
-        return Path(path)
-
-    @checked(PlanError)
-    def write_memory_trace(self, path: str | Path) -> Path:
-        """Write the step as a trace: memory by kind as a counter, ops and module calls as slices.
-
-            report.write_memory_trace("step.json.gz")  # open it in https://ui.perfetto.dev
-
-        Ops follow one another, each as long as it is predicted to take (views take no time). Three threads: the module
-        calls, forward and backward; the ops; and those that the plan runs a second time. A plan that offloads has two
-        more, for the copies to the host and back, each as long as it takes the link. The counter "memory" has the bytes
-        of each kind while an op runs, its outputs and its workspace included; their sum is what is alive on the device.
-        "host memory" is what waits on the host.
-
-        Args:
-            path: JSON, compressed where the name ends in ``.gz``.
-        """
-        from sacplan.report.trace_events import trace_of
-
-        budget_bytes = None if self.plan is None else self.plan.budget_bytes
-        data = trace_of(self.profile, self.program, budget_bytes)
-        write_bytes(path, json.dumps(data, separators=(",", ":")).encode())
         return Path(path)
 
 

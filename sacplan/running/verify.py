@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan.core.arguments import checked, opened
 from sacplan.core.budget import format_bytes
-from sacplan.core.notebook import Section, as_html
 from sacplan.core.places import StepDifference
 from sacplan.core.program import Program
+from sacplan.core.sections import Section
 from sacplan.core.setup import SetupDifference, current_autocast, warn_of
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.errors import PlanError, SumOfOutputsWarning
@@ -115,9 +115,6 @@ class Verification:
         ]
         verdict = "Within the budget" if self.within_budget else "OVER the budget"
         return Section(verdict, tuple(rows))
-
-    def _repr_html_(self) -> str:
-        return as_html([self.in_words()])
 
     def __repr__(self) -> str:
         return (

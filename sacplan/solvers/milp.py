@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +47,9 @@ _ROUNDS = 60  # of splitting blocks and cutting off, at most
 
 @dataclass(frozen=True, slots=True)
 class Milp:
-    """The mixed-integer program over the options of all choices (through PuLP).
+    """The mixed-integer program over the options of all choices (PuLP and HiGHS).
 
     Attributes:
-        backend: "auto" (HiGHS where installed, else CBC), "highs", "cbc".
         gap: relative gap at which a solution counts as optimal.
         work_limit: of all solves for one problem together: nodes of branch and bound, each counted as the nonzeros of
             its program. The answer does not depend on how fast the machine is.
@@ -59,7 +58,6 @@ class Milp:
         time_limit_s: seconds for each solve, after which it is a ``SolverError``; None: no such limit.
     """
 
-    backend: Literal["auto", "highs", "cbc"] = "auto"
     gap: float = 1e-3
     work_limit: int = WORK_LIMIT
     seed: int = 0
@@ -92,7 +90,6 @@ class Milp:
     ) -> LinearSolution:
         """Solve a program with these options; ``gap`` and ``work_limit`` replace those of this object."""
         return program.solve(
-            solver=self.backend,
             gap=self.gap if gap is None else gap,
             work_limit=self.work_limit if work_limit is None else work_limit,
             seed=self.seed,

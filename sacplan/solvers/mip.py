@@ -1,8 +1,8 @@
-"""Mixed-integer programs through PuLP: HiGHS where ``highspy`` is installed, else PuLP's bundled CBC.
+"""Mixed-integer programs in PuLP, solved by HiGHS.
 
 The only file that imports PuLP (tried with 3.3). What PuLP gets wrong for our purpose is put right
 here: ``LpProblem.status`` calls the incumbent of an ended search optimal (``sol_status`` does not), and
-no bound is reported, so it is read from HiGHS's info and from CBC's log.
+no bound is reported, so it is read from HiGHS's info.
 
 What ends a search is a limit of work, not of time: with a given seed the answer is the same on a
 machine that is slow or busy. Work is the nodes of branch and bound, each counted as the nonzeros of its
@@ -16,12 +16,9 @@ import ctypes
 import functools
 import math
 import os
-import re
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,12 +29,6 @@ from sacplan.errors import PlanError, SolverError
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 _THREADS = 1  # HiGHS refuses to change it within one process, and more would not be deterministic
-
-# CBC prints three digits after the point, so its printed bound may be rounded up by this much.
-_CBC_ROUNDING = 5e-4
-_CBC_BOUND = re.compile(r"^Lower bound:\s+(\S+)", re.MULTILINE)
-_CBC_NODES = re.compile(r"^Enumerated nodes:\s+(\d+)", re.MULTILINE)
-_CBC_TIMED_OUT = "Stopped on time"
 
 WORK_LIMIT = 10_000_000
 """The default for one problem."""
@@ -112,7 +103,6 @@ class LinearProgram:
     def solve(
         self,
         *,
-        solver: str = "auto",
         gap: float = 1e-4,
         work_limit: int = WORK_LIMIT,
         seed: int = 0,
@@ -122,27 +112,26 @@ class LinearProgram:
         """Minimise.
 
         Args:
-            solver: "auto", "highs" or "cbc".
             gap: relative gap at which a solution counts as optimal.
             work_limit: nodes times nonzeros after which the search ends with what it has.
             seed: of the solver's own random choices.
             time_limit_s: seconds of wall clock after which it fails; None: no such limit.
-            start: values of the integer variables at a point that is known; HiGHS begins there, CBC leaves it.
+            start: values of the integer variables at a point that is known, at which the search begins.
 
         Raises:
             PlanError: an option out of range.
-            SolverError: the solver is not installed, failed, or has run for ``time_limit_s``.
+            SolverError: HiGHS failed, or has run for ``time_limit_s``.
         """
-        kind = check_options(solver, gap, work_limit, seed, time_limit_s)
+        check_options(gap, work_limit, seed, time_limit_s)
         problem, variables = self._to_pulp()
-        # Solvers know a limit of nodes and none of work, so the work is divided by what one node counts.
+        # HiGHS knows a limit of nodes and none of work, so the work is divided by what one node counts.
         nonzeros = max(1, sum(len(terms) for terms, _, _ in self._rows))
         options = _Options(gap, max(1, work_limit // nonzeros), seed, time_limit_s)
         known = [(variables[i], value) for i, value in (start or {}).items()]
         try:
-            ended = _solve_highs(problem, options, known) if kind == "highs" else _solve_cbc(problem, options)
+            ended = _solve_highs(problem, options, known)
         except pulp.PulpSolverError as error:
-            raise SolverError(f"{kind} failed: {error}; try another solver") from error
+            raise SolverError(f"HiGHS failed: {error}") from error
         return self._read(ended, variables, nonzeros)
 
     def _to_pulp(self) -> tuple[pulp.LpProblem, list[Any]]:
@@ -180,8 +169,7 @@ class LinearProgram:
         objective = math.fsum(
             cost * value for value, (_, _, _, cost) in zip(values, self._variables, strict=True)
         )
-        # A bound may come in above the objective: by a tolerance, or because it is infinite where CBC prints
-        # none (``_run_cbc``).
+        # By a tolerance, a bound may come in above the objective.
         least = None if bound is None else min(bound, objective)
         return LinearSolution(status, values, objective, least, work)
 
@@ -201,17 +189,12 @@ class _Ended(NamedTuple):
     nodes: int
 
 
-def check_options(
-    solver: str, gap: float, work_limit: int, seed: int, time_limit_s: float | None = None
-) -> Literal["highs", "cbc"]:
-    """Check the options that all programs share, and say which solver is meant.
+def check_options(gap: float, work_limit: int, seed: int, time_limit_s: float | None = None) -> None:
+    """Check the options that all programs share.
 
     Raises:
         PlanError: an option out of range.
-        SolverError: the solver is not installed.
     """
-    if solver not in ("auto", "highs", "cbc"):
-        raise PlanError(f"unknown solver {solver!r}; there are 'auto', 'highs' and 'cbc'")
     if not 0 <= gap < math.inf:
         raise PlanError(f"gap is {gap!r}; it must be a share, such as 1e-4")
     if not _is_int(work_limit) or work_limit <= 0:
@@ -220,31 +203,10 @@ def check_options(
         raise PlanError(f"the time limit is {time_limit_s!r} s; it must be positive, or None")
     if not _is_int(seed) or not 0 <= seed < 2**31:
         raise PlanError(f"seed is {seed!r}; it must be an int from 0 to 2**31 - 1")
-    has_highs = bool(pulp.HiGHS(msg=False).available())
-    if solver == "highs" or (solver == "auto" and has_highs):
-        if not has_highs:
-            raise SolverError("HiGHS is not installed; pip install highspy, or use solver='cbc'")
-        return "highs"
-    if not _cbc(msg=False).available():
-        raise SolverError("PuLP's bundled CBC does not run on this platform; pip install highspy")
-    return "cbc"
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _timed_out(kind: str, options: _Options) -> SolverError:
-    return SolverError(
-        f"{kind} was not done in {options.time_limit_s} s; raise time_limit, or leave it out: the limit of work ends "
-        "every search, with the same answer on every machine"
-    )
-
-
-def _cbc(**options: Any) -> Any:
-    # The binary inside the PuLP wheel, without the class that PuLP 4 drops; else a cbc on the path.
-    bundled = pulp.apis.coin_api.pulp_cbc_path
-    return pulp.COIN_CMD(path=bundled if os.access(bundled, os.X_OK) else None, **options)
 
 
 def _status(problem: pulp.LpProblem) -> Status:
@@ -254,8 +216,6 @@ def _status(problem: pulp.LpProblem) -> Status:
         pulp.LpSolutionInfeasible: "infeasible",
         pulp.LpSolutionNoSolutionFound: "unknown",
     }
-    if problem.status == pulp.LpStatusInfeasible:  # CBC's "Integer infeasible" has no sol_status
-        return "infeasible"
     if problem.sol_status not in by_solution:
         raise SolverError(f"the solver answered {pulp.LpStatus[problem.status]!r}, which should not happen")
     return by_solution[problem.sol_status]
@@ -353,7 +313,10 @@ def _run_highs(
         )
     )
     if problem.solverModel.getModelStatus().name == "kTimeLimit":
-        raise _timed_out("highs", options)
+        raise SolverError(
+            f"the search was not done in {options.time_limit_s} s; raise time_limit, or leave it out: the limit of "
+            "work ends every search, with the same answer on every machine"
+        )
     status = _status(problem)
     info = problem.solverModel.getInfo()
     if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point
@@ -364,45 +327,3 @@ def _run_highs(
         bound = float(info.objective_function_value)
     known = bound is not None and math.isfinite(bound)
     return _Ended(status, bound if known else None, int(info.mip_node_count))
-
-
-def _solve_cbc(problem: pulp.LpProblem, options: _Options) -> _Ended:
-    """Solve with CBC without its preprocessing, which is wrong in CBC 2.10.3 (the one in the PuLP wheel).
-
-    The preprocessing fixes variables that it must not, in small programs such as ours, and calls the wrong plan
-    optimal (the tests have one). Without it, CBC crashes on some infeasible programs. Those are tried again with it;
-    an answer other than "infeasible" is then not called optimal.
-    """
-    try:
-        return _run_cbc(problem, ["preprocess off"], options)
-    except pulp.PulpSolverError:
-        ended = _run_cbc(problem, [], options)
-        return ended._replace(status="feasible" if ended.status == "optimal" else ended.status, bound=None)
-
-
-def _run_cbc(problem: pulp.LpProblem, more: list[str], options: _Options) -> _Ended:
-    seed = options.seed % (2**31 - 1) + 1  # 0 would stand for the time of day
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "cbc.log")
-        solver = _cbc(
-            msg=False,
-            gapRel=options.gap,
-            maxNodes=options.nodes,
-            timeLimit=options.time_limit_s,
-            logPath=str(log),
-            options=[*more, f"randomSeed {seed}", f"randomCbcSeed {seed}"],
-        )
-        solver.tmpDir = folder  # PuLP leaves its files behind when CBC crashes
-        problem.solve(solver)
-        text = log.read_text(errors="replace")
-    if _CBC_TIMED_OUT in text:
-        raise _timed_out("cbc", options)
-    status = _status(problem)
-    counted = _CBC_NODES.search(text)
-    nodes = int(counted.group(1)) if counted else 0
-    if status == "infeasible":
-        return _Ended(status, None, nodes)
-    if match := _CBC_BOUND.search(text):  # printed unless the bound has reached the objective
-        return _Ended(status, float(match.group(1)) - _CBC_ROUNDING, nodes)
-    # ``_read`` lowers the infinite bound to the objective.
-    return _Ended(status, math.inf if status == "optimal" else None, nodes)

@@ -55,7 +55,6 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
         ROOT / "docs/alternatives.md",
         lambda: compiled_budgets.table(_rows("compiled_budgets")),
     ),
-    "foreign packages": (zoo.PAGE, lambda: zoo.table(compatibility.read(zoo.FOREIGN_FIGURES)[1])),
     "hf targets": (hf_targets.PAGE, lambda: hf_targets.block(*hf_targets.read())),
     "hf targets, all": (hf_targets.TABLE, lambda: hf_targets.table(*hf_targets.read())),
     "layouts": (ROOT / "docs/which-parallelism.md", lambda: layouts.markdown(_rows("layouts"))),

@@ -11,7 +11,6 @@ import sacplan
 from sacplan.core.decisions import Chunk
 from sacplan.errors import PlanError, PlanMismatch
 from sacplan.report.timeline import timeline_of
-from sacplan.techniques.chunk.alternatives import LossRegion, liger, linear_cross_entropy
 from tests.zoo.language_models import LM
 from tests.zoo.layers import FromFunction
 
@@ -212,52 +211,6 @@ def test_a_table_of_chunks(profile: sacplan.Profile, policy: sacplan.Plan, both:
     other = sacplan.profile(LM(layers=2, dim=64, heads=2, vocab=VOCAB), batch(), loss_fn, device="cpu")
     with pytest.raises(PlanMismatch):
         sacplan.Report(other, policy).chunk_table()
-
-
-def test_the_loss_beside_what_libraries_offer(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
-    found = sacplan.Report(profile, policy).loss_table()
-    assert list(found.index) == ["as it is", "in 8 slices", "F.linear_cross_entropy", "Liger"]
-    region = LossRegion(128, 32, VOCAB, torch.float32)  # of the model above, by hand
-    logits, operands = 4 * 128 * VOCAB, 4 * 32 * (128 + VOCAB) + 8 * 128
-    # Of the size of the logits: the log-softmax that autograd keeps, its gradient, and that of the logits.
-    assert found.loc["as it is", "peak_bytes"] == pytest.approx(operands + 3 * logits, rel=0.02)
-    for expected in (linear_cross_entropy(region, profile.spec), liger(region, profile.spec)):
-        row = found.loc[expected.name]
-        assert (row["peak_bytes"], row["time_ms"]) == (expected.peak_bytes, expected.time_ms)
-    assert found.loc["F.linear_cross_entropy", "available"] == hasattr(F, "linear_cross_entropy")
-    sliced = found.loc["in 8 slices"]
-    assert sliced["time_ms"] - found.loc["as it is", "time_ms"] == pytest.approx(policy.added_ms)
-    fewer = profile.peak_bytes - policy.peak_bytes
-    assert fewer <= found.loc["as it is", "peak_bytes"] - sliced["peak_bytes"]
-    assert sacplan.Report(profile, sacplan.policy("full", profile=profile)).loss_table().empty
-
-
-def ragged(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
-    """With a bias at the head, and ops that cannot run in slices."""
-    return self.head(F.dropout(self.body(x).flip(1).sort(-1).values, 0.1))
-
-
-@pytest.mark.slow
-def test_the_report_names_ops_that_need_whole_tensors() -> None:
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x).flatten(0, 1), torch.zeros(32, dtype=torch.long))
-
-    model = FromFunction(ragged, body=nn.Linear(8, 8), head=nn.Linear(8, 99))
-    profile = sacplan.profile(model, torch.randn(4, 8, 8), loss, device="h100")
-    found = sacplan.Report(profile).blocked_ops()
-    assert found.loc["aten.native_dropout.default", "why"] == "draws random numbers"
-    assert found["most_bytes"].is_monotonic_decreasing
-    assert len(sacplan.Report(profile).blocked_ops(top=1)) == 1
-    plan = sacplan.policy("chunked-loss", slices=2, profile=profile)
-    region = LossRegion(32, 8, 99, torch.float32, bias=True)
-    assert (
-        sacplan.Report(profile, plan).loss_table().loc["Liger", "peak_bytes"]
-        == liger(region, profile.spec).peak_bytes
-    )
-    page = sacplan.Report(profile, plan).html
-    for text in ("aten.native_dropout.default", "F.linear_cross_entropy", "Gradients are close", "added ms"):
-        assert text in page
-    assert 'id="chunks"' not in sacplan.Report(profile, sacplan.plan(profile, "100%")).html
 
 
 def test_the_page_says_why_nothing_runs_in_slices() -> None:

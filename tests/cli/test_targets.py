@@ -282,7 +282,7 @@ def test_layouts_have_a_sample_for_each_rank(small: Path) -> None:
 def test_a_report_makes_what_the_plan_was_made_with(small: Path) -> None:
     """Device and options come from the plan; what cannot be the plan's step is said before it is recorded."""
     _run(f"plan hf:config.json {CHOSEN} --budget 80% -o plan.json --json")
-    result = _invoke("report hf:config.json plan.json --trace memory.json --json")
+    result = _invoke("report hf:config.json plan.json --snapshot step.pickle --json")
     assert result.exit_code == 0, result.stderr
     facts = json.loads(result.stdout)
     plan = sacplan.Plan.load("plan.json")

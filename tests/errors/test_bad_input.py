@@ -105,8 +105,6 @@ def given(tmp_path_factory):
         ),
         "Report": (sacplan.Report, {"profile": profile, "plan": plan}),
         "Report.alive_at_peak": (sacplan.Report(profile).alive_at_peak, {}),
-        "Report.blocked_ops": (sacplan.Report(profile).blocked_ops, {}),
-        "advise": (sacplan.advise, {"profile": profile}),
         "fit": (
             sacplan.fit,
             {
@@ -115,10 +113,6 @@ def given(tmp_path_factory):
                 "device": "cpu",
                 "sizes": False,
             },
-        ),
-        "Report.write_memory_trace": (
-            sacplan.Report(profile).write_memory_trace,
-            {"path": folder / "trace.json"},
         ),
         "Report.write_snapshot": (sacplan.Report(profile).write_snapshot, {"path": folder / "step.pickle"}),
         "layouts": (
@@ -146,8 +140,8 @@ FUNCTIONS = [
     "profile", "plan", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "Report",
-    "Report.alive_at_peak", "Report.blocked_ops", "Report.write_memory_trace", "Report.write_snapshot",
-    "strategies", "layouts", "advise", "fit", "fake_device", "ranks", "compile_budget",
+    "Report.alive_at_peak", "Report.write_snapshot",
+    "strategies", "layouts", "fit", "fake_device", "ranks", "compile_budget",
     "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
@@ -455,7 +449,7 @@ def test_paths_are_accepted(files, kind, tmp_path):
         both = (sacplan.Report(recorded, planned), sacplan.Report(profile, plan))
         first, second = map(table, both)
         assert first.equals(second)
-    assert sacplan.Report(recorded, planned).write_memory_trace(tmp_path / "a.json").stat().st_size
+    assert sacplan.Report(recorded, planned).write_snapshot(tmp_path / "a.pickle").stat().st_size
     frontier = sacplan.frontier(recorded, 2, ["uniform"], policies=False)
     assert len(frontier)
     assert sacplan.Report(recorded, planned, frontier).write(tmp_path / "a.html").stat().st_size

@@ -230,7 +230,7 @@ def test_a_loss_that_calls_parts_of_the_model() -> None:
     profile = sacplan.profile(model, batch, loss_of_parts, device="cpu")
     assert profile.program.outermost_modules == ("embed", "body", "head")
     assert len(sacplan.frontier(profile))
-    assert sacplan.advise(profile)
+    assert sacplan.Report(profile).peak
     for plan in (sacplan.plan(profile, "smallest"), sacplan.plan(profile, "90%")):
         assert_carried_out(model, batch, loss_of_parts, plan)
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -69,21 +65,6 @@ def test_the_allocator_of_the_device_gives_no_block_to_the_host(program: Program
     assert {program.device_bytes[s] for s in program.on_host} == {0}
     # On a fresh allocator, a step has at most its peak and what the blocks of the peak are rounded up to.
     assert device_memory(program).steps.max_memory_allocated <= 1.02 * program.footprint.peak_bytes
-
-
-def test_the_trace_has_copies_on_threads_of_their_own(step, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    _, _, profile, plan = step
-    path = sacplan.Report(profile, plan).write_memory_trace(tmp_path / "trace.json")
-    events = json.loads(path.read_text())["traceEvents"]
-    threads = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    host = [e["args"]["bytes"] for e in events if e.get("name") == "host memory"]
-    assert max(host) == plan.host_bytes
-    for name in ("copies to the host", "copies to the device"):
-        copies = [e for e in events if e["ph"] == "X" and threads.get(e["tid"]) == name]
-        assert len(copies) == len(plan.offloaded)
-        assert sum(e["args"]["bytes"] for e in copies) > 0
-        for one, after in itertools.pairwise(copies):  # they follow on each other
-            assert one["ts"] + one["dur"] <= after["ts"] + 0.002
 
 
 def test_verify_says_both_peaks(step) -> None:  # type: ignore[no-untyped-def]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import itertools
 import json
 import re
 import sys
@@ -308,7 +306,7 @@ def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_pa
     before = plt.get_fignums()
     written = sacplan.Report(gpu.profile, gpu.plan, gpu.frame).save_figures(tmp_path / "new")
     assert sorted(p.name for p in written) == sorted(
-        f"{name}.{suffix}" for name in ("memory", "frontier", "tradeoffs") for suffix in ("png", "svg")
+        f"{name}.{suffix}" for name in ("memory", "frontier") for suffix in ("png", "svg")
     )
     for path in written:
         if path.suffix == ".png":
@@ -317,8 +315,7 @@ def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_pa
             assert ElementTree.parse(path).getroot().tag.endswith("svg")
     assert plt.get_fignums() == before
     assert [p.name for p in sacplan.Report(gpu.profile).save_figures(tmp_path, formats=["svg"])] == [
-        "memory.svg",
-        "tradeoffs.svg",
+        "memory.svg"
     ]
 
 
@@ -337,60 +334,6 @@ def test_what_cannot_be_drawn_is_refused(
     for draw in (sacplan.Report.memory_figure, lambda report: report.html):
         with pytest.raises(sacplan.errors.PlanError, match=r"pip install 'sacplan\[plot\]'"):
             draw(sacplan.Report(gpu.profile))
-
-
-# --- trace --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["step.json", "step.json.gz"])
-def test_the_trace_keeps_the_rules_of_the_format(case: SimpleNamespace, tmp_path: Path, name: str) -> None:
-    for plan in _plans(case):
-        path = sacplan.Report(case.profile, plan).write_memory_trace(tmp_path / name)
-        opener = gzip.open if name.endswith("gz") else open
-        with opener(path, "rt") as file:
-            data = json.load(file)
-        events = data["traceEvents"]
-        line = timeline_of(recomputed(case.profile.program, plan.discarded if plan else {}))
-        assert {e["ph"] for e in events} == {"M", "X", "B", "E", "C"}
-        assert all({"ph", "pid", "tid"} <= e.keys() and ("ts" in e or e["ph"] == "M") for e in events)
-
-        counters = [e for e in events if e["ph"] == "C"]
-        sums = [sum(e["args"].values()) for e in counters]
-        assert sums == line.live_bytes.tolist()
-        assert (
-            max(sums)
-            == (plan.peak_bytes if plan else case.profile.peak_bytes)
-            == data["otherData"]["peak_bytes"]
-        )
-
-        slices = [e for e in events if e["ph"] == "X"]
-        assert len(slices) == len(line.ops)
-        for tid in {e["tid"] for e in events if e["ph"] != "M"}:
-            stamps = [e["ts"] for e in events if e["tid"] == tid and e["ph"] != "M"]
-            assert stamps == sorted(stamps)
-            of_thread = [e for e in slices if e["tid"] == tid]
-            for one, other in itertools.pairwise(of_thread):
-                assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
-        threads = {
-            e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"
-        }
-        again = [e for e in slices if threads[e["tid"]] == "recomputed ops"]
-        assert len(again) == (len(line.ops[line.recomputed]) if plan else 0)
-        assert sum(e["dur"] for e in again) / 1e3 == pytest.approx(plan.recompute_ms if plan else 0, abs=1e-3)
-        total = max(e["ts"] + e["dur"] for e in slices)
-        assert total / 1e3 == pytest.approx(line.end_ms, abs=1e-3)
-
-        open_slices: list[str] = []
-        names: set[str] = set()
-        for e in (e for e in events if e["ph"] in "BE"):
-            if e["ph"] == "B":
-                open_slices.append(e["name"])
-                names.add(e["name"])
-                assert open_slices[0] in ("forward", "backward", "optimizer")
-            else:
-                open_slices.pop()  # raises where nothing is open
-        assert not open_slices
-        assert {"forward", "backward", "optimizer", "LM", "layers.0.mlp.0"} <= names
 
 
 # --- page ---------------------------------------------------------------------------------------------------

@@ -75,7 +75,6 @@ INFERENCE = ("transformer",)
 SOLVERS: dict[str, Any] = {
     "best": "best",
     "milp": "milp",
-    "cbc": sacplan.Milp(backend="cbc"),
     "greedy": "greedy",
     "uniform": "uniform",
     "rotor": sacplan.Rotor(stages=12),
