@@ -255,3 +255,19 @@ def test_a_model_of_transformers_names_its_loss_and_version() -> None:
         made, {"input_ids": tokens}, lambda m, b: m(**b).logits.sum(), device="a100-80gb"
     )
     assert not any("transformers" in sentence for sentence in summed.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "said"),
+    [("h100", torch.float32, True), ("h100", torch.bfloat16, False), ("cpu", torch.float32, False)],
+)
+def test_attention_that_keeps_its_scores_is_said(device: str, dtype: torch.dtype, said: bool) -> None:
+    """Fewer heads of keys and values than of queries: on a GPU, flash attention alone runs that."""
+
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+
+    q, k = (torch.rand(1, heads, 64, 64, dtype=dtype, requires_grad=True) for heads in (8, 2))
+    found = sacplan.profile(Attention(), (q, k), lambda m, b: m(*b).float().mean(), device=device)
+    assert any("keep the scores" in sentence for sentence in found.assumptions) == said
