@@ -139,26 +139,31 @@ class InstalledStandIns:
         self._differences.clear()
 
     def check_removable(self) -> None:
-        """Raise ``PlanError`` if somebody replaced a forward again.
-
-        The stand-in of another technique may lie over this one: they are of one plan, and removed from the top.
-        """
-        for planned in self._planned:
-            found = planned.module.__dict__.get("forward")
-            # Down through the stand-ins of the same plan; anything else in between was put there by others.
-            while isinstance(found, StandIn) and found is not planned:
-                found = found.replaced
-            if found is not planned:
-                raise PlanError(
-                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
-                    "first, then remove the plan."
-                )
+        """Raise ``PlanError`` if somebody replaced a forward again."""
+        check_there(self._planned)
 
     def remove(self) -> None:
         """Give every module its own forward back. Pending backward passes stay correct."""
         for planned in self._planned:
             take_off(planned.module, planned)
         self._planned = []
+
+
+def check_there(planned: Iterable[StandIn]) -> None:
+    """Raise ``PlanError`` if somebody replaced a forward again.
+
+    The stand-in of another technique may lie over one of these: they are of one plan, and removed from the top.
+    """
+    for one in planned:
+        found = one.module.__dict__.get("forward")
+        # Down through the stand-ins of the same plan; anything else in between was put there by others.
+        while isinstance(found, StandIn) and found is not one:
+            found = found.replaced
+        if found is not one:
+            raise PlanError(
+                f"the forward of module {one.fqn!r} was replaced after the plan was applied. Undo that first, then "
+                "remove the plan."
+            )
 
 
 def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:
