@@ -117,7 +117,8 @@ class Offloading(Technique):
         """Mark the ops at which something is copied in the units."""
         # The executors are not needed to plan. That of recipes has the hooks through which all saved tensors go.
         from sacplan.techniques.offload.executor.marks import Board, Fetch, LetGo, Send
-        from sacplan.techniques.offload.executor.weights import InstalledOffloads
+        from sacplan.techniques.offload.executor.weights import InstalledWeights
+        from sacplan.techniques.recompute.executor.install import InstalledMarks
 
         # At one op memory is let go of first, then copies out begin, and copies back are ordered last.
         marks: dict[str, dict[CallSite, list[LetGo | Send | Fetch]]] = defaultdict(lambda: defaultdict(list))
@@ -137,4 +138,5 @@ class Offloading(Technique):
             if fetch is not None:
                 marks[fetch.unit][CallSite(*fetch.site[1:])].append(Fetch(board, number, fetch.tensor))
         frozen = {unit: {site: tuple(all_) for site, all_ in sites.items()} for unit, sites in marks.items()}
-        return InstalledOffloads(wanted.model, frozen, wanted.recorded, weights, board)
+        marked = InstalledMarks(wanted.model, frozen, wanted.recorded)
+        return InstalledWeights(wanted.model, weights, board, marked) if weights else marked

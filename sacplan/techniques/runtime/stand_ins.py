@@ -16,7 +16,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,7 +41,10 @@ class StandIn:
     Attributes:
         replaced: what had been put in that place before: by somebody else, or by another technique of the same plan,
             since a module may run in slices and discard what they make.
+        records: whether it notes what its module saves while that runs.
     """
+
+    records: ClassVar[bool] = False
 
     def __init__(self, module: torch.nn.Module, fqn: str) -> None:
         self.module = module

@@ -8,23 +8,20 @@ and recipes, have saved of that copy lets go of it when the call ends, and share
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from sacplan.core.decisions import OffloadWeight
-from sacplan.core.elements import CallSite
-from sacplan.core.places import OpSequence
+from sacplan.core.places import StepDifference
 from sacplan.errors import OffloadError, PlanError
+from sacplan.techniques.base.technique import Installed
 from sacplan.techniques.offload.executor.marks import Board
 from sacplan.techniques.offload.executor.parcels import Parcel, whole
 from sacplan.techniques.offload.executor.transfers import Transfer
-from sacplan.techniques.recompute.executor.install import InstalledMarks
-from sacplan.techniques.recompute.executor.recipes import PlannedForward
 from sacplan.techniques.runtime.recording import here, unrecorded
-from sacplan.techniques.runtime.saved import Mark
 from sacplan.techniques.runtime.stand_ins import StandIn, check_there, put_on, take_off
 from sacplan.torch_compat.compiling import stop_compiling
 from sacplan.torch_compat.host_memory import empty_on_host, note_on_host
@@ -195,27 +192,23 @@ class WeightForward(StandIn):
         return other
 
 
-class InstalledOffloads(InstalledMarks):
-    """Marks at the ops of a model, and parameters that lie on the host.
+class InstalledWeights:
+    """Parameters of a model that lie on the host, and what else offloading has installed.
 
     Args:
-        model, marks, recorded: as for ``InstalledMarks``.
+        model: the model.
         weights: decisions about parameters, by number.
         board: knows what has been taken away in the forward pass that runs.
+        marked: the marks at ops of units, which are there already.
 
     Raises:
         PlanError: a parameter cannot leave, or is not there.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        marks: Mapping[str, Mapping[CallSite, tuple[Mark, ...]]],
-        recorded: Mapping[str, Sequence[OpSequence]],
-        weights: Mapping[int, OffloadWeight],
-        board: Board,
+        self, model: torch.nn.Module, weights: Mapping[int, OffloadWeight], board: Board, marked: Installed
     ) -> None:
-        super().__init__(model, marks, recorded)
+        self._marked = marked
         self._forwards: dict[str, WeightForward] = {}
         self._weights: list[HostWeight] = []
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -241,15 +234,29 @@ class InstalledOffloads(InstalledMarks):
             found = self._forwards[fqn] = WeightForward(module, fqn)
             # Below the recorder of a unit: it has to be there yet when the call lets go of its parameters.
             above = found.replaced
-            if isinstance(above, PlannedForward):
+            if isinstance(above, StandIn) and above.records:
                 found.replaced, above.replaced = above.replaced, found
             else:
                 put_on(module, found)
         return self._forwards[fqn]
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of the modules with marks."""
+        return self._marked.units
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """For each unit that departed from the recorded step, its first difference."""
+        return self._marked.differences
+
+    def forget_differences(self) -> None:
+        """Start a new step."""
+        self._marked.forget_differences()
+
     def check_removable(self) -> None:
         """Raise ``PlanError`` if somebody replaced a forward again."""
-        super().check_removable()
+        self._marked.check_removable()
         check_there(self._forwards.values())
 
     def remove(self) -> None:
@@ -263,7 +270,7 @@ class InstalledOffloads(InstalledMarks):
         for weight in self._weights:
             weight.restore()
         self._forwards, self._weights = {}, []
-        super().remove()
+        self._marked.remove()
 
 
 def _fills_storage(parameter: torch.Tensor) -> bool:
