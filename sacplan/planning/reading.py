@@ -37,7 +37,7 @@ def plan_sections(plan: PlanValue) -> list[Section]:
             ("keeps", amount(layer.kept, len(layer.layers))),
             ("recomputes", amount(layer.recomputed, len(layer.layers), with_time=True)),
             *(("in slices", text) for text in layer.sliced),
-            *(("on the host", f"of what it keeps: {text}") for text in layer.away),
+            *(("on the host", text) for text in layer.away),
         ]
         sections.append(Section(layer.name, tuple((label, text) for label, text in rows if text)))
     # If the model itself is a unit, nothing is left outside of the units.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from sacplan.errors import PlanError, SacplanError, SacplanWarning
 from sacplan.techniques.offload.weights import homes_of
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal, grads_of, mean_square
+from tests.support.threads import at_once
 
 
 class Lora(nn.Module):
@@ -228,7 +230,11 @@ def test_copies_replaced_parameters_and_moved_ones(planned: sacplan.Plan) -> Non
     model, plain = Net(), Net()
     with sacplan.apply(model, planned):
         wanted = grads_of(plain, TOKENS, mean_square)
-        assert bit_equal(wanted, grads_of(copy.deepcopy(model), TOKENS, mean_square))
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert bit_equal(wanted, grads_of(other, TOKENS, mean_square))
+            assert on_host(other, planned)
+            assert bit_equal(wanted, grads_of(other, TOKENS, mean_square))
+        assert on_host(model, planned)
         # A parameter that somebody has replaced is used where it lies.
         for each in (model, plain):
             each.head.weight = nn.Parameter(plain.head.weight.detach() * 2, requires_grad=False)
@@ -253,9 +259,22 @@ def test_inside_of_other_hooks_weights_are_kept_and_right(planned: sacplan.Plan)
         assert on_host(model, planned)
 
 
+def test_several_threads_may_call_one_model(planned: sacplan.Plan) -> None:
+    wanted = grads_of(Net(), TOKENS, mean_square)[1:]
+    with sacplan.apply(model := Net(), planned):
+        trained = [p for p in model.parameters() if p.requires_grad]
+
+        def steps() -> list[list[torch.Tensor]]:
+            return [list(torch.autograd.grad(mean_square(model, TOKENS), trained)) for _ in range(5)]
+
+        results = at_once(*[steps] * 4)
+        assert on_host(model, planned)
+    assert all(bit_equal(wanted, found) for each in results for found in each)
+
+
 def test_right_on_a_slow_link_and_not_without_its_waits(planned: sacplan.Plan) -> None:
     wanted = grads_of(Net(), TOKENS, mean_square)
-    for without in ((), ("wait", "enter"), ("wait", "take"), ("_begin", "back")):
+    for without in ((), ("wait", "_enter"), ("wait", "take"), ("_begin", "back")):
         model = Net()
         with sacplan.apply(model, planned), slow_link(without) as link:
             right = bit_equal(wanted, grads_of(model, TOKENS, mean_square)) and not link.broken
@@ -303,7 +322,12 @@ def test_plans_and_profiles_are_files(planned: sacplan.Plan, tmp_path: Any) -> N
     profile = profiled()
     profile.save(tmp_path / "profile.json")
     assert sacplan.Profile.load(tmp_path / "profile.json").program.frozen == profile.program.frozen
-    assert "frozen parameters" in str(planned)
+    words = str(planned)
+    assert f"{len(planned.offloaded_weights)} frozen parameters; with waits" in words
+    assert "on the host  frozen parameters: weight\n" in words  # of the embedding
+    # Reports are about the device.
+    assert int(sacplan.Report(profile, planned).alive_at_peak()["bytes"].sum()) == planned.peak_bytes
+    assert profile.timeline(planned)["total_bytes"].max() == planned.peak_bytes
 
 
 def test_errors(planned: sacplan.Plan) -> None:
@@ -317,18 +341,24 @@ def test_errors(planned: sacplan.Plan) -> None:
         with pytest.raises(PlanError, match=said):
             plan_with(profile, [msgspec.structs.replace(one, **changed)])
     model = Net()
-    dict(model.named_parameters())[one.parameter].requires_grad_(True)
+    with sacplan.apply(model, planned):
+        dict(model.named_parameters())[one.parameter].requires_grad_(True)
+        with pytest.raises(PlanError, match="is trained by now"):
+            model(TOKENS)
     with pytest.raises(SacplanError):
         sacplan.apply(model, planned)
     model = Net()
+    hook = model.get_submodule(one.module).register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(PlanError, match="forward pre-hook"):
+        sacplan.apply(model, planned)
+    hook.remove()
     owner, _, name = one.parameter.rpartition(".")
     weight = model.get_submodule(owner)._parameters[name]
     weight.data = torch.cat([weight.data, weight.data])[: len(weight)]
     with pytest.raises(PlanError, match="part of other memory"):
         sacplan.apply(model, planned)
-    assert not any(
-        isinstance(m.__dict__.get("forward"), object) and "forward" in m.__dict__ for m in model.modules()
-    )
+    assert not on_host(model, planned)
+    assert not any("forward" in module.__dict__ for module in model.modules())
     # Written between the passes.
     model = Net()
     with sacplan.apply(model, planned):

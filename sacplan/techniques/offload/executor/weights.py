@@ -7,6 +7,7 @@ and recipes, have saved of that copy lets go of it when the call ends, and share
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -26,6 +27,9 @@ from sacplan.techniques.runtime.stand_ins import StandIn, check_there, put_on, t
 from sacplan.torch_compat.compiling import stop_compiling
 from sacplan.torch_compat.host_memory import empty_on_host, note_on_host
 from sacplan.torch_compat.private import is_plain
+
+_switching = threading.RLock()
+"""Held while parameters are switched: another thread may call the same module."""
 
 
 class HostWeight:
@@ -48,24 +52,44 @@ class HostWeight:
         parameter = module._parameters[name]
         if parameter is None or not _fills_storage(parameter):
             raise PlanError(
-                f"parameter {name!r} of a {type(module).__name__} is a part of other memory, or a tensor subclass, and "
-                "the plan leaves it on the host. Give it memory of its own, parameter.data = parameter.data.clone(); "
-                "or plan with other techniques than offload."
+                f"{self} is a part of other memory, or a tensor subclass, and the plan leaves it on the host. Give it "
+                "memory of its own, parameter.data = parameter.data.clone(); or plan with other techniques than "
+                "offload."
             )
         self._device = parameter.device
-        self._host = _on_host(parameter)
         self._arriving: tuple[Transfer, int] | None = None
         self._inside = 0  # calls that run, one inside of another
         self._there: Callable[[], Any] = _nothing  # the storage on the device while they run
+        self._copied = False
+        self._settle(parameter)
+
+    def __str__(self) -> str:
+        return f"parameter {self._name!r} of a {type(self._module).__name__}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy of the model, whose parameter settles when it is first used."""
+        anew = {"_host": torch.empty(0), "_arriving": None, "_inside": 0, "_there": _nothing}
+        return self.__dict__ | anew | {"_copied": True}
+
+    def _settle(self, parameter: torch.Tensor) -> None:
+        """Have a parameter on the host from here on."""
+        self._host = _on_host(parameter)
+        self._copied = False
         with torch.no_grad():
             parameter.data = _as(parameter, self._host)
 
     @property
     def _parameter(self) -> torch.Tensor | None:
-        """The parameter, if it still lies on this memory: it may have been moved, or replaced by another one."""
+        """The parameter, if it is on the host; None if somebody has moved it, or put another one there."""
         parameter = self._module._parameters.get(self._name)
-        ours = parameter is not None and parameter.untyped_storage() is self._host.untyped_storage()
-        return parameter if ours else None
+        if parameter is None or parameter.untyped_storage() is self._host.untyped_storage():
+            return parameter
+        # One that ``load_state_dict(assign=True)`` has put there may be elsewhere.
+        if (self._copied or parameter.device != self._device) and _fills_storage(parameter):
+            with unrecorded():
+                self._settle(parameter)
+            return parameter
+        return None
 
     def begin(self) -> None:
         """Begin to copy to the device, for the forward pass."""
@@ -79,29 +103,46 @@ class HostWeight:
         return Transfer.back(host, torch.empty(host.shape, dtype=host.dtype, device=self._device), None)
 
     def enter(self) -> None:
-        """Have the parameter on the device."""
-        self._inside += 1
+        """Have the parameter on the device.
+
+        Raises:
+            PlanError: it is trained by now.
+        """
+        with _switching:
+            self._inside += 1
+            if self._inside == 1:
+                self._enter()
+
+    def _enter(self) -> None:
         parameter = self._parameter
-        if self._inside > 1 or parameter is None:
+        if parameter is None:
             return
+        if parameter.requires_grad:
+            raise PlanError(
+                f"{self} is trained by now, and the plan leaves it on the host, never to be copied back. Freeze it, "
+                "requires_grad_(False); or remove the plan, and make one from a profile of the model as it is."
+            )
         arriving, self._arriving = self._arriving, None
         with unrecorded(), torch.no_grad():
             # A copy that began before somebody wrote to the parameter, as after an error, has old values.
-            if arriving is None or arriving[1] != parameter._version:
-                self.begin()
-                arriving, self._arriving = self._arriving, None
-            assert arriving is not None
-            copy = arriving[0].target
-            arriving[0].wait(copy.untyped_storage())
+            begun = arriving is not None and arriving[1] == parameter._version
+            transfer = arriving[0] if arriving is not None and begun else self._sent()
+            copy = transfer.target
+            transfer.wait(copy.untyped_storage())
             parameter.data = _as(parameter, copy)
             self._there = weakref.ref(copy.untyped_storage())
 
     def leave(self) -> None:
-        """Take the parameter away from the device, and let go of it what has been saved for the backward pass."""
-        self._inside -= 1
+        """Take the parameter away from the device, and have what is saved for the backward pass let go of it."""
+        with _switching:
+            self._inside -= 1
+            if not self._inside:
+                self._leave()
+
+    def _leave(self) -> None:
         parameter = self._module._parameters.get(self._name)
-        there = self._there()
-        if self._inside or parameter is None or there is None or parameter.untyped_storage() is not there:
+        there, self._there = self._there(), _nothing
+        if parameter is None or there is None or parameter.untyped_storage() is not there:
             return
         with unrecorded(), torch.no_grad():
             recorder = here.recorder
@@ -120,18 +161,17 @@ class HostWeight:
         parameter = self._parameter
         if parameter is not None and parameter._version != version:
             raise OffloadError(
-                f"parameter {self._name!r} of a {type(self._module).__name__} was written in place between the forward "
+                f"{self} was written in place between the forward "
                 "and the backward pass that needs it. Load or change weights before the forward pass, or after the "
                 "backward pass."
             )
 
     def restore(self) -> None:
         """Put the parameter back on the device, for good."""
-        parameter = self._parameter
+        parameter, self._arriving = self._parameter, None
         if parameter is not None:
             with torch.no_grad():
                 parameter.data = _as(parameter, self._host.to(self._device, copy=True))
-        self._arriving = None
 
 
 def _nothing() -> None:
@@ -218,6 +258,11 @@ class InstalledWeights:
                     raise PlanError(
                         f"the plan leaves parameter {one.parameter!r} on the host, which the model does not have, or "
                         "trains. Freeze it, requires_grad_(False); or profile the model as it is, and plan again."
+                    )
+                if model.get_submodule(one.module)._forward_pre_hooks:
+                    raise PlanError(
+                        f"module {one.module!r} has a forward pre-hook, which would find parameters on the host, where "
+                        "the plan leaves them. Take it off; or plan with other techniques than offload."
                     )
                 owner, _, name = one.parameter.rpartition(".")
                 weight = HostWeight(model.get_submodule(owner), name, one.unit, number, board)
