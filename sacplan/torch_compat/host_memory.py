@@ -56,6 +56,12 @@ def empty_on_host(like: torch.Tensor) -> torch.Tensor:
         _making.for_host = False
 
 
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device that a model runs on: that of its parameters which a plan does not leave on the host."""
+    devices = dict.fromkeys(p.device for p in model.parameters())
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
 class Copying(TorchFunctionMode):
     """Inside of one of ``fully_shard``'s functions: moving a shard is a copy, and what is on the host is pinned.
 
