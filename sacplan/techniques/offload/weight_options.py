@@ -58,11 +58,8 @@ def weight_regions(step: PlanStep) -> Sequence[Region]:
 
 def leaving_bytes(step: PlanStep) -> int:
     """Return the bytes of the parameters that may be on the host."""
-    return sum(step.program.storage_bytes[s] for s in {s for r in weight_regions(step) for s in _storages(r)})
-
-
-def _storages(region: Region) -> Iterator[int]:
-    return (s for option in region.options for s in option.reach.storages)
+    leaving = {s for region in weight_regions(step) for o in region.options for s in o.reach.storages}
+    return sum(step.program.storage_bytes[s] for s in leaving)
 
 
 class _Weights(Offloads):

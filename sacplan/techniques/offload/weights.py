@@ -13,7 +13,6 @@ A parameter may leave if each use of it is one that the executor serves:
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -48,7 +47,7 @@ def homes_of(program: Program) -> Mapping[int, Home]:
 
 def _home(program: Program, storage: int) -> Home | None:
     liveness = program.liveness
-    readers = _readers(program).get(storage, ())
+    readers, handles, instances = _uses(program)[storage]
     forward = [op for op in readers if program.ops[op].phase == Phase.FORWARD]
     call = program.common_scope(program.ops[op].scope for op in forward)
     if (
@@ -67,19 +66,16 @@ def _home(program: Program, storage: int) -> Home | None:
     ):
         return None
     begin, end = liveness.entered[call], liveness.exited[call]
-    handles = _handles(program).get(storage, ())
     # Code's own handles, as those of ops that run in slices, hold the parameter itself.
     if any(
         not begin < liveness.packed[h] < end or (program.handle_ops[h] < 0 and program.handle_tensors[h] < 0)
         for h in handles
     ):
         return None
-    lent = [
-        (liveness.unpacked[i], liveness.dropped[i]) for h in handles for i in _instances(program).get(h, ())
-    ]
+    lent = [(liveness.unpacked[i], liveness.dropped[i]) for i in instances]
     for op in readers:
         at = int(liveness.op_events[op])
-        inside = begin < at < end if program.ops[op].phase == Phase.FORWARD else False
+        inside = program.ops[op].phase == Phase.FORWARD and begin < at < end
         again = program.ops[op].recomputes >= 0 and at > end
         if not inside and not again and not any(start < at < stop for start, stop in lent):
             return None
@@ -87,33 +83,24 @@ def _home(program: Program, storage: int) -> Home | None:
     return Home(call, asked) if asked < 0 or asked > end else None
 
 
+class _Uses(NamedTuple):
+    """The uses of a storage: ops that run and read it or return a view of it, handles on it, and instances of these."""
+
+    readers: list[int]
+    handles: list[int]
+    instances: list[int]
+
+
 @derived
-def _readers(program: Program) -> Mapping[int, Sequence[int]]:
-    """Return by frozen storage the ops that run and read it, or return a view of it, in any phase."""
-    found: dict[int, list[int]] = defaultdict(list)
+def _uses(program: Program) -> Mapping[int, _Uses]:
+    """Return the uses of the frozen parameters, in any phase."""
+    found = {s: _Uses([], [], []) for s in program.frozen}
     for code, arg in program.events:
         if code == Event.OP:
-            for s in program.ops[arg].reads:
-                if s in program.frozen:
-                    found[s].append(arg)
-    return found
-
-
-@derived
-def _handles(program: Program) -> Mapping[int, Sequence[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
-    for code, arg in program.events:
-        if code == Event.PACK:
-            found[program.handle_storages[arg]].append(arg)
-    return found
-
-
-@derived
-def _instances(program: Program) -> Mapping[int, Sequence[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
-    for code, arg in program.events:
-        if code == Event.UNPACK:
-            found[program.instance_handles[arg]].append(arg)
+            for s in found.keys() & program.ops[arg].reads:
+                found[s].readers.append(arg)
+        elif code in (Event.PACK, Event.UNPACK) and (s := program.storage_of(code, arg)) in found:
+            (found[s].handles if code == Event.PACK else found[s].instances).append(arg)
     return found
 
 
