@@ -60,7 +60,9 @@ def mixed_plan(
     context = planner.own[-1].context
     found = regions(context.step, joined or rng.choice((1, 1, 1, 2)), context.techniques)
     found += [offer.region for offer in context.offers]
-    taken = [(region, _drawn(region, rng)) for region in found]
+    # Regions of parameters have a generator of their own: others are drawn as in a step without frozen ones.
+    of_weights = random.Random(len(found))
+    taken = [(region, _drawn(region, rng if region.members else of_weights)) for region in found]
     taken = [(region, option) for region, option in taken if option is not region.options[0]]
     return plan_with(profile, decisions_of(context.program, taken, profile.spec))
 

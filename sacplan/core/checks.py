@@ -60,6 +60,7 @@ def _index(program: Program) -> str | None:
         ("module call", program.backward_order, 0, n_scopes),
         ("storage", program.gradients, 0, n_storages),
         ("tensor", program.gradients.values(), 0, n_tensors),
+        ("storage", program.frozen, 0, n_storages),
     )
     for what, indices, least, limit in places:
         if any(not least <= index < limit for index in indices):

@@ -182,8 +182,39 @@ class Offload(SiteDecision, frozen=True, kw_only=True, tag="offload", omit_defau
         return tuple(dict.fromkeys((self.unit, *others)))
 
 
+class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight", omit_defaults=True):
+    """Leave a frozen parameter on the host, and copy it to the device for each use; it is never copied back.
+
+    In the forward pass it is on the device while one module runs, in the backward pass as long as autograd needs it.
+
+    Attributes:
+        unit: fqn of the module in which what autograd saves is seen; it is around ``module``, or the same.
+        parameter: fqn of the parameter.
+        module: fqn of the innermost module that runs all ops of the forward pass that read the parameter.
+        begin: fqn of the module whose call begins the copy for the forward pass: ``module``, or one that runs before.
+        fetch: the copy for the backward pass begins when autograd first asks for this tensor. None: when the parameter
+            itself is needed.
+    """
+
+    unit: str
+    parameter: Name
+    module: str
+    begin: str
+    fetch: SeenTensor | None = None
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules that have to be units: the copy back may wait for what is seen in another one."""
+        return tuple(dict.fromkeys((self.unit, *([] if self.fetch is None else [self.fetch.unit]))))
+
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        """The call sites that it is about: none."""
+        return ()
+
+
 # A further one is a class above, and a member here.
-Decision: TypeAlias = Recompute | Partition | Chunk | Offload
+Decision: TypeAlias = Recompute | Partition | Chunk | Offload | OffloadWeight
 
 Discarded = Mapping[str, Mapping[CallSite, int]]
 """By unit, the call sites that it discards, each with the number of times that its values are dropped."""

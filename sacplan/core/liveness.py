@@ -162,6 +162,7 @@ def host_storages(program: Recording, patch: Patch = _NO_PATCH) -> frozenset[int
     """Return the storages of a program and a patch that are in the memory of the host."""
     known = len(program.storage_kinds)
     added = {known + i for i, kind in enumerate(patch.storage_kinds) if kind is StorageKind.HOST}
+    added.update(s for s, kind in patch.changed_kinds.items() if kind is StorageKind.HOST)
     return program.on_host | added if added else program.on_host
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import msgspec
 
 from sacplan.core.elements import Event, Events, Op, Scope, StorageKind, Tensor
-from sacplan.core.files import Count, MaybeIndex
+from sacplan.core.files import Count, MaybeIndex, Name
 
 _PACKS = (int(Event.PACK), int(Event.RELEASE))
 _UNPACKS = (int(Event.UNPACK), int(Event.DROP))
@@ -38,6 +38,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
             was too small, ``UntypedStorage.resize_``).
         streams: for storages that are allocated on another stream than the default one, its number from 1 on.
         gathering: modules on which ``fully_shard`` was called, and that gather parameters.
+        frozen: storage of a parameter without gradients to its name, if it has one name and a storage to itself.
     """
 
     storage_bytes: tuple[Count, ...]
@@ -59,6 +60,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
     resizes: tuple[tuple[Count, Count, Count], ...] = ()
     streams: dict[Count, Count] = {}
     gathering: frozenset[str] = frozenset()
+    frozen: dict[Count, Name] = {}
 
     @cached_property
     def writer(self) -> dict[int, int]:

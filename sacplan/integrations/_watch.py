@@ -34,6 +34,7 @@ from sacplan.record.step import Step, check_model, default_loss, inner_optimizer
 from sacplan.running.apply import Handle, put_on
 from sacplan.running.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_workspaces
 from sacplan.torch_compat.allocations import allocation_events, profiler_is_on
+from sacplan.torch_compat.host_memory import device_of
 
 _SCALARS_BYTES = 4096
 """Allowance for what a trainer keeps besides the step, such as running losses and norms."""
@@ -147,7 +148,7 @@ class PeakWatch:
         # Nothing is left to measure, or nothing ever was (``steps=0``).
         if not self._left:
             return
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = device_of(model)
         if self._meter is None:
             # It will not become measurable later, so later steps do not try (and do not warn) again.
             if not self._can_measure(device.type):

@@ -92,7 +92,8 @@ class PlanningContext:
     @property
     def floor_bytes(self) -> int:
         """A peak that no choice of regions and offers goes below."""
-        return rewritten(self.program, self._furthest, self.step.device).liveness.floor_bytes
+        floor = rewritten(self.program, self._furthest, self.step.device).liveness.floor_bytes
+        return max(0, floor - sum(TECHNIQUES[name].leaving_bytes(self.step) for name in self.techniques))
 
     @cached_property
     def _furthest(self) -> tuple[Decision, ...]:

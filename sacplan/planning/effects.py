@@ -52,11 +52,13 @@ class _LocalEffect:
     All bytes are relative to the step without the option.
 
     Attributes:
+        before: Additional bytes that are alive before the first of these events, from the beginning of the step.
         after: By event of the region, additional bytes that are alive from this event on; may be negative.
         during: By event of the region, additional bytes that are alive while the event's op runs.
         again: Pairs (event, bytes): the most additional bytes that are alive while ops run again just before the event.
     """
 
+    before: int
     after: Bytes
     during: Bytes
     again: tuple[tuple[int, int], ...]
@@ -398,7 +400,10 @@ class _Effects:
         outside = touched - own.made
         if option.patch is not None:
             outside.difference_update(self._held(patch))
+        # What a patch has in another place from the beginning is alive before the step, and so before these events.
+        outside.update(patch.changed_kinds)
         plain, planned = Fold(program, initial=outside), Fold(program, patch, outside)
+        already = planned.live - plain.live if patch.changed_kinds else 0
         places, after, during = own.touched(patch, touched), [], []
         again: list[tuple[int, int]] = []
         # ``noted`` is what the fold with the rewrite says of the op of this event, and ``most`` the largest of the ops
@@ -424,10 +429,10 @@ class _Effects:
                 again.append((k, most - before))
         # Extend the result from the touched events to all events of the region: between two of them nothing changes.
         last = np.searchsorted(places, np.arange(len(events)), side="right") - 1
-        all_after = np.where(last >= 0, np.array(after)[last], 0)
+        all_after = np.where(last >= 0, np.array(after)[last], already)
         all_during = all_after.copy()
         all_during[places] = during
-        return _LocalEffect(all_after, all_during, tuple(again))
+        return _LocalEffect(already, all_after, all_during, tuple(again))
 
     def _held(self, patch: Patch) -> Iterator[int]:
         """Yield the recorded storages that a patch holds and that do not exist before the step."""
@@ -443,7 +448,7 @@ class _Effects:
         Args:
             effects: The effect of each option.
             where: Positions of the region's events.
-            changes: Options x intervals. This is filled in; interval 0, before the step, stays 0.
+            changes: Options x intervals, filled in; interval 0 is before the step.
         """
         liveness, starts = self.liveness, self._starts
         # The region's events before an interval begins and those up to its end, as counts. If they are equal, no event
@@ -463,10 +468,11 @@ class _Effects:
         exact = where[np.maximum(last, 0)] == positions
         for row, effect in zip(changes, effects, strict=True):
             # The constant effect first, for every interval. Those with events are overwritten below.
-            row[1:] = np.where(before > 0, effect.after[before - 1], 0)
+            row[0] = effect.before
+            row[1:] = np.where(before > 0, effect.after[before - 1], effect.before)
             if len(own):
                 by_op = np.where(exact, effect.during[last], effect.after[last])
-                by_op[last < 0] = 0  # before the region's first event
+                by_op[last < 0] = effect.before  # before the region's first event
                 # A difference of two peaks, which may be at two different ops.
                 row[own + 1] = np.maximum.reduceat(at_op + by_op, offsets) - self.base[own + 1]
             if not effect.again:
@@ -489,7 +495,7 @@ def _sum_of(effects: Sequence[_LocalEffect]) -> _LocalEffect:
         for effect in effects
         for k, n_bytes in effect.again
     ]
-    return _LocalEffect(after, during, tuple(sorted(again)))
+    return _LocalEffect(sum(e.before for e in effects), after, during, tuple(sorted(again)))
 
 
 def _undominated(

@@ -87,7 +87,7 @@ class LayerReading:
         layers: Names of the layers. A layer is a numbered module, or outside of those a module with ops of its own.
         kept, recomputed: Parts of one of the layers, the largest first.
         sliced: Descriptions of what runs in slices.
-        away: The ops whose outputs or inputs wait on the host.
+        away: Descriptions of what waits on the host.
     """
 
     layers: tuple[str, ...]
@@ -149,7 +149,7 @@ def values_of(plan: PlanValue) -> tuple[list[_SiteValue], list[_SiteValue]]:
 
 
 def _away(plan: PlanValue) -> dict[str, tuple[str, ...]]:
-    """Return by layer, in words, the tensors that wait on the host: the ops that make or read them."""
+    """Return by layer, in words, what waits on the host: tensors, by the ops that make or read them, and parameters."""
     places = {
         fqn: _ModelSites(index, fqn, unit, plan.sequences)
         for index, (fqn, unit) in enumerate(plan.units.items())
@@ -160,10 +160,18 @@ def _away(plan: PlanValue) -> dict[str, tuple[str, ...]]:
         known = places.get(one.unit)
         layer, inner = _layer_of(known.of(one.sites[0])[0].module if known is not None else one.unit)
         found[layer][f"{short_op(one.op)}{f' of {inner}' if inner else ''}"] += 1
-    return {
-        layer: (", ".join(f"{op} x{n}" if n > 1 else op for op, n in ops.items()),)
+    texts: dict[str, tuple[str, ...]] = {
+        layer: ("of what it keeps: " + ", ".join(f"{op} x{n}" if n > 1 else op for op, n in ops.items()),)
         for layer, ops in found.items()
     }
+    weights: dict[str, list[str]] = defaultdict(list)
+    for weight in plan.offloaded_weights:
+        owner, _, name = weight.parameter.rpartition(".")
+        layer, inner = _layer_of(owner)
+        weights[layer].append(f"{inner}.{name}".strip("."))
+    for layer, names in weights.items():
+        texts[layer] = (*texts.get(layer, ()), f"frozen parameters: {', '.join(names)}")
+    return texts
 
 
 def _kept_values(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> Iterable[_SiteValue]:

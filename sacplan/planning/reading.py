@@ -37,7 +37,7 @@ def plan_sections(plan: PlanValue) -> list[Section]:
             ("keeps", amount(layer.kept, len(layer.layers))),
             ("recomputes", amount(layer.recomputed, len(layer.layers), with_time=True)),
             *(("in slices", text) for text in layer.sliced),
-            *(("on the host", f"of what it keeps: {text}") for text in layer.away),
+            *(("on the host", text) for text in layer.away),
         ]
         sections.append(Section(layer.name, tuple((label, text) for label, text in rows if text)))
     # If the model itself is a unit, nothing is left outside of the units.
@@ -55,10 +55,12 @@ def kept_sections(layers: Sequence[LayerReading]) -> list[Section]:
 
 def host_text(plan: PlanValue) -> str:
     """Return what a plan has in the memory of the host; ``""`` for nothing."""
-    if not plan.offloaded:
+    counts = (len(plan.offloaded), "tensors"), (len(plan.offloaded_weights), "frozen parameters")
+    there = " and ".join(f"{n} {what}" for n, what in counts if n)
+    if not there:
         return ""
     return (
-        f"{format_bytes(plan.host_bytes)}, {len(plan.offloaded)} tensors; with waits and slices the step takes "
+        f"{format_bytes(plan.host_bytes)}, {there}; with waits and slices the step takes "
         f"{plan.added_ms:+.2f} ms"
     )
 

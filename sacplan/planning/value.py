@@ -14,7 +14,16 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct
 
-from sacplan.core.decisions import Chunk, Decision, Offload, Partition, Recompute, Site, discarded_by
+from sacplan.core.decisions import (
+    Chunk,
+    Decision,
+    Offload,
+    OffloadWeight,
+    Partition,
+    Recompute,
+    Site,
+    discarded_by,
+)
 from sacplan.core.elements import is_inside
 from sacplan.core.files import Count, Milliseconds, Name, Positive, Share
 from sacplan.core.fingerprint import Fingerprint
@@ -84,8 +93,9 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
         # The struct is frozen, and a caller's dict is not.
         msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
         # A unit that leaves recipes or sends copies is around no other such. Those of other techniques may be.
-        recorded = {unit for d in self.decisions if isinstance(d, Recompute | Offload) for unit in d.units}
-        others = {d.unit for d in self.decisions if not isinstance(d, Recompute | Offload)}
+        in_unit = Recompute | Offload | OffloadWeight
+        recorded = {unit for d in self.decisions if isinstance(d, in_unit) for unit in d.units}
+        others = {d.unit for d in self.decisions if not isinstance(d, in_unit)}
         for fqn, unit in self.units.items():
             if unit.calls and max(unit.calls) >= len(self.sequences):
                 raise PlanError(f"unit {fqn!r} refers to a sequence of ops that the plan does not have.")
@@ -187,6 +197,11 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     def offloaded(self) -> tuple[Offload, ...]:
         """The decisions to copy tensors to the host."""
         return tuple(one for one in self.decisions if isinstance(one, Offload))
+
+    @property
+    def offloaded_weights(self) -> tuple[OffloadWeight, ...]:
+        """The decisions to leave frozen parameters on the host."""
+        return tuple(one for one in self.decisions if isinstance(one, OffloadWeight))
 
     @property
     def solver(self) -> str:

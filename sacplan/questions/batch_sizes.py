@@ -15,7 +15,7 @@ Nothing is assumed about sizes that were not tried: a model may need less memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -34,7 +34,9 @@ from sacplan.questions.largest import largest
 from sacplan.questions.sweep import Row
 from sacplan.record.longest import LongestBatch, is_loader
 from sacplan.record.step import resolve_batch
+from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
+from sacplan.techniques.registry import TECHNIQUES
 
 _SECOND = 8  # the size tried after 1: far enough for a slope, small enough to be quick
 _MOST = 2**20  # if this many samples still fit, memory does not depend on the batch
@@ -154,7 +156,7 @@ class BatchSizes:
         if one is not None and n >= min(_SECOND, self.most):
             check_batches_differ((1, n), (one.fingerprint, traced.fingerprint))
         may_chunk = "chunk" in (self.request.techniques or ())
-        floor = _floor_bytes(traced, may_chunk)
+        floor = _floor_bytes(traced, self.request.techniques or ())
         # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
         # name the smallest peak, and what would help.
         if floor <= self.budget_bytes or may_chunk or n == 1:
@@ -278,11 +280,13 @@ def check_batches_differ(sizes: tuple[int, int], made: tuple[Fingerprint, Finger
         )
 
 
-def _floor_bytes(traced: Profile, may_chunk: bool) -> int:
+def _floor_bytes(traced: Profile, techniques: Collection[str]) -> int:
     """Return a peak that no plan goes below, except one that runs other things than the loss in slices."""
     programs = [traced.program]
-    chunks = loss_chunks(traced.program, traced.spec) if may_chunk else ()
+    chunks = loss_chunks(traced.program, traced.spec) if "chunk" in techniques else ()
     if isinstance(chunks, ChunkOptions):
         # The last option has the most slices, which hold the least at once.
         programs += [traced.with_plan((chunk,)) for chunk in chunks.chunks[-1:]]
-    return min(program.liveness.floor_bytes for program in programs)
+    step = PlanStep(traced.program, device=traced.spec, gradients=traced.mode == "train")
+    leaving = sum(TECHNIQUES[name].leaving_bytes(step) for name in techniques)
+    return max(1, min(program.liveness.floor_bytes for program in programs) - leaving)

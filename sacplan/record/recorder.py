@@ -537,6 +537,7 @@ class Recorder(Watching):
             resizes=tuple((same[s], before, after) for s, before, after in storages.resizes),
             streams={} if self._streams is None else {same[s]: n for s, n in self._streams.side.items()},
             gathering=self._calls.gathering(),
+            frozen=storages.frozen,
         )
         named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
         split = recorded.with_(in_place_versions(recorded))

@@ -132,7 +132,7 @@ class SavedTensors:
         # From here on the tensor gets a handle, unless there is nothing to tell apart. Without one autograd holds the
         # tensor itself, and its storage dies when both have let go.
         storage = self._storages.ids.get(storage_key(tensor.untyped_storage()))
-        if storage is None or storage in self._storages.initial:
+        if storage is None or (storage in self._storages.initial and not self._may_leave(tensor)):
             return tensor  # not of this step, or alive to its end in any case: nothing to tell apart
         index = len(self.handle_storages)
         # The handle must hold neither the tensor nor its storage, or ``FREE`` would wait for autograd.
@@ -150,6 +150,10 @@ class SavedTensors:
 
         self._handle_refs[index] = weakref.ref(handle, released)
         return handle
+
+    def _may_leave(self, tensor: torch.Tensor) -> bool:
+        """Whether a plan may have the storage wait on the host: a frozen parameter. No clones are taken of those."""
+        return self._how == "virtual" and self._storages.is_frozen(tensor.untyped_storage())
 
     def _clone(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
         """Return a copy of the part of the storage that the tensor spans; handles on the same part share one.

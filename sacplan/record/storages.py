@@ -67,6 +67,7 @@ class Storages:
         self._host_bytes = host_bytes or self.rounded
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._makers_output: dict[int, weakref.ref[torch.Tensor]] = {}  # what the op that made it returned
+        self._names: dict[int, set[str]] = {}  # of parameters and buffers, by key
         self._raw: dict[int, int] = {}  # bytes now, as torch says them
         self._lent: set[int] = set()  # on memory that PyTorch did not allocate, such as an array's
         self._real: set[int] = set()  # storages of real tensors that a fake step was seen to read
@@ -113,6 +114,24 @@ class Storages:
                 self.initial[index] = None
         elif self.kinds[known] is None:
             self.kinds[known] = kind
+
+    def name_fixed(self, tensor: torch.Tensor, name: str, *, alone: bool) -> None:
+        """Note a name of a parameter or buffer; ``alone``: it is frozen, so that it may be one of ``frozen``."""
+        if is_plain(tensor):
+            storage = tensor.untyped_storage()
+            names = self._names.setdefault(storage_key(storage), set())
+            filled = tensor.numel() * tensor.element_size() == storage.nbytes()
+            names.update((name,) if alone and filled else ("", name))
+
+    def is_frozen(self, storage: Any) -> bool:
+        """Whether a storage is that of a single frozen parameter, which fills it."""
+        return len(self._names.get(storage_key(storage), ())) == 1
+
+    @property
+    def frozen(self) -> dict[int, str]:
+        """The names of such parameters by storage, of those that were there before the step."""
+        named = ((self.ids.get(key), names) for key, names in self._names.items())
+        return {at: next(iter(names)) for at, names in named if at in self.initial and len(names) == 1}
 
     def leave_on_host(self, tensor: torch.Tensor, *, shard: bool = False) -> None:
         """Count a tensor that is not in the device's memory as 0 bytes; ops on shards that are not run on the host."""
@@ -250,7 +269,7 @@ class Storages:
         raw = storage.nbytes()
         # In a real step autograd's zero tensors have their shapes inferred on the meta device.
         nbytes = self.rounded(raw) if self.is_fake or storage.device.type != "meta" else 0
-        if is_for_host():
+        if is_for_host(storage):
             nbytes, kind = self._host_bytes(raw), StorageKind.HOST
         index = self.ids[key] = self.add_unseen(nbytes, kind)
         self._raw[index] = raw

@@ -81,6 +81,10 @@ class TrainingState:
 
     def track_model(self, model: torch.nn.Module) -> None:
         """Count parameters, buffers and gradients."""
+        for name, p in model.named_parameters(remove_duplicate=False):
+            self._storages.name_fixed(p, name, alone=not p.requires_grad)
+        for name, b in model.named_buffers(remove_duplicate=False):
+            self._storages.name_fixed(b, name, alone=False)
         for p in model.parameters():
             self._storages.track(p, StorageKind.PARAMETER)
             # Kept, so that no other tensor gets its identity.

@@ -25,6 +25,7 @@ from sacplan.record.state import kept_by
 from sacplan.record.step import Step, cached_tensors
 from sacplan.torch_compat.allocations import allocation_events
 from sacplan.torch_compat.flops import flop_counter
+from sacplan.torch_compat.host_memory import device_of
 from sacplan.torch_compat.private import storage_key, strided_parts
 
 CUDA_ROUND_BYTES = 512
@@ -66,7 +67,7 @@ def measured_step(
     """
     batch_tensors, read = tuple(batch_tensors), tuple(read)
     _begin(step)
-    first = next(iter(step.model.parameters()), None)
+    device = device_of(step.model)
 
     # Keys alone: whoever holds a storage keeps the step from freeing it, and the peak would be too high.
     def alive() -> set[int]:
@@ -82,8 +83,8 @@ def measured_step(
         return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode", left)
 
     def measured() -> Measured:
-        if first is not None and first.device.type == "cuda":
-            seen = _run_cuda(step, batch_tensors, first.device, read)
+        if device.type == "cuda":
+            seen = _run_cuda(step, batch_tensors, device, read)
         else:
             seen = _run_cpu(step, batch_tensors, read)
         _clear(step)
@@ -203,7 +204,7 @@ def _alive(
     tensors = [*parameters, *step.model.buffers(), *cached_tensors(step.model), *batch_tensors]
     tensors.extend(p.grad for p in parameters if p.grad is not None)
     tensors.extend(t for optimizer in step.optimizers for t in kept_by(optimizer))
-    kind = parameters[0].device.type if parameters else "cpu"
+    kind = device_of(step.model).type
     # A subclass has no storage of its own worth counting; its strided inner tensors do. Keys make shared
     # storages count once.
     found = [part.untyped_storage() for t in tensors for part in strided_parts(t)]

@@ -80,7 +80,9 @@ def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
                 # Regions of one kind have the same options, so the kind has to tell these options apart as well.
                 kind = own.kind, tuple((o.key, o.cost, o.kept_bytes) for o in more)
                 own = own.extended(more, kind)
-            found.append(own)
+            # Regions without ops are those of one technique, which may not be asked for.
+            if own.members or len(own.options) > 1:
+                found.append(own)
     return found
 
 

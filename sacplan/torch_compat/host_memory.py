@@ -8,10 +8,13 @@ between host and device are the ops ``sacplan::to_device`` and ``sacplan::to_hos
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from sacplan.torch_compat.private import storage_key
 
 _LIBRARY = torch.library.Library("sacplan", "FRAGMENT")
 _LIBRARY.define("to_device(Tensor shard, bool waits) -> Tensor")
@@ -31,9 +34,17 @@ class _Making(threading.local):
 _making = _Making()
 
 
-def is_for_host() -> bool:
-    """Whether the memory that is taken now is on the host, and counts as such."""
-    return _making.for_host
+_on_host: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def is_for_host(storage: Any) -> bool:
+    """Whether memory that is taken now, or this that is there already, is on the host, and counts as such."""
+    return _making.for_host or _on_host.get(storage_key(storage)) is storage
+
+
+def note_on_host(storage: Any) -> None:
+    """Note that this memory is on the host, for who finds it before a step."""
+    _on_host[storage_key(storage)] = storage
 
 
 def empty_on_host(like: torch.Tensor) -> torch.Tensor:
@@ -43,6 +54,12 @@ def empty_on_host(like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
     finally:
         _making.for_host = False
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device that a model runs on: that of its parameters which a plan does not leave on the host."""
+    devices = dict.fromkeys(p.device for p in model.parameters())
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 class Copying(TorchFunctionMode):

@@ -10,6 +10,7 @@ import torch
 from sacplan.integrations.hf.target import LORA, TargetError
 from sacplan.integrations.peft import library, with_lora
 from sacplan.record.step import DefaultLoss
+from sacplan.torch_compat.host_memory import device_of
 
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer but the head."""
@@ -72,7 +73,7 @@ class AutocastLoss(DefaultLoss):
     def __call__(self, model: torch.nn.Module, batch: Any) -> Any:
         """Return the loss, a scalar."""
         # A fake step of a CUDA device has CPU tensors, and follows CUDA's lists in the autocast of a CPU too.
-        with torch.autocast(next(model.parameters()).device.type, self.dtype):
+        with torch.autocast(device_of(model).type, self.dtype):
             return super().__call__(model, batch)
 
 

@@ -159,6 +159,10 @@ class Technique(ABC):
         """Return options for a region that another technique named."""
         return ()
 
+    def leaving_bytes(self, step: PlanStep) -> int:
+        """Return the bytes that are on the device for all of the step, and that its options may have elsewhere."""
+        return 0
+
     def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
         """Return choices about ops that it does not share with other techniques.
 

@@ -38,9 +38,9 @@ from sacplan.techniques.recompute.rewrite import recompute_ops
 from sacplan.techniques.recompute.technique import Recomputation
 
 _BASES = 10  # options to recompute, at most, for each of which options to offload are made
-_LARGEST = (1, 2, 3, 4, 6, 8)  # how many of the largest tensors
-_SMALLEST = 1 / 64  # share of a region's largest tensor: smaller ones stay
-_TIE = 1e-3  # price of a copy that nobody waits for, as a share of its time: what need not be copied stays
+LARGEST = (1, 2, 3, 4, 6, 8)  # how many of the largest tensors
+SMALLEST = 1 / 64  # share of a region's largest tensor: smaller ones stay
+TIE = 1e-3  # price of a copy that nobody waits for, as a share of its time: what need not be copied stays
 
 _STAY = frozenset(
     (
@@ -239,7 +239,7 @@ class Offloads:
 
         storages = sorted(s for s in found if may_go(s))
         # A small tensor costs the latency of two copies and frees next to nothing.
-        least = _SMALLEST * max((program.storage_bytes[s] for s in storages), default=0)
+        least = SMALLEST * max((program.storage_bytes[s] for s in storages), default=0)
         return [s for s in storages if program.storage_bytes[s] >= least]
 
     def _kept(self, candidates: Sequence[int], gone: frozenset[int]) -> list[int]:
@@ -270,7 +270,7 @@ class Offloads:
         """Yield the sets of storages that are away together."""
         incoming = tuple(s for s in kept if self.program.writer[s] not in inside)
         # Not all subsets, of which there are too many: the largest few, all, what comes in, and what is made inside.
-        sets = [tuple(kept[:n]) for n in _LARGEST if n <= len(kept)]
+        sets = [tuple(kept[:n]) for n in LARGEST if n <= len(kept)]
         sets += [tuple(kept), incoming, tuple(s for s in kept if s not in incoming)]
         yield from dict.fromkeys(tuple(sorted(one)) for one in sets if one)
 
@@ -317,7 +317,7 @@ class Offloads:
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
         asked = tuple(needed[move.storage] for move in moves)
         return Option(
-            cost=again + self.step.added_cost(waits + _TIE * total),
+            cost=again + self.step.added_cost(waits + TIE * total),
             kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
             members=members,
             technique="offload",

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -59,9 +59,25 @@ class Move(NamedTuple):
     call: int = -1
 
 
+class Visit(NamedTuple):
+    """A frozen parameter that stays on the host, and its visits on the device, by places in the recorded program.
+
+    Attributes:
+        storage: that of the parameter.
+        begin: the module call at whose beginning the copy for the forward pass begins.
+        call: the module call during which the parameter is on the device.
+        fetch: the event before which the copy for the backward pass begins; -1: when it is needed.
+    """
+
+    storage: int
+    begin: int
+    call: int
+    fetch: int
+
+
 def moved(
     program: Program,
-    moves: Iterable[Move],
+    moves: Iterable[Move | Visit],
     host_bytes: Callable[[int], int],
     base: Patch | None = None,
 ) -> Patch:
@@ -77,7 +93,8 @@ def moved(
     # Where a storage is used in the program is known. Uses that the other technique adds are found once for all.
     concerned = _concerned(program, base)
     for move in moves:
-        _Journey(program, draft, move, host_bytes).write(concerned.get(move.storage, ()))
+        journey = _Journey if isinstance(move, Move) else _Visits
+        journey(program, draft, move, host_bytes).write(concerned.get(move.storage, ()))
     return draft.patch()
 
 
@@ -137,7 +154,7 @@ class _Journey:
     """Follows the events of one storage, and writes those that take their place."""
 
     def __init__(
-        self, program: Program, draft: PatchBuilder, move: Move, host_bytes: Callable[[int], int]
+        self, program: Program, draft: PatchBuilder, move: Any, host_bytes: Callable[[int], int]
     ) -> None:
         self.program = program
         self.draft = draft
@@ -170,9 +187,7 @@ class _Journey:
             positions.add(end)
         for position in sorted(positions):
             # What another technique has put in this place, which may be nothing, or else the recorded event.
-            was = before = self.draft.events.get(position) or (
-                (program.events[position],) if position not in self.draft.events else ()
-            )
+            was = before = self._events_at(position)
             self.out = []
             # A copy back begins before the event of its place, and behind those of earlier moves. Sending and letting
             # go come behind it.
@@ -189,9 +204,17 @@ class _Journey:
                 self._send(position)
             if position == let_go:
                 self._let_go(position)
-            # Places where nothing changes stay out of the patch.
-            if tuple(self.out) != tuple(was):
-                self.draft.events[position] = tuple(self.out)
+            self._put(position, was)
+
+    def _events_at(self, position: int) -> Sequence[tuple[int, int]]:
+        return self.draft.events.get(position) or (
+            (self.program.events[position],) if position not in self.draft.events else ()
+        )
+
+    def _put(self, position: int, was: Sequence[tuple[int, int]]) -> None:
+        # Places where nothing changes stay out of the patch.
+        if tuple(self.out) != tuple(was):
+            self.draft.events[position] = tuple(self.out)
 
     def _begun(self, events: Sequence[tuple[int, int]]) -> int:
         """Return how many copies back begin before the event of a place."""
@@ -319,3 +342,67 @@ class _Journey:
             position -= 1
         op = self.program.ops[events[position][1]] if events[position][0] == _OP else None
         return (Phase.FORWARD, -1) if op is None else (op.phase, op.scope)
+
+
+class _Visits(_Journey):
+    """Follows a frozen parameter: its storage is on the host, and each visit on the device is a storage of its own.
+
+    In the executor, what autograd and recipes hold lets go of the first visit when the module's call ends, and shares
+    the second one. So it lives from where it is needed, or fetched, to the end of the last of them.
+    """
+
+    move: Visit
+
+    def write(self, concerned: Sequence[int]) -> None:
+        program, move, draft = self.program, self.move, self.draft
+        liveness = program.liveness
+        n_bytes, kind = program.storage_bytes[move.storage], program.storage_kinds[move.storage]
+        draft.storage_kinds[move.storage] = StorageKind.HOST
+        draft.storage_bytes[move.storage] = self.host_bytes(n_bytes)
+        self.host = move.storage
+        first = draft.new_storage(n_bytes, kind)
+        begin, enter, leave = (
+            liveness.entered[move.begin],
+            liveness.entered[move.call],
+            liveness.exited[move.call],
+        )
+        positions = {begin, enter, leave, *liveness.events_of[move.storage], *concerned}
+        positions.update((move.fetch,) if move.fetch >= 0 else ())
+        for position in sorted(positions):
+            was = before = self._events_at(position)
+            self.out = []
+            if position == move.fetch and self.gone:
+                begun = self._begun(before)
+                self.out += before[:begun]
+                before = before[begun:]
+                self._fetch(position)
+            elif position == leave:
+                self.out.append((_FREE, first))
+            for code, arg in before:
+                self._step(position, code, arg, inside=False)
+            # All copies that begin with a call begin before it waits for its own.
+            if position == begin:
+                at = self.out.index((_ENTER, move.begin)) + 1
+                at += self._begun(self.out[at:])
+                waiting, self.out = self.out, self.out[:at]
+                self._run(position, TO_DEVICE, (self.host,), (first,))
+                self.out += waiting[at:]
+            if position == enter:
+                self._run(position, WAIT_BACK, (first,), ())
+            self._put(position, was)
+
+    def _step(self, position: int, code: int, arg: int, *, inside: bool) -> None:
+        if code == _PACK and self.draft.handle_storages[arg] == self.host:
+            self.gone[arg] = None  # until the call ends, the first visit is there anyway
+        else:
+            super()._step(position, code, arg, inside=inside)
+
+    def _need(self, position: int) -> None:
+        if not self.needed:
+            self.needed = True
+            self._fetch(position)
+            self._run(position, WAIT_BACK, (self.copy,), ())
+
+    def _end(self) -> None:
+        if self.copy >= 0:
+            self.out.append((_FREE, self.copy))

@@ -1,4 +1,4 @@
-"""The technique "offload": what is kept for the backward pass waits on the host."""
+"""The technique "offload": what is kept for the backward pass waits on the host, and so do frozen parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from msgspec.structs import replace
 
-from sacplan.core.decisions import Decision, Offload
+from sacplan.core.decisions import Decision, Offload, OffloadWeight
 from sacplan.core.program import CallSite, Patch, Program
 from sacplan.core.rewriting import PatchBuilder
 from sacplan.device.devices import DeviceSpec, resolve_device
@@ -17,22 +17,32 @@ from sacplan.techniques.base.regions import Option, Region, outermost, units_of
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.base.technique import Installed, Technique, ToInstall
 from sacplan.techniques.offload.options import Away, offloads
-from sacplan.techniques.offload.rewrite import moved
+from sacplan.techniques.offload.rewrite import Move, Visit, moved
 from sacplan.techniques.offload.sites import decision_of, moves_of
 from sacplan.techniques.offload.timing import clocked
+from sacplan.techniques.offload.weight_options import Left, leaving_bytes, weight_decisions, weight_regions
+from sacplan.techniques.offload.weights import visits_of
 
 
 class Offloading(Technique):
-    """Copies of saved tensors wait on the host between the forward and the backward pass."""
+    """Copies of saved tensors wait on the host between the passes, and frozen parameters but for their uses."""
 
     name = "offload"
     row = "offload"
     uncompiled = "torch.compile cannot copy to the host: run the step uncompiled."
-    decision = Offload
+    decision = Offload, OffloadWeight
     keeps_bits = True
     takes_host = True
     shares_units = True
     frees_otherwise = True
+
+    def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
+        """Return regions of frozen parameters, whose options leave these on the host. They have no ops."""
+        return weight_regions(step)
+
+    def leaving_bytes(self, step: PlanStep) -> int:
+        """Return the bytes of the parameters that may be on the host."""
+        return leaving_bytes(step)
 
     def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
         """Return options in which what the region keeps waits on the host. In inference nothing is kept."""
@@ -42,7 +52,9 @@ class Offloading(Technique):
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """Return the patch that discards the option's ops, and moves tensors."""
-        away: Away = option.remembered
+        away: Away | Left = option.remembered
+        if isinstance(away, Left):
+            return moved(program, away.visits, away.spec.host_bytes)
         return moved(program, away.moves, away.spec.host_bytes, away.base)
 
     def decisions(
@@ -56,10 +68,14 @@ class Offloading(Technique):
             scope = program.calls[unit][0]
             return next(calls[a] for a in (scope, *program.ancestors(scope)) if a in calls)
 
-        found = []
+        found: list[tuple[int, Decision | None]] = []
         # A region may name ops by a module inside of another unit of the plan, and units do not nest.
         for _, option in taken:
-            away: Away = option.remembered
+            away: Away | Left = option.remembered
+            if isinstance(away, Left):
+                units_around = {unit: outer_unit(unit) for unit in (away.unit, *dict(away.unit_of).values())}
+                found += weight_decisions(program, away, units_around)
+                continue
             unit_of = {op: outer_unit(unit) for op, unit in away.unit_of}
             for move, anchor, needed in zip(away.moves, away.anchors, away.needed, strict=True):
                 found.append((needed, decision_of(program, move, anchor, unit_of)))
@@ -74,7 +90,7 @@ class Offloading(Technique):
             PlanError: one of the decisions cannot be carried out on this step.
         """
         # Two passes: events are placed first, and how long each wait takes depends on all of them.
-        moves = moves_of(program, [one for one in decisions if isinstance(one, Offload)])
+        moves = self._moves(program, decisions)
         if isinstance(moves, str):
             raise PlanError(moves)
         spec = device or resolve_device("cpu")
@@ -87,26 +103,40 @@ class Offloading(Technique):
 
     def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
         """Return which tensor cannot be copied to the host on this step, and why."""
-        moves = moves_of(program, [one for one in decisions if isinstance(one, Offload)])
+        moves = self._moves(program, decisions)
         return moves if isinstance(moves, str) else ""
+
+    def _moves(self, program: Program, decisions: Sequence[Decision]) -> list[Move | Visit] | str:
+        moves = moves_of(program, [one for one in decisions if isinstance(one, Offload)])
+        visits = visits_of(program, [one for one in decisions if isinstance(one, OffloadWeight)])
+        if isinstance(moves, str):
+            return moves
+        return visits if isinstance(visits, str) else [*moves, *visits]
 
     def install(self, wanted: ToInstall) -> Installed:
         """Mark the ops at which something is copied in the units."""
         # The executors are not needed to plan. That of recipes has the hooks through which all saved tensors go.
         from sacplan.techniques.offload.executor.marks import Board, Fetch, LetGo, Send
+        from sacplan.techniques.offload.executor.weights import InstalledWeights
         from sacplan.techniques.recompute.executor.install import InstalledMarks
 
         # At one op memory is let go of first, then copies out begin, and copies back are ordered last.
         marks: dict[str, dict[CallSite, list[LetGo | Send | Fetch]]] = defaultdict(lambda: defaultdict(list))
         board = Board()
-        own = [one for one in wanted.decisions if isinstance(one, Offload)]
-        for number, one in enumerate(own):
+        numbered = list(enumerate(wanted.decisions))
+        own = [(number, one) for number, one in numbered if isinstance(one, Offload)]
+        weights = {number: one for number, one in numbered if isinstance(one, OffloadWeight)}
+        for number, one in own:
             marks[one.let_go.unit][CallSite(*one.let_go[1:])].append(LetGo(board, number))
-        for number, one in enumerate(own):
+        for number, one in own:
             marks[one.unit][one.sites[0]].append(Send(board, number, one.tensor, one.unit))
-        for number, one in enumerate(own):
-            if one.fetch is not None:
-                site = CallSite(*one.fetch.site[1:])
-                marks[one.fetch.unit][site].append(Fetch(board, number, one.fetch.tensor))
+        for weight in weights.values():
+            marks[weight.unit]  # what a unit saves of a parameter is taken away without a mark
+        fetches = [(number, one.fetch) for number, one in own]
+        fetches += [(number, one.fetch) for number, one in weights.items()]
+        for number, fetch in fetches:
+            if fetch is not None:
+                marks[fetch.unit][CallSite(*fetch.site[1:])].append(Fetch(board, number, fetch.tensor))
         frozen = {unit: {site: tuple(all_) for site, all_ in sites.items()} for unit, sites in marks.items()}
-        return InstalledMarks(wanted.model, frozen, wanted.recorded)
+        marked = InstalledMarks(wanted.model, frozen, wanted.recorded)
+        return InstalledWeights(wanted.model, weights, board, marked) if weights else marked

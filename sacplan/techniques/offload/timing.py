@@ -83,7 +83,8 @@ def clocked(
             send(arg, bytes_of(op.reads[0]), op.writes[0], None, "out")
         elif op.name == TO_DEVICE:
             # What is not on the host yet cannot come back, though the other direction of the link may be free.
-            since = max(clocks.now, arrives[op.reads[0]])
+            # A parameter is there from the beginning.
+            since = max(clocks.now, arrives.get(op.reads[0], 0.0))
             send(arg, bytes_of(op.writes[0]), op.writes[0], since, "back")
         elif op.name in (WAIT_OUT, WAIT_BACK):
             waits[arg] = clocks.wait(arrives[op.reads[0]])

@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from sacplan.core.elements import CallSite
 from sacplan.core.places import OpSequence, StepDifference, op_of, ops_of
@@ -92,7 +91,7 @@ class RecordedUnit:
         fqn: the unit.
         sequences: the ops of its calls; calls that ran the same are one.
         times: the call sites that are discarded, and how often.
-        marks: by call site, what is done when an op has run.
+        marks: by call site, what is done when an op has run; None: nothing that the unit saves is taken away.
     """
 
     def __init__(
@@ -100,21 +99,22 @@ class RecordedUnit:
         fqn: str,
         sequences: Sequence[OpSequence],
         times: Mapping[CallSite, int],
-        marks: Mapping[CallSite, tuple[Mark, ...]] = MappingProxyType({}),
+        marks: Mapping[CallSite, tuple[Mark, ...]] | None = None,
     ) -> None:
         self.fqn = fqn
         self._sequences = sequences
-        self.has_marks = bool(marks)
+        self.has_marks = marks is not None
+        there = marks or {}
         self.calls = tuple(
             tuple(
-                RecordedOp(caller, site.place, description, site, times.get(site, 0), marks.get(site, ()))
+                RecordedOp(caller, site.place, description, site, times.get(site, 0), there.get(site, ()))
                 for caller, description, site in ops_of(sequence)
             )
             for sequence in sequences
         )
         self._times = times
 
-    def with_marks(self, marks: Mapping[CallSite, tuple[Mark, ...]]) -> RecordedUnit:
+    def with_marks(self, marks: Mapping[CallSite, tuple[Mark, ...]] | None) -> RecordedUnit:
         """Return the same unit with other marks."""
         return RecordedUnit(self.fqn, self._sequences, self._times, marks)
 

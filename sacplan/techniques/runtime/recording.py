@@ -7,11 +7,19 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
+
+from sacplan.techniques.runtime.saved import SavedStorage
+
 
 class Pausable(Protocol):
     """A recorder of the ops of a unit's forward pass. It records nothing while it is paused."""
 
     paused: bool
+
+    def saved_on(self, tensor: torch.Tensor) -> SavedStorage | None:
+        """Return what has been saved on the storage of a tensor; None where nothing may be taken away."""
+        ...
 
 
 # By thread: on a GPU, autograd runs a backward pass on threads of its own, where nothing records a forward pass.

@@ -16,7 +16,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,7 +41,10 @@ class StandIn:
     Attributes:
         replaced: what had been put in that place before: by somebody else, or by another technique of the same plan,
             since a module may run in slices and discard what they make.
+        records: whether it notes what its module saves while that runs.
     """
+
+    records: ClassVar[bool] = False
 
     def __init__(self, module: torch.nn.Module, fqn: str) -> None:
         self.module = module
@@ -139,26 +142,31 @@ class InstalledStandIns:
         self._differences.clear()
 
     def check_removable(self) -> None:
-        """Raise ``PlanError`` if somebody replaced a forward again.
-
-        The stand-in of another technique may lie over this one: they are of one plan, and removed from the top.
-        """
-        for planned in self._planned:
-            found = planned.module.__dict__.get("forward")
-            # Down through the stand-ins of the same plan; anything else in between was put there by others.
-            while isinstance(found, StandIn) and found is not planned:
-                found = found.replaced
-            if found is not planned:
-                raise PlanError(
-                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
-                    "first, then remove the plan."
-                )
+        """Raise ``PlanError`` if somebody replaced a forward again."""
+        check_there(self._planned)
 
     def remove(self) -> None:
         """Give every module its own forward back. Pending backward passes stay correct."""
         for planned in self._planned:
             take_off(planned.module, planned)
         self._planned = []
+
+
+def check_there(planned: Iterable[StandIn]) -> None:
+    """Raise ``PlanError`` if somebody replaced a forward again.
+
+    The stand-in of another technique may lie over one of these: they are of one plan, and removed from the top.
+    """
+    for one in planned:
+        found = one.module.__dict__.get("forward")
+        # Down through the stand-ins of the same plan; anything else in between was put there by others.
+        while isinstance(found, StandIn) and found is not one:
+            found = found.replaced
+        if found is not one:
+            raise PlanError(
+                f"the forward of module {one.fqn!r} was replaced after the plan was applied. Undo that first, then "
+                "remove the plan."
+            )
 
 
 def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:

@@ -142,6 +142,9 @@ class StretchMode(Watching):
         self.frames: list[_Frame] = []
         self.paused = False
 
+    def saved_on(self, tensor: torch.Tensor) -> None:
+        """Return None: without gradients nothing is saved."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_local_parts(types):
             return NotImplemented  # a DTensor, for one, comes back here with its local tensors

@@ -22,11 +22,12 @@ class Parcel:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        whole = _whole(tensor)
+        vector = whole(tensor)
         self.version = tensor._version
         self._last_write = last_write_to(tensor)  # ``tensor.data`` has a version of its own
-        self._device = whole.device
-        self._out: Transfer | None = Transfer.out(whole, empty_on_host(whole))
+        self._device = vector.device
+        self._host: torch.Tensor | None = empty_on_host(vector)
+        self._out: Transfer | None = Transfer.out(vector, self._host)
         self._back: Transfer | None = None
         self._version_back = 0
 
@@ -43,9 +44,10 @@ class Parcel:
         """Begin to copy back, unless that has begun."""
         if self._back is not None:
             return
-        assert self._out is not None
-        host = self._out.target
-        self._back = Transfer.back(self._out, torch.empty(host.shape, dtype=host.dtype, device=self._device))
+        host = self._host
+        assert host is not None
+        copy = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        self._back = Transfer.back(host, copy, self._out)
         self._version_back = self._back.target._version
 
     def take(self, view: View) -> torch.Tensor:
@@ -59,7 +61,7 @@ class Parcel:
         copy = self._back.target
         self._back.wait(copy.untyped_storage())
         # The host's memory is free once the copy is there; pinned blocks wait for the streams that use them.
-        self._out = None
+        self._out = self._host = None
         if copy._version != self._version_back:
             raise OffloadError(
                 f"a tensor of shape {tuple(view[0])} that had been copied to the host was written in place by the "
@@ -73,7 +75,7 @@ class Parcel:
         return torch.as_strided(copy, size, stride, offset)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor's storage as one vector."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return torch.as_strided(tensor.detach(), (elements,), (1,), 0)

@@ -113,14 +113,15 @@ class Transfer:
         return made
 
     @classmethod
-    def back(cls, sent: Transfer, copy: torch.Tensor) -> Transfer:
-        """Copy what has been sent to memory on the device that was taken just now."""
-        made = cls(copy, sent.target, copy.device)
-        if sent._awaited is not None:
+    def back(cls, host: torch.Tensor, copy: torch.Tensor, sent: Transfer | None) -> Transfer:
+        """Copy what is on the host, or has been ``sent`` there, to memory on the device that was taken just now."""
+        made = cls(copy, host, copy.device)
+        if copy.device.type in WITH_STREAMS:
             stream = _streams_of(copy.device).back
             # The stream that asks may not be the one that has waited for the way out.
-            stream.wait_event(sent._awaited.event)
-            made._begin(stream, sent.target)
+            if sent is not None and sent._awaited is not None:
+                stream.wait_event(sent._awaited.event)
+            made._begin(stream, host)
         return made
 
     def _begin(self, stream: Any, source: torch.Tensor) -> _Awaited:

@@ -91,7 +91,7 @@ class InstalledMarks(InstalledStandIns):
     def remove(self) -> None:
         """Take the marks off, and give every other module its own forward back."""
         for planned in self._marked:
-            planned.mark({})
+            planned.mark(None)
         self._marked = []
         super().remove()
 

@@ -102,6 +102,8 @@ class PlannedForward(StandIn):
         check: whether the first step compares checksums.
     """
 
+    records = True
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -121,8 +123,8 @@ class PlannedForward(StandIn):
         self._schedules: dict[Any, tuple[Schedule, ...]] = {}
         self._parameters: list[tuple[dict[str, Any], str]] | None = None
 
-    def mark(self, marks: Mapping[CallSite, tuple[Mark, ...]]) -> None:
-        """Do something at ops of the unit from the next call on; nothing: as before."""
+    def mark(self, marks: Mapping[CallSite, tuple[Mark, ...]] | None) -> None:
+        """Do something at ops of the unit from the next call on; None: as before."""
         self.recorded = self.recorded.with_marks(marks)
         self._schedules = {}
 

@@ -46,7 +46,7 @@ from sacplan.techniques.recompute.executor.schedule import (
 from sacplan.techniques.recompute.executor.slots import SlotTable
 from sacplan.techniques.runtime.alignment import RecordedUnit
 from sacplan.techniques.runtime.recording import here
-from sacplan.techniques.runtime.saved import Mark, SavedStorages
+from sacplan.techniques.runtime.saved import Mark, SavedStorage, SavedStorages
 from sacplan.techniques.runtime.tensors import TAKES_A_NUMBER, with_lent_number
 from sacplan.torch_compat.autograd import autograd_sequence_number, in_backward, why_no_hooks
 from sacplan.torch_compat.local_tensors import Watching, is_deferred, local_part, wrapping_of
@@ -178,6 +178,10 @@ class UnitRecorder(Watching):
         if self._saved is not None:
             self._saved.end()
         self._saved = None
+
+    def saved_on(self, tensor: torch.Tensor) -> SavedStorage | None:
+        """Return what the call has saved on the storage of a tensor; None where nothing may be taken away."""
+        return None if self._saved is None else self._saved.of(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_deferred(types):

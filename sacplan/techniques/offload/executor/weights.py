@@ -1,0 +1,338 @@
+"""Frozen parameters that lie on the host: each is on the device while its module runs, and for the backward pass.
+
+``parameter.data`` is memory of the host between the uses, so ``state_dict``, ``named_parameters`` and whoever loads
+into the parameter find the weights there. It is swapped for a copy on the device while the module runs. What autograd,
+and recipes, have saved of that copy lets go of it when the call ends, and shares a second copy when it is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from sacplan.core.decisions import OffloadWeight
+from sacplan.core.places import StepDifference
+from sacplan.errors import OffloadError, PlanError
+from sacplan.techniques.base.technique import Installed
+from sacplan.techniques.offload.executor.marks import Board
+from sacplan.techniques.offload.executor.parcels import Parcel, whole
+from sacplan.techniques.offload.executor.transfers import Transfer
+from sacplan.techniques.runtime.recording import here, unrecorded
+from sacplan.techniques.runtime.stand_ins import StandIn, check_there, put_on, take_off
+from sacplan.torch_compat.compiling import stop_compiling
+from sacplan.torch_compat.host_memory import empty_on_host, note_on_host
+from sacplan.torch_compat.private import is_plain
+
+_switching = threading.RLock()
+"""Held while parameters are switched: another thread may call the same module."""
+
+
+class HostWeight:
+    """A parameter whose memory is on the host.
+
+    Args:
+        module: the module that has it.
+        name: its name there.
+        unit: in which what autograd saves is seen.
+        number: that of the decision.
+        board: knows what has been taken away in the forward pass that runs.
+
+    Raises:
+        PlanError: the memory of the parameter is not its own.
+    """
+
+    def __init__(self, module: torch.nn.Module, name: str, unit: str, number: int, board: Board) -> None:
+        self._module, self._name, self._unit = module, name, unit
+        self._number, self._board = number, board
+        parameter = module._parameters[name]
+        if parameter is None or not _fills_storage(parameter):
+            raise PlanError(
+                f"{self} is a part of other memory, or a tensor subclass, and the plan leaves it on the host. Give it "
+                "memory of its own, parameter.data = parameter.data.clone(); or plan with other techniques than "
+                "offload."
+            )
+        self._device = parameter.device
+        self._arriving: tuple[Transfer, int] | None = None
+        self._inside = 0  # calls that run, one inside of another
+        self._there: Callable[[], Any] = _nothing  # the storage on the device while they run
+        self._copied = False
+        self._settle(parameter)
+
+    def __str__(self) -> str:
+        return f"parameter {self._name!r} of a {type(self._module).__name__}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy of the model, whose parameter settles when it is first used."""
+        anew = {"_host": torch.empty(0), "_arriving": None, "_inside": 0, "_there": _nothing}
+        return self.__dict__ | anew | {"_copied": True}
+
+    def _settle(self, parameter: torch.Tensor) -> None:
+        """Have a parameter on the host from here on."""
+        self._host = _on_host(parameter)
+        self._copied = False
+        with torch.no_grad():
+            parameter.data = _as(parameter, self._host)
+
+    @property
+    def _parameter(self) -> torch.Tensor | None:
+        """The parameter, if it is on the host; None if somebody has moved it, or put another one there."""
+        parameter = self._module._parameters.get(self._name)
+        if parameter is None or parameter.untyped_storage() is self._host.untyped_storage():
+            return parameter
+        # One that ``load_state_dict(assign=True)`` has put there may be elsewhere.
+        if (self._copied or parameter.device != self._device) and _fills_storage(parameter):
+            with unrecorded():
+                self._settle(parameter)
+            return parameter
+        return None
+
+    def begin(self) -> None:
+        """Begin to copy to the device, for the forward pass."""
+        parameter = self._parameter
+        if parameter is not None and not self._inside:
+            with unrecorded(), torch.no_grad():
+                self._arriving = self._sent(), parameter._version
+
+    def _sent(self) -> Transfer:
+        host = self._host
+        return Transfer.back(host, torch.empty(host.shape, dtype=host.dtype, device=self._device), None)
+
+    def enter(self) -> None:
+        """Have the parameter on the device.
+
+        Raises:
+            PlanError: it is trained by now.
+        """
+        with _switching:
+            self._inside += 1
+            if self._inside == 1:
+                self._enter()
+
+    def _enter(self) -> None:
+        parameter = self._parameter
+        if parameter is None:
+            return
+        if parameter.requires_grad:
+            raise PlanError(
+                f"{self} is trained by now, and the plan leaves it on the host, never to be copied back. Freeze it, "
+                "requires_grad_(False); or remove the plan, and make one from a profile of the model as it is."
+            )
+        arriving, self._arriving = self._arriving, None
+        with unrecorded(), torch.no_grad():
+            # A copy that began before somebody wrote to the parameter, as after an error, has old values.
+            begun = arriving is not None and arriving[1] == parameter._version
+            transfer = arriving[0] if arriving is not None and begun else self._sent()
+            copy = transfer.target
+            transfer.wait(copy.untyped_storage())
+            parameter.data = _as(parameter, copy)
+            self._there = weakref.ref(copy.untyped_storage())
+
+    def leave(self) -> None:
+        """Take the parameter away from the device, and have what is saved for the backward pass let go of it."""
+        with _switching:
+            self._inside -= 1
+            if not self._inside:
+                self._leave()
+
+    def _leave(self) -> None:
+        parameter = self._module._parameters.get(self._name)
+        there, self._there = self._there(), _nothing
+        if parameter is None or there is None or parameter.untyped_storage() is not there:
+            return
+        with unrecorded(), torch.no_grad():
+            recorder = here.recorder
+            saved = recorder.saved_on(parameter) if recorder is not None else None
+            parameter.data = _as(parameter, self._host)
+            # What hooks around the unit hold stays where they have it.
+            if saved is not None and saved.for_others:
+                self._board.note_hooks(self._unit)
+            elif saved is not None:
+                saved.stand = _Second(self, self._host, self._device, parameter._version)
+                saved.let_go(parameter._version)
+                self._board.enter(self._number, saved)
+
+    def check_unwritten(self, version: int) -> None:
+        """Raise ``OffloadError`` if the parameter, as far as it lies here, was written since it had this version."""
+        parameter = self._parameter
+        if parameter is not None and parameter._version != version:
+            raise OffloadError(
+                f"{self} was written in place between the forward "
+                "and the backward pass that needs it. Load or change weights before the forward pass, or after the "
+                "backward pass."
+            )
+
+    def restore(self) -> None:
+        """Put the parameter back on the device, for good."""
+        parameter, self._arriving = self._parameter, None
+        if parameter is not None:
+            with torch.no_grad():
+                parameter.data = _as(parameter, self._host.to(self._device, copy=True))
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Second(Parcel):
+    """The second copy of a parameter on the device, for the backward pass."""
+
+    def __init__(self, weight: HostWeight, host: torch.Tensor, device: torch.device, version: int) -> None:
+        self.version = version
+        self._weight = weight
+        self._device, self._host = device, host
+        self._out = self._back = None
+        self._version_back = 0
+
+    def fetch(self) -> None:
+        """Begin to copy, unless that has begun."""
+        if self._back is None:
+            self._weight.check_unwritten(self.version)
+        super().fetch()
+
+
+class WeightForward(StandIn):
+    """Stands in for the forward of a module with whose calls copies of parameters begin, or that uses some.
+
+    Attributes:
+        begins: the parameters whose copies begin with a call.
+        own: those that are on the device while a call runs.
+    """
+
+    def __init__(self, module: torch.nn.Module, fqn: str) -> None:
+        super().__init__(module, fqn)
+        self.begins: list[HostWeight] = []
+        self.own: list[HostWeight] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward with its parameters on the device."""
+        if torch.compiler.is_compiling():
+            stop_compiling(
+                PlanError,
+                f"the plan leaves parameters of module {self.fqn!r} on the host (technique offload), which "
+                "torch.compile cannot copy. Run the model uncompiled, or plan with other techniques than offload.",
+            )
+        for weight in self.begins:
+            weight.begin()
+        with ExitStack() as stack:
+            for weight in self.own:
+                stack.callback(weight.leave)
+                weight.enter()
+            return self.call_original(*args, **kwargs)
+
+    def for_replica(self, replica: torch.nn.Module) -> StandIn:
+        """Return the stand-in of a replica, whose parameters are copies of its own."""
+        other = super().for_replica(replica)
+        assert isinstance(other, WeightForward)
+        other.begins, other.own = [], []
+        return other
+
+
+class InstalledWeights:
+    """Parameters of a model that lie on the host, and what else offloading has installed.
+
+    Args:
+        model: the model.
+        weights: decisions about parameters, by number.
+        board: knows what has been taken away in the forward pass that runs.
+        marked: the marks at ops of units, which are there already.
+
+    Raises:
+        PlanError: a parameter cannot leave, or is not there.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, weights: Mapping[int, OffloadWeight], board: Board, marked: Installed
+    ) -> None:
+        self._marked = marked
+        self._forwards: dict[str, WeightForward] = {}
+        self._weights: list[HostWeight] = []
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        try:
+            for number, one in weights.items():
+                if one.parameter not in parameters or parameters[one.parameter].requires_grad:
+                    raise PlanError(
+                        f"the plan leaves parameter {one.parameter!r} on the host, which the model does not have, or "
+                        "trains. Freeze it, requires_grad_(False); or profile the model as it is, and plan again."
+                    )
+                if model.get_submodule(one.module)._forward_pre_hooks:
+                    raise PlanError(
+                        f"module {one.module!r} has a forward pre-hook, which would find parameters on the host, where "
+                        "the plan leaves them. Take it off; or plan with other techniques than offload."
+                    )
+                owner, _, name = one.parameter.rpartition(".")
+                weight = HostWeight(model.get_submodule(owner), name, one.unit, number, board)
+                self._weights.append(weight)
+                self._forward_of(model, one.begin).begins.append(weight)
+                self._forward_of(model, one.module).own.append(weight)
+        except Exception:
+            self.remove()
+            raise
+
+    def _forward_of(self, model: torch.nn.Module, fqn: str) -> WeightForward:
+        if fqn not in self._forwards:
+            module = model.get_submodule(fqn)
+            found = self._forwards[fqn] = WeightForward(module, fqn)
+            # Below the recorder of a unit: it has to be there yet when the call lets go of its parameters.
+            above = found.replaced
+            if isinstance(above, StandIn) and above.records:
+                found.replaced, above.replaced = above.replaced, found
+            else:
+                put_on(module, found)
+        return self._forwards[fqn]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of the modules with marks."""
+        return self._marked.units
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """For each unit that departed from the recorded step, its first difference."""
+        return self._marked.differences
+
+    def forget_differences(self) -> None:
+        """Start a new step."""
+        self._marked.forget_differences()
+
+    def check_removable(self) -> None:
+        """Raise ``PlanError`` if somebody replaced a forward again."""
+        self._marked.check_removable()
+        check_there(self._forwards.values())
+
+    def remove(self) -> None:
+        """Bring the parameters back, and give every module its own forward back."""
+        for found in self._forwards.values():
+            above = found.module.__dict__.get("forward")
+            if above is found:
+                take_off(found.module, found)
+            elif isinstance(above, StandIn):
+                above.replaced = found.replaced
+        for weight in self._weights:
+            weight.restore()
+        self._forwards, self._weights = {}, []
+        self._marked.remove()
+
+
+def _fills_storage(parameter: torch.Tensor) -> bool:
+    whole_bytes = parameter.untyped_storage().nbytes()
+    return is_plain(parameter) and parameter.numel() * parameter.element_size() == whole_bytes
+
+
+def _on_host(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host of all of a parameter's storage, as one vector."""
+    with torch.no_grad():
+        vector = whole(parameter)
+        host = empty_on_host(vector)
+        host.copy_(vector)
+    note_on_host(host.untyped_storage())
+    return host
+
+
+def _as(parameter: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """Return memory in the layout of a parameter."""
+    return torch.as_strided(vector, parameter.shape, parameter.stride(), 0)

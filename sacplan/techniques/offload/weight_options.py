@@ -1,0 +1,213 @@
+"""Regions whose options leave frozen parameters on the host, one for each unit that uses some.
+
+    for region in weight_regions(step): region.options
+
+They are regions of their own, without ops, so that a solver chooses them beside what it does about activations. An
+option leaves the largest parameters of a unit on the host, or all. They come back early enough to be there in time, or
+as late as possible, which takes the least memory. As for activations, the price is what computation has to wait if the
+link is slower than the unit, and the copies of other units are not looked at.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sacplan.core.decisions import OffloadWeight, SeenTensor, Site
+from sacplan.core.derived import derived
+from sacplan.core.program import Phase, Program
+from sacplan.device.devices import DeviceSpec
+from sacplan.distributed.ranks.unit_limits import too_wide
+from sacplan.techniques.base.regions import Option, Reach, Region
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.offload.options import LARGEST, SMALLEST, TIE, Offloads
+from sacplan.techniques.offload.rewrite import Visit
+from sacplan.techniques.offload.sites import sites_of, weight_of, weights_asked_for
+from sacplan.techniques.offload.timing import copy_ms
+from sacplan.techniques.offload.weights import homes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The parameters that an option leaves on the host.
+
+    Attributes:
+        visits: the parameters, in the order in which the forward pass uses them.
+        anchors: by visit, the op whose weight's being asked for begins the copy for the backward pass.
+        unit_of: the unit in which each of these ops is seen.
+        unit: that of the parameters.
+        spec: the device.
+    """
+
+    visits: tuple[Visit, ...]
+    anchors: tuple[int | None, ...]
+    unit_of: tuple[tuple[int, str], ...]
+    unit: str
+    spec: DeviceSpec
+
+
+@derived
+def weight_regions(step: PlanStep) -> Sequence[Region]:
+    """Return the regions of a step. In inference there are none: a plan does not offload there."""
+    if step.device is None or not step.gradients or not homes_of(step.program):
+        return ()
+    return tuple(_Weights(step, step.device).regions())
+
+
+def leaving_bytes(step: PlanStep) -> int:
+    """Return the bytes of the parameters that may be on the host."""
+    leaving = {s for region in weight_regions(step) for o in region.options for s in o.reach.storages}
+    return sum(step.program.storage_bytes[s] for s in leaving)
+
+
+class _Weights(Offloads):
+    """The frozen parameters of a step, by unit."""
+
+    def __init__(self, step: PlanStep, spec: DeviceSpec) -> None:
+        super().__init__(step, spec)
+        self.homes = homes_of(step.program)
+        entered = self.liveness.entered
+        once = (calls[0] for calls in self.program.calls.values() if len(calls) == 1)
+        # Module calls of the forward pass that may begin a copy, in order.
+        self._enters = sorted((c for c in once if entered[c] >= 0), key=entered.__getitem__)
+
+    def regions(self) -> Iterator[Region]:
+        """Yield the regions, in the order of their first use."""
+        program, entered = self.program, self.liveness.entered
+        pinned = self.step.pins.kept_ops
+        by_unit: dict[str, list[int]] = defaultdict(list)
+        for s in sorted(self.homes, key=lambda s: (entered[self.homes[s].call], s)):
+            unit = self._unit(s)
+            if unit is not None and pinned.isdisjoint(program.readers.get(s, ())):
+                by_unit[unit].append(s)
+        # A small parameter costs the latency of the copies and frees next to nothing.
+        least = SMALLEST * max((program.storage_bytes[s] for s in self.homes), default=0)
+        for unit, storages in by_unit.items():
+            large = [s for s in storages if program.storage_bytes[s] >= least]
+            different = {o.signature: o for o in self._options_of(unit, large)}.values()
+            options = sorted(different, key=lambda o: (o.cost, o.host_bytes))
+            if options:
+                stay = Option(0.0, 0, (), "offload")
+                kind = "weights", tuple((o.key, o.cost) for o in options)
+                yield Region(unit, (), None, (stay,), ((),), (False,)).extended(options, kind)
+
+    def _unit(self, storage: int) -> str | None:
+        """Return the unit of a parameter: that of the region around its uses, or else the module that uses it."""
+        program, call = self.program, self.homes[storage].call
+        calls = {at: unit for unit, at in self.units.items()}
+        for around in (call, *program.ancestors(call)):
+            if around in calls:
+                return calls[around]
+        # A module around such regions would be a unit in their stead, all in one.
+        if any(call in program.ancestors(at) for at in calls):
+            return None
+        fqn = program.scopes[call].fqn
+        alone = fqn not in too_wide(program) and self.step.pins.may_be_a_unit(program, fqn)
+        return fqn if alone else None
+
+    def _options_of(self, unit: str, storages: Sequence[int]) -> Iterator[Option]:
+        largest = sorted(storages, key=lambda s: (-self.program.storage_bytes[s], s))
+        sizes = [n for n in LARGEST if n < len(largest)]
+        for n in (*sizes, len(largest)) if largest else ():
+            chosen = [s for s in storages if s in largest[:n]]
+            yield self._left(unit, chosen, early=True)
+            yield self._left(unit, chosen, early=False)
+
+    def _left(self, unit: str, chosen: Sequence[int], *, early: bool) -> Option:
+        program, liveness = self.program, self.liveness
+        copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
+        begin = self._begin(chosen, copies) if early else {s: self.homes[s].call for s in chosen}
+        asked = {s: self.homes[s].asked for s in chosen if self.homes[s].asked >= 0}
+        ends = {s: program.scopes[self.homes[s].call].end_op for s in asked}
+        fetch, late_back = (self._fetch if early else self._fetch_last)(asked, copies, ends)
+        visits, anchors = [], []
+        for s in chosen:
+            at = fetch.get(s)
+            visits.append(Visit(s, begin[s], self.homes[s].call, -1 if at is None else self._anchor_at[at]))
+            anchors.append(None if at is None else self._anchor_op[at])
+        unit_of = {op: self.unit_of[op] for op in anchors if op is not None}
+        # As for activations, computation waits for a copy that is late at a border, or for all of them together. Only
+        # the first copies of a unit can begin before its own call.
+        (forward, backward), total = self._times(unit), sum(copies.values())
+        waits = max(total - forward, 0.0) if early else total
+        waits += max(late_back, sum(copies[s] for s in asked) - backward, 0.0)
+        positions = {liveness.entered[v.begin] for v in visits} | {v.fetch for v in visits if v.fetch >= 0}
+        positions |= {at for v in visits for at in (liveness.entered[v.call], liveness.exited[v.call])}
+        first = program.scopes[visits[0].call]
+        return Option(
+            cost=self.step.added_cost(waits + TIE * (total + sum(copies[s] for s in asked))),
+            kept_bytes=0,
+            members=(),
+            technique="offload",
+            units=tuple(dict.fromkeys((unit, *unit_of.values()))),
+            remembered=Left(tuple(visits), tuple(anchors), tuple(unit_of.items()), unit, self.spec),
+            # Relative to the first call, so that equal layers have equal signatures.
+            signature=tuple(
+                (
+                    v.begin - visits[0].call,
+                    v.call - visits[0].call,
+                    -1 if a is None else a - first.first_op,
+                    program.storage_bytes[v.storage],
+                )
+                for v, a in zip(visits, anchors, strict=True)
+            ),
+            reach=Reach(tuple(sorted(positions)), tuple(chosen)),
+            host_bytes=sum(self.spec.host_bytes(program.storage_bytes[s]) for s in chosen),
+        )
+
+    def _begin(self, chosen: Sequence[int], copies: dict[int, float]) -> dict[int, int]:
+        """Return by storage the module call with which its copy begins: the last one that is early enough."""
+        found: dict[int, int] = {}
+        entered, begins = self.liveness.entered, float("inf")
+        # Backwards in time, as in ``_fetch``: a copy ends before its use, and before the next copy begins.
+        for s in reversed(chosen):
+            own = entered[self.homes[s].call]
+            begins = min(self._time_at(own), begins) - copies[s]
+            at = bisect_right(self._enters, begins, key=lambda call: self._time_at(entered[call])) - 1
+            while at > 0 and entered[self._enters[at]] > own:
+                at -= 1
+            found[s] = self._enters[max(at, 0)]
+        return found
+
+    def _times(self, unit: str) -> tuple[float, float]:
+        """Return the time of a unit's ops, and of those of their gradients."""
+        (scope,) = self.program.calls[unit]
+        ops = [op for op in self.program.ops_in(scope) if self.program.ops[op].phase == Phase.FORWARD]
+        backward = self._backward_ms
+        return sum(self.program.ops[op].time_ms for op in ops), sum(backward.get(op, 0.0) for op in ops)
+
+
+def weight_decisions(
+    program: Program, left: Left, outer: dict[str, str]
+) -> Iterator[tuple[int, OffloadWeight]]:
+    """Yield decisions for the parameters that an option leaves, each with the event at which it is asked for.
+
+    Args:
+        program: the step, with what other techniques did to it. Where a use of a parameter is gone, it stays.
+        left: what the option leaves.
+        outer: by unit, the unit of the plan that is around it.
+    """
+    unit_of, homes = dict(left.unit_of), homes_of(program)
+    for visit, anchor in zip(left.visits, left.anchors, strict=True):
+        home = homes.get(visit.storage)
+        if home is None or home.call != visit.call or program.liveness.entered[visit.begin] < 0:
+            continue
+        fetch = None
+        if anchor is not None:
+            unit = outer[unit_of[anchor]]
+            site = sites_of(program, unit).get(anchor)
+            # In a unit around it the weight may have other uses, so that another op asks for it first.
+            if site is not None and anchor in weights_asked_for(program, unit).values():
+                fetch = SeenTensor(*Site(unit, *site), weight_of(program, anchor))
+        yield (
+            home.asked,
+            OffloadWeight(
+                unit=outer[left.unit],
+                parameter=program.frozen[visit.storage],
+                module=program.scopes[visit.call].fqn,
+                begin=program.scopes[visit.begin].fqn,
+                fetch=fetch,
+            ),
+        )

@@ -1,0 +1,142 @@
+"""Frozen parameters that may wait on the host between their uses, and decisions about them as visits.
+
+    home = homes_of(program)[storage]  # the module call in which a forward pass needs the parameter
+
+A parameter may leave if each use of it is one that the executor serves:
+
+- In the forward pass, one module call runs all ops that read it, and its module is called once: the executor brings the
+  parameter when that call begins, and takes it away when it ends.
+- In the backward pass, only ops read it that autograd has unpacked it for, or that run again: it is brought back for
+  these. A custom function that keeps a parameter in an attribute of its own, as those of bitsandbytes do, holds the
+  memory on the device and asks for nothing, so such a parameter stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sacplan.core.decisions import OffloadWeight
+from sacplan.core.derived import derived
+from sacplan.core.program import ROOT_SCOPE, CallSite, Event, Phase, Program, StorageKind
+from sacplan.techniques.offload.rewrite import Visit, last_writes
+from sacplan.techniques.offload.sites import sites_of, weights_asked_for
+
+
+class Home(NamedTuple):
+    """Where a frozen parameter is used.
+
+    Attributes:
+        call: the innermost module call that runs all ops of the forward pass that read it.
+        asked: the event at which the backward pass first asks for it; -1 if it does not.
+    """
+
+    call: int
+    asked: int
+
+
+@derived
+def homes_of(program: Program) -> Mapping[int, Home]:
+    """Return by storage where the frozen parameters are used that may wait on the host."""
+    # Parameters that are gathered from shards are others in each step.
+    if program.gathering or program.on_dtensors:
+        return {}
+    found = {s: _home(program, s) for s in program.frozen}
+    return {s: home for s, home in found.items() if home is not None}
+
+
+def _home(program: Program, storage: int) -> Home | None:
+    liveness = program.liveness
+    readers, handles, instances = _uses(program)[storage]
+    forward = [op for op in readers if program.ops[op].phase == Phase.FORWARD]
+    call = program.common_scope(program.ops[op].scope for op in forward)
+    if (
+        program.storage_kinds[storage] != StorageKind.PARAMETER
+        or call == ROOT_SCOPE
+        or program.calls.get(program.scopes[call].fqn) != (call,)
+        or storage in last_writes(program)
+        or storage in program.gradients
+        # The kernel of a GPU wants the weights of a recurrent layer in one piece of memory, of which each is a part.
+        or any(part in program.ops[op].name for op in forward for part in ("lstm", "gru", "rnn"))
+        # It is given another size, or code was seen to take or drop it: something other than the module holds it.
+        or any(
+            program.events[at][0] in (Event.ALLOC, Event.FREE, Event.RESIZE)
+            for at in liveness.events_of[storage]
+        )
+    ):
+        return None
+    begin, end = liveness.entered[call], liveness.exited[call]
+    # Code's own handles, as those of ops that run in slices, hold the parameter itself.
+    if any(
+        not begin < liveness.packed[h] < end or (program.handle_ops[h] < 0 and program.handle_tensors[h] < 0)
+        for h in handles
+    ):
+        return None
+    lent = [(liveness.unpacked[i], liveness.dropped[i]) for i in instances]
+    for op in readers:
+        at = int(liveness.op_events[op])
+        inside = program.ops[op].phase == Phase.FORWARD and begin < at < end
+        again = program.ops[op].recomputes >= 0 and at > end
+        if not inside and not again and not any(start < at < stop for start, stop in lent):
+            return None
+    asked = min((start for start, _ in lent), default=-1)
+    return Home(call, asked) if asked < 0 or asked > end else None
+
+
+class _Uses(NamedTuple):
+    """The uses of a storage: ops that run and read it or return a view of it, handles on it, and instances of these."""
+
+    readers: list[int]
+    handles: list[int]
+    instances: list[int]
+
+
+@derived
+def _uses(program: Program) -> Mapping[int, _Uses]:
+    """Return the uses of the frozen parameters, in any phase."""
+    found = {s: _Uses([], [], []) for s in program.frozen}
+    for code, arg in program.events:
+        if code == Event.OP:
+            for s in found.keys() & program.ops[arg].reads:
+                found[s].readers.append(arg)
+        elif code in (Event.PACK, Event.UNPACK) and (s := program.storage_of(code, arg)) in found:
+            (found[s].handles if code == Event.PACK else found[s].instances).append(arg)
+    return found
+
+
+def visits_of(program: Program, decisions: Sequence[OffloadWeight]) -> list[Visit] | str:
+    """Return the visits that decisions stand for, or why one of them cannot be carried out on this step."""
+    storages = {name: s for s, name in program.frozen.items()}
+    found: list[Visit] = []
+    for one in decisions:
+        storage = storages.get(one.parameter)
+        home = None if storage is None else homes_of(program).get(storage)
+        if storage is None or home is None or program.scopes[home.call].fqn != one.module:
+            return (
+                f"the plan leaves parameter {one.parameter!r} on the host but for the call of module {one.module!r}, "
+                "and it is trained, shared, or used elsewhere as well. Leave out this decision, or have sacplan.plan "
+                "make the plan."
+            )
+        calls = program.calls.get(one.begin, ())
+        if len(calls) != 1 or program.liveness.entered[calls[0]] > program.liveness.entered[home.call]:
+            return (
+                f"the copy of parameter {one.parameter!r} begins with the call of module {one.begin!r}, which does not "
+                f"run once before {one.module!r}. Have sacplan.plan make the plan."
+            )
+        found.append(Visit(storage, calls[0], home.call, _fetch(program, one, home)))
+    return found
+
+
+def _fetch(program: Program, one: OffloadWeight, home: Home) -> int:
+    """Return the event before which the copy for the backward pass begins; -1 if only the need of it does."""
+    if one.fetch is None or len(program.calls.get(one.fetch.unit, ())) != 1:
+        return -1
+    site = CallSite(*one.fetch.site[1:])
+    sites = sites_of(program, one.fetch.unit)
+    # What is seen before the call has ended cannot know of the parameter.
+    at = (
+        position
+        for position, op in weights_asked_for(program, one.fetch.unit).items()
+        if sites[op] == site and op >= program.scopes[home.call].end_op
+    )
+    return next(at, -1)
