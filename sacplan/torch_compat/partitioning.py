@@ -295,15 +295,17 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
         from torch._inductor import compile_fx
         from torch._inductor import config as inductor_config
         from torch._inductor.graph import GraphLowering
-        from torch._inductor.memory import prepare_planning_info
+        from torch._inductor.memory import estimate_peak_memory_allocfree, prepare_planning_info
         from torch.utils._ordered_set import OrderedSet
 
     def stop(self: Any) -> None:
         self.init_wrapper_code()
         self._update_scheduler()
         plan = self.scheduler
-        names = OrderedSet(self.graph_inputs.keys()), OrderedSet(self.get_output_names())
-        peak = prepare_planning_info(plan.nodes, plan.name_to_buf, plan.name_to_fused_node, *names)[0]
+        given, made = OrderedSet(self.graph_inputs.keys()), OrderedSet(self.get_output_names())
+        freed = prepare_planning_info(plan.nodes, plan.name_to_buf, plan.name_to_fused_node, given, made)[1]
+        # The peak that it returns as well leaves out outputs in torch 2.11.
+        peak = estimate_peak_memory_allocfree(plan.nodes, freed, made)[0]
         raise _Lowered(
             peak, sum(node.get_read_write_buffers_sizes() for node in plan.nodes if not node.is_extern())
         )
