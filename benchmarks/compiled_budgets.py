@@ -7,7 +7,8 @@ All are run dry for an H100, compiled as a whole with inductor, on models of ``m
 ops alike, checkpointing of every layer, and selective contexts in every layer. (The estimator that times ops needs the
 device.) None of them bounds the peak; each row's plan of sacplan is asked for the peak that the rival leads to. FLOPs
 are those of matrix products, attention and convolutions, over those of the step that is only compiled; times are
-predicted. Rows that the file has are not run again.
+predicted. A rival that PyTorch itself refuses has its error in the place of figures. Each row is written when it is
+there; rows that the file has are not run again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+from torch.utils.checkpoint import CheckpointError
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
@@ -65,10 +67,15 @@ def rows_of(name: str, rivals: list[str]) -> Iterator[Row]:
 
     plans: dict[int, Row] = {}  # by budget
     for setting in rivals:
-        with functorch_config.patch(SETTINGS.get(setting, {})):
-            rival = (_case(name, setting) if setting in LAYERS else case).profile("h100", compile=True)
         row: Row = {"case": f"{name} {setting}", "model": name, "setting": setting}
-        row |= {"unplanned": alone.peak_bytes, "theirs": figures(rival), "plan": None}
+        row |= {"unplanned": alone.peak_bytes, "theirs": None, "plan": None}
+        try:
+            with functorch_config.patch(SETTINGS.get(setting, {})):
+                rival = (_case(name, setting) if setting in LAYERS else case).profile("h100", compile=True)
+        except CheckpointError as error:
+            yield row | {"raised": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+            continue
+        row["theirs"] = figures(rival)
         try:
             if rival.peak_bytes not in plans:
                 plan = sacplan.plan(alone, f"{rival.peak_bytes}B")

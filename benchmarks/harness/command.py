@@ -62,9 +62,9 @@ def run_cases(
     key: str | None = None,
     **more: Any,
 ) -> list[Row]:
-    """Print the rows of each case as they come, write the file after each case, and return all rows.
+    """Print the rows of each case as they come, and return all rows.
 
-    A run that is stopped leaves the cases that it has finished.
+    A run that is stopped leaves the cases that it has finished in the file, and with ``key`` the rows.
 
     Args:
         cases: The cases to run.
@@ -83,6 +83,8 @@ def run_cases(
             )
             rows[at : at + 1] = [row]
             print(line(row), flush=True)
+            if key is not None:
+                write_results(path, rows, **more)
         write_results(path, rows, **more)
     return rows
 

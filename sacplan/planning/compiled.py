@@ -144,7 +144,8 @@ class _Partitions:
                     lower(graph.splits)
                 return graph.own
 
-            with Partitioner(note, ("sacplan",)):
+            # Of what the whole model returns, only the loss stays, mostly. If not, the dry run shows it.
+            with Partitioner(note, ("sacplan",), outputs_stay=self._unit != ""):
                 profile.run_again()
             for graph in graphs.values():
                 graph.world = functools.partial(compiler_for, profile.spec)

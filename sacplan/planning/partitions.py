@@ -74,19 +74,20 @@ class JointGraph:
 
     Args:
         module, inputs, arguments: as a partitioner gets them.
+        outputs_stay: what the forward pass returns is alive to the end of the backward pass, saved or not.
 
     Attributes:
         values: those of its forward part, among which a split chooses.
         world: makes what is entered to lower a split. While the graph is compiled, there is nothing to enter.
     """
 
-    def __init__(self, module: Any, inputs: Sequence[Any], arguments: dict[str, Any]) -> None:
+    def __init__(self, module: Any, inputs: Any, arguments: dict[str, Any], outputs_stay: bool) -> None:
         self.key = partitioning.graph_key(module)
         self.values: list[ForwardValue] = []
         self.world: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._module, self._inputs, self._arguments = module, inputs, arguments
-        self._prices = _prices(module)
-        self._config = partitioning.inductor_settings()
+        self._n_held = arguments["num_fwd_outputs"] if outputs_stay else 0
+        self._prices, self._config = _prices(module), partitioning.inductor_settings()
         # Partitioning changes a graph, and the graph itself is compiled next.
         self._copy = partitioning.copied(module)
         (self._own,) = self._saved_by_pytorch(1.0)
@@ -96,8 +97,7 @@ class JointGraph:
         found: list[frozenset[str]] = []
 
         def note(graph: Any, info: Any, own: Callable[[float], list[Any]]) -> list[Any]:
-            n_outputs = self._arguments["num_fwd_outputs"]
-            self.values = self.values or partitioning.forward_values(graph, info, n_outputs, self._prices)
+            self.values = self.values or partitioning.forward_values(graph, info, self._n_held, self._prices)
             found.extend(frozenset(node.name for node in own(setting)) for setting in settings)
             return own(1.0)
 
@@ -130,11 +130,10 @@ class JointGraph:
 
     def lowered(self, saved: frozenset[str]) -> LoweredGraphs:
         """Return what it takes to save these nodes."""
-        module, n_outputs = partitioning.copied(self._copy), self._arguments["num_fwd_outputs"]
-        static = self._arguments["static_lifetime_input_indices"] or ()
+        module = partitioning.copied(self._copy)
         with self.world(), self._config:
             graphs = self._partitioned(module, partitioning.saving(saved))
-            return partitioning.lowered(module, graphs, n_outputs, static, self._prices)
+            return partitioning.lowered(module, graphs, self._arguments, self._n_held, self._prices)
 
     def split(self, chosen: Split) -> tuple[Any, Any]:
         """Split the graph itself, and return its two parts."""
@@ -206,14 +205,16 @@ class Partitioner:
     Args:
         choose: says how each graph is split. It is asked when the graph is compiled.
         key: tells it from others, for the compiler's caches.
+        outputs_stay: as for ``JointGraph``.
     """
 
-    def __init__(self, choose: Callable[[JointGraph], Split], key: object) -> None:
+    def __init__(self, choose: Callable[[JointGraph], Split], key: object, outputs_stay: bool) -> None:
         self._choose = choose
+        self._outputs_stay = outputs_stay
         self._before = partitioning.swap_partitioner(partitioning.as_partitioner(self._partition, key))
 
     def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
-        graph = JointGraph(module, inputs, arguments)
+        graph = JointGraph(module, inputs, arguments, self._outputs_stay)
         return graph.split(self._choose(graph))
 
     def remove(self) -> None:

@@ -43,7 +43,7 @@ class CompileBudget:
         self.graphs: list[CompiledGraph] = []
         self._budget = budget
         self._calls = calls
-        self._partitioner = Partitioner(self._choose, ("sacplan", str(budget), calls))
+        self._partitioner = Partitioner(self._choose, ("sacplan", str(budget), calls), outputs_stay=True)
 
     def _choose(self, graph: JointGraph) -> Split:
         default = graph.own.lowered.needs_bytes(self._calls)

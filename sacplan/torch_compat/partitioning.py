@@ -121,7 +121,7 @@ class ForwardValue:
     Attributes:
         name: of the node.
         inputs: numbers of the values that it is made of.
-        nbytes: its size; 0 for what is there anyway: parameters, and outputs, which the caller may hold.
+        nbytes: its size; 0 for what is there anyway: parameters, and outputs that the caller holds.
         is_read: the backward pass reads it.
         is_savable: it may be saved.
         save_ms: what it costs to save it.
@@ -137,17 +137,17 @@ class ForwardValue:
     rerun_ms: float
 
 
-def forward_values(graph: Any, info: Any, n_outputs: int, prices: Prices) -> list[ForwardValue]:
+def forward_values(graph: Any, info: Any, n_held: int, prices: Prices) -> list[ForwardValue]:
     """Return the values among which a partition chooses, in the order of the graph.
 
     Args:
         graph, info: as ``Choose`` gets them.
-        n_outputs: of the forward pass; the others of the graph are gradients.
+        n_held: how many outputs of the forward pass the caller holds: the first ones.
         prices: of the device.
     """
     nodes = [n for n in graph.nodes if n.op != "output" and n not in info.tangents_closure]
     number = {node: i for i, node in enumerate(nodes)}
-    there = {*info.static_lifetime_input_nodes, *graph.output_node().args[0][:n_outputs]}
+    there = {*info.static_lifetime_input_nodes, *graph.output_node().args[0][:n_held]}
     made = []
     for node in nodes:
         nbytes = 0 if node in there else _size(node)
@@ -258,23 +258,24 @@ def _size(node: Any) -> int:
 
 
 def lowered(
-    module: Graph, graphs: tuple[Graph, Graph], n_outputs: int, static: Collection[int], prices: Prices
+    module: Graph, graphs: tuple[Graph, Graph], arguments: dict[str, Any], n_held: int, prices: Prices
 ) -> LoweredGraphs:
     """Have inductor lower two graphs, without generating code, and return what they take.
 
     Args:
         module: the joint graph.
         graphs: the forward and the backward graph, which are changed.
-        n_outputs: outputs of the forward graph that are not there for the backward graph.
-        static: numbers of the inputs that stay alive from step to step: parameters.
+        arguments: as a partitioner gets them.
+        n_held: how many outputs of the forward graph the caller holds: the first ones.
         prices: of the device.
     """
     forward, backward = graphs
     inputs = [node for node in module.graph.find_nodes(op="placeholder") if "tangents" not in node.name]
-    parameters = {node.name for i, node in enumerate(inputs) if i in static}
+    static, n_outputs = arguments["static_lifetime_input_indices"] or (), arguments["num_fwd_outputs"]
+    parameters = {node.name for i, node in enumerate(inputs) if i in static}  # alive from step to step
     results = [node for node in forward.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
     saved = {node for node in results[n_outputs:] if node.name not in parameters}
-    held = {node for node in results[:n_outputs] if node.op != "placeholder"} - saved
+    held = {node for node in results[:n_held] if node.op != "placeholder"} - saved
     forward.graph.output_node().meta["user_visible_output_idxs"] = list(range(n_outputs))
     backward.graph.output_node().meta["user_visible_output_idxs"] = []
     given, kept = sum(map(_size, inputs)), sum(map(_size, held))
@@ -295,28 +296,29 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
         from torch._inductor import compile_fx
         from torch._inductor import config as inductor_config
         from torch._inductor.graph import GraphLowering
-        from torch._inductor.memory import prepare_planning_info
+        from torch._inductor.memory import estimate_peak_memory_allocfree, prepare_planning_info
         from torch.utils._ordered_set import OrderedSet
 
     def stop(self: Any) -> None:
         self.init_wrapper_code()
         self._update_scheduler()
         plan = self.scheduler
-        names = OrderedSet(self.graph_inputs.keys()), OrderedSet(self.get_output_names())
-        peak = prepare_planning_info(plan.nodes, plan.name_to_buf, plan.name_to_fused_node, *names)[0]
+        given, made = OrderedSet(self.graph_inputs.keys()), OrderedSet(self.get_output_names())
+        freed = prepare_planning_info(plan.nodes, plan.name_to_buf, plan.name_to_fused_node, given, made)[1]
+        # The peak that it returns as well leaves out outputs in torch 2.11.
+        peak = estimate_peak_memory_allocfree(plan.nodes, freed, made)[0]
         raise _Lowered(
             peak, sum(node.get_read_write_buffers_sizes() for node in plan.nodes if not node.is_extern())
         )
 
     values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     sizes = next((v.node.shape_env for v in values if isinstance(v, torch.SymInt)), None)
-    off = dict.fromkeys((*MEASURES, *POOLS), False)
     try:
         with (
             # What else shares these symbols must not find them fixed to the sizes of this batch.
             nullcontext() if sizes is None else sizes.suppress_guards(),
             replaced(GraphLowering, codegen=stop, codegen_with_cpp_wrapper=stop),
-            inductor_config.patch(force_disable_caches=True, **off),
+            inductor_config.patch(force_disable_caches=True, **dict.fromkeys((*MEASURES, *POOLS), False)),
         ):
             compile_fx.compile_fx_inner(graph, values, is_backward=is_backward)
     except _Lowered as found:
@@ -329,8 +331,7 @@ def inductor_settings() -> AbstractContextManager[Any]:
     with torch_names():
         from torch._inductor import config
 
-        now = config.get_config_copy()
-    return cast(AbstractContextManager[Any], config.patch(now))
+        return cast(AbstractContextManager[Any], config.patch(config.get_config_copy()))
 
 
 def as_partitioner(partition: Callable[..., Any], key: Any) -> Any:

@@ -137,6 +137,7 @@ LATE: tuple[str, ...] = (
     "torch._inductor.custom_graph_pass.CustomPartitionerFn",
     "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder._deduce_value",
     "torch._inductor.graph.GraphLowering._update_scheduler",
+    "torch._inductor.memory.estimate_peak_memory_allocfree",
     "torch._inductor.memory.prepare_planning_info",
     "torch._inductor.scheduler.has_triton",
     "torch._prims.rng_prims.run_and_save_rng_state",

@@ -99,12 +99,9 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
         assert row["slope_planned"] <= 2 * without + 1e-4, row["case"]
     budgets = _rows("compiled_budgets")
     assert {*compiled_budgets.SETTINGS, *compiled_budgets.LAYERS} == {row["setting"] for row in budgets}
+    budgets = [row for row in budgets if "raised" not in row]
     assert all(row["plan"]["peak"] <= row["theirs"]["peak"] for row in budgets)
-    faster = [row for row in budgets if row["plan"]["step_ms"] > row["theirs"]["step_ms"]]
-    assert [row["case"] for row in faster] == ["t5 0.4 ops alike"]
-    assert faster[0]["theirs"]["step_ms"] == pytest.approx(
-        0.91 * faster[0]["plan"]["step_ms"], rel=0.005
-    )  # "9 %"
+    assert all(row["plan"]["step_ms"] <= row["theirs"]["step_ms"] for row in budgets)
     at = {(row["model"], row["setting"]): row["theirs"]["peak"] for row in budgets}
     rising = [model for model, setting in at if setting == "0.7" and at[model, "0.4"] > at[model, "0.7"]]
     assert len(rising) == 5  # "Five of the six models"
