@@ -246,3 +246,17 @@ class ExpandableAllocator(CachingAllocator):
         # It has grown by a block that was the last, or was split off the last.
         if block.after is None:
             self._last[block.pool] = block
+
+
+class NoAllocator(CachingAllocator):
+    """A device without a caching allocator, as a CPU: what is asked for is allocated, and what is freed is gone."""
+
+    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+        """Return a block of exactly ``nbytes``."""
+        self.allocated_bytes += nbytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return Block(0, nbytes, (stream, False))
+
+    def free(self, block: Block) -> None:
+        """Give a block back."""
+        self.allocated_bytes -= block.nbytes
