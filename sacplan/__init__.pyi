@@ -37,6 +37,8 @@ from .profiling.profile import Profile
 from .profiling.tracing import profile
 from .questions.advise import Advice, Remedy, advise
 from .questions.batch_sizes import CapacityPoint
+from .questions.certificate import BatchAt, Certificate, LengthPlan, WholeRun
+from .questions.certify import certify
 from .questions.capacity import Capacity, max_batch, throughput
 from .questions.fit import fit
 from .questions.frontier import frontier
@@ -60,8 +62,10 @@ __all__ = [
     "FSDP2",
     "Advice",
     "AllocatorPeaks",
+    "BatchAt",
     "Capacity",
     "CapacityPoint",
+    "Certificate",
     "Chain",
     "CompileBudget",
     "CompiledGraph",
@@ -76,6 +80,7 @@ __all__ = [
     "KernelRates",
     "Layout",
     "Layouts",
+    "LengthPlan",
     "MemTracker",
     "Milp",
     "ModuleInfo",

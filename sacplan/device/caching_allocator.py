@@ -86,7 +86,15 @@ class Segment:
 
 
 class OutOfDeviceMemory(Exception):
-    """A request that the memory of the device has no room for, without all that is cached."""
+    """A request that the memory of the device has no room for, without all that is cached.
+
+    Attributes:
+        needs: bytes that would have to be reserved.
+    """
+
+    def __init__(self, needs: int) -> None:
+        super().__init__(needs)
+        self.needs = needs
 
 
 class CachingAllocator:
@@ -171,7 +179,7 @@ class CachingAllocator:
         if self._capacity is not None and self.reserved_bytes + size > self._capacity:
             self._release_cached()
             if self.reserved_bytes + size > self._capacity:
-                raise OutOfDeviceMemory
+                raise OutOfDeviceMemory(self.reserved_bytes + size)
         address = self._end  # segments lie one after the other; blocks of two never merge
         self._end += size
         self.reserved_bytes += size
