@@ -37,9 +37,9 @@ from .profiling.profile import Profile
 from .profiling.tracing import profile
 from .questions.advise import Advice, Remedy, advise
 from .questions.batch_sizes import CapacityPoint
+from .questions.capacity import Capacity, max_batch, throughput
 from .questions.certificate import BatchAt, Certificate, LengthPlan, WholeRun
 from .questions.certify import certify
-from .questions.capacity import Capacity, max_batch, throughput
 from .questions.fit import fit
 from .questions.frontier import frontier
 from .questions.layouts import Layout, Layouts, layouts
@@ -105,10 +105,12 @@ __all__ = [
     "UnitPlan",
     "Verdict",
     "Verification",
+    "WholeRun",
     "advise",
     "aggregate_stats",
     "apply",
     "calibrate",
+    "certify",
     "compile_budget",
     "devices",
     "errors",

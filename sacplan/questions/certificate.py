@@ -21,16 +21,16 @@ class BatchAt(NamedTuple):
     """A batch of a run.
 
     Attributes:
-        index: How many batches came before it.
+        step: How many batches came before it.
         batch, seq: Its samples, and the tokens of each.
     """
 
-    index: int
+    step: int
     batch: int
     seq: int
 
     def __str__(self) -> str:
-        return f"batch {self.index:,} ({self.batch} x {self.seq:,})"
+        return f"batch {self.step:,} ({self.batch} x {self.seq:,})"
 
 
 class LengthPlan(NamedTuple):
@@ -52,8 +52,8 @@ class WholeRun:
         allocated_bytes, allocated_at: The most that is allocated, and the first batch with which it is.
         reserved_bytes, reserved_at: The most that is reserved; None where there is no allocator.
         breaks_at: The batch at which memory runs out; None if it never does. With the default settings that is where
-            torch finds no room even after it has given cached segments back, and the run ends there. Otherwise it is the
-            first batch over the limit.
+            torch finds no room even after it has given cached segments back, and the run ends there. Otherwise it is
+            the first batch over the limit.
         retries: How often torch gives cached segments back, with the default settings. The run goes on, but each time
             costs a synchronization and new segments.
         run_ms, added_ms: Predicted time of all steps, and what the plans add to it.
@@ -91,7 +91,9 @@ class WholeRun:
     def said(self) -> str:
         """The run in words."""
         at, n_bytes = self.reserved_at or self.allocated_at, self.reserved_bytes or self.allocated_bytes
-        most = f"{format_bytes(n_bytes)} {'allocated' if self.reserved_at is None else 'reserved'} from {at} on"
+        most = (
+            f"{format_bytes(n_bytes)} {'allocated' if self.reserved_at is None else 'reserved'} from {at} on"
+        )
         retries = f", {self.retries} allocation retries" if self.retries else ""
         added = f", {self.added_ms / self.run_ms:.1%} of the time added" if self.added_ms else ""
         if self.fits:
@@ -108,8 +110,8 @@ class Certificate:
         device: Name of the device.
         steps, shapes: How many batches the run has, and of how many shapes.
         batch, tokens: What limits a batch: its samples or its tokens. Both are None if a ``DataLoader`` was given.
-        rows: The run as it is, then with plans if it needs them; each with the setting of the allocator that this process
-            has, and with the other one.
+        rows: The run as it is, then with plans if it needs them; each with the setting of the allocator that this
+            process has, and with the other one.
         largest: If the run does not fit as it is: the largest batch, or budget of tokens, with which it does; 0 if none
             does. None if it fits, and with a ``DataLoader``.
         plans: If the run does not fit as it is: plans with which it does, by the longest sequence that each is for.

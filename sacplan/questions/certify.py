@@ -85,13 +85,13 @@ def certify(
         found = sacplan.certify(model, lambda n, seq: torch.zeros(n, seq, dtype=torch.long), lengths, batch=8)
         print(found)
 
-    The whole run is played on the rules of torch's allocator, from the first step on, with its default settings and with
+    The run is played on the rules of torch's allocator, from the first step on, with its default settings and with
     expandable segments. The loop is taken to hold the batch and the loss of a step until the next ones are there, and
     to drop gradients between two steps, as most do.
 
     Args:
         model, device, loss_fn, optimizer: As for ``sacplan.profile``.
-        make_batch: ``make_batch(n, seq)`` returns a batch of n samples of ``seq`` tokens each, with its masks and labels.
+        make_batch: ``make_batch(n, seq)`` returns a batch of n samples of ``seq`` tokens each, with masks and labels.
         lengths: Tokens in each sample: a sequence, an array, a tensor, or a mapping of lengths to counts. Or a
             ``DataLoader``, which is iterated: of its batches only the shapes are kept.
         budget, headroom: Limit for the peak of each step, as for ``max_batch``. Without either, what the allocator
@@ -126,10 +126,16 @@ def certify(
         )
     if isinstance(buckets, bool) or buckets < 1 or (buckets > 1 and tokens is not None):
         raise PlanError(
-            f"buckets={buckets!r}{f', tokens={tokens}' if tokens else ''}: the number of plans must be 1 or more, and 1 "
-            "with tokens=, since all batches are about as large then."
+            f"buckets={buckets!r}{f', tokens={tokens}' if tokens else ''}: the number of plans must be 1 or more, and "
+            "1 with tokens=, since all batches are about as large then."
         )
-    rules = {"batch": batch, "tokens": tokens, "pad_to_multiple_of": pad_to_multiple_of, "pack": pack, "seed": seed}
+    rules = {
+        "batch": batch,
+        "tokens": tokens,
+        "pad_to_multiple_of": pad_to_multiple_of,
+        "pack": pack,
+        "seed": seed,
+    }
     shapes, drawing = read_shapes(lengths, longest, epochs, **rules, drop_last=drop_last)
     spec = resolve_device(device)
     limit = limit_of_device(budget, headroom, spec)

@@ -54,8 +54,8 @@ class Drawing:
     def __post_init__(self) -> None:
         if (self.batch is None) == (self.tokens is None):
             raise PlanError(
-                f"batch={self.batch!r} and tokens={self.tokens!r}: give one of them, the samples in a batch or the most "
-                "tokens in one."
+                f"batch={self.batch!r} and tokens={self.tokens!r}: give one of them, the samples in a batch or "
+                "the most tokens in one."
             )
         for what in ("batch", "tokens", "pad_to_multiple_of", "pack", "epochs"):
             value = getattr(self, what)
@@ -95,12 +95,9 @@ class Drawing:
             lengths = (self.pack,) * -(-sum(lengths) // self.pack)
         # The samples come in the order in which a ``DataLoader`` with this generator yields them.
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
-        loader = DataLoader(
-            lengths,  # type: ignore[arg-type]  (a sequence is enough of a data set)
-            batch_size=256,
-            shuffle=self.seed is not None,
-            generator=generator,
-            collate_fn=list,
+        samples: Any = lengths  # a sequence is enough of a data set
+        loader: DataLoader[int] = DataLoader(
+            samples, 256, shuffle=self.seed is not None, generator=generator, collate_fn=list
         )
         found: list[Shape] = []
         for _ in range(self.epochs):
@@ -157,7 +154,9 @@ def read_lengths(lengths: Any, longest: int | None) -> tuple[int, ...]:
         i, rule = int(wrong[0]), "a sample has 1 token or more"
         if found[i] >= 1:
             rule = f"the model has {longest} positions (longest=). Cut samples as the tokenizer does"
-        raise PlanError(f"lengths[{i}] is {int(found[i])}, and {rule}. {wrong.size} of {found.size} are such.")
+        raise PlanError(
+            f"lengths[{i}] is {int(found[i])}, and {rule}. {wrong.size} of {found.size} are such."
+        )
     return tuple(found.tolist())
 
 
@@ -202,5 +201,7 @@ def read_shapes(
         drawing, shapes = None, shapes_of_loader(lengths, epochs)
     most = max(shape.seq for shape in shapes)
     if longest is not None and most > longest:
-        raise PlanError(f"a batch has {most} tokens in a row, and the model has {longest} positions (longest=).")
+        raise PlanError(
+            f"a batch has {most} tokens in a row, and the model has {longest} positions (longest=)."
+        )
     return shapes, drawing

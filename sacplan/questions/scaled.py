@@ -141,14 +141,13 @@ class SizedBoth:
         """Return the step at a size: the recording if there is one, otherwise a computed one, which is not kept."""
         if (batch, seq) in self._recorded or seq < 2:  # a size of 1 is special: such dimensions broadcast
             return self.recorded(batch, seq)
-        found = None
         if batch in (1, self.batch):
             line = self._line(batch)
-            found = line and line._computed(seq)
-        elif self._is_plane:
-            lines = [self._line(n) for n in self._batches]
-            found = Sized(self._batches, (lines[0]._computed(seq), lines[1]._computed(seq)))._computed(batch)
-        return found or self.recorded(batch, seq)
+            return self.recorded(batch, seq) if line is None else line._computed(seq)
+        if self._plane is None:
+            return self.recorded(batch, seq)
+        at_both = self._plane[0]._computed(seq), self._plane[1]._computed(seq)
+        return Sized(self._batches, at_both)._computed(batch)
 
     @property
     def _batches(self) -> tuple[int, int]:
@@ -169,11 +168,13 @@ class SizedBoth:
         return sized(self._seqs, (self.recorded(batch, first), self.recorded(batch, second)))
 
     @cached_property
-    def _is_plane(self) -> bool:
-        """Whether steps of all sizes run the same ops."""
-        one, other = self._batches
-        at_both = self.recorded(one, self._seqs[0]), self.recorded(other, self._seqs[0])
-        return None not in (self._line(one), self._line(other), sized(self._batches, at_both))
+    def _plane(self) -> tuple[Sized, Sized] | None:
+        """The steps at any length of two batch sizes; None if not all sizes run the same ops."""
+        one, other = (self._line(n) for n in self._batches)
+        first, second = (self.recorded(n, self._seqs[0]) for n in self._batches)
+        if one is None or other is None or sized(self._batches, (first, second)) is None:
+            return None
+        return one, other
 
 
 @dataclass(frozen=True, slots=True)
