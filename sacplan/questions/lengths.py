@@ -20,6 +20,10 @@ from sacplan.record.longest import is_loader
 from sacplan.record.state import preserved_state
 
 
+_MOST = 2**24
+"""No more samples are drawn: their steps would be played for hours."""
+
+
 class Shape(NamedTuple):
     """A batch: its samples, and the tokens of each."""
 
@@ -61,6 +65,13 @@ class Drawing:
             value = getattr(self, what)
             if value is not None and (isinstance(value, bool) or value < 1):
                 raise PlanError(f"{what}={value!r} must be 1 or more.")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise PlanError(f"seed={self.seed} must be from 0 to 2**63 - 1, or None for no shuffle.")
+        if len(self.lengths) * self.epochs > _MOST:
+            raise PlanError(
+                f"epochs={self.epochs} of {len(self.lengths)} samples are more than {_MOST:,}: nobody waits for them. "
+                "Give fewer epochs, or a part of the samples."
+            )
         if self.pack is not None and (self.tokens is not None or self.pad_to_multiple_of > 1):
             raise PlanError(
                 f"pack={self.pack}: packed rows have that many tokens, without padding. Give batch=, the rows in a "
@@ -135,11 +146,13 @@ def read_lengths(lengths: Any, longest: int | None) -> tuple[int, ...]:
     Raises:
         PlanError: There are none, or one is not a length: no integer, below 1, or above ``longest``.
     """
-    given = lengths
-    if isinstance(lengths, Mapping):
-        given = [length for length, count in lengths.items() for _ in range(count)]
     try:
-        found = np.asarray(given)
+        if not isinstance(lengths, Mapping):
+            found = np.asarray(lengths)
+        elif sum(lengths.values()) <= _MOST:
+            found = np.repeat(list(lengths), list(lengths.values()))
+        else:
+            raise ValueError(f"they count more than {_MOST:,} samples")
     except (TypeError, ValueError, RuntimeError) as error:
         raise PlanError(f"lengths cannot be read as integers: {error}.") from error
     if not found.size:
