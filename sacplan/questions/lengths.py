@@ -19,7 +19,6 @@ from sacplan.errors import PlanError
 from sacplan.record.longest import is_loader
 from sacplan.record.state import preserved_state
 
-
 _MOST = 2**24
 """No more samples are drawn: their steps would be played for hours."""
 
