@@ -37,6 +37,8 @@ from .profiling.profile import Profile
 from .profiling.tracing import profile
 from .questions.batch_sizes import CapacityPoint
 from .questions.capacity import Capacity, max_batch, throughput
+from .questions.certificate import BatchAt, Certificate, LengthPlan, WholeRun
+from .questions.certify import certify
 from .questions.fit import fit
 from .questions.frontier import frontier
 from .questions.layouts import Layout, Layouts, layouts
@@ -57,8 +59,10 @@ __all__ = [
     "DEFAULT_HEADROOM",
     "FSDP2",
     "AllocatorPeaks",
+    "BatchAt",
     "Capacity",
     "CapacityPoint",
+    "Certificate",
     "Chain",
     "CompileBudget",
     "CompiledGraph",
@@ -73,6 +77,7 @@ __all__ = [
     "KernelRates",
     "Layout",
     "Layouts",
+    "LengthPlan",
     "MemTracker",
     "Milp",
     "ModuleInfo",
@@ -95,9 +100,12 @@ __all__ = [
     "UnitPlan",
     "Verdict",
     "Verification",
+    "WholeRun",
+    "advise",
     "aggregate_stats",
     "apply",
     "calibrate",
+    "certify",
     "compile_budget",
     "devices",
     "errors",

@@ -86,7 +86,15 @@ class Segment:
 
 
 class OutOfDeviceMemory(Exception):
-    """A request that the memory of the device has no room for, without all that is cached."""
+    """A request that the memory of the device has no room for, without all that is cached.
+
+    Attributes:
+        needs: bytes that would have to be reserved.
+    """
+
+    def __init__(self, needs: int) -> None:
+        super().__init__(needs)
+        self.needs = needs
 
 
 class CachingAllocator:
@@ -171,7 +179,7 @@ class CachingAllocator:
         if self._capacity is not None and self.reserved_bytes + size > self._capacity:
             self._release_cached()
             if self.reserved_bytes + size > self._capacity:
-                raise OutOfDeviceMemory
+                raise OutOfDeviceMemory(self.reserved_bytes + size)
         address = self._end  # segments lie one after the other; blocks of two never merge
         self._end += size
         self.reserved_bytes += size
@@ -246,3 +254,17 @@ class ExpandableAllocator(CachingAllocator):
         # It has grown by a block that was the last, or was split off the last.
         if block.after is None:
             self._last[block.pool] = block
+
+
+class NoAllocator(CachingAllocator):
+    """A device without a caching allocator, as a CPU: what is asked for is allocated, and what is freed is gone."""
+
+    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+        """Return a block of exactly ``nbytes``."""
+        self.allocated_bytes += nbytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return Block(0, nbytes, (stream, False))
+
+    def free(self, block: Block) -> None:
+        """Give a block back."""
+        self.allocated_bytes -= block.nbytes

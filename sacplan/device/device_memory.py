@@ -174,9 +174,9 @@ def peaks_on(
 
     ``zero_grad`` says when the loop drops the gradients: between two steps, or right before the next backward pass.
     """
-    run = _Run(_changes_of(program), allocator, zero_grad)
-    run.allocate(run.changes.model)
-    first = run.step(is_first=True)
+    changes = changes_of(program)
+    run = TrainingRun(allocator, zero_grad)
+    first = run.step(changes)
     # Once a step reserves nothing more, there is a block for all that the next one asks for.
     allocated, reserved = first.max_memory_allocated, -1
     for _ in range(_STEPS):
@@ -184,12 +184,12 @@ def peaks_on(
             break
         reserved = allocator.reserved_bytes
         # Torch reports the maximum of all steps. The blocks of two steps differ as long as holes move about.
-        allocated = max(allocated, run.step().max_memory_allocated)
+        allocated = max(allocated, run.step(changes).max_memory_allocated)
     return first, AllocatorPeaks(allocated, allocator.reserved_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Changes:
+class Changes:
     """The allocations and frees of a process. A block is an index into ``sizes``, which the allocator is to give.
 
     Attributes:
@@ -202,7 +202,7 @@ class _Changes:
             ``step`` does, and after: a block, or the complement ``~block`` of one that is freed.
         gradients, leftover: gradients, and other blocks, that nothing has freed when the step is over.
         renewed: by block that is there when the step is over, the one that it is at the beginning of the next.
-        staying: blocks that come in a step and stay.
+        staying: blocks that come in a step and stay, in order.
         added: with accumulation, by block of a gradient that is added to an earlier one, that one. In the first
             micro-step there is none yet, and the block itself becomes the gradient.
     """
@@ -218,12 +218,16 @@ class _Changes:
     gradients: list[int]
     leftover: list[int]
     renewed: dict[int, int]
-    staying: frozenset[int]
+    staying: dict[int, None]
     added: dict[int, int]
 
 
+_NOTHING = Changes([], {}, [], [], [], [], [], [], [], [], {}, {}, {})
+"""What a process has done before its first step."""
+
+
 @derived
-def _changes_of(program: Program) -> _Changes:
+def changes_of(program: Program) -> Changes:
     """Read a program's changes off its events, by the one rule of ``liveness.py``."""
     reader = BlockReader(program)
     for code, arg in program.events:
@@ -253,7 +257,7 @@ def _changes_of(program: Program) -> _Changes:
             renewed[left.pop(new)] = old
     added = _added(program, changed)
     accumulated = frozenset(added.values())
-    return _Changes(
+    return Changes(
         sizes=reader.sizes,
         streams=reader.streams,
         model=[
@@ -272,7 +276,7 @@ def _changes_of(program: Program) -> _Changes:
         ],
         leftover=[block for s, block in left.items() if kinds[s] != StorageKind.GRADIENT],
         renewed=renewed,
-        staying=frozenset(reader.workspaces),
+        staying=dict.fromkeys(sorted(reader.workspaces)),
         added=added,
     )
 
@@ -393,35 +397,51 @@ class BlockReader:
             self.changes.append(~self.block_of.pop(storage))
 
 
-class _Run:
-    """A process that trains: its allocator, and the blocks that it holds."""
+class TrainingRun:
+    """A process that trains: its allocator, and the blocks that it holds.
 
-    def __init__(self, changes: _Changes, allocator: CachingAllocator, zero_grad: ZeroGrad) -> None:
-        self.changes = changes
+    Its steps may be of several programs, if these are of one model and optimizer: other sizes of batches, other plans.
+
+    Attributes:
+        between_bytes: the most that was allocated when the last step began: the batch of the step before and its
+            gradients are still there when the next batch is. It is not part of the peak of a step.
+    """
+
+    def __init__(self, allocator: CachingAllocator, zero_grad: ZeroGrad = "step") -> None:
+        self.changes = _NOTHING  # of the last step
         self.allocator = allocator
         self.zero_grad = zero_grad
         self.blocks: dict[int, Block] = {}
+        self.between_bytes = 0
 
-    def allocate(self, indices: Iterable[int]) -> None:
+    def _allocate(self, indices: Iterable[int]) -> None:
         """Allocate blocks, of which none is held."""
         sizes, streams, allocate = self.changes.sizes, self.changes.streams, self.allocator.allocate
         for index in indices:
             self.blocks[index] = allocate(sizes[index], streams.get(index, 0))
 
-    def step(self, *, is_first: bool = False) -> AllocatorPeaks:
+    def step(self, changes: Changes) -> AllocatorPeaks:
         """Run one step, and return its peaks; with accumulation two micro-steps and the optimizer's."""
-        changes, allocator = self.changes, self.allocator
+        last, allocator, blocks = self.changes, self.allocator, self.blocks
+        self.changes = changes
+        if last is _NOTHING:
+            self._allocate(changes.model)
         # Out of the way of the blocks of the same names that this step makes. A step may free its own batch.
         given, gradients, leftover = (
-            [] if is_first else [self.blocks.pop(index) for index in indices if index in self.blocks]
-            for indices in (changes.given, changes.gradients, changes.leftover)
+            [blocks.pop(index) for index in indices if index in blocks]
+            for indices in (last.given, last.gradients, last.leftover)
         )
-        for new, old in changes.renewed.items() if not is_first else ():
-            self.blocks[old] = self.blocks.pop(new)
-        self.allocate(changes.given)
+        for new, old in last.renewed.items():
+            blocks[old] = blocks.pop(new)
+        # What a plan adds to the program comes before the workspaces: their indices differ, their order does not.
+        held = [blocks.pop(index) for index in last.staying if index in blocks]
+        blocks.update(zip(changes.staying, held, strict=False))
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
+        self._allocate(changes.given)
         self._free(given)
         if self.zero_grad == "step":
             self._free(gradients)
+        self.between_bytes = allocator.peak_allocated_bytes
         allocator.peak_allocated_bytes = allocator.allocated_bytes
         if changes.added:
             self._first_micro_step()
@@ -430,8 +450,8 @@ class _Run:
         if self.zero_grad == "backward":
             self._free(gradients)
         self._change(changes.backward)
-        if is_first:
-            self.allocate(changes.state)
+        if last is _NOTHING:
+            self._allocate(changes.state)
         self._change(changes.optimizer)
         return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.reserved_bytes)
 
@@ -441,7 +461,7 @@ class _Run:
         self._change(changes.forward)
         self._change(changes.backward, changes.added)
         self._free([blocks.pop(index) for index in (*changes.leftover, *changes.given) if index in blocks])
-        self.allocate(changes.given)
+        self._allocate(changes.given)
 
     def _free(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

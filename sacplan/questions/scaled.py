@@ -25,6 +25,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -107,6 +108,73 @@ class Sized:
         # One row of powers for each size, and the bytes at all ops on the right: solved for the coefficients.
         points = np.stack([found.astype(np.float64) for found in moments])
         return Peaks(np.linalg.solve(np.vander(np.array(at, dtype=np.float64)), points).astype(np.float64))
+
+
+_MULTIPLE = 128
+"""Kernels pad lengths, at most to this. Between two padded lengths the line would be bent."""
+
+
+@dataclass(frozen=True)
+class SizedBoth:
+    """A step at any number of samples and of tokens in each, from recordings at two of either.
+
+    Numbers of a program are linear in both: the lines in the length at two batch sizes give two programs, and the line
+    between these is that in the batch. Where a size runs other ops than its neighbours, it is recorded itself.
+
+    Attributes:
+        record: Records the step at a number of samples and of tokens.
+        batch, seq: The sizes that most is asked about.
+    """
+
+    record: Callable[[int, int], Profile]
+    batch: int
+    seq: int
+    _recorded: dict[tuple[int, int], Profile] = field(default_factory=dict)
+
+    def recorded(self, batch: int, seq: int) -> Profile:
+        """Return the step as it is recorded at a size. Recordings are kept."""
+        if (batch, seq) not in self._recorded:
+            self._recorded[batch, seq] = self.record(batch, seq)
+        return self._recorded[batch, seq]
+
+    def at(self, batch: int, seq: int) -> Profile:
+        """Return the step at a size: the recording if there is one, otherwise a computed one, which is not kept."""
+        if (batch, seq) in self._recorded or seq < 2:  # a size of 1 is special: such dimensions broadcast
+            return self.recorded(batch, seq)
+        if batch in (1, self.batch):
+            line = self._line(batch)
+            return self.recorded(batch, seq) if line is None else line._computed(seq)
+        if self._plane is None:
+            return self.recorded(batch, seq)
+        at_both = self._plane[0]._computed(seq), self._plane[1]._computed(seq)
+        return Sized(self._batches, at_both)._computed(batch)
+
+    @property
+    def _batches(self) -> tuple[int, int]:
+        first = max(2, self.batch)
+        return first, first + 2
+
+    @property
+    def _seqs(self) -> tuple[int, int]:
+        if self.seq < 2 * _MULTIPLE:
+            return self.seq, max(2, self.seq // 2) if self.seq != 2 else 3
+        whole = self.seq // _MULTIPLE
+        return whole * _MULTIPLE, whole // 2 * _MULTIPLE
+
+    @derived
+    def _line(self, batch: int) -> Sized | None:
+        """Return the step at any length, with so many samples."""
+        first, second = self._seqs
+        return sized(self._seqs, (self.recorded(batch, first), self.recorded(batch, second)))
+
+    @cached_property
+    def _plane(self) -> tuple[Sized, Sized] | None:
+        """The steps at any length of two batch sizes; None if not all sizes run the same ops."""
+        one, other = (self._line(n) for n in self._batches)
+        first, second = (self.recorded(n, self._seqs[0]) for n in self._batches)
+        if one is None or other is None or sized(self._batches, (first, second)) is None:
+            return None
+        return one, other
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,18 @@ def given(tmp_path_factory):
         ),
         "Report": (sacplan.Report, {"profile": profile, "plan": plan}),
         "Report.alive_at_peak": (sacplan.Report(profile).alive_at_peak, {}),
+        "Report.blocked_ops": (sacplan.Report(profile).blocked_ops, {}),
+        "advise": (sacplan.advise, {"profile": profile}),
+        "certify": (
+            sacplan.certify,
+            {
+                "model": make(),
+                "make_batch": lambda n, seq: torch.ones(n, seq, 8),
+                "lengths": [2, 4],
+                "device": "cpu",
+                "batch": 1,
+            },
+        ),
         "fit": (
             sacplan.fit,
             {
@@ -142,6 +154,8 @@ FUNCTIONS = [
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "Report",
     "Report.alive_at_peak", "Report.write_snapshot",
     "strategies", "layouts", "fit", "fake_device", "ranks", "compile_budget",
+    "Report.alive_at_peak", "Report.blocked_ops", "Report.write_memory_trace", "Report.write_snapshot",
+    "strategies", "layouts", "advise", "fit", "certify", "fake_device", "ranks", "compile_budget",
     "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
@@ -150,6 +164,9 @@ THEIR_OWN = {
     "optimizer": ("class",),
     "batch": ("tensor",),
     "fit.batch": ("huge",),
+    "certify.make_batch": ("class",),
+    "certify.pack": ("huge",),
+    "certify.pad_to_multiple_of": ("huge",),
     "fit.on_verdict": ("class",),  # it is called, and raises
     "make_batch": (),
     "manager": tuple(WRONG),  # the test's own

@@ -1,0 +1,185 @@
+"""The answer of ``certify``: the most memory that a run takes, when, and what to do if that is too much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+from sacplan.core.budget import format_bytes
+from sacplan.core.notebook import Section, as_html, frame_html
+from sacplan.planning.limits import EXPANDABLE_SEGMENTS
+from sacplan.planning.plan import Plan
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Setting: TypeAlias = Literal["default", "expandable", "none"]
+"""How the allocator is set; none where the sum of the tensors decides."""
+
+
+class BatchAt(NamedTuple):
+    """A batch of a run.
+
+    Attributes:
+        step: How many batches came before it.
+        batch, seq: Its samples, and the tokens of each.
+    """
+
+    step: int
+    batch: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"batch {self.step:,} ({self.batch} x {self.seq:,})"
+
+
+class LengthPlan(NamedTuple):
+    """A plan, and the longest sequence that it is for."""
+
+    longest: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRun:
+    """A run, and the most memory that it takes.
+
+    Attributes:
+        way: "as it is", "one plan", or how many plans.
+        allocator: The setting of the allocator; "none" on a CPU, and where a budget limits the sum of the tensors.
+        limit_bytes: What is not to be exceeded: by the reserved bytes if there are any, else by the allocated ones.
+        needs: What the most demanding batch takes of it. If memory runs out, what it would have taken.
+        allocated_bytes, allocated_at: The most that is allocated, and the first batch with which it is.
+        reserved_bytes, reserved_at: The most that is reserved; None where there is no allocator.
+        breaks_at: The batch at which memory runs out; None if it never does. With the default settings that is where
+            torch finds no room even after it has given cached segments back, and the run ends there. Otherwise it is
+            the first batch over the limit.
+        retries: How often torch gives cached segments back, with the default settings. The run goes on, but each time
+            costs a synchronization and new segments.
+        run_ms, added_ms: Predicted time of all steps, and what the plans add to it.
+    """
+
+    shown: ClassVar = (
+        "way", "allocator", "reserved_bytes", "reserved_at", "allocated_bytes", "allocated_at", "fits", "breaks_at",
+        "retries", "run_ms", "added_ms",
+    )  # fmt: skip
+
+    way: str = "as it is"
+    allocator: Setting
+    limit_bytes: int
+    needs: int
+    allocated_bytes: int
+    allocated_at: BatchAt
+    reserved_bytes: int | None
+    reserved_at: BatchAt | None
+    breaks_at: BatchAt | None
+    retries: int = 0
+    run_ms: float = 0.0
+    added_ms: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory never runs out."""
+        return self.breaks_at is None
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures that tables and JSON show."""
+        found = {name: getattr(self, name) for name in self.shown}
+        return {k: v._asdict() if isinstance(v, BatchAt) else v for k, v in found.items()}
+
+    @property
+    def said(self) -> str:
+        """The run in words."""
+        at, n_bytes = self.reserved_at or self.allocated_at, self.reserved_bytes or self.allocated_bytes
+        most = (
+            f"{format_bytes(n_bytes)} {'allocated' if self.reserved_at is None else 'reserved'} from {at} on"
+        )
+        retries = f", {self.retries} allocation retries" if self.retries else ""
+        added = f", {self.added_ms / self.run_ms:.1%} of the time added" if self.added_ms else ""
+        if self.fits:
+            return f"fits: {most}{retries}{added}"
+        return f"runs out of memory at {self.breaks_at}, which needs {format_bytes(self.needs)}{retries}"
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Whether every batch of a run fits a device.
+
+    Attributes:
+        model: Class name of the model.
+        device: Name of the device.
+        steps, shapes: How many batches the run has, and of how many shapes.
+        batch, tokens: What limits a batch: its samples or its tokens. Both are None if a ``DataLoader`` was given.
+        rows: The run as it is, then with plans if it needs them; each with the setting of the allocator that this
+            process has, and with the other one.
+        largest: If the run does not fit as it is: the largest batch, or budget of tokens, with which it does; 0 if none
+            does. None if it fits, and with a ``DataLoader``.
+        plans: If the run does not fit as it is: plans with which it does, by the longest sequence that each is for.
+            Empty if it fits, or no plan is enough.
+    """
+
+    model: str
+    device: str
+    steps: int
+    shapes: int
+    batch: int | None
+    tokens: int | None
+    rows: tuple[WholeRun, ...]
+    largest: int | None
+    plans: tuple[LengthPlan, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits as it is, with the setting of the allocator that this process has."""
+        return self.rows[0].fits
+
+    @property
+    def breaks_at(self) -> BatchAt | None:
+        """The batch at which the run as it is breaks; None if it does not."""
+        return self.rows[0].breaks_at
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan for the longest batches; None if the run needs none, or none is enough."""
+        return self.plans[-1].plan if self.plans else None
+
+    def plan_for(self, seq: int) -> Plan | None:
+        """Return the plan for batches of a length; None if the run has no plans, or no batch is so long."""
+        return next((one.plan for one in self.plans if seq <= one.longest), None)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do, in sentences; empty if the run fits."""
+        if self.fits:
+            return ()
+        found = []
+        if any(row.fits and row.allocator == "expandable" for row in self.rows if row.way == "as it is"):
+            found.append(f"It fits with {EXPANDABLE_SEGMENTS}.")
+        if self.largest is not None:
+            what = "batch" if self.tokens is None else "budget of tokens"
+            found.append(
+                f"The largest {what} that never breaks as it is: {self.largest:,}."
+                if self.largest
+                else f"No {what} fits without a plan."
+            )
+        return tuple(found) if self.plans else (*found, "No plan is enough.")
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a table with one row for each way and setting."""
+        import pandas as pd
+
+        return pd.DataFrame([{name: getattr(row, name) for name in row.shown} for row in self.rows])
+
+    def in_words(self) -> Section:
+        """Return the answer, for people."""
+        settings = {"default": "", "expandable": ", expandable segments", "none": ""}
+        rows = [(f"{row.way}{settings[row.allocator]}", row.said) for row in self.rows]
+        rows.insert(0, ("limit", format_bytes(self.rows[0].limit_bytes)))
+        title = f"{self.model} on {self.device}: {self.steps:,} batches of {self.shapes:,} shapes"
+        return Section(title, (*rows, *(("", said) for said in self.advice)))
+
+    def __str__(self) -> str:
+        return self.in_words().text(100)
+
+    def _repr_html_(self) -> str:
+        return as_html([self.in_words()]) + frame_html(self.to_frame())

@@ -1,0 +1,343 @@
+"""``certify``: whether every batch of a run fits a device, and not only the largest one.
+
+    print(sacplan.certify(model, make_batch, lengths, "rtx-4090", batch=8))
+
+A step can fit, and the run still run out of memory: the allocator reserves segments for the shapes that came first, and
+batches of other shapes leave holes in them. So the whole run is played, from the start of the process:
+
+1. *Draw.* The batches that the loader makes of the samples, as shapes in their order (``lengths.py``).
+2. *Record.* The step at two batch sizes and two lengths, from which that of any shape follows (``SizedBoth``).
+3. *Play.* Each step goes through the allocator, with what the steps before it have left there
+   (``device_memory.TrainingRun``). Steps of one shape share one list of allocations, so that a step takes milliseconds.
+   No step is left out: what the allocator does depends on all steps before. A play ends early only where memory has
+   run out, or where the question is whether it does.
+4. *Plan.* If the run does not fit, its largest batch is planned for, and the run is played again with the plan. If the
+   allocator then reserves too much, the budget is lowered by the excess (``limits.within``).
+
+With ``buckets``, batches have one plan of several, each made for the longest batch of its range of lengths, so that
+short batches recompute less, or nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sacplan.core.arguments import checked
+from sacplan.core.progress import begins
+from sacplan.device.caching_allocator import (
+    CachingAllocator,
+    ExpandableAllocator,
+    NoAllocator,
+    OutOfDeviceMemory,
+)
+from sacplan.device.device_memory import Changes, TrainingRun, changes_of, expandable_segments
+from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
+from sacplan.errors import PlanError
+from sacplan.planning.limits import Limit, Room, limit_of_device, within
+from sacplan.planning.make import outcome_of, smallest_plan
+from sacplan.planning.plan import Plan
+from sacplan.planning.request import Request
+from sacplan.questions.batch_sizes import Recordings
+from sacplan.questions.certificate import BatchAt, Certificate, LengthPlan, Setting, WholeRun
+from sacplan.questions.largest import largest
+from sacplan.questions.lengths import Drawing, Shape, read_shapes
+from sacplan.questions.scaled import SizedBoth
+from sacplan.record.step import LossFn
+from sacplan.techniques.registry import resolve_techniques
+
+_TOKEN_STEPS = 64  # budgets of tokens are tried in steps of this share of the one that was asked for
+
+_UNLIMITED: dict[Setting, type[CachingAllocator]] = {"expandable": ExpandableAllocator, "none": NoAllocator}
+
+
+@checked(PlanError, "model", "make_batch", "lengths", "optimizer", "budget", "headroom")
+def certify(
+    model: torch.nn.Module,
+    make_batch: Callable[[int, int], Any],
+    lengths: Any,
+    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    budget: float | str | None = None,
+    headroom: float | str | None = None,
+    *,
+    batch: int | None = None,
+    tokens: int | None = None,
+    pad_to_multiple_of: int = 1,
+    pack: int | None = None,
+    seed: int | None = 0,
+    epochs: int = 1,
+    drop_last: bool = False,
+    longest: int | None = None,
+    buckets: int = 1,
+    techniques: Sequence[str] | None = None,
+) -> Certificate:
+    """Say whether every batch of a run fits a device; if not, which one is the first that does not, and what to do.
+
+        lengths = [len(text) for text in tokenized]
+        found = sacplan.certify(model, lambda n, seq: torch.zeros(n, seq, dtype=torch.long), lengths, batch=8)
+        print(found)
+
+    The run is played on the rules of torch's allocator, from the first step on, with its default settings and with
+    expandable segments. The loop is taken to hold the batch and the loss of a step until the next ones are there, and
+    to drop gradients between two steps, as most do.
+
+    Args:
+        model, device, loss_fn, optimizer: As for ``sacplan.profile``.
+        make_batch: ``make_batch(n, seq)`` returns a batch of n samples of ``seq`` tokens each, with masks and labels.
+        lengths: Tokens in each sample: a sequence, an array, a tensor, or a mapping of lengths to counts. Or a
+            ``DataLoader``, which is iterated: of its batches only the shapes are kept.
+        budget, headroom: Limit for the peak of each step, as for ``max_batch``. Without either, what the allocator
+            reserves has to fit the device.
+        batch: Samples in a batch.
+        tokens: Instead, the most tokens in a batch, padding included: it takes samples until the next one would be
+            too much.
+        pad_to_multiple_of: Batches are padded to their longest sample, rounded up to a multiple of this.
+        pack: Instead of padding, samples are put one behind the other and cut into rows of so many tokens.
+        seed: Samples come in the order of ``DataLoader(..., shuffle=True, generator=...)`` with a generator of this
+            seed; None: in their own order.
+        epochs: How often all samples come.
+        drop_last: As for ``DataLoader``.
+        longest: How many tokens the model has positions for, if it has a limit.
+        buckets: If the run needs a plan: how many plans there may be, each for a range of lengths.
+        techniques: As for ``sacplan.plan``.
+
+    Figures of shapes that were not recorded are computed, as for ``fit``. They are exact, except that kernels may pad
+    lengths, and that their workspaces need not be linear in the size. Not played: evaluation and saving between steps,
+    gradient accumulation, and what lies outside of the allocator.
+
+    Raises:
+        PlanError: A length is below 1 or above ``longest``, or there is none; neither or both of ``batch`` and
+            ``tokens``; ``buckets`` with ``tokens``; or ``make_batch`` makes batches of one size.
+        BudgetError: As for ``max_batch``.
+        TraceError, DeviceError: As for ``profile``.
+    """
+    if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
+        raise PlanError(
+            f"make_batch must be a function of samples and tokens, not {type(make_batch).__name__}. For example "
+            "make_batch=lambda n, seq: torch.zeros(n, seq, dtype=torch.long)."
+        )
+    if isinstance(buckets, bool) or buckets < 1 or (buckets > 1 and tokens is not None):
+        raise PlanError(
+            f"buckets={buckets!r}{f', tokens={tokens}' if tokens else ''}: the number of plans must be 1 or more, and "
+            "1 with tokens=, since all batches are about as large then."
+        )
+    rules = {
+        "batch": batch,
+        "tokens": tokens,
+        "pad_to_multiple_of": pad_to_multiple_of,
+        "pack": pack,
+        "seed": seed,
+    }
+    shapes, drawing = read_shapes(lengths, longest, epochs, **rules, drop_last=drop_last)
+    spec = resolve_device(device)
+    limit = limit_of_device(budget, headroom, spec)
+    recordings = Recordings(model, make_batch, spec, {"loss_fn": loss_fn, "optimizer": optimizer})
+    steps = SizedBoth(recordings.at, max(shape.batch for shape in shapes), max(shape.seq for shape in shapes))
+    request = Request(techniques=None if techniques is None else resolve_techniques(techniques))
+    return _Runs(type(model).__name__, steps, limit.room(spec), shapes, drawing, request).certificate(buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is kept of a step of one shape, with its plan.
+
+    Attributes:
+        changes: Its allocations and frees.
+        peak_bytes, step_ms: Peak and time.
+    """
+
+    changes: Changes
+    peak_bytes: int
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of one model that are compared."""
+
+    model: str
+    steps: SizedBoth
+    room: Room
+    shapes: Sequence[Shape]
+    drawing: Drawing | None
+    request: Request
+    _known: dict[tuple[Shape, tuple[Any, ...]], _Step] = field(default_factory=dict)
+
+    @property
+    def _settings(self) -> tuple[Setting, ...]:
+        """The settings of the allocator that are played, that of this process first."""
+        if not self.room.is_reserved:
+            return ("none",)
+        return ("expandable", "default") if expandable_segments() else ("default", "expandable")
+
+    def _step(self, shape: Shape, plan: Plan | None) -> _Step:
+        key = shape, () if plan is None else plan.decisions
+        if key not in self._known:
+            step = self.steps.at(*shape)
+            program = step.program if plan is None else step.with_plan(plan.decisions)
+            # The program itself would take megabytes for each shape.
+            self._known[key] = _Step(
+                changes_of(program), program.footprint.peak_bytes, program.step_ms + step.waits_ms(program)
+            )
+        return self._known[key]
+
+    def _of(self, shapes: Sequence[Shape], plans: Sequence[LengthPlan] = ()) -> dict[Shape, _Step]:
+        """Return, by shape, the step with the first of the plans that is for its length."""
+        return {
+            shape: self._step(shape, next((one.plan for one in plans if shape.seq <= one.longest), None))
+            for shape in dict.fromkeys(shapes)
+        }
+
+    # --- one run
+
+    def _played(
+        self,
+        shapes: Sequence[Shape],
+        steps: Mapping[Shape, _Step],
+        setting: Setting,
+        *,
+        whole: bool = True,
+    ) -> WholeRun:
+        """Play a run up to the batch at which memory runs out.
+
+        What torch gives back of expandable segments is not played: there, and where the sum of the tensors decides, the
+        first batch over the limit is that batch. The run goes on, if it is to be played as a ``whole``.
+        """
+        room, reserves = self.room.n_bytes, setting != "none"
+        run = TrainingRun(CachingAllocator(room) if setting == "default" else _UNLIMITED[setting]())
+        most = dict.fromkeys(("allocated", "reserved"), (-1, BatchAt(0, *shapes[0])))
+        breaks_at, needs = None, 0
+        for index, shape in enumerate(shapes):
+            at = BatchAt(index, *shape)
+            try:
+                peaks = run.step(steps[shape].changes)
+            except OutOfDeviceMemory as error:
+                breaks_at, needs = at, error.needs
+                break
+            allocated = max(peaks.max_memory_allocated, run.between_bytes)
+            # ``max`` keeps the first of equals: the batch with which a figure was reached.
+            most["allocated"] = max(most["allocated"], (allocated, at), key=lambda one: one[0])
+            most["reserved"] = max(most["reserved"], (peaks.max_memory_reserved, at), key=lambda one: one[0])
+            needs = most["reserved" if reserves else "allocated"][0]
+            if breaks_at is None and needs > room:
+                breaks_at = at
+                if not whole:
+                    break
+        return WholeRun(
+            allocator=setting,
+            limit_bytes=room,
+            needs=needs,
+            allocated_bytes=max(0, most["allocated"][0]),
+            allocated_at=most["allocated"][1],
+            reserved_bytes=max(0, most["reserved"][0]) if reserves else None,
+            reserved_at=most["reserved"][1] if reserves else None,
+            breaks_at=breaks_at,
+            retries=run.allocator.retries,
+        )
+
+    def _rows(self, way: str, plans: Sequence[LengthPlan] = ()) -> list[WholeRun]:
+        """Return the run with some plans, by setting of the allocator."""
+        begins(f"playing {len(self.shapes)} steps: {way}")
+        steps, plain = self._of(self.shapes, plans), self._of(self.shapes)
+        run_ms, plain_ms = (sum(each[shape].step_ms for shape in self.shapes) for each in (steps, plain))
+        more: Any = {"way": way, "run_ms": run_ms, "added_ms": run_ms - plain_ms}
+        return [dataclasses.replace(self._played(self.shapes, steps, one), **more) for one in self._settings]
+
+    # --- what to do
+
+    @cached_property
+    def _distinct(self) -> list[Shape]:
+        return sorted(set(self.shapes), key=lambda shape: (shape.seq, shape.batch))
+
+    def _plan(self, shape: Shape, budget_bytes: int) -> Plan:
+        """Return the plan for a shape within a budget; if none is, that with the smallest peak."""
+        step = self.steps.recorded(*shape)
+        asked = Request(Limit.exactly(budget_bytes), techniques=self.request.techniques)
+        return outcome_of(asked, step).plan or smallest_plan(self.request, step)
+
+    def _largest_of(self, shapes: Sequence[Shape]) -> Shape:
+        return max(shapes, key=lambda shape: (self._step(shape, None).peak_bytes, shape))
+
+    def _edges(self, buckets: int, budget_bytes: int) -> list[int]:
+        """Return the longest length of each bucket: the first needs no plan, the others have as many steps each."""
+        too_long = [s.seq for s in self._distinct if self._step(s, None).peak_bytes > budget_bytes]
+        lengths = sorted(shape.seq for shape in self.shapes)
+        first = bisect_left(lengths, min(too_long, default=lengths[-1] + 1))
+        n = buckets - (first > 0)
+        ends = [first, *(first + -(-(len(lengths) - first) * k // n) for k in range(1, n + 1))]
+        return sorted({lengths[end - 1] for end in ends if end})
+
+    def _plans(self, buckets: int) -> list[LengthPlan] | None:
+        """Return plans with which the run fits; None if there are none."""
+        begins("planning")
+
+        def made(budget_bytes: int) -> list[LengthPlan]:
+            edges = self._edges(buckets, budget_bytes) if buckets > 1 else [self._distinct[-1].seq]
+            below, found = 0, []
+            for edge in edges:
+                shape = self._largest_of([one for one in self._distinct if below < one.seq <= edge])
+                found.append(LengthPlan(edge, self._plan(shape, budget_bytes)))
+                below = edge
+            return found
+
+        def takes(plans: list[LengthPlan]) -> tuple[int, int]:
+            run = self._played(self.shapes, self._of(self.shapes, plans), self._settings[0], whole=False)
+            return max(one.plan.peak_bytes for one in plans), run.needs
+
+        found = within(self.room, made, takes)
+        return found.made if found.needs <= self.room.n_bytes else None
+
+    def _largest_size(self) -> int | None:
+        """Return the largest batch, or budget of tokens, with which the run fits as it is; 0 if none does."""
+        drawing = self.drawing
+        if drawing is None:
+            return None
+        begins("the largest size that fits")
+        smallest, unit = 1, 1
+        if drawing.tokens is not None:
+            smallest, unit = drawing.longest, max(1, drawing.tokens // _TOKEN_STEPS)
+        excess: dict[int, int] = {}
+
+        def look(n: int) -> None:
+            shapes = drawing.of_size(smallest + (n - 1) * unit).shapes()
+            # The largest step alone may be too much. Then nothing has to be played.
+            peak = self._step(max(shapes, key=lambda s: (s.batch * s.seq, s.seq)), None).peak_bytes
+            if peak <= self.room.n_bytes:
+                peak = self._played(shapes, self._of(shapes), self._settings[0], whole=False).needs
+            excess[n] = peak - self.room.n_bytes
+
+        most = max(1, (drawing.size - smallest) // unit)
+        found = largest(excess, look, most, lambda over: over <= 0, float)
+        return smallest + (found - 1) * unit if found else 0
+
+    def certificate(self, buckets: int) -> Certificate:
+        """Return the answer."""
+        rows, plans, size = self._rows("as it is"), None, None
+        if not rows[0].fits:
+            size = self._largest_size()
+            plans = self._plans(1)
+        if plans is not None:
+            rows += self._rows("one plan", plans)
+            several = self._plans(buckets) if buckets > 1 else None
+            if several is not None:
+                plans = several
+                rows += self._rows(f"{len(plans)} plans", plans)
+        return Certificate(
+            model=self.model,
+            device=self.steps.recorded(*self._largest_of(self._distinct)).device,
+            steps=len(self.shapes),
+            shapes=len(self._distinct),
+            batch=None if self.drawing is None else self.drawing.batch,
+            tokens=None if self.drawing is None else self.drawing.tokens,
+            rows=tuple(rows),
+            largest=size,
+            plans=tuple(plans or ()),
+        )

@@ -1,0 +1,231 @@
+"""``certify`` against real loops on a CPU, and against the allocator played by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.profiler import ProfilerActivity
+from torch.utils.data import DataLoader
+
+import sacplan
+from sacplan.device.caching_allocator import CachingAllocator, ExpandableAllocator
+from sacplan.device.device_memory import TrainingRun, changes_of
+from sacplan.device.devices import resolve_device
+from sacplan.errors import PlanError
+from sacplan.questions.certify import certify
+from sacplan.questions.lengths import Drawing, Shape
+from sacplan.questions.scaled import SizedBoth
+from sacplan.torch_compat.allocations import allocation_events
+from tests.support.devices import memory_with_room
+from tests.zoo.language_models import LM, cross_entropy
+
+MIB = 2**20
+ADAMW = functools.partial(torch.optim.AdamW, foreach=True)
+
+
+def make_batch(n: int, seq: int) -> torch.Tensor:
+    return torch.zeros(n, seq, dtype=torch.long)
+
+
+def drawn(n: int, longest: int = 96) -> list[int]:
+    """Lengths as data sets have them: most are short, a few are long."""
+    found = np.random.default_rng(0).lognormal(3.0, 0.7, n)
+    return [int(length) for length in found.clip(4, longest)]
+
+
+def model() -> LM:
+    return LM(layers=2, dim=32, heads=2, vocab=64)
+
+
+def measured(lengths: list[int], batch: int, plan: sacplan.Plan | None = None) -> tuple[int, list[Shape]]:
+    """The peak of a real loop on the CPU, from the profiler's allocation events, and the batches that it had."""
+    net = model()
+    if plan is not None:
+        sacplan.apply(net, plan)
+    optimizer = ADAMW(net.parameters())
+    samples = [torch.zeros(length, dtype=torch.long) for length in lengths]
+    loader = DataLoader(
+        samples,  # type: ignore[arg-type]
+        batch_size=batch,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(0),
+        collate_fn=functools.partial(pad_sequence, batch_first=True),
+    )
+    shapes = []
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for tokens in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(net, tokens)
+            loss.backward()
+            optimizer.step()
+            shapes.append(Shape(*tokens.shape))
+    live = peak = 0
+    for delta in allocation_events(profiler, {}):
+        assert not isinstance(delta, str)
+        live += delta
+        peak = max(peak, live)
+    return peak + sum(p.untyped_storage().nbytes() for p in net.parameters()), shapes
+
+
+@pytest.mark.parametrize("n_steps", [16, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_the_peak_of_a_whole_run_is_that_of_a_real_loop(n_steps: int) -> None:
+    lengths = drawn(4 * n_steps - 1)  # the last batch has three samples
+    peak, shapes = measured(lengths, 4)
+    found = certify(model(), make_batch, lengths, "cpu", cross_entropy, ADAMW, batch=4)
+    assert len(shapes) == found.steps == n_steps
+    assert found.shapes == len(set(shapes)) > n_steps / 4
+    (row,) = found.rows
+    assert row.allocated_bytes == peak
+    assert shapes[row.allocated_at.step] == row.allocated_at[1:]
+    assert found.fits
+    assert found.breaks_at is None
+    assert not found.plans
+
+
+def test_what_to_do_if_a_run_does_not_fit() -> None:
+    lengths, how = drawn(48), {"loss_fn": cross_entropy, "optimizer": ADAMW}
+    whole = certify(model(), make_batch, lengths, "cpu", batch=4, **how).rows[0]
+    budget = f"{int(0.8 * whole.allocated_bytes)}B"
+    found = certify(model(), make_batch, lengths, "cpu", budget=budget, batch=4, buckets=2, **how)
+    plain, one, several = found.rows
+    assert plain.allocated_bytes == whole.allocated_bytes > plain.limit_bytes
+    assert found.breaks_at == plain.breaks_at is not None
+    assert plain.breaks_at.step <= plain.allocated_at.step
+    # Nothing is recomputed in short batches, and every step is within the budget.
+    assert (one.way, several.way) == ("one plan", "2 plans")
+    assert one.fits
+    assert several.fits
+    assert 0 < several.added_ms < one.added_ms
+    short, long = found.plans
+    assert not short.plan.decisions
+    assert long.plan.decisions
+    assert short.longest < long.longest
+    assert found.plan_for(short.longest) == short.plan
+    assert found.plan_for(short.longest + 1) == long.plan == found.plan
+    assert found.plan_for(long.longest + 1) is None
+    # A real loop with the plan for the longest batch.
+    assert measured(lengths, 4, found.plan)[0] == one.allocated_bytes
+    # The largest batch fits, and one more does not.
+    assert found.largest in (1, 2, 3)
+    for n, fits in ((found.largest, True), (found.largest + 1, False)):
+        assert certify(model(), make_batch, lengths, "cpu", budget=budget, batch=n, **how).fits == fits
+    assert f"never breaks as it is: {found.largest}." in str(found)
+    assert list(found.to_frame()["way"]) == ["as it is", "one plan", "2 plans"]
+
+
+@pytest.mark.usefixtures("no_cublas_workspaces")
+def test_the_allocator_is_played_as_on_recordings_of_each_batch() -> None:
+    net = LM(layers=1, dim=64, heads=2, vocab=1024)
+    lengths = [256, 64, 192, 64, 128, 256, 192, 128, 64, 256, 32, 224]
+    drawing = Drawing(tuple(lengths), None, tokens=1024)
+    shapes = drawing.shapes()
+    assert all(shape.batch * shape.seq <= 1024 for shape in shapes)
+    assert sum(shape.batch for shape in shapes) == len(lengths)
+    recorded = {
+        shape: sacplan.profile(net, make_batch(*shape), cross_entropy, ADAMW, device="h100")
+        for shape in set(shapes)
+    }
+
+    def by_hand(allocator: CachingAllocator) -> list[tuple[int, int]]:
+        run, found = TrainingRun(allocator), []
+        for shape in shapes:
+            peaks = run.step(changes_of(recorded[shape].program))
+            found.append((peaks.max_memory_reserved, max(peaks.max_memory_allocated, run.between_bytes)))
+        return found
+
+    how: dict[str, Any] = {"loss_fn": cross_entropy, "optimizer": ADAMW, "tokens": 1024}
+    found = certify(net, make_batch, lengths, "h100", **how)
+    for row, allocator in zip(found.rows, (CachingAllocator(), ExpandableAllocator()), strict=True):
+        reserved, allocated = zip(*by_hand(allocator), strict=True)
+        assert (row.reserved_bytes, row.allocated_bytes) == (max(reserved), max(allocated))
+        assert row.reserved_at == (index := reserved.index(max(reserved)), *shapes[index])
+        assert row.allocated_at == (index := allocated.index(max(allocated)), *shapes[index])
+        assert row.fits
+        assert row.retries == 0
+    # A GPU with a page less: the first batch that needs that page.
+    reserved = [one for one, _ in by_hand(ExpandableAllocator())]
+    memory_bytes = memory_with_room(max(reserved) - MIB)
+    spec = dataclasses.replace(resolve_device("h100"), memory_bytes=memory_bytes)
+    tight = certify(net, make_batch, lengths, spec, **how)
+    index = reserved.index(max(reserved))
+    assert tight.rows[1].breaks_at == (index, *shapes[index])
+
+
+@pytest.mark.parametrize("shape", [(8, 96), (3, 70), (1, 33), (5, 1)])
+def test_a_step_of_any_shape_equals_its_recording(shape: tuple[int, int]) -> None:
+    net = model()
+
+    def record(n: int, seq: int) -> sacplan.Profile:
+        return sacplan.profile(net, make_batch(n, seq), cross_entropy, ADAMW, device="cpu")
+
+    computed, recorded = SizedBoth(record, 4, 64).at(*shape), record(*shape)
+    assert computed.recorded.storage_bytes == recorded.recorded.storage_bytes
+    assert computed.peak_bytes == recorded.peak_bytes
+
+
+def test_batches_are_those_of_the_rules() -> None:
+    lengths = (5, 9, 2, 7, 3)
+    assert Drawing(lengths, 2, seed=None).shapes() == [(2, 9), (2, 7), (1, 3)]
+    assert Drawing(lengths, 2, seed=None, drop_last=True).shapes() == [(2, 9), (2, 7)]
+    assert Drawing(lengths, 2, seed=None, pad_to_multiple_of=8).shapes() == [(2, 16), (2, 8), (1, 8)]
+    assert Drawing(lengths, 2, seed=None, pack=10).shapes() == [(2, 10), (1, 10)]
+    assert Drawing(lengths, None, tokens=18, seed=None).shapes() == [(2, 9), (2, 7), (1, 3)]
+    assert len(Drawing(lengths, 2, epochs=3).shapes()) == 9
+    assert Drawing((4,) * 6, 3, seed=1).shapes() == [(3, 4)] * 2
+
+
+def test_a_data_loader_is_read_for_its_shapes() -> None:
+    net, lengths = model(), drawn(16)
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(
+        [torch.zeros(length, dtype=torch.long) for length in lengths],  # type: ignore[arg-type]
+        batch_size=4,
+        shuffle=True,
+        generator=generator,
+        collate_fn=functools.partial(pad_sequence, batch_first=True),
+    )
+    before, state = generator.get_state(), torch.get_rng_state()
+    read = certify(net, make_batch, loader, "cpu", cross_entropy, ADAMW)
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    counted = certify(net, make_batch, lengths, "cpu", cross_entropy, ADAMW, batch=4)
+    assert read.rows == counted.rows
+    with pytest.raises(PlanError, match="pack= with a data loader"):
+        certify(model(), make_batch, loader, "cpu", pack=64)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "how", "said"),
+    [
+        ([], {"batch": 2}, "lengths is empty"),
+        ([3, 0, 4], {"batch": 2}, r"lengths\[1\] is 0, and a sample has 1 token or more"),
+        (
+            {64: 2, 128: 1},
+            {"batch": 2, "longest": 100},
+            r"lengths\[2\] is 128, and the model has 100 positions",
+        ),
+        ({64: -1}, {"batch": 2}, "lengths cannot be read as integers"),
+        ({64: 2**30}, {"batch": 2}, "they count more than 16,777,216 samples"),
+        ([4], {"batch": 2, "epochs": 2**30}, "Give fewer epochs"),
+        ([4], {"batch": 2, "seed": -1}, "seed=-1 must be from 0"),
+        ([1.5, 2.0], {"batch": 2}, "must be integers in one dimension"),
+        ([4], {}, "give one of them"),
+        ([4], {"batch": 2, "tokens": 8}, "give one of them"),
+        ([4], {"batch": 0}, "batch=0 must be 1 or more"),
+        ([4], {"tokens": 3}, "the longest sample has 4"),
+        ([4], {"pack": 8, "tokens": 8}, "neither tokens="),
+        ([4], {"batch": 1, "pack": 200, "longest": 100}, "a batch has 200 tokens in a row"),
+        ([4], {"batch": 2, "drop_last": True}, "1 samples make no batch of 2"),
+        ([4], {"tokens": 8, "buckets": 2}, "buckets=2, tokens=8"),
+        ([4], {"batch": 1, "rule": "longest"}, "unexpected keyword argument 'rule'"),
+    ],
+)
+def test_what_is_no_run_is_refused(lengths: Any, how: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        certify(model(), make_batch, lengths, "cpu", **how)
