@@ -101,7 +101,6 @@ __all__ = [
     "Verdict",
     "Verification",
     "WholeRun",
-    "advise",
     "aggregate_stats",
     "apply",
     "calibrate",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from sacplan.core.budget import format_bytes
-from sacplan.core.notebook import Section, as_html, frame_html
+from sacplan.core.sections import Section
 from sacplan.planning.limits import EXPANDABLE_SEGMENTS
 from sacplan.planning.plan import Plan
 
@@ -180,6 +180,3 @@ class Certificate:
 
     def __str__(self) -> str:
         return self.in_words().text(100)
-
-    def _repr_html_(self) -> str:
-        return as_html([self.in_words()]) + frame_html(self.to_frame())

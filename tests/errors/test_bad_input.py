@@ -105,8 +105,6 @@ def given(tmp_path_factory):
         ),
         "Report": (sacplan.Report, {"profile": profile, "plan": plan}),
         "Report.alive_at_peak": (sacplan.Report(profile).alive_at_peak, {}),
-        "Report.blocked_ops": (sacplan.Report(profile).blocked_ops, {}),
-        "advise": (sacplan.advise, {"profile": profile}),
         "certify": (
             sacplan.certify,
             {
@@ -153,9 +151,7 @@ FUNCTIONS = [
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "Report",
     "Report.alive_at_peak", "Report.write_snapshot",
-    "strategies", "layouts", "fit", "fake_device", "ranks", "compile_budget",
-    "Report.alive_at_peak", "Report.blocked_ops", "Report.write_memory_trace", "Report.write_snapshot",
-    "strategies", "layouts", "advise", "fit", "certify", "fake_device", "ranks", "compile_budget",
+    "strategies", "layouts", "fit", "certify", "fake_device", "ranks", "compile_budget",
     "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
