@@ -17,7 +17,7 @@ from sacplan.cli.exits import INFEASIBLE
 from sacplan.cli.output import CommandResult, number, stage, table
 from sacplan.cli.targets import load_target, users_code
 from sacplan.core.budget import format_bytes
-from sacplan.integrations.hf.target import ModelOptions, TargetError
+from sacplan.integrations.hf.target import NAMED, ModelOptions, TargetError
 
 if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
@@ -158,7 +158,8 @@ def _answer(
 def _named(target: str, hf: ModelOptions) -> str:
     """Return what the verdict calls the model: its name, and the adapters and 4-bit weights that it was given."""
     adapters = [] if hf.lora is None else [f"LoRA {hf.lora}"]
-    return ", ".join([target.removeprefix("hf:"), *adapters, *(["4-bit weights"] if hf.load_in_4bit else [])])
+    name = target.partition(":")[2] if target.startswith(NAMED) else target
+    return ", ".join([name, *adapters, *(["4-bit weights"] if hf.load_in_4bit else [])])
 
 
 def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:
@@ -186,7 +187,7 @@ def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> 
     # With ``--mesh``, the batch is that of all ranks together; the verdict has that of each device.
     given = {**hf.given(), "batch": found.batch * (found.devices if "--mesh" in best.flags else 1)}
     # Other targets make their optimizer themselves, so no option could change it.
-    if target.startswith("hf:"):
+    if target.startswith(NAMED):
         given["optimizer"] = best.optimizer
     words = ["sacplan", "plan", target, *o.written(given).split(), "--device", found.device]
     words += [] if found.budget is None else ["--budget", found.budget]

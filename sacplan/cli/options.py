@@ -69,7 +69,7 @@ def output(what: str) -> Any:
     return option("--output", "-o", metavar="FILE", help=f"Where to save {what}.")
 
 
-TARGET = "A model and a batch: FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME or hf:CONFIG.json."
+TARGET = "A model and a batch: FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME, hf:CONFIG.json or diffusers:NAME."
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=TARGET, show_default=False)]
 Source = Annotated[
     str,

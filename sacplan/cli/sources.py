@@ -15,7 +15,7 @@ from sacplan.cli.origin import Origin, origin_of, seen_in
 from sacplan.cli.output import note, stage, warn
 from sacplan.cli.targets import is_json_file, load_target, not_a_model, users_code
 from sacplan.errors import DeviceError
-from sacplan.integrations.hf.target import DEFAULTS, ModelOptions, Target, TargetError
+from sacplan.integrations.hf.target import DEFAULTS, NAMED, ModelOptions, Target, TargetError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +69,7 @@ def _asked_ranks(step: o.StepOptions) -> Ranks | None:
 def dtype_for(spec: DeviceSpec, source: str, asked: ModelOptions) -> ModelOptions:
     """Return the options of an ``hf:`` target. Without a dtype, a device that has no bfloat16 gets float16."""
     # Asked for, or the default will do, or the target decides.
-    if asked.dtype is not None or spec.has_bfloat16 or not source.startswith("hf:"):
+    if asked.dtype is not None or spec.has_bfloat16 or not source.startswith(NAMED):
         return asked
     note(f"--dtype float16, since {spec.name} has no bfloat16 arithmetic")
     return replace(asked, dtype="float16")

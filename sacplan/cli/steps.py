@@ -17,7 +17,7 @@ from sacplan.cli.origin import save
 from sacplan.cli.output import CommandResult, stage
 from sacplan.cli.targets import is_json_file, load_target, not_a_model
 from sacplan.errors import PlanMismatch, RecipeError
-from sacplan.integrations.hf.target import TargetError, hinted
+from sacplan.integrations.hf.target import NAMED, TargetError, hinted
 
 if TYPE_CHECKING:
     from sacplan import Plan
@@ -213,7 +213,7 @@ def verify(
             f"--run real: {plan_file} is for {ranks_text(plan.ranks)}, but the whole model would run here. Use "
             "--run fake, whose step is that of one rank."
         )
-    options = sources.as_planned(hf, plan, plan_file) if target.startswith("hf:") else hf
+    options = sources.as_planned(hf, plan, plan_file) if target.startswith(NAMED) else hf
     # A real step needs weights on its device, though random ones will do. A fake step needs none.
     with stage("loading"):
         loaded = load_target(target, options, _real_place() if run == "real" else "meta")

@@ -20,7 +20,7 @@ from sacplan.cli.output import CommandResult, note, number, rows_table, stage, t
 from sacplan.cli.targets import is_json_file, load_target, users_code
 from sacplan.core.writing import replacing
 from sacplan.errors import InfeasibleBudget
-from sacplan.integrations.hf.target import TargetError
+from sacplan.integrations.hf.target import NAMED, TargetError
 
 if TYPE_CHECKING:
     from sacplan import Plan
@@ -147,7 +147,7 @@ def report(
     if plan is None or is_json_file(source):
         read = sources.profile_of(source, step, hf)
     else:
-        options = sources.as_planned(hf, plan, str(plan_file)) if source.startswith("hf:") else hf
+        options = sources.as_planned(hf, plan, str(plan_file)) if source.startswith(NAMED) else hf
         recorded = sources.step_as_planned(step, plan, str(plan_file))
         read = sources.profile_of(source, recorded, options, plan)
         # The ranks of the plan, unless others were asked for: those have to agree with the plan.
@@ -270,7 +270,7 @@ def layouts(
     allowed = sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
     with stage("loading"):
-        if hf.batch is None and target.startswith("hf:"):
+        if hf.batch is None and target.startswith(NAMED):
             hf = dataclasses.replace(hf, batch=devices)  # every rank needs a sample
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
     with stage("tracing and planning", long=True), users_code(f"the step of {target}"):

@@ -3,6 +3,7 @@
     train.py:make        a function in a file; train.py alone stands for its sacplan_target
     package.module:make  a function in a module; the current directory is searched first
     hf:gpt2, hf:config.json, hf:directory    from a configuration of transformers, without weights
+    diffusers:black-forest-labs/FLUX.1-dev@1024x1024    the denoiser of an image or video model, without weights
 
 The function takes no arguments and returns ``(model, batch)``, or a mapping with the keys ``model``, ``batch`` and
 optionally ``loss_fn``, ``optimizer`` and ``make_batch`` (batch size to batch), as ``sacplan.profile`` takes them.
@@ -30,19 +31,19 @@ from sacplan.cli.options import named
 from sacplan.cli.output import note
 from sacplan.errors import SacplanError
 from sacplan.integrations.hf import architectures
-from sacplan.integrations.hf.target import ModelOptions, Target, TargetError, hinted
+from sacplan.integrations.hf.target import NAMED, ModelOptions, Target, TargetError, hinted
 
 _DEFAULT_NAME = "sacplan_target"
 _FAKE_TENSORS = (
     "torch._subclasses.fake_tensor"  # logs each error that it raises; ``--debug`` shows the traceback
 )
 _KEYS = ("model", "batch", "loss_fn", "optimizer", "make_batch")
-_FORMS = "FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME or hf:CONFIG.json"
+_FORMS = "FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME, hf:CONFIG.json or diffusers:NAME"
 
 
 def is_json_file(text: str) -> bool:
     """Return whether the text names a saved file rather than a target."""
-    return not text.startswith("hf:") and text.lower().endswith((".json", ".json.gz"))
+    return not text.startswith(NAMED) and text.lower().endswith((".json", ".json.gz"))
 
 
 def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target:
@@ -56,8 +57,13 @@ def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target
     Raises:
         TargetError: it does not exist, or the user's code failed. The message names the line.
     """
+    if text.startswith("diffusers:"):
+        from sacplan.integrations import diffusers  # imports torch
+
+        with users_code(text):
+            return diffusers.build(text, options, place)
     if text.startswith("hf:"):
-        from sacplan.integrations.hf.models import build  # imports torch
+        from sacplan.integrations.hf.models import build
 
         with users_code(text):
             return build(text, options, place, functools.partial(_may_fetch, fetch=options.fetch))

@@ -10,6 +10,9 @@ from sacplan.errors import SacplanError
 
 _Error = TypeVar("_Error", bound=Exception)
 
+NAMED = ("hf:", "diffusers:")
+"""How targets begin whose models the command line makes, and so takes options for."""
+
 LORA = "Write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 
 
