@@ -69,6 +69,7 @@ NOT_RUN = {
     ("start.md", "pip install -e", "installs packages"),
     ("versions.md", "make test-torch", "installs packages"),
     ("trainers.md", "python -m pytest", "takes minutes"),
+    ("trainers.md", "plugins:", "needs axolotl and Triton"),
     ("trainers.md", "from torchtune", "needs torchtune and an old torchao"),
     ("trainers.md", "from dataclasses", "needs torchtitan and Triton"),
     ("trainers.md", "import torch\nimport torch.nn", "needs torchtitan and Triton"),
