@@ -39,11 +39,11 @@ from benchmarks.harness.results import MIB, RESULTS, Row, write_results
 from benchmarks.harness.steps import tensors_of
 from benchmarks.harness.table import Table
 from benchmarks.models import gpu_models
-from sacplan.core.rewrites.library_workspaces import library_workspace_bytes
 from sacplan.device.attention import AttentionCall, attention_backend
 from sacplan.device.calibrate import calibrate
 from sacplan.device.device_memory import device_memory
 from sacplan.device.devices import DeviceSpec, resolve_device, torch_version
+from sacplan.device.library_workspaces import library_workspace_bytes
 from sacplan.record.step import Step, default_loss
 from sacplan.running.measure import measured_step
 

@@ -27,10 +27,10 @@ from msgspec import structs
 
 from sacplan.core.budget import is_share
 from sacplan.device.devices import DeviceSpec
-from sacplan.distributed.placing.styles import Also, tensor_parallel
 from sacplan.distributed.ranks.ranks import Ranks, layers_of
 from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.distributed.sharding.sharding import Sharding
+from sacplan.distributed.sharding.styles import Also, tensor_parallel
 from sacplan.errors import PlanError, TraceError
 from sacplan.planning.infeasible import infeasible_on_mesh
 from sacplan.planning.make import Outcome, outcome_of
@@ -177,19 +177,6 @@ def names_on(mesh: Mesh) -> tuple[str, ...]:
     return (_TENSOR,) if len(mesh.axes) == 1 else (f"fsdp + {_TENSOR}",)
 
 
-def described_name(name: str, mesh: Mesh) -> str:
-    """Return a name and what it does on which axis: ``"megatron (tensors cut over dp)"``."""
-    words = name.split(" + ")
-    if not set(words) <= set(POLICIES):
-        return name
-    # As in ``way``, tensor parallelism has the last axis, and data parallelism all others.
-    axes = list(mesh.names)
-    tensor = [axes.pop()] if _TENSOR in words else []
-    parts = [f"batch cut over {' and '.join(axes)}"] if axes else []
-    parts += [f"tensors cut over {axis}" for axis in tensor]
-    return f"{name} ({', '.join(parts)})"
-
-
 def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddings", "others")) -> Spread:
     """Return a way to spread a step by its name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, or ``"fsdp + megatron"``.
 
@@ -220,7 +207,9 @@ def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddi
     if has_tensors:
         if profile.source is None:
             raise PlanError(NO_SOURCE)
-        styles = tensor_parallel(profile, profile.source.model, mesh.axes[-1], also)
+        styles = tensor_parallel(
+            profile.recorded, profile.fingerprint, profile.source.model, mesh.axes[-1], also
+        )
     units = (
         None
         if words[0] in ("ddp", _TENSOR)

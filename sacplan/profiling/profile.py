@@ -22,11 +22,11 @@ from sacplan.core.decisions import AnyDecision, Decision, Discarded, as_decision
 from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.liveness import Footprint
 from sacplan.core.program import Phase, Program, StorageKind
-from sacplan.core.rewrites.library_workspaces import library_workspaces
 from sacplan.core.sections import Section
 from sacplan.device.device_memory import DeviceMemory, device_memory
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.eager import eager_ms, waits_ms
+from sacplan.device.library_workspaces import library_workspaces
 from sacplan.distributed.ranks.ranks import ONE_RANK, AnyRanks, Ranks, ranks_of
 from sacplan.errors import GraphBreak, PlanError, TraceError
 from sacplan.profiling import files

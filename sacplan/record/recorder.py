@@ -28,16 +28,16 @@ import msgspec
 import torch
 
 from sacplan.core.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind
-from sacplan.core.rewrites.in_place_versions import in_place_versions
-from sacplan.core.rewrites.settle import settled
 from sacplan.record.autograd_nodes import AutogradNodes, KeptNumbers
 from sacplan.record.calls import arguments_of, plain_tensors, tensor_list
 from sacplan.record.fake_data import DataRules
 from sacplan.record.in_place import InPlaceWrites, plain_formulas
+from sacplan.record.in_place_versions import in_place_versions
 from sacplan.record.module_calls import ModuleCalls
 from sacplan.record.regenerated_views import RegeneratedViews
 from sacplan.record.saved_tensors import SavedMode, SavedTensors
 from sacplan.record.seen_ops import SeenOp, SeenOps, SeenOutputs
+from sacplan.record.settle import settled
 from sacplan.record.storages import Storages
 from sacplan.record.streams import Streams
 from sacplan.record.tensor_table import TensorTable

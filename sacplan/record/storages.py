@@ -151,13 +151,6 @@ class Storages:
         _, largest = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
         return sum(self._raw[s] for s in self.on_host.intersection(storages)) if largest else 0
 
-    def is_another_of(self, tensor: torch.Tensor, same_as: torch.Tensor) -> None:
-        """Take the storage of a tensor for that of another one, as long as it lives. Its end is no event."""
-        storage = tensor.untyped_storage()
-        key = storage_key(storage)
-        self.ids[key] = self.known(same_as)
-        self._copies[key] = weakref.ref(storage, functools.partial(self._forget_copy, key))
-
     def track_given(self, tensor: torch.Tensor) -> int:
         """Count a tensor as alive from the start; return its storage."""
         self.track(tensor, StorageKind.OTHER, initial=True)

@@ -5,7 +5,6 @@ Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``torch._subc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -21,13 +20,6 @@ from torch.utils._python_dispatch import (
 )
 
 from sacplan.torch_compat.private import replaced
-
-FAKE_TENSORS_CANNOT = (
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.UnsupportedOperatorException,
-)
-"""Errors of fake tensors for ops whose results depend on data, or that have no fake kernel."""
 
 _DEVICE_OF = torch.ops.prim.device.default
 
@@ -128,19 +120,6 @@ def meta_storage(nbytes: int) -> Any:
 
 
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def fake_failures_unlogged() -> Iterator[None]:
-    """Keep FakeTensorMode from logging the traceback of an op that its formula refuses. The error is still raised."""
-    logger, says_nothing = logging.getLogger(fake_tensor.__name__), logging.Filter()
-    # Only messages of that text: whatever else the module logs comes through.
-    says_nothing.filter = lambda record: "failed while attempting" not in str(record.msg)  # type: ignore[method-assign]
-    logger.addFilter(says_nothing)
-    try:
-        yield
-    finally:
-        logger.removeFilter(says_nothing)
 
 
 def active_fake_mode() -> FakeTensorMode | None:

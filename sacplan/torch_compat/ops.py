@@ -274,10 +274,6 @@ def op_named(name: str) -> torch._ops.OpOverload | None:
     return func if isinstance(func, torch._ops.OpOverload) else None
 
 
-READS_NUMBER = "aten._local_scalar_dense.default"
-"""The op behind ``.item()``, ``float(t)`` and ``bool(t)``, by its name in a program."""
-
-
 @functools.cache
 def is_computation(name: str) -> bool:
     """Whether an op, by the name of its overload, makes or writes values: no view, a collective if it may run again."""
@@ -339,15 +335,6 @@ def is_alias(name: str) -> bool:
     """Whether an op, by the name of its overload, gives another view of its argument's memory and writes nothing."""
     func = op_named(name)
     return func is not None and (func.is_view or name in _ALIASES) and not op_traits(func).written_names
-
-
-RESHAPES = aten_names("view _unsafe_view _reshape_alias")
-_CHANGES_SHAPE = aten_names("set_ resize_ resize_as_")
-
-
-def changes_shape(func: Any) -> bool:
-    """Whether an op changes the shape of a tensor in place, which the shape of a placed tensor does not allow."""
-    return torch.Tag.inplace_view in func.tags or func._schema.name in _CHANGES_SHAPE
 
 
 def arguments_by_name(

@@ -15,11 +15,11 @@ from torch import nn
 import sacplan
 from benchmarks import gpu
 from benchmarks.models import gpu_models
-from sacplan.core.rewrites.library_workspaces import library_workspace_bytes
 from sacplan.device.cudnn_rnn import LSTM, reserve_bytes
 from sacplan.device.devices import resolve_device
 from sacplan.device.kernel_rates import KINDS
 from sacplan.device.kernels import fake_device
+from sacplan.device.library_workspaces import library_workspace_bytes
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
 

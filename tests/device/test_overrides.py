@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from sacplan.core.program import Patch, StorageKind
-from sacplan.core.rewrites import library_workspaces as libraries
-from sacplan.core.rewrites.library_workspaces import library_workspace_bytes, library_workspaces
 from sacplan.device import cudnn_rnn
+from sacplan.device import library_workspaces as libraries
 from sacplan.device.devices import resolve_device
 from sacplan.device.kernel_workspaces import kernel_workspace_bytes
 from sacplan.device.kernels import device_kernels, fake_device
+from sacplan.device.library_workspaces import library_workspace_bytes, library_workspaces
 from sacplan.device.overrides import takes_cudnn_batch_norm
 from sacplan.record.fake_data import data_rules
 from tests.device.test_kernels import BF16, FP16, FP32, Ops, saved_by

@@ -17,7 +17,6 @@ from sacplan.distributed.ranks.ranks import Ranks
 from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.distributed.sharding.process_groups import pretended_ranks
 from sacplan.errors import InfeasibleBudget, PlanError
-from sacplan.planning.meshes import described_name
 from sacplan.planning.plan import _digest
 from tests.support.steps import mean_square
 from tests.zoo.layers import MLP
@@ -209,9 +208,3 @@ def test_a_number_of_devices_cuts_tensors_on_the_axis_for_them() -> None:
     assert found.ranks.sharding is not None
     name, axes = found.provenance.options["sharding"], found.ranks.sharding.mesh.names
     assert name == "search" or ("megatron" in name) == ("tp" in axes)
-    assert described_name("megatron", Mesh.of({"dp": 2})) == "megatron (tensors cut over dp)"
-    both = Mesh.of({"dp": 2, "tp": 2})
-    assert (
-        described_name("fsdp + megatron", both) == "fsdp + megatron (batch cut over dp, tensors cut over tp)"
-    )
-    assert described_name("search", both) == "search"

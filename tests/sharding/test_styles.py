@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan.distributed.placing.styles import kinds_of, tensor_parallel
 from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.distributed.sharding.sharding import Sharding
+from sacplan.distributed.sharding.styles import kinds_of, tensor_parallel
 from sacplan.errors import PlanError, TraceError
 from sacplan.planning.meshes import way
 from tests.support.steps import mean_square
@@ -33,7 +33,7 @@ def recorded(model: nn.Module, loss_fn: Any = mean_square) -> sacplan.Profile:
 
 def of(found: sacplan.Profile, ranks: int = 4, *also: Any) -> dict[str, str]:
     assert found.source is not None
-    return tensor_parallel(found, found.source.model, ("tp", ranks), also)
+    return tensor_parallel(found.recorded, found.fingerprint, found.source.model, ("tp", ranks), also)
 
 
 def test_an_mlp_is_cut_by_columns_and_then_by_rows() -> None:

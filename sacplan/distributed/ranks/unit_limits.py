@@ -14,7 +14,7 @@ import msgspec
 
 from sacplan.core.derived import derived
 from sacplan.core.program import ROOT_SCOPE, CallSite, Op, Phase, Program, StorageKind
-from sacplan.core.rewrites.settle import final_ops
+from sacplan.record.settle import final_ops
 
 _COPY_OUT = "fsdp.split_with_sizes_copy.default"
 

@@ -1,6 +1,6 @@
 """The tensor-parallel style of each module, which ``parallelize_module`` is told, on one axis of a mesh.
 
-    styles = tensor_parallel(profile, model, ("tp", 4), ("embeddings", "others"))
+    styles = tensor_parallel(program, fingerprint, model, ("tp", 4), ("embeddings", "others"))
 
 Pairs of columns and rows (``pairs.py``) are always cut. Elsewhere the output of columns has to be gathered, which may
 or may not pay: embeddings and other linear layers, such as a head, are cut where that is asked for. All other modules
@@ -17,10 +17,10 @@ from torch import nn
 
 from sacplan.core.derived import derived
 from sacplan.core.elements import by_pattern, pattern_of
+from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.program import Program
-from sacplan.distributed.placing.pairs import Pairs, Parameter, pairs_of, parameters_of
+from sacplan.distributed.sharding.pairs import Pairs, Parameter, pairs_of, parameters_of
 from sacplan.errors import PlanError
-from sacplan.profiling.profile import Profile
 
 Also: TypeAlias = Literal["embeddings", "others"]
 """What may be cut besides pairs."""
@@ -29,13 +29,18 @@ _ALSO = {"Embedding": "embeddings", "Linear": "others"}
 
 
 def tensor_parallel(
-    profile: Profile, model: nn.Module, axis: tuple[str, int], also: Collection[Also] = ()
+    program: Program,
+    fingerprint: Fingerprint,
+    model: nn.Module,
+    axis: tuple[str, int],
+    also: Collection[Also] = (),
 ) -> dict[str, str]:
     """Return the styles of modules, an expression each, by name, or by pattern where all layers are alike.
 
     Args:
-        profile: of the whole model on one device.
-        model: the one that it is of.
+        program: the recorded step of the whole model on one device.
+        fingerprint: of the model.
+        model: the model.
         axis: name and number of ranks.
         also: what is cut besides pairs.
 
@@ -43,8 +48,8 @@ def tensor_parallel(
         PlanError: nothing can be cut so over so many ranks.
     """
     kinds, ranks = kinds_of(model), axis[1]
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    pairs = _pairs(profile.recorded, parameters, tuple(kinds.items()), ranks)
+    parameters = parameters_of(program, fingerprint.parameters)
+    pairs = _pairs(program, parameters, tuple(kinds.items()), ranks)
     styles = {}
     for name, kind in kinds.items():
         weight = getattr(model.get_submodule(name), "weight", None)
@@ -59,7 +64,7 @@ def tensor_parallel(
     if not styles:
         raise PlanError(
             f"{ranks} ranks of axis {axis[0]!r} divide no nn.Linear or nn.Embedding of "
-            f"{profile.fingerprint.model_class} that parallelize_module could cut: choose another number of ranks."
+            f"{fingerprint.model_class} that parallelize_module could cut: choose another number of ranks."
         )
     # Parameters that are whole are DTensors as well: optimizers do not take both kinds together.
     everywhere = {name: styles.get(name, "Replicated()") for name in kinds}
