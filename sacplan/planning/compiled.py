@@ -217,8 +217,11 @@ class _Partitions:
         """The plans that take least by inductor, and the steps with them: the same for every budget."""
         for graph in self._graphs.values():
             lower(graph.splits)
-        found = sorted(self._options(), key=lambda one: (self.n_bytes(one), order_of(one)))
-        return [self.run(splits) for splits in found[:2]]
+        options = self._options()
+        found = sorted(options, key=lambda one: (self.n_bytes(one), order_of(one)))[:2]
+        # Inductor does not count that kernels write where they read, which they may where nothing is saved.
+        found.append(min(options, key=lambda one: (sum(s.lowered.saved_bytes for s in one), order_of(one))))
+        return [self.run(splits) for splits in dict.fromkeys(found)]
 
     def _options(self) -> list[Splits]:
         """Return some ways to split all graphs: all that there are of a single one.
@@ -255,7 +258,8 @@ class _Partitions:
 
 def smallest_compiled(request: Request, profile: Profile, smallest: Planned, unplanned: Plan) -> Plan:
     """Return the plan for a compiled step with the smallest peak that was found; arguments as for ``compiled_plan``."""
-    plan, _ = min(_small(request, profile, smallest, unplanned), key=lambda one: one[1].peak_bytes)
+    tries = _small(request, profile, smallest, unplanned)
+    plan, _ = min(tries, key=lambda one: (one[1].peak_bytes, one[1].step_ms))
     return as_compiled(plan, profile)
 
 
