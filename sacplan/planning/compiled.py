@@ -34,6 +34,7 @@ from sacplan.planning.partitions import (
     fastest,
     lower,
     ms_of,
+    order_of,
     smallest,
 )
 from sacplan.planning.plan import Plan
@@ -51,6 +52,10 @@ between two splits of T5 (``benchmarks.compiled_budgets``)."""
 
 _WORTH = 0.005
 """Share of the step by which a split must be faster than one that fits, so that it is run, too."""
+
+
+Planned = Callable[[Request, Profile], Plan]
+"""Plans a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ def _tried(room: Room, plan: Plan, seen: Profile) -> _Try:
 
 
 def compiled_plan(
-    request: Request, profile: Profile, planned: Callable[[Request, Profile], Plan], unplanned: Plan
+    request: Request, profile: Profile, planned: Planned, smallest: Planned, unplanned: Plan
 ) -> Plan | InfeasibleBudget:
     """Return the cheapest plan that was found for a compiled step, or why there is none.
 
@@ -86,6 +91,7 @@ def compiled_plan(
         request: what is asked for.
         profile: of the compiled step.
         planned: plans an eager step, or raises ``InfeasibleBudget``.
+        smallest: returns the plan with the smallest peak of an eager step, whatever the limit.
         unplanned: the compiled step without a plan.
 
     Raises:
@@ -94,16 +100,21 @@ def compiled_plan(
     room = request.limit.room_of(profile)
     over = max(0, room.needs(profile.program) - room.n_bytes)
     tries: list[_Try] = []
+
+    def fitting() -> list[_Try]:
+        return [one for one in tries if one.needs <= room.n_bytes]
+
     if not over:
         tries = [_Try(profile.peak_bytes, unplanned, profile.peak_bytes, profile, room.n_bytes)]
     elif splits_graphs(request, profile):
-        tries = _partitions(profile, room, over, unplanned)
-    if not any(one.needs <= room.n_bytes for one in tries):
+        tries = _Partitions(profile, unplanned).within(room, over)
+    if not fitting():
         tries += _eager_plans(request, profile, room, over, planned)
-    fitting = [one for one in tries if one.needs <= room.n_bytes]
-    if not fitting:
+    if not fitting():
+        tries = [_tried(room, *small) for small in _small(request, profile, smallest, unplanned)]
+    if not fitting():
         return _infeasible(profile, room, tries)
-    best = min(fitting, key=lambda one: one.seen.step_ms)
+    best = min(fitting(), key=lambda one: one.seen.step_ms)
     found = structs.replace(
         best.plan,
         budget_bytes=room.for_peak(best.seen.program),
@@ -203,15 +214,14 @@ class _Partitions:
 
     @property
     def small(self) -> list[tuple[Plan, Profile]]:
-        """The plans that should take least, and the steps with them: the same for every budget."""
-        found: list[Splits] = []
-
-        def left() -> list[Splits]:
-            return [one for one in self._options() if one not in found]
-
-        while len(found) < 2 and left():
-            found.append(smallest(left, self.n_bytes))
-        return [self.run(splits) for splits in found]
+        """The plans that take least by inductor, and the steps with them: the same for every budget."""
+        for graph in self._graphs.values():
+            lower(graph.splits)
+        options = self._options()
+        found = sorted(options, key=lambda one: (self.n_bytes(one), order_of(one)))[:2]
+        # Inductor does not count that kernels write where they read, which they may where nothing is saved.
+        found.append(min(options, key=lambda one: (sum(s.lowered.saved_bytes for s in one), order_of(one))))
+        return [self.run(splits) for splits in dict.fromkeys(found)]
 
     def _options(self) -> list[Splits]:
         """Return some ways to split all graphs: all that there are of a single one.
@@ -246,34 +256,22 @@ class _Partitions:
         return found
 
 
-def smallest_compiled(
-    request: Request, profile: Profile, smallest: Callable[[Profile], Plan], unplanned: Plan
-) -> Plan:
-    """Return the plan for a compiled step with the smallest peak that was found.
-
-    Args:
-        request, profile, unplanned: as for ``compiled_plan``.
-        smallest: returns the plan with the smallest peak of an eager step.
-    """
-    tries = [profile.planned_and_run(smallest)]
-    if splits_graphs(request, profile):
-        tries += _Partitions(profile, unplanned).small
-    plan, _ = min(tries, key=lambda one: one[1].peak_bytes)
+def smallest_compiled(request: Request, profile: Profile, smallest: Planned, unplanned: Plan) -> Plan:
+    """Return the plan for a compiled step with the smallest peak that was found; arguments as for ``compiled_plan``."""
+    tries = _small(request, profile, smallest, unplanned)
+    plan, _ = min(tries, key=lambda one: (one[1].peak_bytes, one[1].step_ms))
     return as_compiled(plan, profile)
 
 
-def _partitions(profile: Profile, room: Room, over: int, unplanned: Plan) -> list[_Try]:
-    proposals = _Partitions(profile, unplanned)
-    tries = proposals.within(room, over)
-    if not any(one.needs <= room.n_bytes for one in tries):
-        # What an error names is then found again.
-        tries = [_tried(room, *small) for small in proposals.small]
-    return tries
+def _small(
+    request: Request, profile: Profile, smallest: Planned, unplanned: Plan
+) -> list[tuple[Plan, Profile]]:
+    """Return the plans among which the smallest is looked for, and the steps with them: the same for every budget."""
+    found = [profile.planned_and_run(functools.partial(smallest, request))]
+    return found + (_Partitions(profile, unplanned).small if splits_graphs(request, profile) else [])
 
 
-def _eager_plans(
-    request: Request, profile: Profile, room: Room, over: int, planned: Callable[[Request, Profile], Plan]
-) -> list[_Try]:
+def _eager_plans(request: Request, profile: Profile, room: Room, over: int, planned: Planned) -> list[_Try]:
     most = profile.uncompiled.peak_bytes
     tries: list[_Try] = []
     budget: int | None = most - over
@@ -335,7 +333,7 @@ def _infeasible(profile: Profile, room: Room, tries: Sequence[_Try]) -> Infeasib
     at = best.seen.program.footprint
     where = at.peak_fqn or at.peak_phase.name.lower()
     return InfeasibleBudget(
-        f"no plan found keeps the compiled step under {format_bytes(room.n_bytes)}; {len(tries)} were run, dry. "
+        f"no plan that was run, dry, keeps the compiled step under {format_bytes(room.n_bytes)}. "
         f"Unplanned it takes {format_bytes(profile.peak_bytes)}. The smallest reached is {format_bytes(best.needs)}, "
         f"in the {at.peak_phase.name.lower()} of {where}. "
         f"Give at least {exact_bytes(best.needs)}, or make the batch smaller.",

@@ -117,11 +117,15 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
 
 def _compiled_outcome(request: Request, profile: Profile) -> Outcome:
     unplanned = _unplanned(request, profile)
-    found = compiled_plan(request, profile, lambda asked, eager: outcome_of(asked, eager).made(), unplanned)
+    found = compiled_plan(request, profile, _made, smallest_plan, unplanned)
     if isinstance(found, InfeasibleBudget):
         return Outcome(profile, None, found.smallest_feasible_bytes, found)
     made_by = structs.replace(found.provenance, **_limit_of(request))
     return Outcome(profile, structs.replace(found, provenance=made_by), found.peak_bytes)
+
+
+def _made(request: Request, profile: Profile) -> Plan:
+    return outcome_of(request, profile).made()
 
 
 def _unplanned(request: Request, profile: Profile) -> Plan:
@@ -138,7 +142,7 @@ def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = F
     """
     if profile.runs_compiled:
         unplanned = _unplanned(request, profile)
-        return smallest_compiled(request, profile, lambda eager: smallest_plan(request, eager), unplanned)
+        return smallest_compiled(request, profile, smallest_plan, unplanned)
     asked = request.planner(profile)
     if without_rotor:
         asked = replace(asked, last=None)

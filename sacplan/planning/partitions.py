@@ -178,12 +178,10 @@ def fastest(
 
 
 def smallest(options: Callable[[], Sequence[Splits]], n_bytes: Callable[[Splits], int]) -> Splits:
-    """Return the options that take least, by their figures once lowered; arguments as for ``fastest``."""
-    while True:
-        found = min(options(), key=lambda one: (n_bytes(one), order_of(one)))
-        if all(split.is_lowered for split in found):
-            return found
-        lower(found)
+    """Return the options that take least; arguments as for ``fastest``. All are lowered: no budget decides which."""
+    while unknown := [split for one in options() for split in one if not split.is_lowered]:
+        lower(unknown)
+    return min(options(), key=lambda one: (n_bytes(one), order_of(one)))
 
 
 def lower(splits: Iterable[Split]) -> None:

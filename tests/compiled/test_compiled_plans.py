@@ -135,6 +135,44 @@ def test_a_plan_for_inductor_says_what_its_graphs_save(tmp_path: Path) -> None:
         torch.testing.assert_close(compiled_step(found, x), alone)
 
 
+class Scores(Layers):
+    """A model that returns more than its loss, as those of transformers do."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers, self.down = self.layers[:layers], self.down[:layers]
+        self.head = nn.Linear(64, 2048)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scores = self.head(x)
+        return {"scores": scores, "loss": scores.sigmoid().square().mean() + super().forward(x)}
+
+
+def profile_of_scores(layers: int) -> sacplan.Profile:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)["loss"]  # type: ignore[no-any-return]
+
+    return sacplan.profile(Scores(layers), torch.randn(1024, 64), loss_fn, device="cpu", compile=BY_INDUCTOR)
+
+
+@pytest.mark.slow
+def test_what_a_model_returns_beside_its_loss_is_let_go_where_that_takes_less() -> None:
+    profile = profile_of_scores(1)
+    plan = sacplan.plan(profile, "75%")
+    # The scores and what the activation function reads. If the scores counted as there anyway, more would be saved.
+    assert plan.peak_bytes <= profile.peak_bytes - 4 * 1024 * (2048 + 256)
+
+
+@pytest.mark.slow
+def test_the_smallest_peak_is_the_same_whatever_the_budget() -> None:
+    smallest = {sacplan.plan(profile_of_scores(0), "smallest").peak_bytes}
+    for budget in ("10%", "50%"):
+        with pytest.raises(sacplan.InfeasibleBudget) as error:
+            sacplan.plan(profile_of_scores(0), budget)
+        smallest.add(error.value.smallest_feasible_bytes)
+    assert len(smallest) == 1
+
+
 @pytest.mark.slow
 def test_graphs_that_the_plan_does_not_know_are_warned_of() -> None:
     found, x, plan = graph_plan()
