@@ -283,7 +283,12 @@ class _Runs:
             edges = self._edges(buckets, budget_bytes) if buckets > 1 else [self._distinct[-1].seq]
             below, found = 0, []
             for edge in edges:
-                shape = self._largest_of([one for one in self._distinct if below < one.seq <= edge])
+                inside = [one for one in self._distinct if below < one.seq <= edge]
+                shape = self._largest_of(inside)
+                if (
+                    buckets > 1
+                ):  # as large as all of them: ``apply`` knows a plan by the batch that it was made for
+                    shape = Shape(max(one.batch for one in inside), edge)
                 found.append(LengthPlan(edge, self._plan(shape, budget_bytes)))
                 below = edge
             return found

@@ -24,7 +24,7 @@ from sacplan.torch_compat.compiling import warn_compiling
 
 _applied = itertools.count()
 
-_MOST_SEEN = 2**16
+MOST_SEEN = 2**16
 """Different calls to remember: a loop in which every call differs must not take memory without a limit."""
 
 ADVICE = (
@@ -62,7 +62,7 @@ class ShapeWatch:
         """Compare one call. ``stacklevel`` is that of the caller's ``warnings.warn``."""
         if here in self._seen or not self._planned:
             return
-        if len(self._seen) < _MOST_SEEN:
+        if len(self._seen) < MOST_SEEN:
             self._seen.add(here)
         larger = larger_than(here, self._planned)
         # As large as planned, or as a call that was warned of.
@@ -84,13 +84,17 @@ class ShapeWatch:
 class InputWatch:
     """A hook on a planned model: shapes, and gradients that are there although the plan was made without.
 
+    Args:
+        plan: the plan.
+        smaller: plans for other calls, if there are several.
+
     It holds no tensor and no module, so that copies of the model can be made with it.
     """
 
     __name__ = "sacplan_watch"  # torch.jit.script reads it before anything else
 
-    def __init__(self, plan: Plan) -> None:
-        calls = plan.fingerprint.calls
+    def __init__(self, plan: Plan, *smaller: Plan) -> None:
+        calls = [call for one in (plan, *smaller) for call in one.fingerprint.calls]
         self._shapes = ShapeWatch(plan, (call.tensors for call in calls))
         first = next(iter(plan.units), None)
         self._where = "this model" if first is None else f"unit {first!r}"
@@ -146,10 +150,14 @@ class Watched:
     units: tuple[str, ...] = ()
     differences: tuple[Any, ...] = ()
 
-    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
+    def __init__(self, model: torch.nn.Module, plan: Plan, *smaller: Plan) -> None:
         # TorchScript compiles hooks, and cannot compile this one.
         scripted = isinstance(model, torch.jit.ScriptModule)
-        self._hook = None if scripted else model.register_forward_pre_hook(InputWatch(plan), with_kwargs=True)
+        self._hook = (
+            None
+            if scripted
+            else model.register_forward_pre_hook(InputWatch(plan, *smaller), with_kwargs=True)
+        )
 
     def forget_differences(self) -> None:
         """Do nothing: there are none."""
