@@ -1,8 +1,8 @@
 """Several plans on one model: each of its calls runs with the first plan that was made for one as large.
 
 The forwards of all plans are made when they are applied. A hook on the model looks at the shapes of its arguments, as
-``watch.py`` does, and says which plan counts from there on: to a call of the same shapes as an earlier one, a look-up. A
-backward pass goes on with the plan of its forward pass, whichever is chosen in between: autograd holds what it needs.
+``watch.py`` does, and says which plan counts from there on. For shapes that came before, that is a look-up. A backward
+pass goes on with the plan of its forward pass, whichever is chosen in between: autograd holds what it needs.
 """
 
 from __future__ import annotations
