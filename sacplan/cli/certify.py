@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +25,23 @@ _FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
 _count = functools.partial(o.option, min=1, metavar="N")
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How the loader makes batches, and how many plans there may be for them."""
+
+    tokens: Annotated[int | None, _count(help="In place of --batch: most tokens in a batch, padded.")] = None
+    pad_to_multiple_of: Annotated[int, _count(help="Pad batches to a multiple of this. Default: 1.")] = 1
+    pack: Annotated[int | None, _count(help="In place of padding: rows of so many tokens.")] = None
+    epochs: Annotated[int, _count(help="How often all samples come. Default: 1.")] = 1
+    seed: Annotated[int, o.option(min=0, metavar="N", help="Of the loader's shuffle. Default: 0.")] = 0
+    buckets: Annotated[int, _count(help="Plans for ranges of lengths, if one is needed. Default: 1.")] = 1
+
+
+_LENGTHS = typer.Argument(
+    metavar="LENGTHS", help="Tokens in each sample: .npy, .json or .txt.", show_default=False
+)
+
+
 @command(
     "certify",
     "Does every batch of a run fit.",
@@ -31,22 +50,10 @@ _count = functools.partial(o.option, min=1, metavar="N")
 )
 def certify(
     target: o.Target,
-    lengths: Annotated[
-        Path,
-        typer.Argument(
-            metavar="LENGTHS", help="Tokens in each sample: .npy, .json or .txt.", show_default=False
-        ),
-    ],
+    lengths: Annotated[Path, _LENGTHS],
     *,
     asked: o.BudgetOptions,
-    tokens: Annotated[
-        int | None, _count(help="In place of --batch: the most tokens in a batch, padded.")
-    ] = None,
-    pad_to_multiple_of: Annotated[int, _count(help="Pad batches to a multiple of this. Default: 1.")] = 1,
-    pack: Annotated[int | None, _count(help="In place of padding: rows of so many tokens.")] = None,
-    epochs: Annotated[int, _count(help="How often all samples come. Default: 1.")] = 1,
-    seed: Annotated[int, o.option(min=0, metavar="N", help="Of the loader's shuffle. Default: 0.")] = 0,
-    buckets: Annotated[int, _count(help="Plans for ranges of lengths, if one is needed. Default: 1.")] = 1,
+    run: RunOptions,
     hf: o.HfOptions,
 ) -> CommandResult:
     """Whether a run on samples of these lengths ever runs out of memory, at which batch, and what to do.
@@ -75,14 +82,9 @@ def certify(
             loaded.optimizer,
             asked.budget,
             asked.headroom,
-            batch=int(hf.batch or 1) if tokens is None else hf.batch,
-            tokens=tokens,
-            pad_to_multiple_of=pad_to_multiple_of,
-            pack=pack,
-            seed=seed,
-            epochs=epochs,
+            batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
+            **dataclasses.asdict(run),
             longest=positions(loaded.model),
-            buckets=buckets,
             techniques=asked.technique,
         )
     facts = {

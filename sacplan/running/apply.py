@@ -189,7 +189,8 @@ def _put_on_all(model: torch.nn.Module, plans: Sequence[Plan], check: bool) -> H
             after_an_error.callback(handle.remove)
             off.append(lifted(handle._installed))
             after_an_error.pop_all()
-    return Handle([InstalledBySize(model, plans, off), Watched(model, plans[-1], *plans[:-1])])
+    watched = Watched(model, *plans)
+    return Handle([watched, InstalledBySize(model, watched.watch, off)])
 
 
 _WRAPPERS = (

@@ -118,8 +118,8 @@ def test_a_copy_has_the_plans(plans: list[sacplan.Plan]) -> None:
         cross_entropy(twin, make_batch(BATCH, length)).backward()
     chosen = twin.get_submodule(next(iter(plans[1].units))).__dict__["forward"]
     assert chosen.module is not net
-    assert chosen._choice is next(iter(twin._forward_pre_hooks.values()))
-    assert chosen._choice.index == 1
+    assert chosen._watch is next(iter(twin._forward_pre_hooks.values()))
+    assert chosen._watch.index == 1
 
 
 def test_what_no_plan_was_made_for_is_said(plans: list[sacplan.Plan]) -> None:
