@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sacplan.cli import capacity, fit, mcp, steps, surveys
+from sacplan.cli import capacity, certify, fit, mcp, steps, surveys
 from sacplan.cli import options as o
 from sacplan.cli.command import Command, CommandGroup
 
@@ -43,6 +43,7 @@ def root(
 
 for _entry in (
     fit.fit,
+    certify.certify,
     steps.profile,
     steps.plan,
     steps.policy,

@@ -132,7 +132,7 @@ def _answer(
     ):
         found = sacplan.fit(
             loaded.model,
-            loaded.make_batch if seq is None else functools.partial(_of_length, loaded.make_batch, seq),
+            loaded.make_batch if seq is None else functools.partial(of_length, loaded.make_batch, seq),
             spec,
             loaded.loss_fn,
             optimizer,
@@ -162,7 +162,7 @@ def _named(target: str, hf: ModelOptions) -> str:
     return ", ".join([name, *adapters, *(["4-bit weights"] if hf.load_in_4bit else [])])
 
 
-def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:
+def of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:
     """Return a batch whose sequences have another length. It holds zeros: only shapes matter to the recording."""
 
     def resized(tensor: Any) -> Any:

@@ -21,8 +21,9 @@ short batches recompute less, or nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -46,7 +47,7 @@ from sacplan.planning.plan import Plan
 from sacplan.planning.request import Request
 from sacplan.questions.batch_sizes import Recordings
 from sacplan.questions.certificate import BatchAt, Certificate, LengthPlan, Setting, WholeRun
-from sacplan.questions.largest import largest
+from sacplan.questions.largest import largest, largest_within
 from sacplan.questions.lengths import Drawing, Shape, read_shapes
 from sacplan.questions.scaled import SizedBoth
 from sacplan.record.step import LossFn
@@ -189,19 +190,20 @@ class _Runs:
             )
         return self._known[key]
 
-    def _of(self, shapes: Sequence[Shape], plans: Sequence[LengthPlan] = ()) -> dict[Shape, _Step]:
-        """Return, by shape, the step with the first of the plans that is for its length."""
-        return {
-            shape: self._step(shape, next((one.plan for one in plans if shape.seq <= one.longest), None))
-            for shape in dict.fromkeys(shapes)
-        }
+    def _of(self, plans: Sequence[LengthPlan] = ()) -> Callable[[Shape], _Step]:
+        """Return a function of a shape: the step with the first of the plans that is for its length."""
+        return functools.cache(
+            lambda shape: self._step(
+                shape, next((one.plan for one in plans if shape.seq <= one.longest), None)
+            )
+        )
 
     # --- one run
 
     def _played(
         self,
         shapes: Sequence[Shape],
-        steps: Mapping[Shape, _Step],
+        steps: Callable[[Shape], _Step],
         setting: Setting,
         *,
         whole: bool = True,
@@ -218,7 +220,7 @@ class _Runs:
         for index, shape in enumerate(shapes):
             at = BatchAt(index, *shape)
             try:
-                peaks = run.step(steps[shape].changes)
+                peaks = run.step(steps(shape).changes)
             except OutOfDeviceMemory as error:
                 breaks_at, needs = at, error.needs
                 break
@@ -246,8 +248,8 @@ class _Runs:
     def _rows(self, way: str, plans: Sequence[LengthPlan] = ()) -> list[WholeRun]:
         """Return the run with some plans, by setting of the allocator."""
         begins(f"playing {len(self.shapes)} steps: {way}")
-        steps, plain = self._of(self.shapes, plans), self._of(self.shapes)
-        run_ms, plain_ms = (sum(each[shape].step_ms for shape in self.shapes) for each in (steps, plain))
+        steps, plain = self._of(plans), self._of()
+        run_ms, plain_ms = (sum(each(shape).step_ms for shape in self.shapes) for each in (steps, plain))
         more: Any = {"way": way, "run_ms": run_ms, "added_ms": run_ms - plain_ms}
         return [dataclasses.replace(self._played(self.shapes, steps, one), **more) for one in self._settings]
 
@@ -283,13 +285,18 @@ class _Runs:
             edges = self._edges(buckets, budget_bytes) if buckets > 1 else [self._distinct[-1].seq]
             below, found = 0, []
             for edge in edges:
-                shape = self._largest_of([one for one in self._distinct if below < one.seq <= edge])
+                inside = [one for one in self._distinct if below < one.seq <= edge]
+                shape = self._largest_of(inside)
+                if (
+                    buckets > 1
+                ):  # as large as all of them: ``apply`` knows a plan by the batch that it was made for
+                    shape = Shape(max(one.batch for one in inside), edge)
                 found.append(LengthPlan(edge, self._plan(shape, budget_bytes)))
                 below = edge
             return found
 
         def takes(plans: list[LengthPlan]) -> tuple[int, int]:
-            run = self._played(self.shapes, self._of(self.shapes, plans), self._settings[0], whole=False)
+            run = self._played(self.shapes, self._of(plans), self._settings[0], whole=False)
             return max(one.plan.peak_bytes for one in plans), run.needs
 
         found = within(self.room, made, takes)
@@ -304,18 +311,31 @@ class _Runs:
         smallest, unit = 1, 1
         if drawing.tokens is not None:
             smallest, unit = drawing.longest, max(1, drawing.tokens // _TOKEN_STEPS)
-        excess: dict[int, int] = {}
+
+        def shapes(n: int) -> list[Shape]:
+            return drawing.of_size(smallest + (n - 1) * unit).shapes()
+
+        @functools.cache
+        def alone(n: int) -> int:
+            """Return by how much the largest step by itself is too much."""
+            largest_step = max(shapes(n), key=lambda s: (s.batch * s.seq, s.seq))
+            return self._step(largest_step, None).peak_bytes - self.room.n_bytes
 
         def look(n: int) -> None:
-            shapes = drawing.of_size(smallest + (n - 1) * unit).shapes()
-            # The largest step alone may be too much. Then nothing has to be played.
-            peak = self._step(max(shapes, key=lambda s: (s.batch * s.seq, s.seq)), None).peak_bytes
-            if peak <= self.room.n_bytes:
-                peak = self._played(shapes, self._of(shapes), self._settings[0], whole=False).needs
-            excess[n] = peak - self.room.n_bytes
+            needs = self._played(shapes(n), self._of(), self._settings[0], whole=False).needs
+            excess[n] = needs - self.room.n_bytes
 
-        most = max(1, (drawing.size - smallest) // unit)
-        found = largest(excess, look, most, lambda over: over <= 0, float)
+        # No run is played whose largest step is too much by itself. From the largest other size, go down by what the
+        # allocator's holes took there: runs of small batches are long.
+        excess: dict[int, int] = {}
+        limit = n = largest_within(alone, max(1, (drawing.size - smallest) // unit))
+        while n:
+            look(n)
+            if excess[n] <= 0:
+                break
+            holes = excess[n] - alone(n)
+            n = largest_within(lambda k, holes=holes: alone(k) + holes, n - 1)  # type: ignore[misc]
+        found = largest(excess, look, limit, lambda over: over <= 0, float) if limit else 0
         return smallest + (found - 1) * unit if found else 0
 
     def certificate(self, buckets: int) -> Certificate:

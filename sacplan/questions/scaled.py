@@ -118,8 +118,8 @@ _MULTIPLE = 128
 class SizedBoth:
     """A step at any number of samples and of tokens in each, from recordings at two of either.
 
-    Numbers of a program are linear in both: the lines in the length at two batch sizes give two programs, and the line
-    between these is that in the batch. Where a size runs other ops than its neighbours, it is recorded itself.
+    Numbers of a program are linear in both: the lines in the batch size at two lengths give two programs, and the line
+    between these is that in the length. Where a size runs other ops than its neighbours, it is recorded itself.
 
     Attributes:
         record: Records the step at a number of samples and of tokens.
@@ -141,13 +141,8 @@ class SizedBoth:
         """Return the step at a size: the recording if there is one, otherwise a computed one, which is not kept."""
         if (batch, seq) in self._recorded or seq < 2:  # a size of 1 is special: such dimensions broadcast
             return self.recorded(batch, seq)
-        if batch in (1, self.batch):
-            line = self._line(batch)
-            return self.recorded(batch, seq) if line is None else line._computed(seq)
-        if self._plane is None:
-            return self.recorded(batch, seq)
-        at_both = self._plane[0]._computed(seq), self._plane[1]._computed(seq)
-        return Sized(self._batches, at_both)._computed(batch)
+        line = self._line(batch)
+        return self.recorded(batch, seq) if line is None else line._computed(seq)
 
     @property
     def _batches(self) -> tuple[int, int]:
@@ -163,18 +158,29 @@ class SizedBoth:
 
     @derived
     def _line(self, batch: int) -> Sized | None:
-        """Return the step at any length, with so many samples."""
+        """Return the step at any length, with so many samples; None if not all sizes run the same ops."""
         first, second = self._seqs
-        return sized(self._seqs, (self.recorded(batch, first), self.recorded(batch, second)))
+        if batch in (1, *self._batches):
+            return sized(self._seqs, (self.recorded(batch, first), self.recorded(batch, second)))
+        if not self._is_plane:
+            return None
+        return Sized(
+            self._seqs,
+            (self._over_batches(first)._computed(batch), self._over_batches(second)._computed(batch)),
+        )
+
+    def _over_batches(self, seq: int) -> Sized:
+        one, other = self._batches
+        return Sized(self._batches, (self.recorded(one, seq), self.recorded(other, seq)))
 
     @cached_property
-    def _plane(self) -> tuple[Sized, Sized] | None:
-        """The steps at any length of two batch sizes; None if not all sizes run the same ops."""
-        one, other = (self._line(n) for n in self._batches)
-        first, second = (self.recorded(n, self._seqs[0]) for n in self._batches)
-        if one is None or other is None or sized(self._batches, (first, second)) is None:
-            return None
-        return one, other
+    def _is_plane(self) -> bool:
+        """Whether the sizes that are recorded run the same ops."""
+        one, other = self._batches
+        pair = self.recorded(one, self._seqs[0]), self.recorded(other, self._seqs[0])
+        return (
+            all(self._line(n) is not None for n in self._batches) and sized(self._batches, pair) is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from sacplan.core.setup import Setup, warn_of
 from sacplan.errors import PlanError, PlanMismatch
 from sacplan.planning.plan import Plan, PlanOrPath
 from sacplan.record.step import own_checkpointing
+from sacplan.running.by_size import InstalledBySize, lifted
 from sacplan.running.spread import SpreadModel
 from sacplan.running.watch import Watched
 from sacplan.techniques.base.technique import Installed, ToInstall
@@ -77,7 +78,11 @@ class Handle:
 
 @checked(PlanError)
 def apply(
-    model: torch.nn.Module, plan: PlanOrPath, *, check: bool = True, mesh: DeviceMesh | None = None
+    model: torch.nn.Module,
+    plan: PlanOrPath | Sequence[PlanOrPath],
+    *,
+    check: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> Handle:
     """Change a model so that it recomputes, runs in slices, and is sharded as the plan says.
 
@@ -91,7 +96,8 @@ def apply(
 
     Args:
         model: the one planned for.
-        plan: from ``plan``, or loaded.
+        plan: from ``plan``, or loaded. Or several, the cheapest first: each call of the model runs with the first that
+            was made for a call as large, and with the last one if none was. Choosing costs a look-up.
         check: in the first step, compare checksums of recomputed tensors with those of what autograd saved. This
             detects kernels that are not deterministic or write where PyTorch cannot see it, and costs that
             step a reduction and a synchronization for each discarded tensor. In every step on a CPU, also compare
@@ -108,7 +114,8 @@ def apply(
         PlanMismatch: the plan was made for another model; names the first difference. Or ranks have different plans, or
             models of different values.
         PlanError: a plan is applied to this model already, the plan's units nest, a part of one is compiled on its
-            own, or the model is wrapped.
+            own, or the model is wrapped. Or one of several plans does more than to change modules, or does not hold the
+            calls that it was made for.
 
     Warns:
         SacplanWarning: the model is set up so that a step takes more than planned: a key-value cache, another attention
@@ -116,8 +123,12 @@ def apply(
             with larger tensors than planned for, or with gradients there that the recorded step did not have. Each
             different shape is compared once. A compiled model is not watched.
     """
-    plan = opened(plan, Plan)
-    handle = put_on(model, plan, check=check, mesh=mesh, watched=True)
+    if isinstance(plan, Sequence) and not isinstance(plan, str):
+        plans = [opened(one, Plan) for one in plan]
+        handle, plan = _put_on_all(model, plans, check), plans[-1]
+    else:
+        plan = opened(plan, Plan)
+        handle = put_on(model, plan, check=check, mesh=mesh, watched=True)
     planned, here = plan.fingerprint.setup, Setup.of(model)
     modes = planned.mode_differences(here) if plan.provenance.mode == "train" and model.training else ()
     warn_of((*planned.model_differences(here), *modes), stacklevel=3)
@@ -161,6 +172,25 @@ def put_on(
             over.spread_data()
         after_an_error.pop_all()
     return Handle(installed)
+
+
+def _put_on_all(model: torch.nn.Module, plans: Sequence[Plan], check: bool) -> Handle:
+    """Apply several plans, of which each call of the model chooses one."""
+    if not plans:
+        raise PlanError("apply was given no plan. A run that fits as it is needs none.")
+    if not all(plan.fingerprint.calls for plan in plans):
+        raise PlanError("a plan does not hold the calls of the model that it was made for. Make it again.")
+    if any(plan.ranks.sharding is not None for plan in plans):
+        raise PlanError("a plan on a mesh spreads the model, and cannot be one of several. Apply it alone.")
+    off = []
+    for plan in plans:
+        with ExitStack() as after_an_error:
+            handle = put_on(model, plan, check=check)
+            after_an_error.callback(handle.remove)
+            off.append(lifted(handle._installed))
+            after_an_error.pop_all()
+    watched = Watched(model, *plans)
+    return Handle([watched, InstalledBySize(model, watched.watch, off)])
 
 
 _WRAPPERS = (

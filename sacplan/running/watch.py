@@ -46,28 +46,35 @@ class ShapeWatch:
     """Warn of calls that are larger than those that a plan was made for.
 
     Args:
-        plan: the plan, for what the warning says.
-        planned: the calls that it was made for.
+        plan: the plan, for what the warning says; the last of several.
+        planned: the calls that it was made for; where there are several plans, those of each.
 
     One warning for each call that is larger than all that were warned of before.
     """
 
-    def __init__(self, plan: Plan, planned: Iterable[Shapes]) -> None:
-        self._planned = list(planned)
+    def __init__(self, plan: Plan, *planned: Iterable[Shapes]) -> None:
+        self._planned = [list(calls) for calls in planned]
         self._peak_bytes, self._budget_bytes = plan.peak_bytes, plan.budget_bytes
-        self._seen: set[Shapes] = set(self._planned)
+        self._seen: dict[Shapes, int] = {}
         self._warned: list[Shapes] = []
 
-    def look(self, here: Shapes, stacklevel: int) -> None:
-        """Compare one call. ``stacklevel`` is that of the caller's ``warnings.warn``."""
-        if here in self._seen or not self._planned:
-            return
+    def look(self, here: Shapes, stacklevel: int) -> int:
+        """Compare one call, and return which of the plans is the first that holds it; the last one if none does.
+
+        ``stacklevel`` is that of the caller's ``warnings.warn``.
+        """
+        index = self._seen.get(here)
+        if index is not None:
+            return index
+        last = len(self._planned) - 1
+        holds = (i for i, calls in enumerate(self._planned) if larger_than(here, calls) is None)
+        index = next(holds, last)
         if len(self._seen) < _MOST_SEEN:
-            self._seen.add(here)
-        larger = larger_than(here, self._planned)
+            self._seen[here] = index
+        larger = larger_than(here, self._planned[index])
         # As large as planned, or as a call that was warned of.
         if larger is None or (self._warned and larger_than(here, self._warned) is None):
-            return
+            return index
         self._warned.append(here)
         budget = (
             "" if self._budget_bytes is None else f", and its budget is {format_bytes(self._budget_bytes)}"
@@ -79,19 +86,27 @@ class ShapeWatch:
             SacplanWarning,
             stacklevel=stacklevel + 1,
         )
+        return index
 
 
 class InputWatch:
     """A hook on a planned model: shapes, and gradients that are there although the plan was made without.
 
+    Args:
+        plans: the plan, or several.
+
     It holds no tensor and no module, so that copies of the model can be made with it.
+
+    Attributes:
+        index: of the plan that holds the latest call.
     """
 
     __name__ = "sacplan_watch"  # torch.jit.script reads it before anything else
 
-    def __init__(self, plan: Plan) -> None:
-        calls = plan.fingerprint.calls
-        self._shapes = ShapeWatch(plan, (call.tensors for call in calls))
+    def __init__(self, *plans: Plan) -> None:
+        calls = [call for one in plans for call in one.fingerprint.calls]
+        plan, self.index = plans[-1], len(plans) - 1
+        self._shapes = ShapeWatch(plan, *([call.tensors for call in one.fingerprint.calls] for one in plans))
         first = next(iter(plan.units), None)
         self._where = "this model" if first is None else f"unit {first!r}"
         # A key for each plan that is applied, as text: a number could become a symbol when it changes.
@@ -120,7 +135,7 @@ class InputWatch:
         if self._compiled and compiled_inside(model):
             warnings.warn(self._compiled, SacplanWarning, stacklevel=2)
         self._compiled = ""
-        self._shapes.look(shapes_of(args, kwargs), stacklevel=2)
+        self.index = self._shapes.look(shapes_of(args, kwargs), stacklevel=2)
         if not self._is_told and any(p.grad is not None for p in _some_parameters(model)):
             self._is_told = True
             warnings.warn(
@@ -146,10 +161,11 @@ class Watched:
     units: tuple[str, ...] = ()
     differences: tuple[Any, ...] = ()
 
-    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
+    def __init__(self, model: torch.nn.Module, *plans: Plan) -> None:
+        self.watch = InputWatch(*plans)
         # TorchScript compiles hooks, and cannot compile this one.
         scripted = isinstance(model, torch.jit.ScriptModule)
-        self._hook = None if scripted else model.register_forward_pre_hook(InputWatch(plan), with_kwargs=True)
+        self._hook = None if scripted else model.register_forward_pre_hook(self.watch, with_kwargs=True)
 
     def forget_differences(self) -> None:
         """Do nothing: there are none."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 from typer.testing import CliRunner
@@ -442,6 +443,32 @@ def test_fit(saved: Path) -> None:
     assert "largest batch" in shown
     assert "largest batch" not in quick
     assert "make_batch" in error_line(run("fit train.py:wider --device cpu --budget 1MiB"))
+
+
+def test_certify(place: Path) -> None:
+    """The run is that of the library; lengths are read from each kind of file."""
+    lengths = [9, 40, 17, 64, 30, 12, 55, 8]
+    Path("lengths.json").write_text(json.dumps(lengths))
+    Path("lengths.txt").write_text("\n".join(map(str, lengths)))
+    np.save("lengths.npy", lengths)
+    line = "--batch 2 --device cpu --dtype float32"
+    shown = run(f"certify hf:config.json lengths.npy {line} --budget 1GiB")
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout.startswith("GPT2LMHeadModel on cpu: 4 batches of ")
+    assert run(f"certify hf:config.json lengths.txt {line} --budget 1GiB").stdout == shown.stdout
+    found = json.loads(run(f"certify hf:config.json lengths.json {line} --budget 1GiB --json").stdout)
+    most = found["rows"][0]["allocated_bytes"]
+    assert found["fits"]
+    tight = run(f"certify hf:config.json lengths.json {line} --budget {most - 1}B --buckets 2 --json")
+    assert tight.exit_code == 3
+    found = json.loads(tight.stdout)
+    assert found["largest"] == 1
+    assert [row["fits"] for row in found["rows"]] == [False, True, True]
+    assert found["plans"][-1]["longest"] == max(lengths)
+    Path("lengths.txt").write_text("9 forty")
+    assert "lengths.txt cannot be read" in error_line(run("certify hf:config.json lengths.txt"))
+    assert "64 positions" in error_line(run("certify hf:config.json lengths.npy --batch 2 --pack 65"))
+    assert "hf: target" in error_line(run("certify train.py:make lengths.npy --device cpu"))
 
 
 def test_fit_on_several_devices(saved: Path) -> None:

@@ -18,7 +18,10 @@ from sacplan.device.caching_allocator import CachingAllocator, ExpandableAllocat
 from sacplan.device.device_memory import TrainingRun, changes_of
 from sacplan.device.devices import resolve_device
 from sacplan.errors import PlanError
-from sacplan.questions.certify import certify
+from sacplan.planning.limits import Room
+from sacplan.planning.request import Request
+from sacplan.questions.batch_sizes import Recordings
+from sacplan.questions.certify import _Runs, certify
 from sacplan.questions.lengths import Drawing, Shape
 from sacplan.questions.scaled import SizedBoth
 from sacplan.torch_compat.allocations import allocation_events
@@ -155,6 +158,23 @@ def test_the_allocator_is_played_as_on_recordings_of_each_batch() -> None:
     tight = certify(net, make_batch, lengths, spec, **how)
     index = reserved.index(max(reserved))
     assert tight.rows[1].breaks_at == (index, *shapes[index])
+
+
+@pytest.mark.usefixtures("no_cublas_workspaces")
+def test_the_largest_size_is_that_of_playing_every_size() -> None:
+    net = LM(layers=1, dim=64, heads=2, vocab=1024)
+    drawing, spec = Drawing(tuple(drawn(48)), 8), resolve_device("h100")
+    steps = SizedBoth(Recordings(net, make_batch, spec, {"loss_fn": cross_entropy}).at, 8, 96)
+
+    def runs(n: int, room_bytes: int) -> _Runs:
+        here = drawing.of_size(n)
+        return _Runs("LM", steps, Room(room_bytes, True), here.shapes(), here, Request())
+
+    needs = {n: max(row.needs for row in runs(n, 2**40)._rows("as it is")[:1]) for n in range(1, 9)}
+    assert len(set(needs.values())) > 2
+    for room in {need - 1 for need in needs.values()}:  # 8 does not fit, and is not looked for
+        fits = [n for n in needs if n < 8 and runs(n, room)._rows("as it is")[0].fits]
+        assert runs(8, room)._largest_size() == max(fits, default=0)
 
 
 @pytest.mark.parametrize("shape", [(8, 96), (3, 70), (1, 33), (5, 1)])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -145,10 +145,15 @@ class InstalledStandIns:
         """Raise ``PlanError`` if somebody replaced a forward again."""
         check_there(self._planned)
 
-    def remove(self) -> None:
-        """Give every module its own forward back. Pending backward passes stay correct."""
+    def lift(self) -> Sequence[StandIn]:
+        """Give every module its own forward back, and return the stand-ins, which can still run."""
         for planned in self._planned:
             take_off(planned.module, planned)
+        return self._planned
+
+    def remove(self) -> None:
+        """Give every module its own forward back. Pending backward passes stay correct."""
+        self.lift()
         self._planned = []
 
 

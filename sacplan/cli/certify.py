@@ -1,0 +1,112 @@
+"""The command ``certify``: whether every batch of a run fits, from the lengths of its samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sacplan.cli import options as o
+from sacplan.cli import sources
+from sacplan.cli.command import command
+from sacplan.cli.exits import INFEASIBLE
+from sacplan.cli.fit import of_length
+from sacplan.cli.output import CommandResult, stage
+from sacplan.cli.show import facts_of, plan_facts, target_facts
+from sacplan.cli.targets import load_target, users_code
+from sacplan.integrations.hf.target import TargetError
+
+_FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
+_count = functools.partial(o.option, min=1, metavar="N")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How the loader makes batches, and how many plans there may be for them."""
+
+    tokens: Annotated[int | None, _count(help="In place of --batch: most tokens in a batch, padded.")] = None
+    pad_to_multiple_of: Annotated[int, _count(help="Pad batches to a multiple of this. Default: 1.")] = 1
+    pack: Annotated[int | None, _count(help="In place of padding: rows of so many tokens.")] = None
+    epochs: Annotated[int, _count(help="How often all samples come. Default: 1.")] = 1
+    seed: Annotated[int, o.option(min=0, metavar="N", help="Of the loader's shuffle. Default: 0.")] = 0
+    buckets: Annotated[int, _count(help="Plans for ranges of lengths, if one is needed. Default: 1.")] = 1
+
+
+_LENGTHS = typer.Argument(
+    metavar="LENGTHS", help="Tokens in each sample: .npy, .json or .txt.", show_default=False
+)
+
+
+@command(
+    "certify",
+    "Does every batch of a run fit.",
+    examples=["sacplan certify hf:gpt2 lengths.json --batch 8 --device rtx-4090"],
+    omit=["solver", "seq"],
+)
+def certify(
+    target: o.Target,
+    lengths: Annotated[Path, _LENGTHS],
+    *,
+    asked: o.BudgetOptions,
+    run: RunOptions,
+    hf: o.HfOptions,
+) -> CommandResult:
+    """Whether a run on samples of these lengths ever runs out of memory, at which batch, and what to do.
+
+    The exit code is 3 if it does. The target must be an hf: model.
+    """
+    import sacplan
+    from sacplan.integrations.hf.models import positions
+
+    sizes = _read(lengths)
+    spec = sources.device_of(asked.device)
+    with stage("loading"):
+        loaded = load_target(target, sources.dtype_for(spec, target, hf))
+    if loaded.make_batch is None or "seq" not in loaded.facts:
+        raise TargetError(
+            f"certify makes batches of many lengths, and cannot do so for {target}. Give an hf: target, or call "
+            "sacplan.certify with a make_batch(n, seq)."
+        )
+    with stage("recording and playing", long=True), users_code(f"the step of {target}"):
+        found = sacplan.certify(
+            loaded.model,
+            functools.partial(of_length, loaded.make_batch, loaded.facts["seq"]),
+            sizes,
+            spec,
+            loaded.loss_fn,
+            loaded.optimizer,
+            asked.budget,
+            asked.headroom,
+            batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
+            **dataclasses.asdict(run),
+            longest=positions(loaded.model),
+            techniques=asked.technique,
+        )
+    facts = {
+        "command": "certify",
+        **target_facts(loaded),
+        **facts_of(found, _FACTS),
+        "rows": [row.figures() for row in found.rows],
+        "plans": [{"longest": longest, "plan": plan_facts(plan)} for longest, plan in found.plans],
+    }
+    return CommandResult(facts, [str(found)], exit_code=0 if found.fits else INFEASIBLE)
+
+
+def _read(path: Path) -> Any:
+    """Return the lengths in a file; ``sacplan.certify`` checks them."""
+    import numpy as np
+
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False)
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else [int(word) for word in text.split()]
+    except (OSError, ValueError) as error:
+        raise TargetError(
+            f"the lengths in {path} cannot be read: {error}. Give integers: .npy, a list as .json, or words as .txt."
+        ) from error
