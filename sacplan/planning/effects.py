@@ -339,13 +339,7 @@ class _Effects:
         of_option = (pattern, option.technique, where)
         known = self.known.effects
         if of_option not in known:
-            parts = TECHNIQUES[option.technique].parts(self.program, region, option)
-            if len(parts) > 1:
-                known[of_option] = _sum_of(
-                    [self._local_effect_of(pattern, region, part, events) for part in parts]
-                )
-            else:
-                known[of_option] = self._local_effect(region, option, events)
+            known[of_option] = self._local_effect(region, option, events)
         return known[of_option]
 
     def _events_for(self, region: Region) -> list[tuple[int, int, int]]:
@@ -484,18 +478,6 @@ class _Effects:
             intervals = np.minimum(np.searchsorted(self._last_event, where[at]) + 1, len(row) - 1)
             alive = liveness.before_event[where[at]] + n_bytes - self.base[intervals]
             np.maximum.at(row, intervals, alive)
-
-
-def _sum_of(effects: Sequence[_LocalEffect]) -> _LocalEffect:
-    """Return the effect of all of these together, which change the lives of different storages."""
-    after, during = (np.sum([getattr(e, name) for e in effects], axis=0) for name in ("after", "during"))
-    # While ops of one of them run again, what the others have changed up to that event is there, too.
-    again = [
-        (k, n_bytes + int(after[k - 1] - effect.after[k - 1]) if k else n_bytes)
-        for effect in effects
-        for k, n_bytes in effect.again
-    ]
-    return _LocalEffect(sum(e.before for e in effects), after, during, tuple(sorted(again)))
 
 
 def _undominated(

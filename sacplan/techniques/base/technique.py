@@ -198,13 +198,6 @@ class Technique(ABC):
         assert option.patch is not None, f"{self.name}: an option without a patch needs its own option_patch"
         return option.patch
 
-    def parts(self, program: Program, region: Region, option: Option) -> Sequence[Option]:
-        """Return options that together do what an option does, and whose effects on memory add up.
-
-        A large option need not be looked at as a whole where others of its region have the same parts.
-        """
-        return (option,)
-
     shares_units: ClassVar[bool] = False
     """Whether its units must not nest with those of other such techniques: one recorder runs in a unit for all."""
 

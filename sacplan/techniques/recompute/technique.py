@@ -14,7 +14,6 @@ from sacplan.errors import PlanError
 from sacplan.techniques.base.regions import Option, Region, outermost, units_of
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.base.technique import Installed, Technique, ToInstall
-from sacplan.techniques.recompute.parts import parts
 from sacplan.techniques.recompute.regions import Regions
 from sacplan.techniques.recompute.rewrite import recompute, recompute_ops
 
@@ -39,10 +38,6 @@ class Recomputation(Technique):
         """Return the patch that discards the option's ops in the region's unit."""
         discarded = dict.fromkeys(region.ops(option), 1)
         return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())))
-
-    def parts(self, program: Program, region: Region, option: Option) -> Sequence[Option]:
-        """Return the groups of ops that do not touch each other."""
-        return parts(program, region, option)
 
     def decisions(
         self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
