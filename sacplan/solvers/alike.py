@@ -110,9 +110,6 @@ class TiedProblem:
         tied = replace(
             problem,
             choices=tuple(choices),
-            links=tuple(
-                replace(link, first=run_of[link.first], second=run_of[link.second]) for link in problem.links
-            ),
             once_costs=tuple(
                 # What is paid once is the same for a run as for one choice.
                 OnceCost(once.cost, frozenset((run_of[choice], option) for choice, option in once.pairs))
@@ -132,8 +129,7 @@ class TiedProblem:
 
 
 def _runs(problem: Problem, groups: int) -> tuple[tuple[int, ...], ...]:
-    """Return the choices that take an option together. Linked ones stay alone: a link is between two options."""
-    linked = {end for link in problem.links for end in (link.first, link.second)}
+    """Return the choices that take an option together."""
     kinds: dict[Hashable, list[int]] = defaultdict(list)
     for i, choice in enumerate(problem.choices):
         # Costs that are paid once are part of what makes choices alike.
@@ -141,7 +137,7 @@ def _runs(problem: Problem, groups: int) -> tuple[tuple[int, ...], ...]:
             tuple((i, option) in once.pairs for option in range(len(choice.costs)))
             for once in problem.once_costs
         )
-        kinds[choice.kind, once, i if i in linked else -1].append(i)
+        kinds[choice.kind, once].append(i)
     runs = [
         tuple(map(int, run))
         for same in kinds.values()

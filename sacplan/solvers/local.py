@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sacplan.errors import SolverError
-from sacplan.solvers.problem import DEVICE_MEMORY, Costs, Picks, Problem
+from sacplan.solvers.problem import DEVICE_MEMORY, Picks, Problem
 
 # Above any use, and with room below the largest 64-bit integer for differences.
 NO_LIMIT = 2**62
@@ -18,19 +18,17 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
     """Move single choices to cheaper options, the largest saving first, as long as all limits are kept.
 
     One pass: a move that has no room when its turn comes is not tried again. The result keeps the limits exactly, in
-    whole units, and is never more expensive than ``picks``. Linked choices are tried in every option, also where that
-    costs more by itself, since the link may save it.
+    whole units, and is never more expensive than ``picks``.
     """
     now = dict(picks)
     room = -problem.excess(now)
-    linked = _linked(problem)
     moves = sorted(
         (
             (float(problem.choices[choice].costs[option] - cost), choice, other)
-            # Choices on their first option have nothing to give back, unless a link makes another one cheaper.
-            for choice, option in {**dict.fromkeys(linked, 0), **now}.items()
+            # Choices on their first option have nothing to give back.
+            for choice, option in now.items()
             for other, cost in enumerate(problem.choices[choice].costs)
-            if cost < problem.choices[choice].costs[option] or (choice in linked and other != option)
+            if cost < problem.choices[choice].costs[option]
         ),
         key=lambda move: (-move[0], move[1]),
     )
@@ -40,17 +38,13 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
         option = now.get(choice, 0)
         costs = problem.choices[choice].costs
         change = float(costs[other] - costs[option])
-        if choice in linked:
-            by_option = link_costs(problem, choice, now)
-            change += float(by_option[other] - by_option[option])
         after = [
             count + ((choice, other) in once.pairs) - ((choice, option) in once.pairs)
             for count, once in zip(taken, problem.once_costs, strict=True)
         ]
         for once, count, count_after in zip(problem.once_costs, taken, after, strict=True):
             change += once.cost * (bool(count_after) - bool(count))
-        # What a move saves is worked out again, since moves before it may have changed links and costs paid
-        # once.
+        # What a move saves is worked out again, since moves before it may have changed costs paid once.
         if change >= 0:
             continue
         more = problem.choices[choice].uses[other] - problem.choices[choice].uses[option]
@@ -92,7 +86,6 @@ def descend(
     costs = np.concatenate([choice.costs for choice in problem.choices])
     uses = np.concatenate([choice.uses for choice in problem.choices])
     by_row = np.ascontiguousarray(uses.T)  # each step reads one row of the problem, for all options
-    linked = np.isin(owner, list(_linked(problem)))
     allowed = np.ones(len(owner), dtype=bool)
     if not once:
         allowed[[first[choice] + option for cost in problem.once_costs for choice, option in cost.pairs]] = (
@@ -103,8 +96,8 @@ def descend(
     scales = problem.scales
     excess = problem.excess(start)
     best, least = taken.copy(), np.inf
-    # Most moves cost more, so a choice makes fewer moves than it has options. Linked choices, and moves that cost
-    # nothing, could go round in a circle; the bound ends that, too.
+    # Most moves cost more, so a choice makes fewer moves than it has options. Moves that cost nothing could go round in
+    # a circle; the bound ends that, too.
     for _ in range(len(costs)):
         at = int((excess / scales).argmax())
         if excess[at] / scales[at] < least:
@@ -122,14 +115,7 @@ def descend(
             freed = np.minimum(freed, excess[at])
         more = costs - costs[now]
         worth = (freed > 0) & allowed
-        # The cost of a link depends on what the other end takes now, so it is worked out anew at each step.
-        if linked.any():
-            picks = dict(enumerate((taken - first).tolist()))
-            by_link = np.concatenate([link_costs(problem, choice, picks) for choice in picks])
-            dearer = (more > 0) | linked
-            more = more + by_link - by_link[now]
-        else:
-            dearer = more > 0
+        dearer = more > 0
         price = np.full(len(costs), np.inf)
         np.divide(more, freed, out=price, where=worth)
         # A move that costs nothing is for where no other is left: it may take the way from those that free more.
@@ -171,18 +157,3 @@ def starts(problem: Problem) -> dict[int, int]:
         row = problem.rows[others.tightest(picks)]
         raise SolverError(f"no options were found that keep the limit of {row.resource} in {row}; raise it")
     return picks
-
-
-def link_costs(problem: Problem, choice: int, picks: Picks) -> Costs:
-    """Return, by option of a choice, the cost of its links."""
-    found = np.zeros(len(problem.choices[choice].costs))
-    for link in problem.links:
-        if link.first == choice:
-            found += link.costs[:, picks.get(link.second, 0)]
-        elif link.second == choice:
-            found += link.costs[picks.get(link.first, 0)]
-    return found
-
-
-def _linked(problem: Problem) -> set[int]:
-    return {end for link in problem.links for end in (link.first, link.second)}

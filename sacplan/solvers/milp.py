@@ -2,13 +2,12 @@
 
 With x_co "choice c takes option o" (see ``problem.py``),
 
-    minimise    sum of cost_co x_co + costs of links + costs paid once
+    minimise    sum of cost_co x_co + costs paid once
     subject to  base_r + sum of uses_cor x_co <= limit_r       for every row r
                 sum over o of x_co = 1                         for every choice c
 
-Optimal to the asked gap, unless the limit of work or of rounds comes first. A link of choices c and d adds shares w_op
-of their pairs of options, with sum over p of w_op = x_co and sum over o of w_op = x_dp: the convex hull of one link
-alone. A cost paid once is a binary variable that is at least each x_co of its pairs.
+Optimal to the asked gap, unless the limit of work or of rounds comes first. A cost paid once is a binary variable that
+is at least each x_co of its pairs.
 
 Block decomposition. Choices of one kind form a block b and share variables: n_bo says how many choices of the block
 take option o. Only rows that treat the choices of each block alike can be written with these variables. At first those
@@ -21,15 +20,15 @@ are the rows outside of all repeated layers, so the program does not grow with t
 5. If none differ, the solver's tolerance hid the excess. Repair the answer for an incumbent, and cut it off: some
    block must use less in that row (``_cut_off``). The cut is valid for every answer that keeps the row's limit.
 
-Known inefficiencies: each round starts the solver anew, and a split is never undone. Linked choices have blocks of
-their own. Where every layer ends up in one, the program is the plain one above.
+Known inefficiencies: each round starts the solver anew, and a split is never undone. Where every layer ends up in a
+block of its own, the program is the plain one above.
 
 Neighbouring rows differ in few blocks, so each is written as the row before plus the difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -86,7 +85,6 @@ class Milp:
         *,
         gap: float | None = None,
         work_limit: int | None = None,
-        start: Mapping[int, float] | None = None,
     ) -> LinearSolution:
         """Solve a program with these options; ``gap`` and ``work_limit`` replace those of this object."""
         return program.solve(
@@ -94,7 +92,6 @@ class Milp:
             work_limit=self.work_limit if work_limit is None else work_limit,
             seed=self.seed,
             time_limit_s=self.time_limit_s,
-            start=start,
         )
 
     def smallest(self, problem: Problem) -> Solution:
@@ -131,9 +128,8 @@ class Refinement:
         self.limited = False
         self._work = options.work_limit  # that is left
         self._cuts: list[list[_AtLeast]] = []
-        linked = {end for link in problem.links for end in (link.first, link.second)}
-        # Choices share variables only if every term treats them alike: same options, the same costs paid once,
-        # and no links. A choice with one option has nothing to decide.
+        # Choices share variables only if every term treats them alike: same options, and the same costs paid once. A
+        # choice with one option has nothing to decide.
         blocks: dict[Hashable, list[int]] = {}
         for i, choice in enumerate(problem.choices):
             if len(choice.costs) > 1:
@@ -141,7 +137,7 @@ class Refinement:
                     tuple((i, option) in once.pairs for option in range(len(choice.costs)))
                     for once in problem.once_costs
                 )
-                blocks.setdefault((choice.kind, once, i if i in linked else None), []).append(i)
+                blocks.setdefault((choice.kind, once), []).append(i)
         self._blocks = list(blocks.values())
 
     def cheapest(self) -> Solution | None:
@@ -319,15 +315,12 @@ class _Encoding:
         self._problem = problem
         self._blocks = blocks
         self._smallest = smallest
-        costs = [problem.choices[block[0]].costs for block in blocks] + [
-            abs(link.costs) for link in problem.links
-        ]
+        costs = [problem.choices[block[0]].costs for block in blocks]
         self.cost_scale = max((float(each.max()) for each in costs), default=0.0) or 1.0
         self._variables = [self._variables_of(block) for block in blocks]
         # Where the peak is minimised costs are 0, so what only adds costs is left out.
         if not smallest:
             self._once_costs()
-            self._links()
         self._rows()
         for cut in cuts:
             self._cut(cut)
@@ -362,27 +355,6 @@ class _Encoding:
                         # One row for the block: any of its choices that takes the option makes ``paid``
                         # positive, so 1.
                         self.program.row([(paid, float(len(block))), (n, -1.0)], lower=0.0)
-
-    def _links(self) -> None:
-        """Add the shares of pairs of options; linked choices are in blocks of their own."""
-        own = {block[0]: variables for block, variables in zip(self._blocks, self._variables, strict=True)}
-        for link in self._problem.links:
-            shares = np.array(
-                [
-                    [self.program.variable(upper=1.0, cost=self._cost(cost)) for cost in row]
-                    for row in link.costs
-                ]
-            )
-            for end, by_option in ((link.first, shares), (link.second, shares.T)):
-                # A choice with one option is in no block, so the pairs with that option have all the shares.
-                variables = own.get(end, [])
-                self.program.row(
-                    [*((int(w), 1.0) for w in by_option[0]), *((n, 1.0) for n in variables)],
-                    lower=1.0,
-                    upper=1.0,
-                )
-                for n, pairs in zip(variables, by_option[1:], strict=True):
-                    self.program.row([*((int(w), 1.0) for w in pairs), (n, -1.0)], lower=0.0, upper=0.0)
 
     def _rows(self) -> None:
         """Require that what is freed in each row covers what the row is over its limit."""

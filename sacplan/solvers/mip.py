@@ -17,11 +17,10 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import pulp
 
 from sacplan.errors import PlanError, SolverError
@@ -107,7 +106,6 @@ class LinearProgram:
         work_limit: int = WORK_LIMIT,
         seed: int = 0,
         time_limit_s: float | None = None,
-        start: Mapping[int, float] | None = None,
     ) -> LinearSolution:
         """Minimise.
 
@@ -116,7 +114,6 @@ class LinearProgram:
             work_limit: nodes times nonzeros after which the search ends with what it has.
             seed: of the solver's own random choices.
             time_limit_s: seconds of wall clock after which it fails; None: no such limit.
-            start: values of the integer variables at a point that is known, at which the search begins.
 
         Raises:
             PlanError: an option out of range.
@@ -127,9 +124,8 @@ class LinearProgram:
         # HiGHS knows a limit of nodes and none of work, so the work is divided by what one node counts.
         nonzeros = max(1, sum(len(terms) for terms, _, _ in self._rows))
         options = _Options(gap, max(1, work_limit // nonzeros), seed, time_limit_s)
-        known = [(variables[i], value) for i, value in (start or {}).items()]
         try:
-            ended = _solve_highs(problem, options, known)
+            ended = _solve_highs(problem, options)
         except pulp.PulpSolverError as error:
             raise SolverError(f"HiGHS failed: {error}") from error
         return self._read(ended, variables, nonzeros)
@@ -221,28 +217,22 @@ def _status(problem: pulp.LpProblem) -> Status:
     return by_solution[problem.sol_status]
 
 
-class _HighsFrom(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's HiGHS, which begins at a known point and ends at a number of nodes; PuLP itself passes neither on.
+class _HighsWithNodes(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's HiGHS, which ends at a number of nodes.
 
-    HiGHS has an option for the nodes as well, but PuLP does not know the status that it ends with.
+    HiGHS has an option for that as well, but PuLP does not know the status that it ends with.
 
     Args:
-        start: variables and their values.
         nodes: at most.
         options: of HiGHS.
     """
 
-    def __init__(self, start: Sequence[tuple[Any, float]], nodes: int, **options: Any) -> None:
+    def __init__(self, nodes: int, **options: Any) -> None:
         super().__init__(**options)
-        self._start = start
         self._nodes = nodes
 
     def callSolver(self, lp: Any) -> None:
         """Called by PuLP when the model is built."""
-        if self._start:
-            indices = np.array([variable.index for variable, _ in self._start], dtype=np.int32)
-            values = np.array([value for _, value in self._start], dtype=np.float64)
-            lp.solverModel.setSolution(len(indices), indices, values)
 
         def stop(kind: Any, message: str, seen: Any, answer: Any, data: Any) -> None:
             answer.user_interrupt = seen.mip_node_count >= self._nodes
@@ -253,14 +243,12 @@ class _HighsFrom(pulp.HiGHS):  # type: ignore[misc]
         super().callSolver(lp)
 
 
-def _solve_highs(
-    problem: pulp.LpProblem, options: _Options, start: Sequence[tuple[Any, float]] = ()
-) -> _Ended:
+def _solve_highs(problem: pulp.LpProblem, options: _Options) -> _Ended:
     """Solve with HiGHS; again without its presolve if that fails, or says "infeasible".
 
     HiGHS 1.15's presolve calls programs infeasible that just fit.
     """
-    ended = _run_highs(problem, "choose", options, start)
+    ended = _run_highs(problem, "choose", options)
     if ended.status == "infeasible" or problem.solverModel.getModelStatus().name == "kSolveError":
         again = _run_highs(problem, "off", options)
         return ended if again.status == "unknown" else again
@@ -294,13 +282,10 @@ def _let_highs_introduce_itself() -> None:
         os.close(shown)
 
 
-def _run_highs(
-    problem: pulp.LpProblem, presolve: str, options: _Options, start: Sequence[tuple[Any, float]] = ()
-) -> _Ended:
+def _run_highs(problem: pulp.LpProblem, presolve: str, options: _Options) -> _Ended:
     _let_highs_introduce_itself()
     problem.solve(
-        _HighsFrom(
-            start,
+        _HighsWithNodes(
             options.nodes,
             msg=False,
             gapRel=options.gap,

@@ -1,6 +1,6 @@
 """Problems, in numbers only: choices, how much their options use of limited resources, and what these cost.
 
-    minimise    cost of the options taken + cost of linked pairs + costs paid once
+    minimise    cost of the options taken + costs paid once
     subject to  base_r + sum of uses_cor over the options o taken by the choices c <= limit_r    for every row r
 
 A row is a resource over an interval of the step. Exactly one option is taken of each choice. The first option of a
@@ -60,20 +60,6 @@ class Choice:
     kept_bytes: Amounts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PairCost:
-    """The cost of a pair of options, such as the redistribution between two neighbours.
-
-    Attributes:
-        first, second: two different choices.
-        costs: options of the first x options of the second.
-    """
-
-    first: int
-    second: int
-    costs: Costs
-
-
 @dataclass(frozen=True, slots=True)
 class OnceCost:
     """A cost (not negative) that is paid once if any of some pairs (choice, option) is taken."""
@@ -108,7 +94,7 @@ class Problem:
         rows: resources over intervals.
         base: by row, the use if all choices take their first option.
         limits: by row, the largest use that is allowed.
-        choices, links, once_costs: see their classes.
+        choices, once_costs: see their classes.
 
     Raises:
         SolverError: arrays whose shapes do not match, or a first option with a cost or a use.
@@ -118,7 +104,6 @@ class Problem:
     base: Amounts
     limits: Amounts
     choices: tuple[Choice, ...]
-    links: tuple[PairCost, ...] = ()
     once_costs: tuple[OnceCost, ...] = ()
 
     def __post_init__(self) -> None:
@@ -131,10 +116,6 @@ class Problem:
                 raise SolverError(f"choice {i}: {n_options} costs, but uses of shape {choice.uses.shape}")
             if choice.costs[0] or choice.uses[0].any():
                 raise SolverError(f"choice {i}: costs and uses of the first option must be 0; see Problem")
-        for link in self.links:
-            shape = tuple(len(self.choices[end].costs) for end in (link.first, link.second))
-            if link.first == link.second or link.costs.shape != shape:
-                raise SolverError(f"a link of {shape} options has costs of shape {link.costs.shape}")
 
     def with_limit(self, resource: str, limit: int) -> Problem:
         """Return the same problem with another limit for all rows of a resource."""
@@ -175,14 +156,11 @@ class Problem:
         return int(self.total(picks)[self.resources[DEVICE_MEMORY]].max())
 
     def cost(self, picks: Picks) -> float:
-        """Return the objective: costs of options, of linked pairs, and costs paid once."""
+        """Return the objective: costs of options, and costs paid once."""
         own = sum(float(self.choices[choice].costs[option]) for choice, option in picks.items())
-        links = sum(
-            float(link.costs[picks.get(link.first, 0), picks.get(link.second, 0)]) for link in self.links
-        )
         # A choice that ``picks`` leaves out takes its first option, so no pair may name a first option.
         once = sum(once.cost for once in self.once_costs if not once.pairs.isdisjoint(picks.items()))
-        return own + links + once
+        return own + once
 
     def least_uses(self) -> Amounts:
         """Return a lower bound of the use of each row: every choice takes the option that uses least there."""
@@ -192,10 +170,9 @@ class Problem:
         return total
 
     def least_cost(self) -> float:
-        """Return a lower bound of the cost: every choice and every link at its cheapest."""
+        """Return a lower bound of the cost: every choice at its cheapest."""
         # Costs that are paid once are left out. They are not negative, so the bound holds without them.
-        costs = [*(choice.costs for choice in self.choices), *(link.costs for link in self.links)]
-        return sum(float(each.min()) for each in costs)
+        return sum(float(choice.costs.min()) for choice in self.choices)
 
     @cached_property
     def scales(self) -> Costs:

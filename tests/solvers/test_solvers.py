@@ -1,4 +1,4 @@
-"""The solvers that ``plan`` asks: limits, links and ties. ``invariants/test_optimum.py`` has the optimum."""
+"""The solvers that ``plan`` asks: limits and ties. ``invariants/test_optimum.py`` has the optimum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sacplan.errors import SolverError
 from sacplan.solvers.alike import Alike, TiedProblem
 from sacplan.solvers.local import descend
 from sacplan.solvers.mip import LinearProgram, LinearSolution
-from sacplan.solvers.problem import DEVICE_MEMORY, Choice, PairCost, Problem, Solution
+from sacplan.solvers.problem import DEVICE_MEMORY, Choice, Problem, Solution
 from sacplan.solvers.solvers import Solver
 from tests.support.problems import Options, cheapest, choice_of, problem_of, problems, rows_of
 
@@ -68,25 +68,6 @@ def test_each_row_has_its_limit(solver: Solver) -> None:
             assert problem.cost(found.picks) == cost
         smallest = solver.smallest(problem)
         assert problem.total(smallest.picks)[1] <= room
-
-
-@pytest.mark.parametrize("solver", SOLVERS[:2], ids=lambda solver: solver.name)
-def test_neighbours_agree_where_it_pays(solver: Solver) -> None:
-    """Two layouts cost the same; a link makes it expensive that neighbours differ, also at the reference's side."""
-    options: Options = [(1.0, [-100]), (1.0, [-100])]
-    apart = np.where(np.eye(3, dtype=bool), 0.0, 4.0)
-    choices = tuple(choice_of(0, options, 1) for _ in range(3))
-    problem = Problem(
-        rows_of([DEVICE_MEMORY]),
-        np.array([500]),
-        np.array([300]),
-        choices,
-        (PairCost(0, 1, apart), PairCost(1, 2, apart)),
-    )
-    found = solver.solve(problem)
-    assert found is not None
-    assert problem.cost(found.picks) == cheapest(problem) == 3.0
-    assert len(set(found.picks.values())) == 1
 
 
 def test_limits_of_other_resources_that_nothing_keeps() -> None:

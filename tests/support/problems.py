@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from sacplan.solvers.problem import DEVICE_MEMORY, Choice, OnceCost, PairCost, Problem, ResourceRow
+from sacplan.solvers.problem import DEVICE_MEMORY, Choice, OnceCost, Problem, ResourceRow
 
 Options = list[tuple[float, list[int]]]
 """Cost and uses by row, of the options but the first."""
@@ -47,16 +47,15 @@ def cheapest(problem: Problem) -> float | None:
 
     def cost(picks: dict[int, int]) -> float:
         own = sum(problem.choices[i].costs[o] for i, o in picks.items())
-        links = sum(k.costs[picks.get(k.first, 0)][picks.get(k.second, 0)] for k in problem.links)
         once = sum(c.cost for c in problem.once_costs if any(picks.get(i, 0) == o for i, o in c.pairs))
-        return float(own + links + once)
+        return float(own + once)
 
     return min((cost(picks) for picks in all_picks(problem) if fits(picks)), default=None)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """A few choices with invented uses of one to three resources, links and costs paid once."""
+    """A few choices with invented uses of one to three resources, and costs paid once."""
     resources = draw(
         st.lists(st.sampled_from([DEVICE_MEMORY, "host memory", "link time"]), min_size=1, max_size=4)
     )
@@ -79,12 +78,6 @@ def problems(draw: st.DrawFn) -> Problem:
         int(b) - r // 2 if resource == DEVICE_MEMORY else int(b) + r
         for b, r, resource in zip(base, room, resources, strict=True)
     ]
-    links = []
-    pairs = list(itertools.combinations(range(len(choices)), 2))
-    for first, second in draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []:
-        shape = (len(choices[first].costs), len(choices[second].costs))
-        costs = [[draw(st.integers(0, 16)) / 8 for _ in range(shape[1])] for _ in range(shape[0])]
-        links.append(PairCost(first, second, np.array(costs)))
     taken = [(i, o) for i, choice in enumerate(choices) for o in range(1, len(choice.costs))]
     once = [
         OnceCost(draw(st.integers(0, 16)) / 8, frozenset(some))
@@ -92,9 +85,7 @@ def problems(draw: st.DrawFn) -> Problem:
             draw(st.lists(st.lists(st.sampled_from(taken), min_size=1), max_size=2)) if taken else []
         )
     ]
-    return Problem(
-        rows_of(resources), base, np.array(limits, dtype=np.int64), choices, tuple(links), tuple(once)
-    )
+    return Problem(rows_of(resources), base, np.array(limits, dtype=np.int64), choices, tuple(once))
 
 
 @st.composite
