@@ -180,8 +180,6 @@ def test_cuts_inside_a_dimension_are_offered_where_an_input_has_them() -> None:
     assert strategies_of(aten.view.default, merged, [4, 6, 8]) == ["R -> R", "S0 -> S0", "S1 -> S2", "P -> P"]
     found = strategies_of(aten.view.default, merged, [4, 6, 8], available=[[cut(0, 4)]])
     assert found == ["R -> R", "S0 -> S0", "S0/4 -> S1", "S1 -> S2"]
-    nested = axis_strategies(Call(aten.neg.default, (x(8),), {}, x(8)), 2, nested=[2])
-    assert [s.outputs[0] for s in nested] == [R, cut(0), cut(0, 2), P]
 
 
 def test_a_cast_to_less_precision_gets_the_sum() -> None:

@@ -122,8 +122,3 @@ class Costs:
                 f"collective {kind!r} is not known; it is one of {', '.join(get_args(Collective))}."
             )
         return time_s * 1e3 + self.spec.kernel_launch_us * 1e-3
-
-    def copy_ms(self, n_bytes: float) -> float:
-        """Return the time that a rank takes to copy so much within its own memory."""
-        rate = self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency
-        return 2 * n_bytes / rate * 1e3 + self.spec.kernel_launch_us * 1e-3

@@ -83,7 +83,6 @@ def axis_strategies(
     call: Call,
     ranks: int,
     available: Sequence[Collection[Placement]] = (),
-    nested: Collection[int] = (),
 ) -> tuple[AxisStrategy, ...]:
     """Return the ways in which one call of an op may run on the ranks of one axis.
 
@@ -93,8 +92,6 @@ def axis_strategies(
         available: by tensor argument, the placements that it may have on this axis. Cuts inside a dimension
             (``outer`` above 1) and inputs that are partial are offered only where an argument may have them. Without
             it, all partial inputs are offered, and no cut inside a dimension of an input.
-        nested: further ``outer`` at which factors are cut: for a second axis that cuts what a first one of n ranks
-            has cut, n.
 
     Returns:
         The first has all tensors replicated; then cuts, by factor; then those that pass summands on. Arguments that
@@ -106,9 +103,9 @@ def axis_strategies(
     found = [whole]
     rule = _rule(call)
     if rule is not None:
-        for within in _cuts(rule, call, ranks, available, nested):
+        for within in _cuts(rule, call, ranks, available):
             strategy = _along(rule, call, within, draws)
-            if strategy is not None and _is_offered(strategy, available, nested):
+            if strategy is not None and _is_offered(strategy, available):
                 found.append(strategy)
     # Summands are not passed through an op that draws: the sum of dropped summands is not the dropped sum,
     # unless all ranks drop the same.
@@ -123,14 +120,13 @@ def axis_strategies(
 
 
 def _cuts(
-    rule: Rule, call: Call, ranks: int, available: Sequence[Collection[Placement]], nested: Collection[int]
+    rule: Rule, call: Call, ranks: int, available: Sequence[Collection[Placement]]
 ) -> dict[FactorAxis, None]:
     """Return the cuts of factors: even ones, and those at which an argument may be cut already."""
     found: dict[FactorAxis, None] = {}
     for factor, size in enumerate(rule.sizes):
-        for outer in (1, *sorted(nested)):
-            if size and size % (outer * ranks) == 0:
-                found[FactorAxis(factor, outer, ranks, size // (outer * ranks))] = None
+        if size and size % ranks == 0:
+            found[FactorAxis(factor, 1, ranks, size // ranks)] = None
     for t, dims, placements in zip(call.inputs, rule.inputs, available, strict=False):
         for p in sorted(placements):
             # Not a cut, or one that this shape does not have.
@@ -155,10 +151,8 @@ def _with_the_same_draws(
     return [s for s in strategies if s.inputs[logsumexp] in available[logsumexp]]
 
 
-def _is_offered(
-    strategy: AxisStrategy, available: Sequence[Collection[Placement]], nested: Collection[int]
-) -> bool:
-    inside = [(i, p) for i, p in enumerate(strategy.inputs) if p.outer > 1 and p.outer not in nested]
+def _is_offered(strategy: AxisStrategy, available: Sequence[Collection[Placement]]) -> bool:
+    inside = [(i, p) for i, p in enumerate(strategy.inputs) if p.outer > 1]
     return not inside or any(p in available[i] for i, p in inside if i < len(available))
 
 
