@@ -163,7 +163,8 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
             replaced(guards, **dict.fromkeys(names, _allocate), _reinterpret_tensor=_reinterpret),
             replaced(compile_fx, compile_fx=without_measuring),
             replaced(debugging, boxed_nop=_noted(debugging.boxed_nop)),
-            replaced(torch.fx.GraphModule, __deepcopy__=copied),
+            # Nobody reads what else is written of each graph.
+            replaced(torch.fx.GraphModule, __deepcopy__=copied, print_readable=_always("")),
             inductor_config.patch(
                 force_disable_caches=True,
                 compile_threads=1,
