@@ -3,7 +3,7 @@
     python docs/make_images.py     # into docs/images and docs/samples (some minutes, no GPU)
 
 GPT-2 and ResNet-50 of transformers, bfloat16, on the meta device, planned for an H100. Needs
-``pip install 'sacplan[highs,plot]'`` and transformers. ``docs/images/frontier.png`` is made by
+``pip install 'sacplan[plot]'`` and transformers. ``docs/images/frontier.png`` is made by
 ``python -m benchmarks.frontier``, and ``docs/images/transformer_memory.png`` by ``python examples/transformer.py``.
 """
 
