@@ -89,12 +89,13 @@ def test_a_version_that_was_tried_says_nothing(version: str, monkeypatch: pytest
 def test_the_range_is_the_same_everywhere() -> None:
     span = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
     assert f'"{span}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f"torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}" in (ROOT / "README.md").read_text(
-        encoding="utf-8"
-    )
-    page = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
-    tried = [(int(major), int(minor)) for major, minor in re.findall(r"\| torch (\d+)\.(\d+)\.", page)]
-    assert tried == [(2, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
+    for page in ("README.md", "docs/versions.md"):
+        said = (ROOT / page).read_text(encoding="utf-8")
+        assert f"torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}" in said
+    jobs = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
+    lists = re.findall(r"^ +torch: \[(.*)\]$", jobs, flags=re.MULTILINE)
+    tried = {tuple(map(int, one)) for one in re.findall(r"(\d+)\.(\d+)", " ".join(lists))}
+    assert tried == {(2, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)}
 
 
 def test_the_files_of_the_promises_are_there() -> None:
