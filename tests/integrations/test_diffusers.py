@@ -19,6 +19,15 @@ _HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "FLUX.1-dev": ("64x64", _HEADS | {"num_layers": 1, "num_single_layers": 1, "axes_dims_rope": (4, 6, 6)}),
     "stable-diffusion-3.5-large": ("64x64", _HEADS | {"num_layers": 2, "caption_projection_dim": 32}),
+    "stable-diffusion-xl-base-1.0": (
+        "64x64",
+        {
+            "block_out_channels": [32, 64, 64],
+            "transformer_layers_per_block": [1, 1, 1],
+            "attention_head_dim": [2, 2, 2],
+            "layers_per_block": 1,
+        },
+    ),
     "Wan2.1-T2V-14B-Diffusers": ("64x32x5", _HEADS | {"num_layers": 2, "ffn_dim": 64}),
     "LTX-Video": ("64x64x9", _HEADS | {"num_layers": 2, "cross_attention_dim": 32}),
     "Qwen-Image": ("64x64", _HEADS | {"num_layers": 2, "axes_dims_rope": (4, 6, 6)}),
