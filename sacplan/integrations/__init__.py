@@ -1,4 +1,4 @@
-"""sacplan with other libraries: plans in the trainers of ``transformers`` and ``lightning``, models of ``peft``.
+"""sacplan with other libraries: plans in their trainers, and their models.
 
 Each module needs its library. If that is missing, the error names the extra to install.
 """
