@@ -347,7 +347,10 @@ def each_optimizer(optimizer: Any, make: Callable[[Any], Any]) -> Any:
     """Return what is made of an optimizer, of each in a list, or of none."""
     if isinstance(optimizer, (list, tuple)):
         if not optimizer or None in optimizer:
-            raise TraceError(f"optimizer={optimizer!r}: of a list, each must be an optimizer or make one.")
+            found = ", ".join(type(one).__name__ for one in optimizer)
+            raise TraceError(
+                f"optimizer=[{found}]: a list needs optimizers, or callables `params -> optimizer`."
+            )
         return tuple(map(make, optimizer))
     return None if optimizer is None else make(optimizer)
 

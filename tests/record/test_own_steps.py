@@ -134,6 +134,15 @@ def test_planned_to_the_byte(
     assert all(map(torch.equal, trained(False), trained(True)))
 
 
+def test_no_other_optimizer_is_proposed_for_one_that_steps_in_between() -> None:
+    profile = sacplan.profile(_GAN, _PAIR, _gan(0), _of_gan(_GAN), device="cpu")
+    with pytest.raises(sacplan.InfeasibleBudget) as raised:
+        sacplan.plan(profile, "10%")
+    assert "AdamW" not in str(raised.value)
+    with pytest.raises(TraceError, match="a list needs optimizers"):
+        sacplan.profile(_GAN, _PAIR, _gan(0), [], device="cpu")
+
+
 def test_gradients_of_samples_are_profiled_and_left_alone() -> None:
     model, batch = _network(32, 32), torch.randn(16, 32)
 
