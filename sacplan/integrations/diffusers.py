@@ -78,8 +78,11 @@ def build(target: str, asked: ModelOptions, place: str) -> Target:
     width, height, frames = pixels = _size(size, spec, target)
     model = _model(spec, dtype, place)
     whole = sum(p.numel() for p in model.parameters())
+    adapters = {}
     if options.lora is not None:
         model = _adapted(model, options.lora)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        adapters = {"trained": trained, "lora": options.lora}
 
     def make_batch(n: int) -> dict[str, Any]:
         return _batch(n, pixels, spec, dtype, place)
@@ -87,12 +90,7 @@ def build(target: str, asked: ModelOptions, place: str) -> Target:
     facts = {
         "model": spec["class"],
         "parameters": whole,
-        **(
-            {}
-            if options.lora is None
-            else {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
-        ),
-        **({} if options.lora is None else {"lora": options.lora}),
+        **adapters,
         "task": "denoising",
         "size": f"{width}x{height}" + (f"x{frames}" if frames > 1 else ""),
         "batch": options.batch,
@@ -130,14 +128,8 @@ def _size(text: str, spec: dict[str, Any], target: str) -> tuple[int, int, int]:
             )
         width, height, frames = int(found[1]), int(found[2]), int(found[3] or frames)
     # Most models join two by two points of the autoencoder's, which has eight by eight pixels for each.
-    if (
-        min(width, height) < 16
-        or width % 16
-        or height % 16
-        or width % spec["pixels"]
-        or height % spec["pixels"]
-    ):
-        unit = max(16, spec["pixels"])
+    unit = max(16, spec["pixels"])
+    if not width or not height or width % unit or height % unit:
         raise TargetError(f"{target}: width and height must be multiples of {unit}.")
     if frames < 1 or (frames - 1) % spec["frames"] or (frames > 1 and spec["frames"] == 1):
         rule = f"a multiple of {spec['frames']}, and one more" if spec["frames"] > 1 else "1: it makes images"

@@ -287,9 +287,8 @@ class _Runs:
             for edge in edges:
                 inside = [one for one in self._distinct if below < one.seq <= edge]
                 shape = self._largest_of(inside)
-                if (
-                    buckets > 1
-                ):  # as large as all of them: ``apply`` knows a plan by the batch that it was made for
+                # Of several plans ``apply`` knows each by the batch that it was made for: one as large as all of these.
+                if buckets > 1:
                     shape = Shape(max(one.batch for one in inside), edge)
                 found.append(LengthPlan(edge, self._plan(shape, budget_bytes)))
                 below = edge

@@ -189,13 +189,9 @@ class _Journey:
             # What another technique has put in this place, which may be nothing, or else the recorded event.
             was = before = self._events_at(position)
             self.out = []
-            # A copy back begins before the event of its place, and behind those of earlier moves. Sending and letting
-            # go come behind it.
+            # Sending and letting go come behind the event of their place.
             if position == move.fetch and self.gone:
-                begun = self._begun(before)
-                self.out += before[:begun]
-                before = before[begun:]
-                self._fetch(position)
+                before = self._fetch_first(position, before)
             for code, arg in before:
                 self._step(position, code, arg, inside=begin < position < end)
             if position == end and self.host >= 0 and not self.held and not self.gone:
@@ -205,6 +201,13 @@ class _Journey:
             if position == let_go:
                 self._let_go(position)
             self._put(position, was)
+
+    def _fetch_first(self, position: int, before: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """Begin the copy back before the event of its place, behind those of earlier moves; return what is left."""
+        begun = self._begun(before)
+        self.out += before[:begun]
+        self._fetch(position)
+        return before[begun:]
 
     def _events_at(self, position: int) -> Sequence[tuple[int, int]]:
         return self.draft.events.get(position) or (
@@ -372,10 +375,7 @@ class _Visits(_Journey):
             was = before = self._events_at(position)
             self.out = []
             if position == move.fetch and self.gone:
-                begun = self._begun(before)
-                self.out += before[:begun]
-                before = before[begun:]
-                self._fetch(position)
+                before = self._fetch_first(position, before)
             elif position == leave:
                 self.out.append((_FREE, first))
             for code, arg in before:
