@@ -176,8 +176,17 @@ def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own
     if device == "cpu":
         seen = measured_step(step, tensors_of(batch))
         return {"measured_peak_bytes": seen.peak_bytes, "reserved_bytes": 0, "measured_ms": seen.wall_ms}
+    return timed_steps(step, own)
+
+
+def timed_steps(step: Step, own: int) -> Row:
+    """Run steps on CUDA; the first makes the optimizer's state.
+
+    Args:
+        own: Bytes on the device that are no part of the step.
+    """
     step.run()
-    optimizer.zero_grad(set_to_none=True)
+    step.model.zero_grad(set_to_none=True)
     _forget_memory()
     step.run()
     torch.cuda.synchronize()
@@ -193,7 +202,7 @@ def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    optimizer.zero_grad(set_to_none=True)
+    step.model.zero_grad(set_to_none=True)
     return result | {"measured_ms": statistics.median(times)}
 
 

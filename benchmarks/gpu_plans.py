@@ -1,0 +1,225 @@
+"""Do plans hold on a CUDA device where a step is compiled, offloads on real streams, or needs the whole card?
+
+    python -m benchmarks.gpu_plans [--parts compiled offload limit] [--names llama ...] [--json FILE]
+
+A row is a model in bfloat16 with AdamW and a plan, or with none: the peak that was predicted beside
+``torch.cuda.max_memory_allocated``, what the allocator played through reserves beside ``max_memory_reserved``, and the
+predicted time of the step beside the median of five. ``bits``: whether loss and gradients are those of the step without
+the plan, compiled as it is. Compiled steps are predicted by a dry run of the compiler, without kernels.
+
+- ``compiled``: models of ``gpu_models.py`` as a whole with inductor, without a plan and at two budgets;
+- ``offload``: a Llama with plans that recompute, that offload, and that do both, for one budget each;
+- ``limit``: Llama-3-8B on 8,192 tokens with fused AdamW, which does not fit an 80 GB card without a plan.
+
+A row that fails says so, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import statistics
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import structs
+
+import sacplan
+from benchmarks import gpu
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.plans import as_budget, budget_at
+from benchmarks.harness.results import MIB, RESULTS, Row
+from benchmarks.harness.table import Table
+from benchmarks.models import cases, gpu_models
+from benchmarks.models.cases import Case
+from sacplan.device.devices import resolve_device
+from sacplan.device.timing import run_seconds
+from sacplan.record.compiled import really_compiled
+from sacplan.record.step import Step, default_loss
+
+COMPILED = ("gpt2", "llama", "bert", "t5", "vit", "resnet50", "mamba")
+OFFLOADED = ("llama", "gpt2", "vit")
+SHARES = {"60%": 0.6, "20%": 0.2}
+CHOICES = (("recompute",), ("offload",), ("recompute", "offload"))
+
+_TABLE = Table(
+    ("case", ">36"), ("budget", ">10.1f"), ("predicted", ">10.1f"), ("measured", ">10.1f"), ("error", ">+8.3%"),
+    ("holds", ">6"), ("predicted ms", ">12.1f"), ("ms", ">8.1f"), ("bits", ">6"),
+)  # fmt: skip
+
+
+def _case(name: str) -> tuple[Case, int]:
+    own = gpu._allocated("cuda")
+    model, batch, loss_fn = gpu_models.build(name, "gpu", "cuda", torch.bfloat16, False)
+    return Case(model, batch, loss_fn, torch.optim.AdamW), own
+
+
+def compiled(name: str) -> Iterator[Row]:
+    """Yield rows of a model that is compiled as a whole."""
+    case, own = _case(name)
+    profile = case.profile("cuda", compile=True)
+    compilation = profile.fingerprint.setup.compiled
+    assert compilation is not None
+    loss_fn = case.loss_fn or default_loss
+    step = Step(case.model, case.batch, loss_fn, None)
+    yield {"case": name, **_predicted(profile, None)} | _measured(case, None, own, compilation)
+    # Inductor has random numbers of its own otherwise.
+    seeded = structs.replace(compilation, options={"fallback_random": True})
+    with really_compiled(case.model, seeded, step):
+        plain = gpu._gradients(case.model, case.batch, loss_fn)
+    smallest = sacplan.plan(profile, "smallest").peak_bytes
+    for words, share in SHARES.items():
+        plan = sacplan.plan(profile, as_budget(budget_at(share, smallest, profile.peak_bytes)))
+        row: Row = {"case": f"{name} {words}", **_predicted(profile, plan)}
+        row |= _measured(case, plan, own, compilation)
+        with sacplan.apply(case.model, plan), really_compiled(case.model, seeded, step):
+            row["bits"] = gpu._equal(plain, gpu._gradients(case.model, case.batch, loss_fn))
+        yield row
+
+
+def offload(name: str) -> Iterator[Row]:
+    """Yield rows of a model whose activations may wait on the host."""
+    case, own = _case(name)
+    profile = case.profile("cuda")
+    loss_fn = case.loss_fn or default_loss
+    plain = gpu._gradients(case.model, case.batch, loss_fn)
+    yield {"case": name, **_predicted(profile, None)} | _measured(case, None, own)
+    smallest = sacplan.plan(profile, "smallest").peak_bytes
+    for words, share in SHARES.items():
+        budget = as_budget(budget_at(share, smallest, profile.peak_bytes))
+        for techniques in CHOICES:
+            plan = sacplan.plan(profile, budget, techniques=techniques)
+            row: Row = {"case": f"{name} {words} {'+'.join(techniques)}", **_predicted(profile, plan)}
+            row |= _measured(case, plan, own)
+            with sacplan.apply(case.model, plan):
+                row["bits"] = gpu._equal(plain, gpu._gradients(case.model, case.batch, loss_fn))
+            yield row | {"predicted_host_bytes": plan.host_bytes}
+
+
+def limit(name: str) -> Iterator[Row]:
+    """Yield the row of Llama-3-8B, whose plan is for all that the card has."""
+    transformers: Any = importlib.import_module("transformers")
+    own = gpu._allocated("cuda")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0, use_cache=False,
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = transformers.LlamaForCausalLM(config).train()
+            batch = cases.text(128256, 1, 8192)
+    finally:
+        torch.set_default_dtype(before)
+    case = Case(model, batch, None, cases.fused_adamw)
+    profile = case.profile("cuda")
+    plan = sacplan.plan(profile)
+    yield {"case": name, "unplanned_bytes": profile.peak_bytes, **_predicted(profile, plan)} | _measured(
+        case, plan, own
+    )
+
+
+PARTS: dict[str, Any] = {
+    "compiled": (compiled, COMPILED),
+    "offload": (offload, OFFLOADED),
+    "limit": (limit, ("llama-3-8b",)),
+}
+
+
+def _host_link() -> Row:
+    """Return the bytes per second of copies from pinned memory and to it."""
+    there = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    here = torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
+    found = {}
+    for name, copy in (
+        ("to_device", lambda: there.copy_(here, non_blocking=True)),
+        ("to_host", lambda: here.copy_(there, non_blocking=True)),
+    ):
+        times = run_seconds(copy, torch.device("cuda"))
+        found[f"{name}_bytes_per_s"] = 2**30 / statistics.median(next(times) for _ in range(5))
+    return found
+
+
+def _predicted(profile: sacplan.Profile, plan: sacplan.Plan | None) -> Row:
+    found = profile if plan is None else plan
+    memory = profile.device_memory() if plan is None else plan.device_memory
+    return {
+        "budget_bytes": None if plan is None else plan.budget_bytes,
+        "predicted_peak_bytes": found.peak_bytes,
+        "predicted_allocator": msgspec.to_builtins(memory.first_step) if memory is not None else None,
+        "predicted_ms": found.step_ms + (0.0 if plan is None else plan.recompute_ms),
+    }
+
+
+def _measured(case: Case, plan: sacplan.Plan | None, own: int, compilation: Any = None) -> Row:
+    optimizer = case.optimizer(case.model.parameters())
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0  # the next measurement finds the same weights
+    step = Step(case.model, case.batch, case.loss_fn or default_loss, optimizer)
+    with contextlib.ExitStack() as stack:
+        if plan is not None:
+            stack.enter_context(sacplan.apply(case.model, plan))
+        stack.enter_context(really_compiled(case.model, compilation, step))
+        row = gpu.timed_steps(step, own)
+    budget = None if plan is None else plan.budget_bytes
+    return row | ({} if budget is None else {"within_budget": row["measured_peak_bytes"] <= budget})
+
+
+def _rows(case: tuple[str, str]) -> Iterator[Row]:
+    part, name = case
+    head = {"part": part}
+    try:
+        for row in PARTS[part][0](name):
+            yield head | row | {"case": f"{part} {row['case']}"}
+    except Exception as error:
+        said = str(error).strip().splitlines() or [""]
+        yield head | {
+            "case": name,
+            "error": f"{type(error).__name__}: {said[0]}",
+            "traceback": traceback.format_exc(),
+        }
+
+
+def _line(row: Row) -> str:
+    if "error" in row:
+        return f"{row['case']}: {row['error']}"
+    predicted, measured, budget = row["predicted_peak_bytes"], row["measured_peak_bytes"], row["budget_bytes"]
+    return _TABLE.row(
+        row["case"], (budget or 0) / MIB, predicted / MIB, measured / MIB, predicted / measured - 1,
+        str(row.get("within_budget", "-")), row["predicted_ms"], row["measured_ms"], str(row.get("bits", "-")),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.choice("--parts", PARTS)
+    parser.add_argument("--names", nargs="+", help="default: all of a part")
+    arguments = parser.begin(silence=True)
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
+    about: dict[str, Any] = {
+        "board": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "host_link": _host_link(),
+    }
+    print(about)
+    print(_TABLE.head, flush=True)
+    chosen = [
+        (part, name)
+        for part in arguments.parts
+        for name in PARTS[part][1]
+        if arguments.names is None or name in arguments.names
+    ]
+    device = resolve_device("cuda").name.replace(" ", "-")
+    run_cases(
+        chosen, _rows, _line, arguments.json or RESULTS / f"gpu_plans_{device}.json", key="case", **about
+    )
+
+
+if __name__ == "__main__":
+    main()
