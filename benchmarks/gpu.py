@@ -6,11 +6,12 @@
 Needs torch and sacplan alone; with transformers installed the models of ``hf_models.py`` are measured, too. A row is a
 model in bfloat16 or under autocast, with AdamW:
 
-- the predicted peak of the step beside ``torch.cuda.max_memory_allocated``, and what the allocator played through
-  reserves beside ``max_memory_reserved``;
+- the predicted peak of the step, which is a sum of tensors, beside ``requested_bytes.all.peak`` of
+  ``torch.cuda.memory_stats``, and what the allocator played through reports beside what the real one does
+  (``max_memory_allocated``, ``max_memory_reserved``), in the first step and in eight more;
 - the step's time by the wall clock, beside predictions by the cost model of the table, by one that was measured here
   (``sacplan.calibrate``), and by timing each op (``runtime="benchmark"``);
-- two plans, applied and measured, with loss and gradients compared bit by bit.
+- two plans, applied and measured, with loss and gradients compared bit by bit, under deterministic algorithms.
 
 A row that fails says so in the table and makes the exit status 1; the others go on. Results go to
 ``benchmarks/results/gpu_<device>.json``.
@@ -27,6 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -50,6 +52,8 @@ from sacplan.running.measure import measured_step
 ZOO = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet", "mamba")
 KINDS = ("bf16", "autocast")
 TIMED_STEPS = 5
+MORE_STEPS = 8
+"""After the first, as ``device_memory`` plays."""
 SHARES = (0.3, 0.7)
 """Budgets of the two plans, between the smallest feasible peak (0) and the unplanned one (1)."""
 
@@ -98,7 +102,7 @@ def _from_hf_models(hf_models: Any, name: str, size: str, device: str) -> tuple[
 
 def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     """Measure everything about one model."""
-    own = _allocated(device)
+    own = memory_before(device)
     model, batch, loss_fn = build()
     loss_fn = loss_fn or default_loss
     spec = specs["datasheet"]
@@ -119,7 +123,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     row: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "predicted_peak_bytes": seen.peak_bytes,
-        "predicted_allocator": msgspec.to_builtins(device_memory(seen.program).first_step),
+        "predicted_allocator": msgspec.to_builtins(device_memory(seen.program)),
         "predicted_ms": {name: p.step_ms for name, p in profiles.items()},
         "profile_s": profile_s,
         "not_timed": sorted(
@@ -142,6 +146,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
             planned["predicted_ms"] = plan.step_ms + plan.recompute_ms
             planned["bit_equal"] = _equal(plain, _gradients(model, batch, loss_fn))
             planned |= _measured(model, batch, loss_fn, device, own)
+        planned["predicted_allocator"] = msgspec.to_builtins(plan.device_memory)
         planned["within_budget"] = planned["measured_peak_bytes"] <= budget
         row["plans"].append(planned)
     return row
@@ -151,8 +156,12 @@ def _gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.T
     """Run a step from a fixed seed; return loss and gradients, on the host. Buffers are put back."""
     buffers = [(b, b.clone()) for b in model.buffers()]
     torch.manual_seed(1)
-    loss = loss_fn(model, batch)
-    loss.backward()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        loss = loss_fn(model, batch)
+        loss.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
     found = [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
     for p in model.parameters():
         p.grad = None
@@ -166,8 +175,8 @@ def _equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own: int) -> Row:
-    """Measure peak and time of real steps with AdamW, whose state the first of them makes.
+def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own: Memory) -> Row:
+    """Measure the peak, as the sum of tensors, and the time of real steps with AdamW, and what the allocator says.
 
     The learning rate is 0, so that the next measurement finds the same weights.
     """
@@ -175,35 +184,48 @@ def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own
     step = Step(model, batch, loss_fn, optimizer)
     if device == "cpu":
         seen = measured_step(step, tensors_of(batch))
-        return {"measured_peak_bytes": seen.peak_bytes, "reserved_bytes": 0, "measured_ms": seen.wall_ms}
+        return {"measured_peak_bytes": seen.peak_bytes, "measured_ms": seen.wall_ms}
     return timed_steps(step, own)
 
 
-def timed_steps(step: Step, own: int) -> Row:
-    """Run steps on CUDA; the first makes the optimizer's state.
+def timed_steps(step: Step, own: Memory) -> Row:
+    """Run steps on CUDA as a process does that trains: the first makes the optimizer's state.
 
     Args:
-        own: Bytes on the device that are no part of the step.
+        own: What is on the device that is no part of the step.
     """
-    step.run()
+
+    def run() -> None:
+        step.model.zero_grad(set_to_none=True)
+        step.run()
+
+    def peaks() -> Row:
+        torch.cuda.synchronize()
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return {"max_memory_allocated": allocated - own.allocated, "max_memory_reserved": reserved}
+
     step.model.zero_grad(set_to_none=True)
     _forget_memory()
-    step.run()
-    torch.cuda.synchronize()
-    result = {
-        "measured_peak_bytes": torch.cuda.max_memory_allocated() - own,
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
+    run()
+    allocator = {"first_step": peaks()}
+    for _ in range(MORE_STEPS):
+        run()
+    allocator["steps"] = peaks()
     times = []
     for _ in range(TIMED_STEPS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        step.run()
+        run()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
     step.model.zero_grad(set_to_none=True)
-    return result | {"measured_ms": statistics.median(times)}
+    _forget_memory()
+    run()
+    torch.cuda.synchronize()
+    requested = torch.cuda.memory_stats()["requested_bytes.all.peak"] - own.requested
+    step.model.zero_grad(set_to_none=True)
+    return {"measured_peak_bytes": requested, "allocator": allocator, "measured_ms": statistics.median(times)}
 
 
 def _forget_memory() -> None:
@@ -215,17 +237,27 @@ def _forget_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def _allocated(device: str) -> int:
-    """Return the bytes on the device that are not the row's.
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device: of blocks, and of the tensors in them."""
+
+    allocated: int = 0
+    requested: int = 0
+
+
+def memory_before(device: str) -> Memory:
+    """Return what is on the device before a row begins.
 
     A cuBLAS workspace of the backward thread cannot be dropped. It counts as the row's, for the step uses it.
     """
     if device == "cpu":
         gc.collect()
-        return 0
+        return Memory()
     _forget_memory()
     left, workspace = torch.cuda.memory_allocated(), library_workspace_bytes(resolve_device("cuda"))
-    return 0 if workspace and left in (workspace, 2 * workspace) else left
+    if workspace and left in (workspace, 2 * workspace):
+        return Memory()
+    return Memory(left, torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 # --- attention and cuBLAS ---------------------------------------------------------------------------
@@ -403,9 +435,12 @@ def _print_row(row: Row) -> None:
         lines.append((budget, plan, f"{plan['predicted_ms']:.1f}", str(plan["bit_equal"])))
     for budget, r, ms, equal in lines:
         predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
-        reserved = f"{r['reserved_bytes'] / MIB:.1f}"
-        if "predicted_allocator" in r:
-            reserved = f"{r['predicted_allocator']['max_memory_reserved'] / MIB:.1f}/{reserved}"
+        says = [
+            r[who]["steps"]["max_memory_reserved"]
+            for who in ("predicted_allocator", "allocator")
+            if r.get(who)
+        ]
+        reserved = "/".join(f"{n / MIB:.0f}" for n in says)
         peaks = predicted / MIB, measured / MIB, predicted / measured - 1
         print(_TABLE.row(*about, budget, *peaks, reserved, ms, r["measured_ms"], equal), flush=True)
 

@@ -2,13 +2,12 @@
 
     python -m benchmarks.gpu_plans [--parts compiled offload limit] [--names llama ...] [--json FILE]
 
-A row is a model in bfloat16 with AdamW and a plan, or with none: the peak that was predicted beside
-``torch.cuda.max_memory_allocated``, what the allocator played through reserves beside ``max_memory_reserved``, and the
-predicted time of the step beside the median of five. ``bits``: whether loss and gradients are those of the step without
-the plan, compiled as it is. Compiled steps are predicted by a dry run of the compiler, without kernels.
+A row is a model in bfloat16 with AdamW and a plan, or with none. Its peak, what the allocator reports and its time are
+predicted and measured as in ``gpu.py``. ``bits``: whether loss and gradients are those of the step without the plan,
+compiled as it is. Compiled steps are predicted by a dry run of the compiler, without kernels.
 
 - ``compiled``: models of ``gpu_models.py`` as a whole with inductor, without a plan and at two budgets;
-- ``offload``: a Llama with plans that recompute, that offload, and that do both, for one budget each;
+- ``offload``: three of them with plans that recompute, that offload, and that do both;
 - ``limit``: Llama-3-8B on 8,192 tokens with fused AdamW, which does not fit an 80 GB card without a plan.
 
 A row that fails says so, and the others go on.
@@ -51,8 +50,8 @@ _TABLE = Table(
 )  # fmt: skip
 
 
-def _case(name: str) -> tuple[Case, int]:
-    own = gpu._allocated("cuda")
+def _case(name: str) -> tuple[Case, gpu.Memory]:
+    own = gpu.memory_before("cuda")
     model, batch, loss_fn = gpu_models.build(name, "gpu", "cuda", torch.bfloat16, False)
     return Case(model, batch, loss_fn, torch.optim.AdamW), own
 
@@ -102,7 +101,7 @@ def offload(name: str) -> Iterator[Row]:
 def limit(name: str) -> Iterator[Row]:
     """Yield the row of Llama-3-8B, whose plan is for all that the card has."""
     transformers: Any = importlib.import_module("transformers")
-    own = gpu._allocated("cuda")
+    own = gpu.memory_before("cuda")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -151,12 +150,12 @@ def _predicted(profile: sacplan.Profile, plan: sacplan.Plan | None) -> Row:
     return {
         "budget_bytes": None if plan is None else plan.budget_bytes,
         "predicted_peak_bytes": found.peak_bytes,
-        "predicted_allocator": msgspec.to_builtins(memory.first_step) if memory is not None else None,
+        "predicted_allocator": msgspec.to_builtins(memory) if memory is not None else None,
         "predicted_ms": found.step_ms + (0.0 if plan is None else plan.recompute_ms),
     }
 
 
-def _measured(case: Case, plan: sacplan.Plan | None, own: int, compilation: Any = None) -> Row:
+def _measured(case: Case, plan: sacplan.Plan | None, own: gpu.Memory, compilation: Any = None) -> Row:
     optimizer = case.optimizer(case.model.parameters())
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0  # the next measurement finds the same weights

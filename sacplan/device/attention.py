@@ -333,7 +333,7 @@ def attention(
         backend = attention_backend(spec, call, priority=_user_priority(), enabled=_enabled_backends())
     if mask is not None and mask.dtype == torch.bool:
         # As convert_boolean_attn_mask: at the mask's own size, expanded later.
-        minus_inf = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
+        minus_inf = torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, 0.0, minus_inf)
     # A composite of plain ops: what it keeps for the backward pass shows op by op. It takes operands of any rank, so it
     # comes before the batch dimension is added.

@@ -9,7 +9,8 @@ To add one, decorate a function with the names of its ops. It gets the arguments
 
 Sources: PyTorch's ``flash_attn/flash_api.cpp``, ``mem_eff_attention/kernel_forward.h``, ``attention_backward.cu``,
 ``Embedding.cu``, ``Indexing.cu``, ``layer_norm_kernel.cu``; ``backends/cuda/ops.py`` of bitsandbytes. What cuDNN
-allocates (convolutions, RNN, batch norm) is not known without the device, and counts as 0 unless stated otherwise.
+allocates is not published: convolutions and attention are as measured on an H100 with cuDNN 9.19; recurrent layers and
+batch norm count as 0.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from sacplan.device.cublas import PRODUCTS, library_workspace_bytes, workspaces_stay
 from sacplan.device.devices import DeviceSpec
+from sacplan.device.reductions import reduction_bytes
 from sacplan.torch_compat.ops import RuleTable, arguments_by_name
 
 Arguments = Mapping[str, Any]
@@ -127,9 +129,11 @@ def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::_scaled_dot_product_cudnn_attention_backward")
 def _cudnn_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """Assumed, since cuDNN does not publish its workspace: an fp32 dq and the row sums, as in flash attention."""
-    batch, heads, seq_q, dim = a["query"].shape
-    return (4 * batch * heads * seq_q * dim, 4 * batch * heads * seq_q)
+    """As measured: dQ in float32 and the row sums; with grouped queries dK and dV for all query heads."""
+    query, key = a["query"], a["key"]
+    batch, heads, seq_q, dim = query.shape
+    expanded = query.element_size() * batch * heads * key.shape[2] * dim if heads != key.shape[1] else 0
+    return (4 * batch * heads * seq_q * dim, 4 * batch * heads * seq_q, expanded, expanded)
 
 
 @workspace("aten::embedding_dense_backward")
@@ -147,7 +151,28 @@ def _embedding_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     segments, size = min(count, rows), indices.element_size()
     partial_rows = count // 10 + segments
     buffers = (count, count, count, segments, segments, partial_rows)
-    return (*(size * n for n in buffers), 4 * partial_rows * grad_out.shape[-1])
+    copy = 0 if grad_out.is_contiguous() else _nbytes(grad_out)
+    return (*(size * n for n in buffers), 4 * partial_rows * grad_out.shape[-1], copy)
+
+
+@workspace("aten::native_layer_norm")
+def _layer_norm(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """A copy of an input that is not contiguous (``layer_norm_kernel.cu``)."""
+    return (0 if a["input"].is_contiguous() else _nbytes(a["input"]),)
+
+
+@workspace("aten::native_layer_norm_backward")
+def _layer_norm_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """The same, of the input and of the gradient."""
+    return [_nbytes(t) for t in (a["grad_out"], a["input"]) if not t.is_contiguous()]
+
+
+@workspace("aten::sum", "aten::nansum", "aten::mean", "aten::linalg_vector_norm")
+def _reduction(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """What blocks share that sum one result (``reductions.py``), in float32 or wider."""
+    x = a.get("self", a.get("x"))
+    dims = {dim % max(x.dim(), 1) for dim in a.get("dim") or ()}
+    return reduction_bytes(x, dims, max(x.element_size(), 4), spec)
 
 
 @workspace("aten::_softmax_backward_data")
@@ -207,7 +232,7 @@ def _gemm_4bit(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::convolution", "aten::convolution_backward")
 def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """Count copies of operands that are not in the memory format of the kernel. cuDNN's own workspace is unknown."""
+    """Count copies of operands that are not in the memory format of the kernel, and cuDNN's own workspace."""
     # One operand in channels-last is enough for that kernel. A tensor that is contiguous in both formats, as with one
     # channel, decides nothing.
     tensors = [t for t in (a.get("grad_output"), a["input"], a["weight"]) if t is not None and t.dim() >= 3]
@@ -216,4 +241,36 @@ def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
         for t in (a["input"], a["weight"])
     )
     memory_format = torch.channels_last if last else torch.contiguous_format
-    return [_nbytes(t) for t in tensors if not t.is_contiguous(memory_format=memory_format)]
+    copies = [_nbytes(t) for t in tensors if not t.is_contiguous(memory_format=memory_format)]
+    return copies if last else [*copies, _cudnn_bytes(a)]
+
+
+_WITHOUT_COPIES = {False: 4, True: 8}
+"""Of which number the pixels of an image are a multiple where cuDNN multiplies without copies, by going backward."""
+
+
+def _cudnn_bytes(a: Arguments) -> int:
+    """Return what cuDNN takes for a convolution of half types in two dimensions that is not in channels-last.
+
+    As measured on an H100. Tensor cores want channels-last, so input and output are copied, with the channels of the
+    input rounded up to 8, and the weight, if it covers more than a pixel. A product of pixels alone, of one pixel and
+    stride 1, needs none of them. Going backward, its gradient of the weight is made in float32 for each image.
+    """
+    x, weight, backward = a["input"], a["weight"], "grad_output" in a
+    if x.dim() != 4 or x.element_size() != 2 or a["groups"] != 1 or a["transposed"]:
+        return 0
+    pixels: int = x.shape[2] * x.shape[3]
+    area: int = weight.shape[2:].numel()
+    one_pixel = area == 1
+    if one_pixel and set(a["stride"]) == {1} and pixels % _WITHOUT_COPIES[backward] == 0:
+        return int(4 * x.shape[0] * weight.numel()) if backward else 0
+    padded = _ceil_to(x.shape[1], 8)
+    sizes = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, p, d, k, s in zip(
+            x.shape[2:], a["padding"], a["dilation"], weight.shape[2:], a["stride"], strict=True
+        )
+    ]
+    out = x.shape[0] * weight.shape[0] * sizes[0] * sizes[1]
+    kernel = 0 if one_pixel else weight.shape[0] * padded * area
+    return int(2 * (x.shape[0] * padded * pixels + out + kernel))

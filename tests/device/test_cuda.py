@@ -153,7 +153,8 @@ def test_autograd_keeps_what_the_fake_step_keeps(make: Callable[[], torch.Tensor
 def test_what_an_lstm_keeps_is_estimated_to_a_quarter() -> None:
     layer = nn.LSTM(128, 128, 2, dropout=0.1).to(DEVICE)
     saved = saved_set(lambda: layer(torch.randn(64, 16, 128, device=DEVICE))[0].sum())
-    (reserve,) = [shape[0] for shape, dtype in saved if dtype == torch.uint8 and len(shape) == 1]
+    # The other one is the state of its dropout.
+    reserve = max(shape[0] for shape, dtype in saved if dtype == torch.uint8 and len(shape) == 1)
     assert reserve_bytes(LSTM, 64, 16, 128, 2, 1, 0.1, 4) == pytest.approx(reserve, rel=0.25)
 
 
