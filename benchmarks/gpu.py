@@ -11,7 +11,8 @@ model in bfloat16 or under autocast, with AdamW:
   (``max_memory_allocated``, ``max_memory_reserved``), in the first step and in eight more;
 - the step's time by the wall clock, beside predictions by the cost model of the table, by one that was measured here
   (``sacplan.calibrate``), and by timing each op (``runtime="benchmark"``);
-- two plans, applied and measured, with loss and gradients compared bit by bit, under deterministic algorithms.
+- two plans, applied and measured, with loss and gradients compared bit by bit. Where they vary from run to run,
+  ``gpu_plans.py`` compares them under deterministic algorithms.
 
 A row that fails says so in the table and makes the exit status 1; the others go on. Results go to
 ``benchmarks/results/gpu_<device>.json``.
@@ -43,9 +44,9 @@ from benchmarks.harness.table import Table
 from benchmarks.models import gpu_models
 from sacplan.device.attention import AttentionCall, attention_backend
 from sacplan.device.calibrate import calibrate
+from sacplan.device.cublas import library_workspace_bytes
 from sacplan.device.device_memory import device_memory
 from sacplan.device.devices import DeviceSpec, resolve_device, torch_version
-from sacplan.device.library_workspaces import library_workspace_bytes
 from sacplan.record.step import Step, default_loss
 from sacplan.running.measure import measured_step
 
@@ -131,9 +132,9 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
         ),
         "assumptions": list(seen.assumptions),
     }
-    plain = _gradients(model, batch, loss_fn)
-    again = _gradients(model, batch, loss_fn)
-    row["deterministic"] = _equal(plain, again)
+    plain = gradients(model, batch, loss_fn)
+    again = gradients(model, batch, loss_fn)
+    row["deterministic"] = equal(plain, again)
     del again
     row |= _measured(model, batch, loss_fn, device, own)
     row["plans"] = []
@@ -144,7 +145,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
         with sacplan.apply(model, plan):
             planned: Row = {"budget_bytes": budget, "predicted_peak_bytes": plan.peak_bytes}
             planned["predicted_ms"] = plan.step_ms + plan.recompute_ms
-            planned["bit_equal"] = _equal(plain, _gradients(model, batch, loss_fn))
+            planned["bit_equal"] = equal(plain, gradients(model, batch, loss_fn))
             planned |= _measured(model, batch, loss_fn, device, own)
         planned["predicted_allocator"] = msgspec.to_builtins(plan.device_memory)
         planned["within_budget"] = planned["measured_peak_bytes"] <= budget
@@ -152,16 +153,12 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     return row
 
 
-def _gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
+def gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
     """Run a step from a fixed seed; return loss and gradients, on the host. Buffers are put back."""
     buffers = [(b, b.clone()) for b in model.buffers()]
     torch.manual_seed(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        loss = loss_fn(model, batch)
-        loss.backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    loss = loss_fn(model, batch)
+    loss.backward()
     found = [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
     for p in model.parameters():
         p.grad = None
@@ -171,7 +168,7 @@ def _gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.T
     return found
 
 
-def _equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -202,7 +199,10 @@ def timed_steps(step: Step, own: Memory) -> Row:
     def peaks() -> Row:
         torch.cuda.synchronize()
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return {"max_memory_allocated": allocated - own.allocated, "max_memory_reserved": reserved}
+        return {
+            "max_memory_allocated": allocated - own.allocated,
+            "max_memory_reserved": reserved - own.reserved,
+        }
 
     step.model.zero_grad(set_to_none=True)
     _forget_memory()
@@ -239,10 +239,11 @@ def _forget_memory() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device: of blocks, and of the tensors in them."""
+    """Bytes on the device: of blocks, of the tensors in them, and of segments."""
 
     allocated: int = 0
     requested: int = 0
+    reserved: int = 0
 
 
 def memory_before(device: str) -> Memory:
@@ -257,7 +258,8 @@ def memory_before(device: str) -> Memory:
     left, workspace = torch.cuda.memory_allocated(), library_workspace_bytes(resolve_device("cuda"))
     if workspace and left in (workspace, 2 * workspace):
         return Memory()
-    return Memory(left, torch.cuda.memory_stats()["requested_bytes.all.current"])
+    requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    return Memory(left, requested, torch.cuda.memory_reserved())
 
 
 # --- attention and cuBLAS ---------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Do plans hold on a CUDA device where a step is compiled, offloads on real streams, or needs the whole card?
 
-    python -m benchmarks.gpu_plans [--parts compiled offload limit] [--names llama ...] [--json FILE]
+    python -m benchmarks.gpu_plans [--parts compiled offload bits limit] [--names llama ...] [--json FILE]
 
 A row is a model in bfloat16 with AdamW and a plan, or with none. Its peak, what the allocator reports and its time are
 predicted and measured as in ``gpu.py``. ``bits``: whether loss and gradients are those of the step without the plan,
@@ -8,6 +8,8 @@ compiled as it is. Compiled steps are predicted by a dry run of the compiler, wi
 
 - ``compiled``: models of ``gpu_models.py`` as a whole with inductor, without a plan and at two budgets;
 - ``offload``: three of them with plans that recompute, that offload, and that do both;
+- ``bits``: gradients with a plan under ``torch.use_deterministic_algorithms``, for which cuBLAS wants
+  ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment;
 - ``limit``: Llama-3-8B on 8,192 tokens with fused AdamW, which does not fit an 80 GB card without a plan.
 
 A row that fails says so, and the others go on.
@@ -40,6 +42,7 @@ from sacplan.record.compiled import really_compiled
 from sacplan.record.step import Step, default_loss
 
 COMPILED = ("gpt2", "llama", "bert", "t5", "vit", "resnet50", "mamba")
+BITS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "resnet50")
 OFFLOADED = ("llama", "gpt2", "vit")
 SHARES = {"60%": 0.6, "20%": 0.2}
 CHOICES = (("recompute",), ("offload",), ("recompute", "offload"))
@@ -68,14 +71,14 @@ def compiled(name: str) -> Iterator[Row]:
     # Inductor has random numbers of its own otherwise.
     seeded = structs.replace(compilation, options={"fallback_random": True})
     with really_compiled(case.model, seeded, step):
-        plain = gpu._gradients(case.model, case.batch, loss_fn)
+        plain = gpu.gradients(case.model, case.batch, loss_fn)
     smallest = sacplan.plan(profile, "smallest").peak_bytes
     for words, share in SHARES.items():
         plan = sacplan.plan(profile, as_budget(budget_at(share, smallest, profile.peak_bytes)))
         row: Row = {"case": f"{name} {words}", **_predicted(profile, plan)}
         row |= _measured(case, plan, own, compilation)
         with sacplan.apply(case.model, plan), really_compiled(case.model, seeded, step):
-            row["bits"] = gpu._equal(plain, gpu._gradients(case.model, case.batch, loss_fn))
+            row["bits"] = gpu.equal(plain, gpu.gradients(case.model, case.batch, loss_fn))
         yield row
 
 
@@ -84,7 +87,7 @@ def offload(name: str) -> Iterator[Row]:
     case, own = _case(name)
     profile = case.profile("cuda")
     loss_fn = case.loss_fn or default_loss
-    plain = gpu._gradients(case.model, case.batch, loss_fn)
+    plain = gpu.gradients(case.model, case.batch, loss_fn)
     yield {"case": name, **_predicted(profile, None)} | _measured(case, None, own)
     smallest = sacplan.plan(profile, "smallest").peak_bytes
     for words, share in SHARES.items():
@@ -94,8 +97,25 @@ def offload(name: str) -> Iterator[Row]:
             row: Row = {"case": f"{name} {words} {'+'.join(techniques)}", **_predicted(profile, plan)}
             row |= _measured(case, plan, own)
             with sacplan.apply(case.model, plan):
-                row["bits"] = gpu._equal(plain, gpu._gradients(case.model, case.batch, loss_fn))
+                row["bits"] = gpu.equal(plain, gpu.gradients(case.model, case.batch, loss_fn))
             yield row | {"predicted_host_bytes": plan.host_bytes}
+
+
+def bits(name: str) -> Iterator[Row]:
+    """Yield the row of a model whose gradients are compared under deterministic algorithms alone."""
+    case, _ = _case(name)
+    profile = case.profile("cuda")
+    loss_fn = case.loss_fn or default_loss
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain, again = (gpu.gradients(case.model, case.batch, loss_fn) for _ in range(2))
+        smallest = sacplan.plan(profile, "smallest").peak_bytes
+        plan = sacplan.plan(profile, as_budget(budget_at(0.3, smallest, profile.peak_bytes)))
+        with sacplan.apply(case.model, plan):
+            planned = gpu.gradients(case.model, case.batch, loss_fn)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    yield {"case": name, "deterministic": gpu.equal(plain, again), "bits": gpu.equal(plain, planned)}
 
 
 def limit(name: str) -> Iterator[Row]:
@@ -126,6 +146,7 @@ def limit(name: str) -> Iterator[Row]:
 PARTS: dict[str, Any] = {
     "compiled": (compiled, COMPILED),
     "offload": (offload, OFFLOADED),
+    "bits": (bits, BITS),
     "limit": (limit, ("llama-3-8b",)),
 }
 
@@ -187,6 +208,8 @@ def _rows(case: tuple[str, str]) -> Iterator[Row]:
 def _line(row: Row) -> str:
     if "error" in row:
         return f"{row['case']}: {row['error']}"
+    if "deterministic" in row:
+        return f"{row['case']}: deterministic {row['deterministic']}, with a plan the same bits {row['bits']}"
     predicted, measured, budget = row["predicted_peak_bytes"], row["measured_peak_bytes"], row["budget_bytes"]
     return _TABLE.row(
         row["case"], (budget or 0) / MIB, predicted / MIB, measured / MIB, predicted / measured - 1,

@@ -4,8 +4,9 @@ PyTorch gives cuBLAS a workspace out of its caching allocator, so it counts as a
 Without it every peak on a GPU would be too low by 8.1 to 128 MiB for each thread that multiplies.
 
 Source of the sizes: ``aten/src/ATen/cuda/CublasHandlePool.cpp``; 32 MiB on Blackwell since pull request
-#175344 (2.12). One for each handle and stream: ``ATen/cuda/CUDAContextLight.h`` of 2.13 and 2.14. We have not
-measured them on a GPU; ``benchmarks/gpu.py`` prints what is there.
+#175344 (2.12). One for each handle and stream: ``ATen/cuda/CUDAContextLight.h`` of 2.13 and 2.14. On an H100 with torch
+2.11 they are as stated here; ``benchmarks/gpu.py`` prints what is there. cuBLASLt, which adds a bias to a product, has
+workspaces of its own, of 1 MiB (``CUDABlas.cpp``), until it shares those of cuBLAS (torch 2.14).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ PRODUCTS = aten_names("mm addmm _addmm_activation bmm baddbmm addbmm mv addmv do
     "bitsandbytes::gemm_4bit"
 }
 """Ops that call cuBLAS."""
+
+WITH_BIAS = aten_names("addmm _addmm_activation")
+"""Ops that call cuBLASLt if their first operand is a bias of one dimension."""
 
 _CONFIG = ("CUBLAS_WORKSPACE_CONFIG",)
 _ROCM_CONFIG = ("CUBLAS_WORKSPACE_CONFIG", "HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG")
@@ -58,6 +62,12 @@ def library_workspace_bytes(spec: DeviceSpec, version: tuple[int, int] | None = 
     if major == 9 or (major in (10, 12) and version >= (2, 12)):
         return LARGE_BYTES
     return SMALL_BYTES
+
+
+def bias_workspace_bytes(spec: DeviceSpec, version: tuple[int, int] | None = None) -> int:
+    """Return the bytes of one workspace of cuBLASLt, where it has its own; 0 on a CPU and on ROCm."""
+    own = spec.kind == "cuda" and spec.capability is not None and spec.matmul_workspace_bytes != 0
+    return MIB if own and (torch_version() if version is None else version) < (2, 14) else 0
 
 
 def workspaces_stay(version: tuple[int, int] | None = None) -> bool:

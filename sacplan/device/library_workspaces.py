@@ -3,7 +3,7 @@
 torch gives every cuBLAS handle a workspace of its own, and every thread has its own handle. So a training
 step has two: one from the first matrix product of the forward pass on, one from the first of the backward
 pass, which runs on another thread. They stay until the process ends. One stream is assumed; a step that
-multiplies on several has a pair for each. cuBLASLt shares the same memory.
+multiplies on several has a pair for each. cuBLASLt, which adds a bias to a product, has workspaces of its own.
 
 From torch 2.15 nothing stays: each product allocates its workspace and frees it
 (``kernel_workspace_bytes`` counts it there). Sizes: ``device/cublas.py``.
@@ -11,9 +11,17 @@ From torch 2.15 nothing stays: each product allocates its workspace and frees it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sacplan.core.program import Event, Patch, Phase, Program, StorageKind
 from sacplan.core.rewriting import PatchBuilder
-from sacplan.device.cublas import PRODUCTS, library_workspace_bytes, workspaces_stay
+from sacplan.device.cublas import (
+    PRODUCTS,
+    WITH_BIAS,
+    bias_workspace_bytes,
+    library_workspace_bytes,
+    workspaces_stay,
+)
 from sacplan.device.devices import DeviceSpec
 
 
@@ -24,21 +32,29 @@ def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, i
     on one, backward on the other). An empty patch where there are none.
     """
     # On a CPU there are none. From torch 2.15 each product counts its own while it runs.
-    nbytes = spec.round_up(library_workspace_bytes(spec, version))
-    if not nbytes or not workspaces_stay(version):
+    product_bytes, bias_bytes = library_workspace_bytes(spec, version), bias_workspace_bytes(spec, version)
+    if not product_bytes or not workspaces_stay(version):
         return Patch()
-    products = {name.replace("::", ".") for name in PRODUCTS}
     draft = PatchBuilder(program)
-    threads: set[bool] = set()
+    there: set[tuple[bool, bool]] = set()
+
+    def first_use(is_backward: bool, has_bias: bool, nbytes: int) -> Iterator[tuple[int, int]]:
+        if nbytes and (is_backward, has_bias) not in there:
+            there.add((is_backward, has_bias))
+            # Never freed.
+            yield int(Event.ALLOC), draft.new_storage(spec.round_up(nbytes), StorageKind.OTHER)
+
     for position, (code, arg) in enumerate(program.events):
-        if code == Event.OP:
+        if (
+            code == Event.OP
+            and (name := program.ops[arg].name.rpartition(".")[0].replace(".", "::")) in PRODUCTS
+        ):
             op = program.ops[arg]
-            thread = op.phase == Phase.BACKWARD
-            if thread not in threads and op.name.rpartition(".")[0] in products:
-                workspace = draft.new_storage(nbytes, StorageKind.OTHER)
-                # Never freed. Before the product, which is the first to run with it.
-                draft.events[position] = ((int(Event.ALLOC), workspace), (code, arg))
-                threads.add(thread)
-                if len(threads) == 2:
-                    break
+            backward = op.phase == Phase.BACKWARD
+            new = [*first_use(backward, False, product_bytes)]
+            if name in WITH_BIAS and len(program.tensors[op.inputs[0]].shape) == 1:
+                new += first_use(backward, True, bias_bytes)
+            if new:
+                # Before the product, which is the first to run with it.
+                draft.events[position] = (*new, (code, arg))
     return draft.patch()

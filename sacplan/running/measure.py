@@ -41,6 +41,7 @@ class Measured:
         source: where the peak, or the count of FLOPs, comes from.
         read: storages that the step read, did not make, and left alive; empty unless FLOPs were counted. Apart from the
             model and the batch, these are tensors in the closure of the loss function, or global ones.
+        requested_bytes: on CUDA the peak as the sum of tensors; blocks may be larger. None elsewhere.
     """
 
     peak_bytes: int
@@ -48,6 +49,7 @@ class Measured:
     flops: int
     source: str
     read: tuple[torch.UntypedStorage, ...] = ()
+    requested_bytes: int | None = None
 
 
 def measured_step(
@@ -127,17 +129,20 @@ def _run_cuda(
     read: Iterable[torch.UntypedStorage],
 ) -> Measured:
     own = bytes_alive(step, batch_tensors, read, round_bytes=CUDA_ROUND_BYTES)
+    tensors = bytes_alive(step, batch_tensors, read)
     torch.cuda.synchronize(device)
     drop_cublas_workspaces()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
+    requested = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     began = time.perf_counter()
     step.run()
     torch.cuda.synchronize(device)
     wall_ms = (time.perf_counter() - began) * 1e3
     # Other tensors may be on the device, such as copies of the model's state. They are in both counts and cancel.
     peak = torch.cuda.max_memory_allocated(device) - before + own
-    return Measured(peak, wall_ms, 0, "torch.cuda.max_memory_allocated")
+    asked = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - requested + tensors
+    return Measured(peak, wall_ms, 0, "torch.cuda.max_memory_allocated", requested_bytes=asked)
 
 
 def drop_cublas_workspaces() -> None:

@@ -65,6 +65,8 @@ class Verification:
         differences: where the step differed from the one that the plan was made for, see ``Handle.differences``.
         setup_differences: where the setup differs from that of the planned step: cache, attention, dropout, modes,
             loss, optimizer, autocast.
+        requested_bytes: on CUDA the peak as the sum of tensors, which is what a budget bounds, by the allocator's
+            ``requested_bytes``; ``peak_bytes`` is that of blocks, which may be larger than their tensors. Else None.
         predicted_host_bytes: the plan's own figure for the memory of the host, ``Plan.host_bytes``.
         host_bytes: the most that the step had there (fake); None for a measured step. A CPU has one memory, so what
             waits on the host is then in the peak, the predicted peak and the budget, see ``assumptions``.
@@ -82,16 +84,22 @@ class Verification:
     setup_differences: tuple[SetupDifference, ...] = ()
     predicted_host_bytes: int = 0
     host_bytes: int | None = None
+    requested_bytes: int | None = None
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The peak as the sum of tensors."""
+        return self.peak_bytes if self.requested_bytes is None else self.requested_bytes
 
     @property
     def within_budget(self) -> bool:
-        """Whether the peak is at most the budget."""
-        return self.peak_bytes <= self.budget_bytes
+        """Whether the peak, as the sum of tensors, is at most the budget."""
+        return self.tensor_bytes <= self.budget_bytes
 
     @property
     def error(self) -> float:
-        """Predicted over observed peak, minus one."""
-        return self.predicted_peak_bytes / self.peak_bytes - 1
+        """Predicted over observed peak, as the sum of tensors, minus one."""
+        return self.predicted_peak_bytes / self.tensor_bytes - 1
 
     @property
     def host_text(self) -> str:
@@ -99,12 +107,16 @@ class Verification:
         seen = "in the peak" if self.host_bytes is None else f"{format_bytes(self.host_bytes)} seen"
         return f"{format_bytes(self.predicted_host_bytes)} planned, {seen}"
 
+    @property
+    def _tensors_text(self) -> str:
+        return "" if self.requested_bytes is None else f"; tensors {format_bytes(self.requested_bytes)}"
+
     def in_words(self) -> Section:
         """Return the verdict and its figures, for people."""
         rows = [
             ("budget", format_bytes(self.budget_bytes)),
             ("planned", format_bytes(self.predicted_peak_bytes)),
-            ("seen", f"{format_bytes(self.peak_bytes)}, {self.source}"),
+            ("seen", f"{format_bytes(self.peak_bytes)}, {self.source}{self._tensors_text}"),
             *([("on the host", self.host_text)] if self.predicted_host_bytes else []),
             ("difference", f"{self.error:+.3%}, planned against seen"),
             ("recompute", f"{self.recompute_flops / 1e9:.2f} GFLOP"),
@@ -119,7 +131,8 @@ class Verification:
     def __repr__(self) -> str:
         return (
             f"Verification({'within' if self.within_budget else 'OVER'} budget {format_bytes(self.budget_bytes)}: peak "
-            f"{format_bytes(self.peak_bytes)} ({self.source}), predicted {format_bytes(self.predicted_peak_bytes)} "
+            f"{format_bytes(self.peak_bytes)} ({self.source}{self._tensors_text}), "
+            f"predicted {format_bytes(self.predicted_peak_bytes)} "
             f"({self.error:+.2%}), recompute {self.recompute_flops / 1e9:.2f} GFLOP, step {self.step_ms:.2f} ms"
             + (f", on the host {self.host_text}" if self.predicted_host_bytes else "")
             + "".join(f"; not the step planned for: {found}" for found in self.differences[:1])
@@ -265,6 +278,7 @@ def _verify_real(
         ),
         setup_differences=plan.fingerprint.setup.differences(setup),
         predicted_host_bytes=plan.host_bytes,
+        requested_bytes=seen.requested_bytes,
     )
 
 

@@ -43,12 +43,12 @@ def gpt(dropout: float = 0.125) -> gpu_models.Case:
 
 
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW], ids=["no optimizer", "AdamW"])
-def test_the_peak_of_a_small_gpt_is_predicted_to_two_percent(optimizer: Any) -> None:
+def test_the_peak_of_a_small_gpt_is_predicted_to_a_thousandth(optimizer: Any) -> None:
     model, batch, loss_fn = gpt()
     profile = sacplan.profile(model, batch, loss_fn, optimizer, device=DEVICE)
     made = optimizer(model.parameters()) if optimizer is not None else None
     seen = measured_step(Step(model, batch, loss_fn, made), list(batch.values()))
-    assert profile.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.02)
+    assert profile.peak_bytes == pytest.approx(seen.requested_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6])
@@ -58,19 +58,19 @@ def test_a_plan_keeps_its_budget_and_the_gradients_their_bits(share: float) -> N
     smallest = sacplan.plan(profile, "smallest").peak_bytes
     plan = sacplan.plan(profile, f"{int(smallest + share * (profile.peak_bytes - smallest))}B")
     result = sacplan.verify(model, batch, plan, loss_fn, run="real")
-    assert result.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)
+    assert result.tensor_bytes == pytest.approx(plan.peak_bytes, rel=0.001)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what has no deterministic kernel says so
-            plain, again = (gpu._gradients(model, batch, loss_fn) for _ in range(2))
-            if not gpu._equal(plain, again):
+            plain, again = (gpu.gradients(model, batch, loss_fn) for _ in range(2))
+            if not gpu.equal(plain, again):
                 pytest.skip("this step varies from run to run without a plan")
             with sacplan.apply(model, plan):
-                planned = gpu._gradients(model, batch, loss_fn)
+                planned = gpu.gradients(model, batch, loss_fn)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert gpu._equal(plain, planned)
+    assert gpu.equal(plain, planned)
 
 
 def test_each_op_is_timed_here() -> None:
@@ -80,7 +80,7 @@ def test_each_op_is_timed_here() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert all(op.time_ms > 0 for op in profile.program.ops if op.flops)
     made = torch.optim.AdamW(model.parameters())
-    gpu._gradients(model, batch, loss_fn)  # warm
+    gpu.gradients(model, batch, loss_fn)  # warm
     seen = measured_step(Step(model, batch, loss_fn, made), list(batch.values()))
     assert 0.2 < profile.step_ms / seen.wall_ms < 3
 
