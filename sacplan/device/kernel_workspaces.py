@@ -155,24 +155,43 @@ def _embedding_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     return (*(size * n for n in buffers), 4 * partial_rows * grad_out.shape[-1], copy)
 
 
-@workspace("aten::native_layer_norm")
-def _layer_norm(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+@workspace("aten::native_layer_norm", "aten::_fused_rms_norm")
+def _norm(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """A copy of an input that is not contiguous (``layer_norm_kernel.cu``)."""
     return (0 if a["input"].is_contiguous() else _nbytes(a["input"]),)
 
 
-@workspace("aten::native_layer_norm_backward")
-def _layer_norm_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+@workspace("aten::native_layer_norm_backward", "aten::_fused_rms_norm_backward")
+def _norm_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """The same, of the input and of the gradient."""
     return [_nbytes(t) for t in (a["grad_out"], a["input"]) if not t.is_contiguous()]
 
 
-@workspace("aten::sum", "aten::nansum", "aten::mean", "aten::linalg_vector_norm")
-def _reduction(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """What blocks share that sum one result (``reductions.py``), in float32 or wider."""
-    x = a.get("self", a.get("x"))
-    dims = {dim % max(x.dim(), 1) for dim in a.get("dim") or ()}
-    return reduction_bytes(x, dims, max(x.element_size(), 4), spec)
+def _reduction(
+    accumulator_bytes: Callable[[torch.Tensor], int],
+) -> Callable[[Arguments, DeviceSpec], Sequence[int]]:
+    """Return the formula of what blocks share that make one result, with accumulators of so many bytes."""
+
+    def shared(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+        x = a["x"] if "x" in a else a["self"]
+        dims = {dim % max(x.dim(), 1) for dim in a.get("dim") or ()}
+        return reduction_bytes(x, dims, accumulator_bytes(x), spec)
+
+    return shared
+
+
+workspace("aten::sum", "aten::nansum", "aten::mean", "aten::linalg_vector_norm")(
+    _reduction(lambda x: max(x.element_size(), 4))
+)
+workspace("aten::amax", "aten::amin")(_reduction(torch.Tensor.element_size))
+# Mean, sum of squares and two counts (``WelfordOps`` in SharedReduceOps.h).
+workspace("aten::var", "aten::std", "aten::var_mean", "aten::std_mean")(_reduction(lambda x: 16))
+
+
+@workspace("aten::logsumexp", "aten::multinomial")
+def _as_large_as_the_input(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """The exponentials of the input, or random numbers for each of its elements."""
+    return (_nbytes(a["self"]),)
 
 
 @workspace("aten::_softmax_backward_data")
@@ -242,35 +261,46 @@ def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     )
     memory_format = torch.channels_last if last else torch.contiguous_format
     copies = [_nbytes(t) for t in tensors if not t.is_contiguous(memory_format=memory_format)]
-    return copies if last else [*copies, _cudnn_bytes(a)]
+    return [*copies, *_cudnn_convolution(a, last)]
 
 
 _WITHOUT_COPIES = {False: 4, True: 8}
 """Of which number the pixels of an image are a multiple where cuDNN multiplies without copies, by going backward."""
 
 
-def _cudnn_bytes(a: Arguments) -> int:
-    """Return what cuDNN takes for a convolution of half types in two dimensions that is not in channels-last.
+def _cudnn_convolution(a: Arguments, channels_last: bool) -> Sequence[int]:
+    """Return what cuDNN takes for a convolution of half types, as measured on an H100.
 
-    As measured on an H100. Tensor cores want channels-last, so input and output are copied, with the channels of the
-    input rounded up to 8, and the weight, if it covers more than a pixel. A product of pixels alone, of one pixel and
-    stride 1, needs none of them. Going backward, its gradient of the weight is made in float32 for each image.
+    Tensor cores want channels-last, and channels in multiples of 8. So input, output and weight are copied that are
+    not. A product of single pixels needs no copies if their number suits; going backward, the gradient of its weight is
+    made in float32 for each image. Other types and convolutions of single channels take what is not known.
     """
-    x, weight, backward = a["input"], a["weight"], "grad_output" in a
-    if x.dim() != 4 or x.element_size() != 2 or a["groups"] != 1 or a["transposed"]:
-        return 0
-    pixels: int = x.shape[2] * x.shape[3]
-    area: int = weight.shape[2:].numel()
-    one_pixel = area == 1
-    if one_pixel and set(a["stride"]) == {1} and pixels % _WITHOUT_COPIES[backward] == 0:
-        return int(4 * x.shape[0] * weight.numel()) if backward else 0
-    padded = _ceil_to(x.shape[1], 8)
-    sizes = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(
-            x.shape[2:], a["padding"], a["dilation"], weight.shape[2:], a["stride"], strict=True
+    x, weight, groups, backward = a["input"], a["weight"], a["groups"], "grad_output" in a
+    batch, channels = x.shape[:2]
+    if x.element_size() != 2 or 1 < groups == channels:
+        return ()
+    area, pixels = weight.shape[2:].numel(), x.shape[2:].numel()
+    padded = channels if groups > 1 else _ceil_to(channels, 8)
+    copied = 2 * batch * padded * pixels
+    weights = (
+        2 * weight.numel() // weight.shape[1] * (padded // groups if not a["transposed"] else weight.shape[1])
+    )
+    if channels_last:
+        return (copied, weights) if padded != channels else ()
+    if area == 1 and set(a["stride"]) == {1} and pixels % _WITHOUT_COPIES[backward] == 0:
+        return (4 * batch * weight.numel(),) if backward else ()
+    out = a["grad_output"].numel() if backward else _output_elements(a)
+    return copied, 2 * out, weights if area > 1 else 0
+
+
+def _output_elements(a: Arguments) -> int:
+    given = (a[name] for name in ("stride", "padding", "dilation", "output_padding"))
+    found: int = a["input"].shape[0] * (
+        a["weight"].shape[1] * a["groups"] if a["transposed"] else a["weight"].shape[0]
+    )
+    for n, k, s, p, d, more in zip(a["input"].shape[2:], a["weight"].shape[2:], *given, strict=True):
+        reach = d * (k - 1)
+        found *= (
+            (n - 1) * s - 2 * p + reach + more + 1 if a["transposed"] else (n + 2 * p - reach - 1) // s + 1
         )
-    ]
-    out = x.shape[0] * weight.shape[0] * sizes[0] * sizes[1]
-    kernel = 0 if one_pixel else weight.shape[0] * padded * area
-    return int(2 * (x.shape[0] * padded * pixels + out + kernel))
+    return found
