@@ -53,7 +53,7 @@ _BERT = functools.partial(
     Step,
     points=(Point(unit=MIB, minus=_CONTEXT_MIB, figure="reserved"),),
     device="v100-32gb",
-    workspaces=False,
+    workspace_bytes=0,
     loop=Loop("never"),
     assumed=True,
     unknown="the published figure is the card's use, less the 1,343 MiB of the context before training; what cuBLAS "

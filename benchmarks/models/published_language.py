@@ -82,6 +82,7 @@ _MINGPT = functools.partial(
         Point(part=("after",), loop=Loop("step", _logits_and_loss, _cublaslt)),
     ),
     device="a100-80gb",
+    workspace_bytes=8_519_680,
 )
 
 # --- torchtitan -------------------------------------------------------------------------------------------
@@ -442,7 +443,7 @@ LANGUAGE: dict[str, Step] = {
         build=_two_linears,
         points=(Point(part=("memory2 (after bwd)",), figure="end"),),
         device="a100-80gb",
-        workspaces=False,
+        workspace_bytes=0,
         loop=Loop(held=_sum),
     ),
 }

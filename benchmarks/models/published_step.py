@@ -96,7 +96,7 @@ class Step:
         build: makes the model.
         points: the figures that are compared.
         device: the GPU, for times and for the size of workspaces.
-        workspaces: whether PyTorch of that time counted cuBLAS workspaces.
+        workspace_bytes: of cuBLAS in PyTorch of that time, without those of cuBLASLt; None: as today.
         plan: the checkpointing of the step; None: none.
         loop: the training loop.
         fsdp: how it is spread over ranks; None: one GPU, or ``spread``.
@@ -116,7 +116,7 @@ class Step:
     build: Callable[[], Built]
     points: tuple[Point, ...]
     device: str | DeviceSpec
-    workspaces: bool = True
+    workspace_bytes: int | None = None
     plan: Callable[[sacplan.Profile], sacplan.Plan] | None = None
     loop: Loop = dataclasses.field(default_factory=Loop)
     fsdp: Fsdp | None = None
@@ -145,8 +145,8 @@ class Step:
     def recorded(self) -> tuple[sacplan.Profile, sacplan.Plan | None]:
         """Return the recorded step and its plan; a compiled step runs with it, and there is None left."""
         spec = resolve_device(self.device)
-        if not self.workspaces:
-            spec = dataclasses.replace(spec, matmul_workspace_bytes=0)
+        if self.workspace_bytes is not None:
+            spec = dataclasses.replace(spec, matmul_workspace_bytes=self.workspace_bytes)
         options: dict[str, Any] = {"compile": self.compiled, "mode": self.mode}
         built = self.build()
         with ExitStack() as stack:

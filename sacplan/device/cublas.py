@@ -65,8 +65,11 @@ def library_workspace_bytes(spec: DeviceSpec, version: tuple[int, int] | None = 
 
 
 def bias_workspace_bytes(spec: DeviceSpec, version: tuple[int, int] | None = None) -> int:
-    """Return the bytes of one workspace of cuBLASLt, where it has its own; 0 on a CPU and on ROCm."""
-    own = spec.kind == "cuda" and spec.capability is not None and spec.matmul_workspace_bytes != 0
+    """Return the bytes of one workspace of cuBLASLt, where it has its own; 0 on a CPU and on ROCm.
+
+    With ``spec.matmul_workspace_bytes`` it is 0, too: that is all that there is.
+    """
+    own = spec.kind == "cuda" and spec.capability is not None and spec.matmul_workspace_bytes is None
     return MIB if own and (torch_version() if version is None else version) < (2, 14) else 0
 
 

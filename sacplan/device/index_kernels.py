@@ -83,8 +83,14 @@ def _embedding_backward(call: Call) -> tuple[Kernel, ...]:
     )
 
 
+_SORTED_BY_ONE_BLOCK = 2048
+"""Indices that CUB sorts in one tile. An H100 takes 7 us for all of an ``index_put`` of up to 1,116."""
+
+
 def _sorted_indices(count: int) -> tuple[Kernel, ...]:
     """Return the kernels that sort int64 indices with their positions (CUB, Thrust)."""
+    if count <= _SORTED_BY_ONE_BLOCK:
+        return (Kernel("sort", count * (8 + _POSITION_BYTES)),)
     return Kernel("index_sort", elements=1), _radix_sort(count, 8)
 
 

@@ -43,10 +43,14 @@ def kernel_workspace_bytes(
     """
     if spec.kind != "cuda":
         return 0
-    formula = workspace.get(func._schema.name)
+    name = func._schema.name
+    if (short := name.removeprefix("aten::")) in ACCUMULATOR_BYTES:
+        a = arguments_by_name(func, args, kwargs)
+        return reduction_workspace_bytes(short, a["x"] if "x" in a else a["self"], a.get("dim"), spec)
+    formula = workspace.get(name)
     if formula is None:
         # cuBLAS: until torch 2.14 the workspace stays allocated, and a rewrite of the program counts it once.
-        if func._schema.name in PRODUCTS and not workspaces_stay():
+        if name in PRODUCTS and not workspaces_stay():
             return spec.round_up(library_workspace_bytes(spec))
         return 0
     allocations = formula(arguments_by_name(func, args, kwargs), spec)
@@ -167,25 +171,32 @@ def _norm_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     return [_nbytes(t) for t in (a["grad_out"], a["input"]) if not t.is_contiguous()]
 
 
-def _reduction(
-    accumulator_bytes: Callable[[torch.Tensor], int],
-) -> Callable[[Arguments, DeviceSpec], Sequence[int]]:
-    """Return the formula of what blocks share that make one result, with accumulators of so many bytes."""
-
-    def shared(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-        x = a["x"] if "x" in a else a["self"]
-        dims = {dim % max(x.dim(), 1) for dim in a.get("dim") or ()}
-        return reduction_bytes(x, dims, accumulator_bytes(x), spec)
-
-    return shared
+def _wide(x: torch.Tensor) -> int:
+    return max(x.element_size(), 4)
 
 
-workspace("aten::sum", "aten::nansum", "aten::mean", "aten::linalg_vector_norm")(
-    _reduction(lambda x: max(x.element_size(), 4))
-)
-workspace("aten::amax", "aten::amin")(_reduction(torch.Tensor.element_size))
-# Mean, sum of squares and two counts (``WelfordOps`` in SharedReduceOps.h).
-workspace("aten::var", "aten::std", "aten::var_mean", "aten::std_mean")(_reduction(lambda x: 16))
+ACCUMULATOR_BYTES: Mapping[str, Callable[[torch.Tensor], int]] = {
+    **dict.fromkeys(("sum", "nansum", "mean", "linalg_vector_norm"), _wide),
+    **dict.fromkeys(("amax", "amin"), torch.Tensor.element_size),
+    # Mean, sum of squares and two counts (``WelfordOps`` in SharedReduceOps.h).
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), lambda x: 16),
+}
+"""By reduction, of one element of what it adds up."""
+
+
+def reduction_workspace_bytes(
+    name: str, x: torch.Tensor, dims: Sequence[int] | None, spec: DeviceSpec
+) -> int:
+    """Return what blocks share that make one result (``reductions.py``); unlike others not linear in the size.
+
+    Args:
+        name: of the op, a key of ``ACCUMULATOR_BYTES``.
+        x: the input.
+        dims: the dimensions that are reduced; None or none for all.
+        spec: the device.
+    """
+    reduced = {dim % max(x.dim(), 1) for dim in dims or ()}
+    return sum(map(spec.round_up, reduction_bytes(x, reduced, ACCUMULATOR_BYTES[name](x), spec)))
 
 
 @workspace("aten::logsumexp", "aten::multinomial")

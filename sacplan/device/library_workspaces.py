@@ -11,8 +11,6 @@ From torch 2.15 nothing stays: each product allocates its workspace and frees it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from sacplan.core.program import Event, Patch, Phase, Program, StorageKind
 from sacplan.core.rewriting import PatchBuilder
 from sacplan.device.cublas import (
@@ -36,25 +34,22 @@ def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, i
     if not product_bytes or not workspaces_stay(version):
         return Patch()
     draft = PatchBuilder(program)
-    there: set[tuple[bool, bool]] = set()
-
-    def first_use(is_backward: bool, has_bias: bool, nbytes: int) -> Iterator[tuple[int, int]]:
-        if nbytes and (is_backward, has_bias) not in there:
-            there.add((is_backward, has_bias))
-            # Never freed.
-            yield int(Event.ALLOC), draft.new_storage(spec.round_up(nbytes), StorageKind.OTHER)
-
+    sizes = {"forward": product_bytes, "backward": product_bytes, "bias": bias_bytes}
     for position, (code, arg) in enumerate(program.events):
-        if (
-            code == Event.OP
-            and (name := program.ops[arg].name.rpartition(".")[0].replace(".", "::")) in PRODUCTS
-        ):
-            op = program.ops[arg]
-            backward = op.phase == Phase.BACKWARD
-            new = [*first_use(backward, False, product_bytes)]
-            if name in WITH_BIAS and len(program.tensors[op.inputs[0]].shape) == 1:
-                new += first_use(backward, True, bias_bytes)
-            if new:
-                # Before the product, which is the first to run with it.
-                draft.events[position] = (*new, (code, arg))
+        op = program.ops[arg] if code == Event.OP else None
+        name = op.name.rpartition(".")[0].replace(".", "::") if op is not None else ""
+        if op is None or name not in PRODUCTS:
+            continue
+        used = ["backward" if op.phase == Phase.BACKWARD else "forward"]
+        # None was seen for biased products that run again in the backward pass.
+        if name in WITH_BIAS and used == ["forward"] and len(program.tensors[op.inputs[0]].shape) == 1:
+            used.append("bias")
+        new = [
+            (int(Event.ALLOC), draft.new_storage(spec.round_up(nbytes), StorageKind.OTHER))
+            for use in used
+            if (nbytes := sizes.pop(use, 0))
+        ]
+        if new:
+            # Never freed. Before the product, which is the first to run with it.
+            draft.events[position] = (*new, (code, arg))
     return draft.patch()

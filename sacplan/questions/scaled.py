@@ -8,7 +8,7 @@ tensors is linear in that size. So every number of the program at size n lies on
 This is applied to the dimensions of tensors and to the integers among the arguments of ops. Strides and bytes follow
 from the dimensions if they do so in both recordings. The result equals a recording at that size
 (``tests/questions/test_fit.py``). Two things are only near: times, and the workspaces of kernels, which need not be
-linear.
+linear. Those of reductions, which stop growing, are computed at the size.
 
 If the two recordings differ in anything but sizes, ``sized`` returns None. If both happen to run the same ops and a
 third size would not, this is not noticed.
@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -37,6 +37,7 @@ from sacplan.core.derived import derived
 from sacplan.core.liveness import bytes_at_ops
 from sacplan.core.program import Event, Op, Program, Tensor
 from sacplan.device.devices import DeviceSpec
+from sacplan.device.kernel_workspaces import ACCUMULATOR_BYTES, reduction_workspace_bytes
 from sacplan.errors import PlanError
 from sacplan.profiling.profile import Profile
 from sacplan.questions.batch_sizes import check_batches_differ
@@ -75,7 +76,9 @@ class Sized:
             a,
             tensors=tensors,
             storage_bytes=_sizes(a, b, tensors, line, self.profiles[0].spec),
-            ops=tuple(_op(x, y, line) for x, y in zip(a.ops, b.ops, strict=True)),
+            ops=tuple(
+                _op(x, y, line, tensors, self.profiles[0].spec) for x, y in zip(a.ops, b.ops, strict=True)
+            ),
         )
         return dataclasses.replace(self.profiles[0], recorded=program, source=None)
 
@@ -102,12 +105,25 @@ class Sized:
     def _polynomials(self, decisions: tuple[Decision, ...], degree: int) -> Peaks:
         # A polynomial of this degree goes through degree + 1 points. The third size is computed, not recorded.
         at = (*self.sizes, 2 * max(self.sizes))[: degree + 1]
-        moments = [bytes_at_ops(self.at(n).with_plan(decisions)) for n in at]
-        if len({len(found) for found in moments}) > 1:
+        programs = [self.at(n).with_plan(decisions) for n in at]
+        if len({len(program.ops) for program in programs}) > 1:
             raise PlanError("the plan rewrites the step otherwise at another size.")
+        moments, spec = [bytes_at_ops(program) for program in programs], self.profiles[0].spec
+        reductions = {i: op for i, op in enumerate(programs[0].ops) if _is_reduction(op, spec)}
+        for program, found in zip(programs, moments, strict=True):
+            for i in reductions:
+                found[i] -= program.ops[i].workspace_bytes
+
+        def inside(n: int) -> Iterator[tuple[int, int]]:
+            line, (a, b) = self._line(n), programs[:2]
+            for i, op in reductions.items():
+                x = _tensor(a.tensors[op.inputs[0]], b.tensors[b.ops[i].inputs[0]], line)
+                yield i, _reduction_bytes(op, x, spec)
+
         # One row of powers for each size, and the bytes at all ops on the right: solved for the coefficients.
         points = np.stack([found.astype(np.float64) for found in moments])
-        return Peaks(np.linalg.solve(np.vander(np.array(at, dtype=np.float64)), points).astype(np.float64))
+        powers = np.vander(np.array(at, dtype=np.float64))
+        return Peaks(np.linalg.solve(powers, points).astype(np.float64), inside)
 
 
 _MULTIPLE = 128
@@ -189,9 +205,11 @@ class Peaks:
 
     Attributes:
         coefficients: Powers x ops, the highest power first.
+        inside: Yields at a size what reductions take besides, by op.
     """
 
     coefficients: npt.NDArray[np.float64]
+    inside: Callable[[int], Iterable[tuple[int, int]]]
 
     def at(self, n: int) -> int:
         """Return the peak at a size: the maximum over all ops."""
@@ -199,6 +217,8 @@ class Peaks:
         value = np.zeros(self.coefficients.shape[1])
         for row in self.coefficients:
             value = value * n + row
+        for op, n_bytes in self.inside(n):
+            value[op] += n_bytes
         return round(float(value.max()))
 
 
@@ -310,8 +330,13 @@ def _largest_on(program: Program) -> list[tuple[int, int]]:
     return found
 
 
-def _op(x: Op, y: Op, line: Callable[[float, float], float]) -> Op:
-    if x == y:
+def _op(
+    x: Op, y: Op, line: Callable[[float, float], float], tensors: Sequence[Tensor], spec: DeviceSpec
+) -> Op:
+    workspace_bytes = max(0, round(line(x.workspace_bytes, y.workspace_bytes)))
+    if _is_reduction(x, spec):
+        workspace_bytes = _reduction_bytes(x, tensors[x.inputs[0]], spec)
+    elif x == y:
         return x
     arguments = x.arguments
     if arguments != y.arguments:
@@ -324,5 +349,16 @@ def _op(x: Op, y: Op, line: Callable[[float, float], float]) -> Op:
         # Outside of the two recorded sizes a line may go below zero.
         time_ms=max(0.0, line(x.time_ms, y.time_ms)),
         flops=max(0, round(line(x.flops, y.flops))),
-        workspace_bytes=max(0, round(line(x.workspace_bytes, y.workspace_bytes))),
+        workspace_bytes=workspace_bytes,
     )
+
+
+def _is_reduction(op: Op, spec: DeviceSpec) -> bool:
+    return spec.kind == "cuda" and op.name.startswith("aten.") and op.name.split(".")[1] in ACCUMULATOR_BYTES
+
+
+def _reduction_bytes(op: Op, x: Tensor, spec: DeviceSpec) -> int:
+    (_, *positional), kwargs = op.call
+    dims = next((given for given in positional if isinstance(given, list)), kwargs.get("dim"))
+    meta = torch.empty_strided(x.shape, x.stride, dtype=getattr(torch, x.dtype), device="meta")
+    return reduction_workspace_bytes(op.name.split(".")[1], meta, dims, spec)

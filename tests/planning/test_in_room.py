@@ -107,19 +107,22 @@ def test_an_assertion_is_about_segments(whole: sacplan.Profile) -> None:
         asserted(reserved - 1)
 
 
+LAYERS = 2
+"""Of a step whose smallest plan reserves less with expandable segments."""
+
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_tensors_that_fit_and_segments_that_do_not() -> None:
-    smallest = sacplan.plan(profile_with_room(2**40), "smallest")
+    smallest = sacplan.plan(profile_with_room(2**40, LAYERS), "smallest")
     assert smallest.device_memory is not None
     expandable = smallest.device_memory.reserved_bytes(expandable=True)
     reserved = smallest.device_memory.reserved_bytes()
     assert smallest.peak_bytes < expandable < reserved
     room = (expandable + reserved) // 2
     with pytest.raises(sacplan.InfeasibleBudget) as caught:
-        sacplan.plan(profile_with_room(room))
+        sacplan.plan(profile_with_room(room, LAYERS))
     said = str(caught.value)
     assert said.startswith("the tensors of a plan fit, but what the allocator reserves for them does not")
     assert "CUDA context 512.00 MiB" in said
@@ -127,7 +130,7 @@ def test_tensors_that_fit_and_segments_that_do_not() -> None:
     assert caught.value.smallest_feasible_bytes > caught.value.budget_bytes == room
     # Tensors that do not fit are the other error.
     with pytest.raises(sacplan.InfeasibleBudget, match="no plan found keeps the step under"):
-        sacplan.plan(profile_with_room(smallest.peak_bytes - 2**20))
+        sacplan.plan(profile_with_room(smallest.peak_bytes - 2**20, LAYERS))
 
 
 def test_a_plan_that_runs_with_retries_says_so(whole: sacplan.Profile) -> None:
@@ -167,13 +170,13 @@ def test_the_first_variable_that_is_set_decides(environment: dict[str, str], fou
 
 
 def test_with_expandable_segments_their_figures_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    smallest = sacplan.plan(profile_with_room(2**40), "smallest")
+    smallest = sacplan.plan(profile_with_room(2**40, LAYERS), "smallest")
     assert smallest.device_memory is not None
     room = smallest.device_memory.reserved_bytes(expandable=True)
     with pytest.raises(sacplan.InfeasibleBudget):
-        sacplan.plan(profile_with_room(room))
+        sacplan.plan(profile_with_room(room, LAYERS))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
-    plan = sacplan.plan(profile_with_room(room))
+    plan = sacplan.plan(profile_with_room(room, LAYERS))
     assert plan.device_memory is not None
     assert plan.device_memory.reserved_bytes() == plan.device_memory.reserved_bytes(expandable=True) <= room
 

@@ -359,8 +359,8 @@ def test_what_fits_on_the_device_takes_nothing_of_the_host() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "optimizer", "batch"),
-    slow_after(1, [("95MiB", "sgd", 16), ("105MiB", "sgd", 16), ("40MiB", "adamw", 2)]),
-    ids=["nothing else fits", "the others are dear", "state on the host"],
+    slow_after(1, [("100MiB", "sgd", 16), ("40MiB", "adamw", 2)]),
+    ids=["nothing else fits", "state on the host"],
 )
 def test_rows_on_the_host_are_what_profile_and_plan_say(budget: str, optimizer: str, batch: int) -> None:
     rows = [row for row in on_host(on_gpu(budget, optimizer, batch)) if row.fits]
@@ -377,7 +377,7 @@ def test_rows_on_the_host_are_what_profile_and_plan_say(budget: str, optimizer: 
 
 
 def test_what_is_on_the_host_is_in_the_verdict_and_its_code() -> None:
-    found = on_gpu("95MiB", "sgd", 16)
+    found = on_gpu("100MiB", "sgd", 16)
     assert found.recommended is not None
     assert "on the host" in found.sentence
     assert "techniques=('recompute', 'chunk', 'offload')" in found.code
