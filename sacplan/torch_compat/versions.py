@@ -1,9 +1,10 @@
 """The versions of torch that sacplan was tried with, and one clear error where another one lacks what sacplan needs.
 
 sacplan uses private names of torch: no public ones see an op below autograd, or tell what autograd saves. They can go
-in any release. ``NEEDED`` lists them, so that a torch without one is refused when sacplan is imported, by name, and not
-by an ``AttributeError`` in the middle of a training step (``private_names.json``). Names in modules that torch itself imports late are looked up
-when they are used, inside ``torch_names()``, or are ``LATE``. ``docs/versions.md`` says what was run with each version.
+in any release. ``private_names.json`` lists them, so that a torch without one is refused when sacplan is imported, by
+name, and not by an ``AttributeError`` in the middle of a training step. Names in modules that torch itself imports late
+are looked up when they are used, inside ``torch_names()``, or are ``LATE``. ``docs/versions.md`` says what was run with
+each version.
 """
 
 from __future__ import annotations
