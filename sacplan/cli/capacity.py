@@ -13,8 +13,8 @@ from sacplan.cli.command import CommandEntry, command
 from sacplan.cli.files import check_output
 from sacplan.cli.origin import Origin, save
 from sacplan.cli.output import CommandResult, number, rows_table, stage
-from sacplan.cli.targets import load_target, users_code
-from sacplan.integrations.hf.target import ModelOptions, TargetError
+from sacplan.cli.targets import users_code
+from sacplan.integrations.hf.target import ModelOptions
 
 _FACTS = (
     "batch_size", "samples_per_s", "step_ms", "budget_bytes", "headroom_bytes", "unplanned_batch_size",
@@ -75,18 +75,12 @@ def _search(
     check_output(output, "plan", force=force)
     allowed = sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
-    with stage("loading"):
-        target = load_target(name, sources.dtype_for(spec, name, hf))
-    if target.make_batch is None:
-        raise TargetError(
-            f"{question} tries batches of many sizes, but {name} makes only one. Return a mapping with the key "
-            "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
-        )
+    target, make_batch = sources.sized_target(question, name, spec, hf)
     search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
     with stage("tracing and planning", long=True), users_code(f"the step of {name}"):
         found = search(
             target.model,
-            target.make_batch,
+            make_batch,
             asked.budget,
             spec,
             loss_fn=target.loss_fn,

@@ -15,9 +15,9 @@ from sacplan.cli import sources
 from sacplan.cli.command import command
 from sacplan.cli.exits import INFEASIBLE
 from sacplan.cli.output import CommandResult, number, stage, table
-from sacplan.cli.targets import load_target, users_code
+from sacplan.cli.targets import users_code
 from sacplan.core.budget import format_bytes
-from sacplan.integrations.hf.target import NAMED, ModelOptions, TargetError
+from sacplan.integrations.hf.target import NAMED, ModelOptions
 
 if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
@@ -106,13 +106,7 @@ def _answer(
 
     one, number = read_devices(device, devices or 1)
     spec = sources.device_of(one)
-    with stage("loading"):
-        loaded = load_target(target, sources.dtype_for(spec, target, hf))
-    if loaded.make_batch is None:
-        raise TargetError(
-            f"fit tries batches of several sizes, but {target} makes only one. Return a mapping with the key "
-            "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
-        )
+    loaded, make_batch = sources.sized_target("fit", target, spec, hf)
     seq = loaded.facts.get("seq")
     # By name if it has one: rows and the recommended command use the name, and a target only has the function.
     optimizer: Any = loaded.optimizer
@@ -132,7 +126,7 @@ def _answer(
     ):
         found = sacplan.fit(
             loaded.model,
-            loaded.make_batch if seq is None else functools.partial(of_length, loaded.make_batch, seq),
+            make_batch if seq is None else functools.partial(of_length, make_batch, seq),
             spec,
             loaded.loss_fn,
             optimizer,

@@ -75,6 +75,20 @@ def dtype_for(spec: DeviceSpec, source: str, asked: ModelOptions) -> ModelOption
     return replace(asked, dtype="float16")
 
 
+def sized_target(
+    command: str, name: str, spec: DeviceSpec, hf: ModelOptions
+) -> tuple[Target, Callable[..., Any]]:
+    """Load a target for a command that tries batches of many sizes; return it, and what makes them."""
+    with stage("loading"):
+        target = load_target(name, dtype_for(spec, name, hf))
+    if target.make_batch is None:
+        raise TargetError(
+            f"{command} tries batches of many sizes, but {name} makes only one. Return a mapping with the key "
+            "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
+        )
+    return target, target.make_batch
+
+
 def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | None = None) -> Source:
     """Load a saved profile, or record the step of a target.
 

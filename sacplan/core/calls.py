@@ -50,6 +50,6 @@ def _decoded(value: Any, tensors: Sequence[Any]) -> Any:
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
     """Return the type of a recorded tensor."""
-    # For programs from files, ``checks.unknown_type`` has made sure that torch has the type.
+    # For programs from files, ``ProfileFile`` has made sure that torch has the type.
     found: torch.dtype = getattr(torch, tensor.dtype)
     return found

@@ -101,7 +101,6 @@ class Fold:
     def release(self, storage: int) -> None:
         """Count one holder less."""
         self.holders[storage] = n = self.holders[storage] - 1
-        # At zero, and not below it: counts below zero show ``checks.py`` that a file was changed by hand.
         if not n:
             if storage in self._on_host:
                 self.host -= self._sizes[storage]

@@ -74,8 +74,10 @@ class LinearProgram:
     """A sparse minimisation, built row by row and solved at any time; variables are non-negative by default."""
 
     def __init__(self) -> None:
-        self._variables: list[tuple[float | None, float | None, bool, float]] = []
-        self._rows: list[tuple[list[tuple[int, float]], float | None, float | None]] = []
+        self._problem = pulp.LpProblem("sacplan", pulp.LpMinimize)
+        self._variables: list[Any] = []
+        self._costs: list[float] = []
+        self._nonzeros = 0
 
     def variable(
         self,
@@ -86,7 +88,9 @@ class LinearProgram:
         cost: float = 0.0,
     ) -> int:
         """Add a variable, and return its number."""
-        self._variables.append((lower, upper, integer, cost))
+        kind = pulp.LpInteger if integer else pulp.LpContinuous
+        self._variables.append(self._problem.add_variable(f"x{len(self._variables)}", lower, upper, kind))
+        self._costs.append(cost)
         return len(self._variables) - 1
 
     def binary(self, *, cost: float = 0.0) -> int:
@@ -97,7 +101,16 @@ class LinearProgram:
         self, terms: Iterable[tuple[int, float]], *, lower: float | None = None, upper: float | None = None
     ) -> None:
         """Add lower <= sum of coefficient * variable <= upper; terms are (variable, coefficient)."""
-        self._rows.append(([term for term in terms if term[1]], lower, upper))
+        given = [(self._variables[i], factor) for i, factor in terms if factor]
+        expression = pulp.LpAffineExpression(given)
+        self._nonzeros += len(given)
+        if lower is not None and lower == upper:
+            self._problem.addConstraint(pulp.LpConstraint(expression, pulp.LpConstraintEQ, rhs=lower))
+            return
+        # A constraint of PuLP has one sense, so a row with two bounds becomes two of them.
+        for bound, sense in ((lower, pulp.LpConstraintGE), (upper, pulp.LpConstraintLE)):
+            if bound is not None:
+                self._problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
 
     def solve(
         self,
@@ -120,51 +133,26 @@ class LinearProgram:
             SolverError: HiGHS failed, or has run for ``time_limit_s``.
         """
         check_options(gap, work_limit, seed, time_limit_s)
-        problem, variables = self._to_pulp()
+        priced = zip(self._variables, self._costs, strict=True)
+        self._problem.setObjective(pulp.LpAffineExpression([(v, cost) for v, cost in priced if cost]))
         # HiGHS knows a limit of nodes and none of work, so the work is divided by what one node counts.
-        nonzeros = max(1, sum(len(terms) for terms, _, _ in self._rows))
-        options = _Options(gap, max(1, work_limit // nonzeros), seed, time_limit_s)
+        nonzeros = max(1, self._nonzeros)
         try:
-            ended = _solve_highs(problem, options)
+            ended = _solve_highs(
+                self._problem, _Options(gap, max(1, work_limit // nonzeros), seed, time_limit_s)
+            )
         except pulp.PulpSolverError as error:
             raise SolverError(f"HiGHS failed: {error}") from error
-        return self._read(ended, variables, nonzeros)
-
-    def _to_pulp(self) -> tuple[pulp.LpProblem, list[Any]]:
-        problem = pulp.LpProblem("sacplan", pulp.LpMinimize)
-        variables = [
-            problem.add_variable(f"x{i}", lower, upper, pulp.LpInteger if integer else pulp.LpContinuous)
-            for i, (lower, upper, integer, _) in enumerate(self._variables)
-        ]
-        problem.setObjective(
-            pulp.LpAffineExpression(
-                [(variables[i], cost) for i, (_, _, _, cost) in enumerate(self._variables) if cost]
-            )
-        )
-        for terms, lower, upper in self._rows:
-            expression = pulp.LpAffineExpression([(variables[i], factor) for i, factor in terms])
-            if lower is not None and lower == upper:
-                problem.addConstraint(pulp.LpConstraint(expression, pulp.LpConstraintEQ, rhs=lower))
-                continue
-            # A constraint of PuLP has one sense, so a row with two bounds becomes two of them.
-            for bound, sense in ((lower, pulp.LpConstraintGE), (upper, pulp.LpConstraintLE)):
-                if bound is not None:
-                    problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
-        return problem, variables
-
-    def _read(self, ended: _Ended, variables: list[Any], nonzeros: int) -> LinearSolution:
         status, bound = ended.status, ended.bound
         # A program that is solved without branching may report no node at all.
         work = max(1, ended.nodes) * nonzeros
         if status in ("infeasible", "unknown"):
             return LinearSolution(status, bound=bound, work=work)
         values = tuple(
-            (lower or 0.0) if variable.varValue is None else float(variable.varValue)  # None: it is in no row
-            for variable, (lower, _, _, _) in zip(variables, self._variables, strict=True)
+            (v.lowBound or 0.0) if v.varValue is None else float(v.varValue)  # None: it is in no row
+            for v in self._variables
         )
-        objective = math.fsum(
-            cost * value for value, (_, _, _, cost) in zip(values, self._variables, strict=True)
-        )
+        objective = math.fsum(cost * value for value, cost in zip(values, self._costs, strict=True))
         # By a tolerance, a bound may come in above the objective.
         least = None if bound is None else min(bound, objective)
         return LinearSolution(status, values, objective, least, work)

@@ -4,7 +4,7 @@
 that runs in the same process groups is well defined: it shares groups and meshes, and has everything else of its own.
 It begins before its first forward.
 
-Private PyTorch API, tried on 2.13: ``LATE`` of ``versions.py`` lists it.
+Private PyTorch API, tried on 2.13: ``private_names.json`` lists it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ fusion and memory planning. Inside ``dry_compiler``,
 - with a GPU for a target, a graph is moved there just before the partitioner gets it (``_to_gpu``): its nodes are
   run again on fake CUDA tensors. What is around it stays on fake CPU tensors, on which autograd works in any build.
 
-Private PyTorch API, tried on 2.13: ``LATE`` of ``versions.py`` lists it.
+Private PyTorch API, tried on 2.13: ``private_names.json`` lists it.
 """
 
 from __future__ import annotations

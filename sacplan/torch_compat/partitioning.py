@@ -1,6 +1,6 @@
 """PyTorch's partitioner for joint graphs, and the peaks of the graphs that it makes.
 
-Private PyTorch API, tried on 2.13: ``LATE`` of ``versions.py`` lists it.
+Private PyTorch API, tried on 2.13: ``private_names.json`` lists it.
 """
 
 from __future__ import annotations

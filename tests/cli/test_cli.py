@@ -790,7 +790,7 @@ def test_fit_takes_float16_where_there_is_no_bfloat16(monkeypatch: pytest.Monkey
         asked.append(hf.dtype)
         raise TargetError("enough is known")
 
-    monkeypatch.setattr("sacplan.cli.fit.load_target", load)
+    monkeypatch.setattr("sacplan.cli.sources.load_target", load)
     assert "--dtype float16" in run("fit hf:gpt2 --device t4").stderr
     run("fit hf:gpt2 --device h100")
     assert asked == ["float16", None]

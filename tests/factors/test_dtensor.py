@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sacplan.core.factors.rule import Dims, Kind, Rule, rule_of
-from sacplan.distributed.sharding.placements import Placement
+from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, Placement
 from sacplan.distributed.sharding.strategies import axis_strategies
 from sacplan.torch_compat.calls import Call, flat_tensors
 from tests.support.op_steps import STEPS, calls_of
@@ -190,18 +190,17 @@ def test_no_contradiction(strategies: Any) -> None:
 def strategies_of(op: Any, args: tuple[Any, ...]) -> set[tuple[Placements, Placements]]:
     """What we say that ranks may do, in DTensor's words: where inputs lie, and outputs."""
     found = set()
-    for s in axis_strategies(Call(op, args, {}, op(*args)), 2):
+    call = Call(op, args, {}, op(*args))
+    for s in axis_strategies(call, 2, [[REPLICATED, PARTIAL]] * len(call.inputs)):
         if all(p.outer == 1 for p in s.inputs + s.outputs):
-            outputs = ["avg" if i in s.averages else p.reduce for i, p in enumerate(s.outputs)]
-            inputs = [p.reduce for p in s.inputs]
-            found.add((tuple(map(_said, s.inputs, inputs)), tuple(map(_said, s.outputs, outputs))))
+            found.add((tuple(map(_said, s.inputs)), tuple(map(_said, s.outputs))))
     return found
 
 
-def _said(p: Placement, reduce: str) -> str:
+def _said(p: Placement) -> str:
     if p.is_cut:
         return str(Shard(p.dim))
-    return str(Partial(reduce) if p.is_partial else Replicate())
+    return str(Partial(p.reduce) if p.is_partial else Replicate())
 
 
 MORE: list[tuple[Any, tuple[Any, ...]]] = [
@@ -213,11 +212,6 @@ MORE: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.sub.Tensor, (x(4, 6), x(4, 6))),
     (aten.amin.default, (x(4, 6), [0])),
     (aten.mean.default, (x(4, 6),)),
-    (aten.native_dropout_backward.default, (x(4, 6), x(4, 6) > 0, 2.0)),
-    (aten.gelu_backward.default, (x(4, 6), x(4, 6))),
-    (aten.slice_backward.default, (x(4, 2), [4, 6], 1, 0, 2, 1)),
-    (aten.tanh_backward.default, (x(4, 6), x(4, 6))),
-    (aten._log_softmax_backward_data.default, (x(4, 6), x(4, 6), 1, torch.float32)),
     (aten.add_.Tensor, (x(4, 6), x(4, 6))),
     (aten.constant_pad_nd.default, (x(4, 6), [0, 2], 0.0)),
 ]
@@ -227,10 +221,6 @@ KNOWN = {
     # The mean over labels of which some are left out is no mean of the ranks' means (1.875 for 1.982).
     "aten.nll_loss_forward.default",
     "aten.nll_loss2d_forward.default",
-    # A norm is put together within the call; DTensor leaves that to whoever needs it.
-    "aten.linalg_vector_norm.default",
-    # Both are right: of a tensor with zeros each rank may make all or a part.
-    "aten.new_zeros.default",
     # In evaluation the statistics that are saved are empty, and cannot be cut.
     "aten.native_batch_norm.default",
 }
@@ -255,5 +245,5 @@ def test_strategies_do_not_contradict(strategies: Any) -> None:
             elif inputs in {i for i, _ in ours}:
                 wrong.append((str(op), inputs, theirs))
     assert {op for op, _, _ in wrong} == KNOWN, wrong
-    assert agreed > 1500
+    assert agreed > 600
     assert partial > 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 import sacplan
 from sacplan.core import files
 from sacplan.device.files import DeviceFields
-from sacplan.distributed.ranks.ranks import Ranks
 from sacplan.errors import DeviceError, SacplanError
 from sacplan.planning import schema
 from sacplan.profiling import files as profile_files
@@ -198,29 +196,10 @@ CHANGES = {
 """What the schema of profiles forbids."""
 
 MEANINGS = {
-    "a storage that is not there": set_to("recorded", "ops", 0, 6, to=[10**6]),
-    "a tensor that is not there": set_to("recorded", "ops", 0, 12, to=[10**6]),
-    "a module call that is not there": set_to("recorded", "ops", 0, 2, to=10**6),
-    "an op that is not there": set_to("recorded", "ops", 0, 15, to=10**6),
-    "an event that is none": set_to("recorded", "events", 0, to=[9, 0]),
-    "lists of different lengths": lambda data: data["recorded"]["storage_kinds"].pop(),
-    "a stride too few": set_to("recorded", "tensors", 0, 3, to=[]),
-    "a module call around itself": set_to("recorded", "scopes", 0, 1, to=0),
-    "an op twice": lambda data: data["recorded"]["events"].append([2, 0]),
-    "a module that is never left": lambda data: data["recorded"]["events"].remove([8, 0]),
-    "more freed than there is": lambda data: data["recorded"]["events"].extend([[1, 0]] * 9),
-    "sizes that no counter holds": set_to("recorded", "storage_bytes", 0, to=2**63 - 1),
-    "times without end": set_to("recorded", "ops", 0, 3, to=1e308),
-    "times whose sum is no number": lambda data: [
-        op.__setitem__(3, 1e308) for op in data["recorded"]["ops"][:2]
-    ],
     "a type that torch does not have": set_to("recorded", "tensors", 0, 1, to="nn"),
     "a parameter of such a type": set_to("fingerprint", "parameters", 0, 2, to="nn"),
-    "arguments that are not JSON": set_to("recorded", "ops", 0, 14, to="[" * 100_000),
-    "arguments that are none": set_to("recorded", "ops", 0, 14, to="[1,2]"),
-    "an argument that is not there": set_to("recorded", "ops", 0, 14, to='[[{"tensor":99}],{}]'),
 }
-"""What is forbidden besides, also with the right checksum: it would be an IndexError later, or another step."""
+"""What is forbidden besides, also with the right checksum: another version of torch may have made the file."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -306,26 +285,6 @@ def test_damaged_contents(
 ) -> None:
     changed = damaged_contents(saved["profile"], data)
     _equal_or_error(json.dumps(changed).encode(), profile, tmp_path_factory)
-
-
-@settings(damage, max_examples=60)
-@given(st.data())
-def test_damaged_recordings_on_a_mesh(
-    saved: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    """With the right checksum: refused when the file is read, or when the step is spread."""
-    contents = json.loads(saved["profile"])
-    values = st.integers(0, 25) | st.lists(st.integers(0, 25), max_size=3)
-    recorded = json.dumps({name: contents["recorded"][name] for name in ("ops", "tensors", "gradients")})
-    contents["recorded"] |= damaged_contents(recorded.encode(), data, values)
-    try:
-        contents = signed(contents)
-    except msgspec.ValidationError:
-        return
-    path = tmp_path_factory.getbasetemp() / "damaged-recording.json"
-    path.write_text(json.dumps(contents))
-    with contextlib.suppress(sacplan.errors.TraceError, sacplan.errors.PlanError):
-        sacplan.Profile.load(path).on_ranks(Ranks.of(2))
 
 
 def _equal_or_error(text: bytes, profile: sacplan.Profile, factory: pytest.TempPathFactory) -> None:

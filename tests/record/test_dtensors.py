@@ -193,7 +193,7 @@ def test_a_collective_takes_the_time_of_its_link(mesh: Any) -> None:
     for device in ("h100", "a100-80gb"):
         recorded = sacplan.profile(_sequences(mesh), _batch(), mean_square, device=device).recorded
         op = next(op for op in recorded.ops if "all_gather" in op.name)
-        costs = Costs.of(Mesh.of(4), resolve_device(device))
+        costs = Costs(Mesh.of(4), resolve_device(device))
         assert op.time_ms == costs.collective_ms("all_gather", recorded.storage_bytes[op.writes[0]], 0)
         times.append(op.time_ms)
     assert times[0] < times[1]

@@ -22,7 +22,7 @@ KINDS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "
 
 
 def costs(spec: DeviceSpec = FREE, **axes: int) -> Costs:
-    return Costs.of(Mesh.of(axes), spec)
+    return Costs(Mesh.of(axes), spec)
 
 
 def with_links(inner: Link, outer: Link, ranks_per_node: int = 8) -> DeviceSpec:
@@ -75,7 +75,7 @@ def test_an_axis_has_the_link_that_its_ranks_are_on() -> None:
     assert c.link(0).bandwidth_bytes_per_s == 2 * LINKS["InfiniBand 400 Gbit"].bandwidth_bytes_per_s
     # Eight adapters together are faster than NVLink.
     assert costs(dp=64).link(0).bandwidth_bytes_per_s == LINKS["NVLink 4"].bandwidth_bytes_per_s
-    assert Costs.of(Mesh.of(64), replace(FREE, ranks_per_node=1)).link(0) == LINKS["InfiniBand 400 Gbit"]
+    assert Costs(Mesh.of(64), replace(FREE, ranks_per_node=1)).link(0) == LINKS["InfiniBand 400 Gbit"]
 
 
 # --- collectives --------------------------------------------------------------------------------------
@@ -95,15 +95,15 @@ def test_bus_bandwidth_is_that_of_the_link(kind: Collective, n: int) -> None:
 
 def test_closed_formulas() -> None:
     inner, outer = Link("inner", 100e9, 2e-6), Link("outer", 10e9, 5e-6)
-    one = Costs.of(Mesh.of(4), with_links(inner, outer))
+    one = Costs(Mesh.of(4), with_links(inner, outer))
     assert one.collective_ms("all_gather", 4e6, 0) == pytest.approx(3 * 0.002 + 0.03)
     assert one.collective_ms("all_reduce", 4e6, 0) == pytest.approx(6 * 0.002 + 0.06)
     assert one.collective_ms("all_to_all", 4e6, 0) == pytest.approx(3 * 0.002 + 0.0075)
-    two = Costs.of(Mesh.of(8), with_links(inner, outer, ranks_per_node=4))  # two nodes, 40 GB/s between them
+    two = Costs(Mesh.of(8), with_links(inner, outer, ranks_per_node=4))  # two nodes, 40 GB/s between them
     assert two.collective_ms("reduce_scatter", 8e6, 0) == pytest.approx(6 * 0.002 + 0.005 + 7e6 / 40e6)
     # Each rank sends 1/8 of its part to each of 3 in its node and 4 in the other, both at the same time.
     assert two.collective_ms("all_to_all", 64e6, 0) == pytest.approx(6 * 0.002 + 0.005 + 4e6 / 10e6)
-    far = Costs.of(Mesh.of(64), with_links(inner, outer, ranks_per_node=1))
+    far = Costs(Mesh.of(64), with_links(inner, outer, ranks_per_node=1))
     assert far.collective_ms("all_gather", 64e3, 0) == pytest.approx(6 * 0.005 + 63e3 / 10e6)
     assert far.collective_ms("all_reduce", 9.0, 0) == pytest.approx(2 * 6 * 0.005 + 2 * 10 / 10e6)  # tree
     assert far.collective_ms("all_reduce", 64e9, 0) == pytest.approx(126 * 0.005 + 2 * 63e9 / 10e6)  # ring
@@ -121,7 +121,7 @@ def test_an_all_reduce_is_at_most_a_reduce_scatter_and_an_all_gather() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_bytes_take_longer_and_never_no_time(kind: Collective) -> None:
     for axes in ({"r": 2}, {"r": 64}, {"a": 8, "b": 8}):
-        c = Costs.of(Mesh.of(axes), H100)
+        c = Costs(Mesh.of(axes), H100)
         times = [c.collective_ms(kind, float(2**i), 0) for i in range(36)]
         assert times == sorted(times)
         assert times[0] > 0

@@ -1,4 +1,4 @@
-"""Every strategy of every op of eight small models, forward and backward, on simulated ranks."""
+"""Every strategy of every op of eight small models, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_strategy_of_every_op(name: str) -> None:
     calls = calls_of_model(name)
     found = [assert_all_right(call, 2) for call in calls]
     assert sum(n > 1 for n in found) > 0.8 * len(calls)
-    assert sum(found) > 150
+    assert sum(found) > 140
 
 
 @pytest.mark.slow
@@ -42,5 +42,4 @@ def test_strategies_on_four_ranks(name: str, axes: dict[str, int]) -> None:
             assert_all_right(call, 4)
             continue
         for pair in random_pairs(call, mesh, most=40):
-            if not any(s.draws for s in pair):
-                assert_right(call, pair, mesh)
+            assert_right(call, pair, mesh)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -11,10 +10,9 @@ import torch
 from torch._ops import OpOverload
 
 from sacplan.core.factors.axes import FactorAxis, resized_arguments
-from sacplan.core.factors.rule import Rule
-from sacplan.distributed.sharding.divided import along_classes, norm_order
+from sacplan.core.factors.rule import Kind, Rule
 from sacplan.distributed.sharding.mesh import Mesh
-from sacplan.distributed.sharding.strategies import AxisStrategy, _rule
+from sacplan.distributed.sharding.strategies import AxisStrategy, _along_classes, _rule
 from sacplan.torch_compat.calls import Call, flat_tensors
 from sacplan.torch_compat.ops import arguments_by_name
 
@@ -47,26 +45,15 @@ class LocalCall:
         func: the op.
         rule: its factors, of the global call.
         cuts: by axis of the mesh, what is cut.
-        scales: outputs and what their local results are multiplied by.
         weighed: axes over which the total weight of a weighted mean is summed.
-        reduced: by axis, outputs that are norms of parts.
-        order: of a norm.
         divided: axes on which classes, or a vocabulary, are cut.
     """
 
     func: OpOverload
     rule: Rule | None
     cuts: tuple[FactorAxis | None, ...]
-    scales: tuple[tuple[int, float], ...] = ()
     weighed: tuple[int, ...] = ()
-    reduced: tuple[tuple[int, ...], ...] = ()
-    order: float = 0.0
     divided: tuple[ClassAxis, ...] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the op returns the rank's part as it is; else ``run`` must be used."""
-        return not (self.scales or self.weighed or self.reduced or self.divided)
 
     def args(self, args: Sequence[Any]) -> list[Any]:
         """Return positional arguments with local sizes, from ``args`` with local tensors and global sizes."""
@@ -74,27 +61,10 @@ class LocalCall:
         for within in self.cuts:
             if within is not None and self.rule is not None:
                 found = resized_arguments(self.rule, found, within, 1)
-        # A weighted mean is computed as a sum, and divided in ``finish`` by the weight of all ranks.
+        # A weighted mean is computed as a sum, and divided in ``run`` by the weight of all ranks.
         if self.weighed:
             found[list(arguments_by_name(self.func, args, {})).index("reduction")] = _SUM
         return found
-
-    def finish(self, outputs: Any, reduce: Reduce) -> Any:
-        """Return the rank's part from the results of the op.
-
-        A mean is scaled in place. A weighted mean, which was computed as a sum, is divided by the total weight.
-        """
-        tensors = list(flat_tensors(outputs))
-        for i, scale in self.scales:
-            tensors[i].mul_(scale)
-        if self.reduced:
-            return norms_of_parts(outputs, self.reduced, self.order, reduce)
-        if not self.weighed:
-            return outputs
-        total, weight = tensors
-        for axis in self.weighed:
-            weight = reduce(weight, axis)
-        return total / weight, weight
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], reduce: Reduce, at: Sequence[int]) -> Any:
         """Run the call on local tensors.
@@ -106,8 +76,15 @@ class LocalCall:
         """
         found = self.args(args)
         if self.divided:
-            return self.finish(run_divided(self.func, found, kwargs, self.divided, reduce, at), reduce)
-        return self.finish(self.func(*found, **kwargs), reduce)
+            outputs = run_divided(self.func, found, kwargs, self.divided, reduce, at)
+        else:
+            outputs = self.func(*found, **kwargs)
+        if not self.weighed:
+            return outputs
+        total, weight = flat_tensors(outputs)
+        for axis in self.weighed:
+            weight = reduce(weight, axis)
+        return total / weight, weight
 
 
 def local_call(call: Call, chosen: Sequence[AxisStrategy], mesh: Mesh) -> LocalCall:
@@ -118,53 +95,19 @@ def local_call(call: Call, chosen: Sequence[AxisStrategy], mesh: Mesh) -> LocalC
         chosen: by axis of the mesh.
         mesh: whose ranks run it.
     """
-    scales = []
-    for i in range(len(chosen[0].outputs) if chosen else 0):
-        ranks = math.prod(n for s, n in zip(chosen, mesh.ranks, strict=True) if i in s.averages)
-        # A rank has taken the mean over its part: the sum of these is too large by the number of ranks that
-        # cut.
-        if ranks > 1:
-            scales.append((i, 1 / ranks))
     rule = _rule(call) if any(s.cut for s in chosen) else None
-    order = norm_order(call)
-    reduced = tuple(s.reduces for s in chosen)
     classes = tuple(
         ClassAxis(axis, n, s.cut.outer * s.cut.inner)
         for axis, (s, n) in enumerate(zip(chosen, mesh.ranks, strict=True))
-        if rule is not None and s.cut is not None and along_classes(call, s.cut.factor, rule) is not None
+        if rule is not None and s.cut is not None and _cuts_classes(call, s.cut, rule)
     )
-    return LocalCall(
-        call.func,
-        rule,
-        tuple(s.cut for s in chosen),
-        tuple(scales),
-        weighed=tuple(axis for axis, which in enumerate(reduced) if which) if order is None else (),
-        reduced=reduced if order is not None and any(reduced) else (),
-        order=order or 0.0,
-        divided=classes,
-    )
+    weighed = tuple(axis for axis, s in enumerate(chosen) if s.inside_bytes and call.name.startswith("nll"))
+    return LocalCall(call.func, rule, tuple(s.cut for s in chosen), weighed, classes)
 
 
-def norms_of_parts(norms: Any, cut: Sequence[Sequence[int]], order: float, reduce: Reduce) -> Any:
-    """Return the norms of unsharded tensors from those of their parts.
-
-    Args:
-        norms: a tensor, or a list of them.
-        cut: by axis of the mesh, which of them are of parts on that axis. They are sent together.
-        order: of the norm.
-        reduce: sums over an axis.
-    """
-    given = [norms] if isinstance(norms, torch.Tensor) else list(norms)
-    # In float32 at least, and all norms of an axis in one collective.
-    powers = [t.to(torch.promote_types(t.dtype, torch.float32)).pow(order) for t in given]
-    for axis, which in enumerate(cut):
-        if which:
-            together = reduce(torch.cat([powers[i].flatten() for i in which]), axis)
-            pieces = together.split([powers[i].numel() for i in which])
-            for i, piece in zip(which, pieces, strict=True):
-                powers[i] = piece.view_as(powers[i])
-    found = [p.pow(1 / order).to(t.dtype) for p, t in zip(powers, given, strict=True)]
-    return found[0] if isinstance(norms, torch.Tensor) else found
+def _cuts_classes(call: Call, within: FactorAxis, rule: Rule) -> bool:
+    is_blocked = any(kinds[within.factor] is Kind.BLOCK for kinds in rule.kinds)
+    return is_blocked and _along_classes(call, within, rule) is not None
 
 
 def run_divided(
@@ -187,9 +130,7 @@ def run_divided(
     # Those with a rule of their own, also for several axes.
     if name == "_log_softmax":
         return _log_softmax(args, divided, reduce, at)
-    if name == "_log_softmax_backward_data":
-        return _log_softmax_backward(args, divided, reduce)
-    # All others are cut on one axis only: ``Divided.nests`` is False for them.
+    # All others are cut on one axis only, in one piece for each rank.
     ((axis, _, n),) = divided
     start = at[axis] * n
     if name == "embedding":
@@ -198,13 +139,6 @@ def run_divided(
         return func(weight, here.masked_fill_(outside, 0), *rest, **kwargs).masked_fill_(
             outside[..., None], 0
         )
-    if name == "embedding_dense_backward":
-        grad, indices, _, padding, *rest = args
-        here, outside = _among(indices, start, n)
-        # The padding row is on one rank; on the others no row is left out.
-        padding = padding - start if 0 <= padding - start < n else -1
-        # One row more takes the gradients of the others' rows.
-        return func(grad, here.masked_fill_(outside, n), n + 1, padding, *rest, **kwargs).narrow(0, 0, n)
     names = [a.name for a in func._schema.arguments]
     target, ignored = names.index("target"), names.index("ignore_index")
     here, outside = _among(args[target], start, n)
@@ -236,12 +170,3 @@ def _log_softmax(
         total = reduce(totals, axis.axis).logsumexp(0)
     found: torch.Tensor = exact - total
     return found if to_float else found.to(x.dtype)
-
-
-def _log_softmax_backward(args: Sequence[Any], axes: Sequence[ClassAxis], reduce: Reduce) -> torch.Tensor:
-    grad, output, dim, dtype = args
-    total = grad.sum(dim, keepdim=True, dtype=torch.promote_types(grad.dtype, torch.float32))
-    for axis in axes:
-        total = reduce(total, axis.axis)
-    found: torch.Tensor = grad - output.to(total.dtype).exp().mul_(total)
-    return found.to(dtype)

@@ -17,13 +17,14 @@ from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.distributed.sharding.placements import REPLICATED, Placement, Placements, cut, fits, local_shape
 from sacplan.distributed.sharding.strategies import AxisStrategy, axis_strategies
 from sacplan.torch_compat.calls import Call, flat_tensors
+from sacplan.torch_compat.ops import draws_numbers
 from tests.support.local_calls import local_call
 from tests.support.slices import OpCall, copied
 
 At = tuple[int, ...]
 
 
-_PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?|P(max|min|sum)?")
+_PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?|P(avg|max|min|sum)?")
 
 
 def parse_layout(text: str) -> Placements:
@@ -67,6 +68,8 @@ def scattered(t: torch.Tensor, layout: Placements, mesh: Mesh) -> dict[At, torch
 
 
 def _summands(t: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
+    if placement.reduce == "avg":
+        return _summands(t * n, placement._replace(reduce="sum"), n)
     if placement.reduce == "sum":
         size = t.abs()[t.isfinite()].max() if t.isfinite().any() else 1.0
         found = [torch.randn_like(t) * size for _ in range(n - 1)]
@@ -103,11 +106,11 @@ def _joined(parts: list[torch.Tensor], p: Placement) -> torch.Tensor:
         pieces = [t.unflatten(p.dim, (p.outer, t.shape[p.dim] // p.outer)) for t in parts]
         return torch.cat(pieces, p.dim + 1).flatten(p.dim, p.dim + 1)
     if p.is_partial:
-        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[p.reduce]
+        combine = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}[p.reduce]
         whole = parts[0]
         for part in parts[1:]:
             whole = combine(whole, part)
-        return whole
+        return whole / len(parts) if p.reduce == "avg" else whole
     for part in parts[1:]:
         assert_equal(part, parts[0], "ranks disagree on what is replicated")
     return parts[0]
@@ -235,31 +238,30 @@ def all_placements(t: torch.Tensor, ranks: int) -> list[Placement]:
     for dim, n in enumerate(t.shape):
         found += [cut(dim, outer) for outer in range(1, n + 1) if n % (outer * ranks) == 0]
     if t.is_floating_point() or t.is_complex():
-        found += [Placement("P", reduce=reduce) for reduce in ("sum", "max", "min")]
+        found += [Placement("P", reduce=reduce) for reduce in ("sum", "avg", "max", "min")]
     return found
 
 
-def offered(call: OpCall, ranks: int, *, anywhere: bool = True) -> tuple[AxisStrategy, ...]:
-    """The strategies of a call on one axis; ``anywhere``: its inputs may lie in any way."""
+def offered(call: OpCall, ranks: int) -> tuple[AxisStrategy, ...]:
+    """The strategies of a call on one axis, whose inputs may lie in any way."""
     args, kwargs = copied((call.args, call.kwargs))
     out = call.func(*args, **kwargs)
     inputs = list(flat_tensors([*call.args, *call.kwargs.values()]))
-    available = [all_placements(t, ranks) for t in inputs] if anywhere else ()
+    available = [all_placements(t, ranks) for t in inputs]
     return axis_strategies(Call(call.func, call.args, call.kwargs, out), ranks, available)
 
 
-def assert_all_right(call: OpCall, ranks: int, *, anywhere: bool = True) -> int:
-    """The number of strategies on one axis, each of which is right. Those that draw numbers are only counted."""
+def assert_all_right(call: OpCall, ranks: int) -> int:
+    """The number of strategies on one axis, each of which is right."""
     mesh = Mesh.of(ranks)
-    strategies = offered(call, ranks, anywhere=anywhere)
+    strategies = offered(call, ranks)
     for strategy in strategies:
-        if not strategy.draws:
-            assert_right(call, [strategy], mesh)
+        assert_right(call, [strategy], mesh)
     return len(strategies)
 
 
 class Recorded(TorchDispatchMode):
-    """Calls of ops on tensors, one of each kind; arguments as they were before the call."""
+    """Calls of ops that draw no numbers, one of each kind; arguments as they were before the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +271,8 @@ class Recorded(TorchDispatchMode):
         kwargs = kwargs or {}
         call = OpCall(func, *tree_map(_kept, (args, kwargs)))
         out = func(*args, **kwargs)
-        if func.namespace == "aten" and any(True for _ in flat_tensors(out)):
+        is_made = func.namespace == "aten" and any(True for _ in flat_tensors(out))
+        if is_made and not draws_numbers(func, args, kwargs):
             self.calls.setdefault(described(call), call)
         return out
 

@@ -1,6 +1,6 @@
 """The time of collectives between the ranks of a mesh.
 
-    costs = Costs.of(mesh, spec)
+    costs = Costs(mesh, spec)
     costs.collective_ms("all_gather", 2**20, axis=0)
 
 A collective takes a latency for each of its steps and a time for what each rank sends (alpha and beta), by the
@@ -52,11 +52,6 @@ class Costs:
 
     mesh: Mesh
     spec: DeviceSpec
-
-    @classmethod
-    def of(cls, mesh: Mesh, spec: DeviceSpec) -> Costs:
-        """Return the costs on a mesh of these devices."""
-        return cls(mesh, spec)
 
     def nodes(self, axis: int) -> tuple[int, int]:
         """Return how many nodes the ranks of one group of an axis span, and how many of them share one."""

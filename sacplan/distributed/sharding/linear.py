@@ -1,7 +1,6 @@
 """Ops that are linear in an argument: where that is partial, a sum over ranks, their outputs are partial, too.
 
-The tables name, for each op, the arguments that may be partial together while all others are replicated. The backward
-formula of any op is linear in the gradient that it is given.
+The tables name, for each op, the arguments that may be partial together while all others are replicated.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ def _on_self(names: str) -> dict[str, Together]:
     """Return entries for ops, separated by white space, whose first argument may be partial."""
     return dict.fromkeys(names.split(), (("self",),))
 
-
-_GRADIENTS = ("grad_output", "grad_out", "grad_out_", "grad", "grad_w", "grad_in")
 
 # Each element that these return is one of an argument, or of several lists: they pass maxima and minima, too.
 _MOVES = _on_self(
@@ -93,9 +90,6 @@ def _together(func: torch._ops.OpOverload, call: Call) -> tuple[Together, bool]:
         if name in _LINEAR:
             zero = _ZERO.get(name)
             return (_LINEAR[name] if zero is None or call[zero] == 0 else ()), False
-    # A formula of autograd is linear in the gradient by the chain rule.
-    if call.name.endswith(("_backward", "_backward_data")):
-        return tuple((name,) for name in _GRADIENTS if name in call.arguments), False
     return (), False
 
 

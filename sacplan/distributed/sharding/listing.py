@@ -242,7 +242,7 @@ def _state(module: torch.nn.Module) -> Iterator[Leaf]:
 
 def _all(trace: Trace, mesh: Mesh, spec: DeviceSpec | None) -> Iterator[Strategy]:
     """Yield one strategy for each combination of forms that fits. Cuts of one dimension lie inside each other."""
-    listing = _Listing(trace, mesh, None if spec is None else Costs.of(mesh, spec))
+    listing = _Listing(trace, mesh, None if spec is None else Costs(mesh, spec))
     seen = set()
     for chosen in itertools.product(*(forms(trace, n, _nested(mesh, i)) for i, n in enumerate(mesh.ranks))):
         alike = tuple(tuple((p.kind, p.dim) for p in form.of(listing.tensors)) for form in chosen)

@@ -203,8 +203,7 @@ class _Walk:
         except Opaque:
             return None
         for strategy in axis_strategies(call, self.ranks, [{placement} for placement in have]):
-            exchanges = strategy.reduces or strategy.averages or strategy.inside_bytes
-            if strategy.inputs == tuple(have) and not exchanges:
+            if strategy.inputs == tuple(have) and not strategy.inside_bytes:
                 return None if any(p.is_partial for p in strategy.outputs) else strategy.outputs
         return None
 

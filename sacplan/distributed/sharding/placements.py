@@ -5,7 +5,7 @@ of the middle. ``outer`` is in units of the full tensor, so the placements on tw
 where both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
 
 In messages: ``"R"`` replicated, ``"S1"`` cut along dimension 1, ``"S1/8"`` the same with an outer size of 8,
-``"P"`` one summand on each rank; ``"Pmax"``, ``"Pmin"``. A layout has a comma between axes: ``"S0,R"``.
+``"P"`` one summand on each rank; ``"Pavg"``, ``"Pmax"``, ``"Pmin"``. A layout has a comma between axes: ``"S0,R"``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Placement(NamedTuple):
     Attributes:
         kind: ``"R"``: replicated. ``"S"``: cut. ``"P"``: partial, the tensor is the sum (or ``reduce``) over ranks.
         dim, outer: of a cut, see above.
-        reduce: of a partial value: ``"sum"``, ``"max"`` or ``"min"``.
+        reduce: of a partial value: ``"sum"``, ``"avg"``, ``"max"`` or ``"min"``.
     """
 
     kind: str
@@ -64,10 +64,10 @@ def format_layout(layout: Placements) -> str:
 def fits(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> bool:
     """Whether each rank gets a part of the same size, and axes that cut one dimension do not overlap.
 
-    Axes on which a value is partial must reduce alike: a maximum of sums is not a sum of maxima.
+    Axes on which a value is partial must reduce alike: a maximum of sums is not a sum of maxima. A mean is a sum.
     """
     # Ranks would have to reduce in one order, and a layout has none.
-    if len({p.reduce for p in layout if p.is_partial}) > 1:
+    if len({"sum" if p.reduce == "avg" else p.reduce for p in layout if p.is_partial}) > 1:
         return False
     cuts: dict[int, list[tuple[int, int]]] = {}
     for placement, n in zip(layout, ranks, strict=True):

@@ -73,4 +73,4 @@ def _collective_ms(
     # Ranks that are not neighbours are those of an axis that is not the last.
     apart = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     mesh = Mesh((("group", len(ranks)), ("between", max(1, apart))))
-    return Costs.of(mesh, spec).collective_ms(kind, n_bytes, axis=0)
+    return Costs(mesh, spec).collective_ms(kind, n_bytes, axis=0)

@@ -7,6 +7,7 @@ also takes partial inputs (``linear.py``). On a mesh of several axes, an op has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,7 @@ from typing import Any
 from sacplan.core.factors.axes import Axis, FactorAxis, from_factor, into_factor
 from sacplan.core.factors.pointwise import pointwise
 from sacplan.core.factors.rule import Kind, Rule, RuleBuilder, formula_of, rule_of
-from sacplan.distributed.sharding.divided import along_classes, nbytes, norm_order
-from sacplan.distributed.sharding.linear import may_be_partial, passed_on
+from sacplan.distributed.sharding.linear import dtype_of, may_be_partial, passed_on
 from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, Placement, cut
 from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.ops import aten_names, draws_numbers, op_traits
@@ -29,22 +29,14 @@ class AxisStrategy:
         inputs: of each tensor argument, in the order of ``Op.inputs`` (positions, then keywords, lists flattened).
         outputs: of each tensor returned.
         cut: what each rank has a part of; None where all ranks do the same, or each has a summand of the inputs.
-        averages: the outputs whose local result is divided by the number of ranks, because it is a mean, or the
-            gradient of one, over what is cut.
-        reduces: the outputs that are all-reduced as a part of the call.
-        inside_bytes: of all that is all-reduced as a part of the call, as unsharded tensors: these outputs, and what
-            ranks that have parts of a vocabulary tell each other (``divided.py``). There are no other collectives.
-        draws: it draws random numbers. Ranks that have parts (``cut``) must draw different ones, and those that
-            do the same must draw the same.
+        inside_bytes: of all that is all-reduced as a part of the call, as unsharded tensors: the total weight of a mean
+            over labels, and what ranks that have parts of the classes tell each other. There are no other collectives.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     cut: FactorAxis | None = None
-    averages: tuple[int, ...] = ()
-    reduces: tuple[int, ...] = ()
     inside_bytes: int = 0
-    draws: bool = False
 
 
 # Ops of one element each that draw for it, and have no rule.
@@ -56,12 +48,7 @@ _DRAWING = aten_names(
 # Where summands of a product are added to a bias, each rank gives one of the bias, too: its argument's name.
 _ADDED = {"addmm": "self", "baddbmm": "self", "addmv": "self", "convolution": "bias"}
 
-# Gradients of a mean: the kernels divide by the number of elements that they see.
-_OF_MEANS = frozenset(
-    f"{name}_backward"
-    for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
-)
-_MEAN, _SUM = 1, 2  # at::Reduction
+_NONE, _MEAN = 0, 1  # at::Reduction
 
 
 def _rule(call: Call) -> Rule | None:
@@ -80,39 +67,33 @@ def _rule(call: Call) -> Rule | None:
 
 
 def axis_strategies(
-    call: Call,
-    ranks: int,
-    available: Sequence[Collection[Placement]] = (),
+    call: Call, ranks: int, available: Sequence[Collection[Placement]]
 ) -> tuple[AxisStrategy, ...]:
     """Return the ways in which one call of an op may run on the ranks of one axis.
 
     Args:
-        call: of unsharded tensors.
+        call: of unsharded tensors, in a forward pass: formulas of backward passes only run on whole tensors.
         ranks: of the axis.
         available: by tensor argument, the placements that it may have on this axis. Cuts inside a dimension
-            (``outer`` above 1) and inputs that are partial are offered only where an argument may have them. Without
-            it, all partial inputs are offered, and no cut inside a dimension of an input.
+            (``outer`` above 1) and inputs that are partial are offered only where an argument may have them.
 
     Returns:
         The first has all tensors replicated; then cuts, by factor; then those that pass summands on. Arguments that
         are written in place may have to be where they already are (see ``Call.written``), which is not looked at.
-        The backward pass of attention with dropout has those alone that cut as the forward pass did.
     """
-    draws = draws_numbers(call.func, call.args, call.kwargs)
-    whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs), draws=draws)
-    found = [whole]
+    found = [AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs))]
+    if "_backward" in call.name:
+        return tuple(found)
     rule = _rule(call)
     if rule is not None:
         for within in _cuts(rule, call, ranks, available):
-            strategy = _along(rule, call, within, draws)
+            strategy = _along(rule, call, within)
             if strategy is not None and _is_offered(strategy, available):
                 found.append(strategy)
     # Summands are not passed through an op that draws: the sum of dropped summands is not the dropped sum,
     # unless all ranks drop the same.
-    if not draws:
+    if not draws_numbers(call.func, call.args, call.kwargs):
         found.extend(_passing(call, available))
-    if available and call.name.endswith("_backward") and call.arguments.get("dropout_p"):
-        found = _with_the_same_draws(call, found, available)
     # The result is written onto the first input, so both have one placement.
     if op_traits(call.func).in_place:
         found = [s for s in found if s.inputs[:1] == s.outputs[:1]]
@@ -127,7 +108,7 @@ def _cuts(
     for factor, size in enumerate(rule.sizes):
         if size and size % ranks == 0:
             found[FactorAxis(factor, 1, ranks, size // ranks)] = None
-    for t, dims, placements in zip(call.inputs, rule.inputs, available, strict=False):
+    for t, dims, placements in zip(call.inputs, rule.inputs, available, strict=True):
         for p in sorted(placements):
             # Not a cut, or one that this shape does not have.
             if not p.is_cut or p.dim >= len(t.shape) or t.shape[p.dim] % (p.outer * ranks):
@@ -140,23 +121,12 @@ def _cuts(
     return found
 
 
-def _with_the_same_draws(
-    call: Call, strategies: Sequence[AxisStrategy], available: Sequence[Collection[Placement]]
-) -> list[AxisStrategy]:
-    """Keep the strategies with which the backward kernel draws the forward pass's dropout mask again.
-
-    Masks are drawn by position, so both kernels must be sharded alike: as ``logsumexp``, a result of the forward one.
-    """
-    logsumexp = next(i for i, (name, _) in enumerate(call.named_inputs) if name == "logsumexp")
-    return [s for s in strategies if s.inputs[logsumexp] in available[logsumexp]]
-
-
 def _is_offered(strategy: AxisStrategy, available: Sequence[Collection[Placement]]) -> bool:
     inside = [(i, p) for i, p in enumerate(strategy.inputs) if p.outer > 1]
-    return not inside or any(p in available[i] for i, p in inside if i < len(available))
+    return not inside or any(p in available[i] for i, p in inside)
 
 
-def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrategy | None:
+def _along(rule: Rule, call: Call, within: FactorAxis) -> AxisStrategy | None:
     """Return the strategy that gives each rank a part of a factor; None if the results cannot be put together."""
 
     def placement(dims: Any) -> Placement:
@@ -165,34 +135,17 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
 
     inputs, outputs = [placement(dims) for dims in rule.inputs], [placement(dims) for dims in rule.outputs]
     kinds = [rule.kind(within.factor, i) for i in range(len(outputs))]
-    # Gradients of means first: a rank divides by the elements of its part, which only a scale can correct.
-    if call.name in _OF_MEANS and call["reduction"] == _MEAN:
-        return (
-            AxisStrategy(tuple(inputs), tuple(outputs), within, averages=(0,)) if outputs[0].is_cut else None
-        )
     # The order matters: these have factors whose parts the rule alone could not put together (``BLOCK``).
-    classes = along_classes(call, within.factor, rule, within.size)
+    classes = _along_classes(call, within, rule) if Kind.BLOCK in kinds else None
     if classes is not None:
-        # The classes of a rank would be several pieces, and the code counts them from one beginning.
-        if within.outer > 1 and not classes.nests:
-            return None
-        return AxisStrategy(
-            tuple(inputs),
-            classes.outputs or tuple(outputs),
-            within,
-            (),
-            classes.reduces,
-            classes.inside_bytes,
-        )
+        of_classes, inside_bytes = classes
+        return AxisStrategy(tuple(inputs), of_classes or tuple(outputs), within, inside_bytes)
     # A product whose sum is cut, plus a bias: as it is, the bias would be added once for each rank.
     added = _added(call, kinds, inputs)
     if added is not None:
         inputs[added], outputs[0] = PARTIAL, PARTIAL
         return AxisStrategy(tuple(inputs), tuple(outputs), within)
-    if norm_order(call) is not None and kinds == [Kind.BLOCK]:
-        return AxisStrategy(tuple(inputs), (REPLICATED,), within, (), (0,), nbytes(call.outputs[0]))
-    averages: list[int] = []
-    reduces: list[int] = []
+    inside_bytes = 0
     for i, kind in enumerate(kinds):
         if kind is Kind.BLOCK:  # parts cannot be put together
             return None
@@ -202,20 +155,51 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
         if not may_be_partial(call.outputs[i]):  # such as indices: of integers there are no summands
             return None
         outputs[i] = _PARTIAL[kind]
-        if kind is Kind.MEAN:
-            averages.append(i)
-        # The next output is the total weight, which must be known on all ranks to divide by.
+    # The next output is the total weight, which must be known on all ranks to divide by.
+    for i, kind in enumerate(kinds):
         if kind is Kind.WEIGHTED_MEAN:
-            reduces.append(i + 1)
-    for i in reduces:
-        outputs[i] = REPLICATED
-    inside = sum(nbytes(call.outputs[i]) for i in reduces)
-    return AxisStrategy(tuple(inputs), tuple(outputs), within, tuple(averages), tuple(reduces), inside, draws)
+            outputs[i + 1] = REPLICATED
+            inside_bytes += nbytes(call.outputs[i + 1])
+    return AxisStrategy(tuple(inputs), tuple(outputs), within, inside_bytes)
+
+
+def _along_classes(call: Call, within: FactorAxis, rule: Rule) -> tuple[tuple[Placement, ...], int] | None:
+    """Return how an op runs whose vocabulary, or whose classes, are cut; None if the factor is neither.
+
+    Each rank looks up the rows that it has, or looks at the labels among its own classes, which is one summand of the
+    result. The logarithm of softmax needs one number of each row from each rank.
+
+    Returns:
+        The placements of the outputs, none where they are cut with the inputs; and what is exchanged, in bytes.
+    """
+    if call.name == "_log_softmax":
+        x = call.inputs[0]
+        rows = math.prod(x.shape) // x.shape[call["dim"]]
+        return (), rows * within.size * max(4, dtype_of(x).itemsize)
+    # The classes of a rank would be several pieces, and the code counts them from one beginning.
+    if within.outer > 1:
+        return None
+    # The factor is the vocabulary, dimension 0 of the weight. A row of zeros where another rank has the word: summands.
+    if call.name == "embedding" and any(within.factor in factors for factors in rule.inputs[0]):
+        return (PARTIAL,), 0
+    if call.name not in ("nll_loss_forward", "nll_loss2d_forward"):
+        return None
+    # A mean divides by the total weight, which each rank sees only a part of: that is all-reduced inside of
+    # the call. The loss itself stays partial.
+    if call["reduction"] == _MEAN:
+        return (PARTIAL, REPLICATED), nbytes(call.outputs[1])
+    return (PARTIAL, REPLICATED if call["reduction"] == _NONE else PARTIAL), 0
+
+
+def nbytes(t: Any) -> int:
+    """Return the bytes of an unsharded tensor, or of a description of one."""
+    count: int = math.prod(t.shape) * dtype_of(t).itemsize
+    return count
 
 
 _PARTIAL = {
     Kind.SUM: PARTIAL,
-    Kind.MEAN: PARTIAL,
+    Kind.MEAN: Placement("P", reduce="avg"),
     Kind.WEIGHTED_MEAN: PARTIAL,
     Kind.MAX: Placement("P", reduce="max"),
     Kind.MIN: Placement("P", reduce="min"),
@@ -236,11 +220,10 @@ def _added(call: Call, kinds: Sequence[Kind], inputs: Sequence[Placement]) -> in
 def _passing(call: Call, available: Sequence[Collection[Placement]]) -> Iterator[AxisStrategy]:
     """Yield the strategies of a linear op on partial inputs."""
     for together, moves in passed_on(call.func, call):
-        for reduce in ("sum", "max", "min") if moves else ("sum",):
+        for reduce in ("sum", "avg", "max", "min") if moves else ("sum", "avg"):
             p = Placement("P", reduce=reduce)
             # Offered only where an input is partial: otherwise each linear op would have a few more
             # strategies that nobody takes.
-            has_it = any(p in available[i] for i in together if i < len(available))
-            if has_it or (not available and reduce == "sum"):
+            if any(p in available[i] for i in together):
                 inputs = tuple(p if i in together else REPLICATED for i in range(len(call.inputs)))
                 yield AxisStrategy(inputs, (p,) * len(call.outputs))

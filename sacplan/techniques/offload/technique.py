@@ -96,8 +96,8 @@ class Offloading(Technique):
         spec = device or resolve_device("cpu")
         patch = moved(program, moves, spec.host_bytes)
         draft = PatchBuilder.continuing(program, patch)
-        found = clocked(draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec)
-        for op, ms in found.waits.items():
+        waits = clocked(draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec)
+        for op, ms in waits.items():
             draft.ops[op] = replace(draft.ops[op], time_ms=ms)
         return draft.patch()
 

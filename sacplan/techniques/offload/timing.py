@@ -1,7 +1,7 @@
 """How long computation waits for the copies of a program: three clocks, of computation and of the link each way.
 
-    found = clocked(program.ops.__getitem__, program.events, program.storage_bytes.__getitem__, spec)
-    found.waits[op]  # ms
+    waits = clocked(program.ops.__getitem__, program.events, program.storage_bytes.__getitem__, spec)
+    waits[op]  # ms
 
 The copies of one direction follow on each other. A copy back begins when the one out has ended. Waiting is exact for
 these rules, with the predicted times of the ops and ``PLANNED_SHARE`` of the link's bandwidth: a schedule that leaves
@@ -11,7 +11,6 @@ the link no room is late as soon as anything is slower than predicted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from sacplan.core.program import Event, Op
 from sacplan.device.clocks import Clocks
@@ -30,33 +29,13 @@ def copy_ms(spec: DeviceSpec, n_bytes: int) -> float:
     return (n_bytes / (PLANNED_SHARE * link.bandwidth_bytes_per_s) + link.latency_s) * 1e3
 
 
-class Copy(NamedTuple):
-    """A copy over the link: the op that begins it, and from when to when it takes the link, in ms."""
-
-    op: int
-    begin_ms: float
-    end_ms: float
-
-
-class Clocked(NamedTuple):
-    """The times that the clocks give for a program.
-
-    Attributes:
-        waits: by op that waits for a copy, how long it waits, in ms.
-        copies: in the order in which they begin.
-    """
-
-    waits: dict[int, float]
-    copies: list[Copy]
-
-
 def clocked(
     op_of: Callable[[int], Op],
     events: Iterable[tuple[int, int]],
     bytes_of: Callable[[int], int],
     spec: DeviceSpec,
-) -> Clocked:
-    """Run the clocks through a program.
+) -> dict[int, float]:
+    """Run the clocks through a program; return by op that waits for a copy how long it waits, in ms.
 
     Args:
         op_of: gives the ops of a program by index.
@@ -67,27 +46,20 @@ def clocked(
     clocks = Clocks()
     arrives: dict[int, float] = {}  # by storage of a copy
     waits: dict[int, float] = {}
-    copies: list[Copy] = []
-
-    def send(op: int, n_bytes: int, storage: int, since: float | None, link: str) -> None:
-        ms = copy_ms(spec, n_bytes)
-        end = arrives[storage] = clocks.send(ms, since, link)
-        copies.append(Copy(op, end - ms, end))
-
     for code, arg in events:
         if code != _OP:
             continue
         op = op_of(arg)
         # Copies are sent and waited for by two ops each, so computation between them hides the link.
         if op.name == TO_HOST:
-            send(arg, bytes_of(op.reads[0]), op.writes[0], None, "out")
+            arrives[op.writes[0]] = clocks.send(copy_ms(spec, bytes_of(op.reads[0])), None, "out")
         elif op.name == TO_DEVICE:
             # What is not on the host yet cannot come back, though the other direction of the link may be free.
             # A parameter is there from the beginning.
             since = max(clocks.now, arrives.get(op.reads[0], 0.0))
-            send(arg, bytes_of(op.writes[0]), op.writes[0], since, "back")
+            arrives[op.writes[0]] = clocks.send(copy_ms(spec, bytes_of(op.writes[0])), since, "back")
         elif op.name in (WAIT_OUT, WAIT_BACK):
             waits[arg] = clocks.wait(arrives[op.reads[0]])
         else:
             clocks.compute(op.time_ms)
-    return Clocked(waits, copies)
+    return waits

@@ -34,7 +34,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from sacplan.errors import PlanError
 from sacplan.techniques.recompute.min_cut import source_side
 
 _NO_WRITER = -1
@@ -75,27 +74,15 @@ class ClosureProblem:
     """By storage: the bytes that holding it costs."""
 
     def __post_init__(self) -> None:
-        count = len(self.storage_bytes)
-        used = {*self.saved, *self.free, *(s for op in self.ops for s in (*op.reads, *op.writes))}
-        for storage in sorted(used):
-            if not 0 <= storage < count:
-                raise PlanError(f"storage {storage} is named, but storage_bytes has {count} entries")
-        for storage, size in enumerate(self.storage_bytes):
-            if size < 0:
-                raise PlanError(f"storage {storage} has {size} bytes; sizes must not be negative")
-        first: list[int] = [_NO_WRITER] * count
+        first: list[int] = [_NO_WRITER] * len(self.storage_bytes)
         for index, op in enumerate(self.ops):
-            if not (math.isfinite(op.cost_ms) and op.cost_ms >= 0):
-                raise PlanError(f"op {index} costs {op.cost_ms} ms; a cost must be finite and not negative")
             for storage in set(op.writes):
                 other = first[storage]
                 if other == _NO_WRITER:
                     first[storage] = index
-                elif op.discardable or self.ops[other].discardable:
-                    raise PlanError(
-                        f"storage {storage} is written by op {other} and by op {index}: what is written in "
-                        "place has to be kept, so pass both with discardable=False"
-                    )
+                assert other == _NO_WRITER or not (op.discardable or self.ops[other].discardable), (
+                    f"storage {storage} is written by ops {other} and {index}: what is written in place is kept"
+                )
         # A storage that no discardable op writes is never made again: what needs it in the backward pass has to
         # hold it.
         writer = tuple(w if w >= 0 and self.ops[w].discardable else _NO_WRITER for w in first)
@@ -116,17 +103,8 @@ class TradeoffPoint:
 
 
 def evaluate(problem: ClosureProblem, discarded: Iterable[int]) -> TradeoffPoint:
-    """Return the trade-off of any set of discarded ops, less the ops that backward never needs.
-
-    Raises:
-        PlanError: an index is not that of an op, or its op is not discardable.
-    """
+    """Return the trade-off of any set of discardable ops, less those that backward never needs."""
     chosen = frozenset(discarded)
-    for index in sorted(chosen):
-        if not 0 <= index < len(problem.ops):
-            raise PlanError(f"cannot discard op {index}: there are {len(problem.ops)} ops")
-        if not problem.ops[index].discardable:
-            raise PlanError(f"cannot discard op {index}: it is not discardable; leave it out of the set")
     writer = problem._writer
     return _point(problem, _needed(problem, chosen, (s for s in problem.saved if writer[s] in chosen)))
 
@@ -138,20 +116,11 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) ->
     possible. No point in between lies on the line through its neighbours.
 
     Args:
-        max_points: the most vertices; if there are more, those that lie furthest (in ms) below the hull so far
-            are taken.
+        max_points: the most vertices, 2 at least; if there are more, those that lie furthest (in ms) below the hull so
+            far are taken.
         between: the most reachable points to add between two neighbouring vertices. They lie on or above the
             hull, and no returned point dominates another.
-
-    Raises:
-        PlanError: ``max_points`` is less than 2, or ``between`` is negative.
     """
-    if max_points < 2:
-        raise PlanError(
-            f"max_points={max_points}: both ends of the hull are part of it, so ask for at least 2"
-        )
-    if between < 0:
-        raise PlanError(f"between={between}: must not be negative")
     vertices = _hull(problem, max_points)
     points = [_point(problem, vertex.ops) for vertex in vertices]
     if between:
