@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu [--names gpt2 llama ...] [--kinds bf16 autocast] [--seconds 420] [--json FILE]
     python -m benchmarks.gpu --smoke          # the same code on the CPU, at tiny sizes
+    python -m benchmarks.gpu --table          # the table of docs/gpu.md, from the committed figures
 
 Needs torch and sacplan alone; with transformers installed the models of ``hf_models.py`` are measured, too. A row is a
 model in bfloat16 or under autocast, with AdamW:
@@ -38,9 +39,9 @@ import torch
 import sacplan
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget, budget_at, timed
-from benchmarks.harness.results import MIB, RESULTS, Row, write_results
+from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, read_results, write_results
 from benchmarks.harness.steps import tensors_of
-from benchmarks.harness.table import Table
+from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
 from benchmarks.models import gpu_models
 from sacplan.device.attention import AttentionCall, attention_backend
 from sacplan.device.calibrate import calibrate
@@ -53,6 +54,7 @@ from sacplan.running.measure import measured_step
 ZOO = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet", "mamba")
 KINDS = ("bf16", "autocast")
 TIMED_STEPS = 5
+FIGURES, PAGE = RESULTS / "gpu_h100.json", ROOT / "docs" / "gpu.md"
 MORE_STEPS = 8
 """After the first, as ``device_memory`` plays."""
 SHARES = (0.3, 0.7)
@@ -348,8 +350,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--names", nargs="+", help="of gpu_models.py, or transformers/NAME; default: all")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seconds", type=float, default=420.0, help="start no further row after this long")
+    parser.add_argument("--table", action="store_true", help="only put the committed figures on the page")
     parser.add_argument("--smoke", action="store_true", help="on the CPU, at tiny sizes")
     options = parser.parse_args(arguments)
+    if options.table:
+        put_on_page(PAGE, "python -m benchmarks.gpu", table(read_results(FIGURES)[1]))
+        return 0
     known = [*gpu_models.MODELS, *(f"transformers/{n}" for n in ZOO)]
     unknown = sorted(set(options.names or ()) - set(known))
     if unknown:
@@ -445,6 +451,38 @@ def _print_row(row: Row) -> None:
         reserved = "/".join(f"{n / MIB:.0f}" for n in says)
         peaks = predicted / MIB, measured / MIB, predicted / measured - 1
         print(_TABLE.row(*about, budget, *peaks, reserved, ms, r["measured_ms"], equal), flush=True)
+
+
+def table(rows: list[Row]) -> str:
+    """Write the table of the page: a line for each step, without a plan and with one."""
+    heads = (
+        "model",
+        "plan",
+        "predicted MiB",
+        "measured MiB",
+        "error",
+        "allocated",
+        "predicted ms",
+        "measured ms",
+    )
+    lines = markdown_head(heads)
+    for row in rows:
+        if "plans" not in row:
+            continue
+        steps = [("none", row, row["predicted_ms"]["datasheet"])]
+        steps += [(f"{p['budget_bytes'] / MIB:,.0f} MiB", p, p["predicted_ms"]) for p in row["plans"]]
+        for budget, r, ms in steps:
+            predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
+            blocks = [
+                each["steps"]["max_memory_allocated"] for each in (r["predicted_allocator"], r["allocator"])
+            ]
+            cells = (
+                f"`{row['model']}`", budget, f"{predicted / MIB:,.2f}", f"{measured / MIB:,.2f}",
+                f"{predicted / measured - 1:+.3%}", f"{blocks[0] / blocks[1] - 1:+.2%}", f"{ms:.1f}",
+                f"{r['measured_ms']:.1f}",
+            )  # fmt: skip
+            lines.append(markdown_line(cells))
+    return "\n".join(lines) + "\n"
 
 
 def _print_attention(data: Row) -> None:

@@ -76,13 +76,13 @@ def loss_of_library(model: torch.nn.Module, setup: Setup) -> tuple[str, ...]:
 
 
 def without_cudnn_workspaces(program: Program, spec: DeviceSpec) -> str:
-    """Say that cuDNN's workspaces are not in the peak; empty for a step without convolutions, or on a CPU."""
-    if spec.kind != "cuda" or all("convolution" not in op.name for op in program.ops):
+    """Say which of cuDNN's workspaces are not in the peak; empty for a step without convolutions, or on a CPU."""
+    convolved = [program.tensors[op.inputs[0]].dtype for op in program.ops if "convolution" in op.name]
+    if spec.kind != "cuda" or not convolved:
         return ""
-    return (
-        "workspaces of cuDNN's convolutions count as 0: it does not publish their sizes, and no published peak "
-        "tells them"
-    )
+    if all(dtype in ("bfloat16", "float16") for dtype in convolved):
+        return "workspaces of cuDNN's convolutions are as measured on an H100; other GPUs and releases may take others"
+    return "workspaces of cuDNN's convolutions in float32 count as 0: it does not publish their sizes"
 
 
 def unfused_attention(program: Program, spec: DeviceSpec) -> str:
