@@ -41,8 +41,9 @@ CUDA_CONTEXT = Outside(
 
 
 MARGIN = 0.012
-"""Share of a GPU's memory that is left free: by so much at most, peaks of published steps whose settings are known are
-above the predicted ones (``benchmarks/results/published.json``, which a test reads)."""
+"""Share of a GPU's memory that is left free. Peaks of published steps whose settings are known are above the predicted
+ones by up to 0.6 % (``benchmarks/results/published.json``), and on an H100 the context took 0.3 % of the memory more than
+is counted (``gpu_plans_h100.json``); a test reads both."""
 
 
 def nccl_buffers(communicators: int) -> Outside:
@@ -66,7 +67,9 @@ def outside_allocator(spec: DeviceSpec, communicators: int = 0) -> tuple[Outside
     """
     if spec.kind != "cuda":
         return ()
-    source = f"published steps take up to {MARGIN:.1%} more than predicted (docs/measured.md)"
+    source = (
+        "published steps take up to 0.6% more than predicted, and contexts more than 0.5 GiB (docs/no_gpu.md)"
+    )
     return *outside_on_gpu(communicators), Outside(
         "margin for errors", int(MARGIN * spec.memory_bytes), source
     )

@@ -354,7 +354,10 @@ def _op(
 
 
 def _is_reduction(op: Op, spec: DeviceSpec) -> bool:
-    return spec.kind == "cuda" and op.name.startswith("aten.") and op.name.split(".")[1] in ACCUMULATOR_BYTES
+    """Whether an op is a reduction on a GPU whose input is known; of a loop over slices it is not."""
+    if spec.kind != "cuda" or not op.name.startswith("aten.") or not op.inputs or op.inputs[0] < 0:
+        return False
+    return op.name.split(".")[1] in ACCUMULATOR_BYTES
 
 
 def _reduction_bytes(op: Op, x: Tensor, spec: DeviceSpec) -> int:

@@ -29,7 +29,7 @@ from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_result
 from benchmarks.models import chunk_models
 from benchmarks.models.published_ops import read_rows
 from sacplan.core.decisions import Chunk
-from sacplan.device.outside_allocator import MARGIN
+from sacplan.device.outside_allocator import CUDA_CONTEXT, MARGIN
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.rest import training_chunk
 
@@ -206,8 +206,16 @@ def test_why_gemma_stops() -> None:
         training_chunk(program, chunk, profile.spec)
 
 
+H100_BYTES = 85_017_493_504
+"""Memory of the card that was measured, as torch reports it."""
+
+
 def test_the_margin_covers_published_steps_whose_setting_is_known() -> None:
     known = [row for row in _rows("published") if row["kind"] == "known" and row.get("published_bytes")]
     most = max(row["published_bytes"] / row["predicted_bytes"] - 1 for row in known)
     assert len(known) >= 15
-    assert most <= MARGIN < most + 0.001
+    # On an H100 the CUDA context took more in the end than is counted for it.
+    about, _ = read_results(RESULTS / "gpu_plans_h100.json")
+    more = about["outside_allocator"]["after_ten_models"] - CUDA_CONTEXT.n_bytes
+    needed = most + more / H100_BYTES
+    assert needed <= MARGIN < needed + 0.004

@@ -425,3 +425,17 @@ def test_a_host_that_is_too_small_for_the_shards() -> None:
     row = next(row for row in found.rows if row.spread == "FSDP2, CPU offload")
     assert not row.fits
     assert row.over_host_bytes == row.host_bytes - 2**20
+
+
+@pytest.mark.parametrize("techniques", [("recompute",), ("recompute", "chunk")])
+def test_the_peak_at_any_size_is_that_of_the_program_there(techniques: tuple[str, ...]) -> None:
+    """With sums over all rows, which take more inside as the batch grows, until they have enough blocks."""
+    at = {n: recording(n, 50, "h100", 64, 4, 128) for n in (2, 4)}
+    found = sized((2, 4), (at[2], at[4]))
+    assert found is not None
+    plan = sacplan.plan(at[4], "smallest", techniques=techniques)
+    peaks = found.peaks(plan.decisions, 1)
+    for n in (8, 64):
+        exact = found.at(n)
+        margin = len(exact.program.storage_bytes) * 512
+        assert abs(peaks.at(n) - exact.footprint(plan.decisions).peak_bytes) <= margin
