@@ -42,8 +42,8 @@ CUDA_CONTEXT = Outside(
 
 MARGIN = 0.012
 """Share of a GPU's memory that is left free. Peaks of published steps whose settings are known are above the predicted
-ones by up to 0.6 % (``benchmarks/results/published.json``), and on an H100 the context took 0.3 % of the memory more than
-is counted (``gpu_plans_h100.json``); a test reads both."""
+ones by up to 0.6 % (``benchmarks/results/published.json``), and on an H100 the context took 0.3 % of the memory more
+than is counted (``gpu_plans_h100.json``); a test reads both."""
 
 
 def nccl_buffers(communicators: int) -> Outside:
