@@ -133,16 +133,6 @@ def falcon(size: str) -> Case:
 
 
 @architecture
-def gptj(size: str) -> Case:
-    t = _Text(size)
-    config = hf.GPTJConfig(
-        vocab_size=t.vocab, n_embd=t.hidden, n_layer=t.layers, n_head=t.heads, n_positions=t.length,
-        rotary_dim=16, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return hf.GPTJForCausalLM, config, t.tokens()
-
-
-@architecture
 def gpt_neox(size: str) -> Case:
     t = _Text(size)
     config = hf.GPTNeoXConfig(**t.bert_like(hidden_dropout=0.1))
@@ -181,45 +171,6 @@ def mamba(size: str) -> Case:
 
 
 @architecture
-def mamba2(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.Mamba2Config(
-        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_heads=2 * t.hidden // 64,
-        head_dim=64, n_groups=1, state_size=64, chunk_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return hf.Mamba2ForCausalLM, config, t.tokens()
-
-
-@architecture
-def rwkv(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.RwkvConfig(
-        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, context_length=t.length,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    t.length = min(t.length, 128)
-    return hf.RwkvForCausalLM, config, t.tokens()
-
-
-@architecture
-def jamba(size: str) -> Case:
-    t = _Text(size, layers=4)
-    t.batch, t.length = 2, min(t.length, 128)
-    config = hf.JambaConfig(
-        **t.llama_like(
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            num_experts=4,
-            mamba_d_state=16,
-            use_mamba_kernels=False,
-        )
-    )
-    return hf.JambaForCausalLM, config, t.tokens()
-
-
-@architecture
 def xlnet(size: str) -> Case:
     t = _Text(size)
     config = hf.XLNetConfig(
@@ -246,43 +197,6 @@ ARCHITECTURES |= {
         _decoder, "Olmoe", layers=4, **_EXPERTS, intermediate_size=lambda t: t.hidden
     ),
 }  # fmt: skip
-
-
-@architecture
-def deepseek_v3(size: str) -> Case:
-    t = _Text(size, layers=4)
-    head = t.hidden // t.heads
-    config = hf.DeepseekV3Config(
-        **t.llama_like(
-            num_key_value_heads=t.heads,
-            moe_intermediate_size=t.hidden // 2,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            n_group=4,
-            topk_group=2,
-            first_k_dense_replace=1,
-            q_lora_rank=t.hidden // 2,
-            kv_lora_rank=t.hidden // 4,
-            qk_rope_head_dim=head // 2,
-            qk_nope_head_dim=head // 2,
-            v_head_dim=head,
-        )
-    )
-    return hf.DeepseekV3ForCausalLM, config, t.tokens()
-
-
-@architecture
-def switch(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.SwitchTransformersConfig(
-        vocab_size=t.vocab, d_model=t.hidden, d_kv=t.hidden // t.heads, d_ff=t.ffn, num_layers=t.layers,
-        num_decoder_layers=t.layers, num_heads=t.heads, num_experts=4, expert_capacity=t.length,
-        decoder_start_token_id=0, num_sparse_encoder_layers=t.layers // 2,
-        num_sparse_decoder_layers=t.layers // 2,
-    )  # fmt: skip
-    t.length //= 2
-    return hf.SwitchTransformersForConditionalGeneration, config, t.tokens()
 
 
 # --- encoders and encoder-decoders ------------------------------------------------------------------
@@ -449,29 +363,6 @@ def segformer(size: str) -> Case:
     return hf.SegformerForSemanticSegmentation, config, batch
 
 
-@architecture
-def vit_mae(size: str) -> Case:
-    v = _Vision(size)
-    config = hf.ViTMAEConfig(
-        **v.vit_like(
-            decoder_hidden_size=v.hidden // 2, decoder_num_hidden_layers=2, decoder_num_attention_heads=4
-        )
-    )
-    return hf.ViTMAEForPreTraining, config, lambda: {"pixel_values": v.images()}
-
-
-@architecture
-def yolos(size: str) -> Case:
-    v = _Vision(size)
-    config = hf.YolosConfig(**v.vit_like(image_size=[v.side, v.side], num_detection_tokens=20))
-
-    def batch() -> dict[str, Any]:
-        target = {"class_labels": torch.randint(0, v.labels, (3,)), "boxes": torch.full((3, 4), 0.3)}
-        return {"pixel_values": v.images(), "labels": [dict(target) for _ in range(v.batch)]}
-
-    return hf.YolosForObjectDetection, config, batch
-
-
 # --- audio ------------------------------------------------------------------------------------------
 
 
@@ -522,24 +413,6 @@ ARCHITECTURES |= {
 }
 
 
-@architecture
-def speech_to_text(size: str) -> Case:
-    small = size == "small"
-    t = _Text(size)
-    config = hf.Speech2TextConfig(
-        vocab_size=t.vocab, d_model=t.hidden, encoder_layers=t.layers, decoder_layers=t.layers,
-        encoder_attention_heads=t.heads, decoder_attention_heads=t.heads, encoder_ffn_dim=t.ffn,
-        decoder_ffn_dim=t.ffn, conv_channels=64 if small else 1024, max_source_positions=3000,
-        max_target_positions=1024, decoder_start_token_id=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-
-    def batch() -> Batch:
-        rows, frames, length = (2, 100, 16) if small else (4, 1200, 128)
-        return {"input_features": torch.randn(rows, frames, 80), "labels": _ids(t.vocab, rows, length)}
-
-    return hf.Speech2TextForConditionalGeneration, config, batch
-
-
 # --- several kinds of input ------------------------------------------------------------------------
 
 
@@ -565,49 +438,6 @@ ARCHITECTURES |= {
     "clip": functools.partial(_clip_like, "CLIP"),
     "siglip": functools.partial(_clip_like, "Siglip"),
 }
-
-
-@architecture
-def blip(size: str) -> Case:
-    t, v = _Text(size), _Vision(size)
-    t.batch, t.length = v.batch, 32 if t.small else 64
-    text = {
-        **t.bert_like(),
-        "max_position_embeddings": t.length,
-        "encoder_hidden_size": t.hidden,
-        "hidden_dropout_prob": 0.1,
-    }
-    vision = v.vit_like()
-    vision.pop("num_labels")
-    config = hf.BlipConfig(text_config=text, vision_config=vision)
-
-    def batch() -> Batch:
-        ids = _ids(t.vocab, t.batch, t.length)
-        return {"input_ids": ids, "pixel_values": v.images(), "labels": ids.clone()}
-
-    return hf.BlipForConditionalGeneration, config, batch
-
-
-@architecture
-def vilt(size: str) -> Case:
-    t, v = _Text(size), _Vision(size)
-    t.batch, t.length = min(v.batch, 4), 32
-    config = hf.ViltConfig(
-        **{
-            **t.bert_like(),
-            **v.vit_like(num_labels=10, max_image_length=-1, max_position_embeddings=t.length),
-        }
-    )
-
-    def batch() -> Batch:
-        return {
-            "input_ids": _ids(t.vocab, t.batch, t.length),
-            "pixel_values": torch.randn(t.batch, 3, v.side, v.side),
-            "pixel_mask": torch.ones(t.batch, v.side, v.side, dtype=torch.long),
-            "labels": torch.rand(t.batch, 10),
-        }
-
-    return hf.ViltForQuestionAnswering, config, batch
 
 
 @architecture

@@ -153,11 +153,14 @@ class _Step:
     Attributes:
         changes: Its allocations and frees.
         peak_bytes, step_ms: Peak and time.
+        flops, recompute_flops: All FLOPs, and those of what runs a second time.
     """
 
     changes: Changes
     peak_bytes: int
     step_ms: float
+    flops: int
+    recompute_flops: int
 
 
 @dataclass(frozen=True)
@@ -184,9 +187,10 @@ class _Runs:
         if key not in self._known:
             step = self.steps.at(*shape)
             program = step.program if plan is None else step.with_plan(plan.decisions)
+            found, step_ms = program.footprint, program.step_ms + step.waits_ms(program)
             # The program itself would take megabytes for each shape.
             self._known[key] = _Step(
-                changes_of(program), program.footprint.peak_bytes, program.step_ms + step.waits_ms(program)
+                changes_of(program), found.peak_bytes, step_ms, program.flops, found.recompute_flops
             )
         return self._known[key]
 
@@ -250,7 +254,9 @@ class _Runs:
         begins(f"playing {len(self.shapes)} steps: {way}")
         steps, plain = self._of(plans), self._of()
         run_ms, plain_ms = (sum(each(shape).step_ms for shape in self.shapes) for each in (steps, plain))
+        flops, again = (sum(getattr(steps(s), k) for s in self.shapes) for k in ("flops", "recompute_flops"))
         more: Any = {"way": way, "run_ms": run_ms, "added_ms": run_ms - plain_ms}
+        more |= {"run_flops": flops - again, "recompute_flops": again}
         return [dataclasses.replace(self._played(self.shapes, steps, one), **more) for one in self._settings]
 
     # --- what to do
