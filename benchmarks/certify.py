@@ -19,9 +19,7 @@ the longest sample has 64 tokens: so a step takes milliseconds.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import itertools
 import math
 from bisect import bisect_left
@@ -37,7 +35,7 @@ import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import as_budget
 from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, read_results
-from benchmarks.harness.steps import seed_everything
+from benchmarks.harness.steps import run_peaks, seed_everything
 from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
 from benchmarks.models import hf_models
 from benchmarks.models.cases import fused_adamw
@@ -45,7 +43,6 @@ from sacplan.device.devices import resolve_device
 from sacplan.questions.batch_sizes import Recordings
 from sacplan.questions.lengths import Drawing, Shape
 from sacplan.questions.scaled import SizedBoth
-from sacplan.torch_compat.allocations import allocation_deltas
 
 FIGURES = RESULTS / "certify.json"
 PAGE = ROOT / "docs" / "fit.md"
@@ -144,31 +141,10 @@ def made(name: str) -> tuple[torch.nn.Module, Callable[[int, int], Any]]:
     return model_class(config).train(), make_batch
 
 
-def measured(name: str, shapes: Sequence[Shape], plans: Sequence[sacplan.Plan]) -> list[int]:
-    """Run the loop; return the peak of each step."""
+def _peaks(name: str, shapes: Sequence[Shape], plans: Sequence[sacplan.Plan]) -> list[int]:
     model, make_batch = made(name)
-    gc.collect()
-    live = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
-    held: list[Any] = []  # as variables of a loop hold them: until the next ones are there
-    peaks: list[int] = []
-
-    def step(shape: Shape, optimizer: torch.optim.Optimizer) -> None:
-        batch = make_batch(*shape)
-        held[:1] = [batch]
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        held[1:] = [loss]
-        loss.backward()
-        optimizer.step()
-
-    with sacplan.apply(model, plans) if plans else contextlib.nullcontext():
-        optimizer = fused_adamw(model.parameters())
-        for shape in shapes:
-            # All that is allocated in a step is freed in it or in the next one, so the profiler knows its size.
-            changes = allocation_deltas(functools.partial(step, shape, optimizer))
-            peaks.append(max(itertools.accumulate(changes, initial=live)))
-            live += sum(changes)
-    return peaks
+    batches = (make_batch(*shape) for shape in shapes)
+    return run_peaks(model, batches, len(shapes), fused_adamw, plans=plans)
 
 
 @functools.cache
@@ -186,28 +162,24 @@ def row_of(data: str, name: str) -> Row:
     drawing = drawing_of(data)
     shapes = drawing.shapes()
     model, make_batch = made(name)
-    largest = make_batch(*max(shapes, key=lambda shape: (shape.batch * shape.seq, shape.seq)))
     rules = {"batch": BATCH} | DATA[data].rules
+    largest = make_batch(*max(shapes, key=lambda shape: (shape.batch * shape.seq, shape.seq)))
     profile = sacplan.profile(model, largest, optimizer=fused_adamw, device="cpu")
     budget = sacplan.policy("full", profile=profile).peak_bytes
     found = sacplan.certify(
         model, make_batch, drawing.lengths, "cpu", optimizer=fused_adamw, budget=as_budget(budget),
         buckets=1 if {"tokens", "pack"} & {*rules} else BUCKETS, **rules,
     )  # fmt: skip
-    seen = measured(name, shapes, ())
-    row: Row = {
+    plain, one, last = found.rows[0], found.rows[1], found.rows[-1]
+    peaks, planned = (_peaks(name, shapes, plans) for plans in ((), [plan for _, plan in found.plans]))
+    return {
         "case": f"{data}, {name}", "data": data, "model": name, "steps": len(shapes), "shapes": len(set(shapes)),
         "median": median(s.seq for s in shapes), "longest": max(s.seq for s in shapes),
-        "predicted": found.rows[0].allocated_bytes, "measured": max(seen),
-        "budget": budget, "plans": len(found.plans),
-    }  # fmt: skip
-    planned = measured(name, shapes, [one.plan for one in found.plans])
-    one, last = found.rows[1], found.rows[-1]
-    return row | {
+        "predicted": plain.allocated_bytes, "measured": max(peaks), "budget": budget, "plans": len(found.plans),
         "planned_predicted": last.allocated_bytes, "planned_measured": max(planned),
-        "over": sum(peak > budget for peak in planned), "one": one.recompute_flops / one.run_flops,
-        "by_length": last.recompute_flops / last.run_flops,
-        "checkpointed": sum(map(_checkpointed(name), shapes)) / last.run_flops,
+        "over": sum(peak > budget for peak in planned), "one": one.recompute_flops / plain.run_flops,
+        "by_length": last.recompute_flops / plain.run_flops,
+        "checkpointed": sum(map(_checkpointed(name), shapes)) / plain.run_flops,
     }  # fmt: skip
 
 
@@ -220,14 +192,9 @@ _TABLE = Table(
 
 def _line(row: Row) -> str:
     runs = [(row[f"{kind}predicted"], row[f"{kind}measured"]) for kind in ("", "planned_")]
-    (plain, error), (planned, its_error) = ((p / MIB, p / m - 1) for p, m in runs)
-    cells = (
-        row["plans"],
-        planned,
-        its_error,
-        *(row[key] for key in ("over", "one", "by_length", "checkpointed")),
-    )
-    return _TABLE.row(row["data"], row["model"], row["shapes"], plain, error, *cells)
+    plain, planned = ((predicted / MIB, predicted / real - 1) for predicted, real in runs)
+    cells = (row["plans"], *planned, *(row[key] for key in ("over", "one", "by_length", "checkpointed")))
+    return _TABLE.row(row["data"], row["model"], row["shapes"], *plain, *cells)
 
 
 def main() -> None:

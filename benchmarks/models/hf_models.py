@@ -102,9 +102,7 @@ def _decoder(kind: str, size: str, *, layers: int = 6, padded: bool = False, **m
     """Build one of the many decoders whose config is that of Llama; ``more`` may depend on the sizes."""
     t = _Text(size, layers=layers)
     arguments = {name: value(t) if callable(value) else value for name, value in more.items()}
-    # Gemma 3 has images, too: its text model's config has a name of its own.
-    config_class = getattr(hf, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
-    config = config_class(**t.llama_like(**arguments))
+    config = getattr(hf, f"{kind}Config")(**t.llama_like(**arguments))
     return getattr(hf, f"{kind}ForCausalLM"), config, t.padded() if padded else t.tokens()
 
 
@@ -115,10 +113,9 @@ ARCHITECTURES |= {
     "llama": functools.partial(_decoder, "Llama"),
     "mistral": functools.partial(_decoder, "Mistral", **_WINDOW),
     "qwen2": functools.partial(_decoder, "Qwen2", padded=True),
-    "qwen3": functools.partial(_decoder, "Qwen3", **_HEAD_DIM),
     "gemma2": functools.partial(_decoder, "Gemma2", **_HEAD_DIM, **_WINDOW),
-    "gemma3": functools.partial(_decoder, "Gemma3", **_HEAD_DIM, **_WINDOW),
     "phi3": functools.partial(_decoder, "Phi3"),
+    "mixtral": functools.partial(_decoder, "Mixtral", layers=4, num_local_experts=8, num_experts_per_tok=2),
 }
 
 
@@ -180,25 +177,6 @@ def xlnet(size: str) -> Case:
     return hf.XLNetLMHeadModel, config, t.tokens()
 
 
-# --- mixtures of experts ----------------------------------------------------------------------------
-
-
-_EXPERTS: dict[str, Any] = {"num_experts": lambda t: 8 if t.small else 32, "num_experts_per_tok": 4}
-
-ARCHITECTURES |= {
-    "mixtral": functools.partial(
-        _decoder, "Mixtral", layers=4, num_local_experts=8, num_experts_per_tok=2
-    ),
-    "qwen3_moe": functools.partial(
-        _decoder, "Qwen3Moe", layers=4, **_HEAD_DIM, **_EXPERTS, moe_intermediate_size=lambda t: t.hidden,
-        output_router_logits=True,
-    ),
-    "olmoe": functools.partial(
-        _decoder, "Olmoe", layers=4, **_EXPERTS, intermediate_size=lambda t: t.hidden
-    ),
-}  # fmt: skip
-
-
 # --- encoders and encoder-decoders ------------------------------------------------------------------
 
 
@@ -227,7 +205,6 @@ def _bart_like(kind: str, size: str, **more: Any) -> Case:
 ARCHITECTURES |= {
     "bart": functools.partial(_bart_like, "Bart"),
     "pegasus": functools.partial(_bart_like, "Pegasus"),
-    "mbart": functools.partial(_bart_like, "MBart", encoder_layerdrop=0.1, decoder_layerdrop=0.1),
 }
 
 
@@ -251,9 +228,6 @@ ARCHITECTURES |= {
     "deberta_v2": functools.partial(
         _bert_like, "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=32,
         norm_rel_ebd="layer_norm", share_att_key=True, position_biased_input=False, max_relative_positions=-1,
-    ),
-    "modernbert": functools.partial(
-        _bert_like, "ModernBert", cls_token_id=3, sep_token_id=4, local_attention=32
     ),
 }  # fmt: skip
 
@@ -309,11 +283,9 @@ ARCHITECTURES |= {
     "vit": lambda size: _image_classifier(
         "ViT", size, patch_size=8 if size == "small" else 16, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1
     ),
-    "deit": functools.partial(_image_classifier, "DeiT", hidden_dropout_prob=0.1),
     "beit": functools.partial(
         _image_classifier, "Beit", drop_path_rate=0.1, use_relative_position_bias=True
     ),
-    "dinov2": functools.partial(_image_classifier, "Dinov2", drop_path_rate=0.1),
 }  # fmt: skip
 
 
@@ -388,13 +360,14 @@ def whisper(size: str) -> Case:
     return hf.WhisperForConditionalGeneration, config, batch
 
 
-def _wav2vec_like(kind: str, size: str) -> Case:
+@architecture
+def wav2vec2(size: str) -> Case:
     small = size == "small"
     t = _Text(size)
     convolutions = (
         {"conv_dim": (32, 32, 32), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4)} if small else {}
     )
-    config = getattr(hf, f"{kind}Config")(
+    config = hf.Wav2Vec2Config(
         vocab_size=32, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
         intermediate_size=t.ffn, num_feat_extract_layers=3 if small else 7,
         num_conv_pos_embeddings=16 if small else 128, layerdrop=0.1, mask_time_length=4, **convolutions,
@@ -404,25 +377,20 @@ def _wav2vec_like(kind: str, size: str) -> Case:
         rows, samples = (2, 4000) if small else (4, 80000)
         return {"input_values": torch.randn(rows, samples), "labels": torch.randint(1, 32, (rows, 8))}
 
-    return getattr(hf, f"{kind}ForCTC"), config, batch
-
-
-ARCHITECTURES |= {
-    "wav2vec2": functools.partial(_wav2vec_like, "Wav2Vec2"),
-    "hubert": functools.partial(_wav2vec_like, "Hubert"),
-}
+    return hf.Wav2Vec2ForCTC, config, batch
 
 
 # --- several kinds of input ------------------------------------------------------------------------
 
 
-def _clip_like(kind: str, size: str) -> Case:
+@architecture
+def clip(size: str) -> Case:
     t, v = _Text(size), _Vision(size)
     t.batch, t.length = v.batch, 32 if t.small else 64
     text = {**t.bert_like(), "max_position_embeddings": t.length, "projection_dim": t.hidden}
     vision = {**v.vit_like(), "projection_dim": t.hidden}
     vision.pop("num_labels")
-    config = getattr(hf, f"{kind}Config")(text_config=text, vision_config=vision)
+    config = hf.CLIPConfig(text_config=text, vision_config=vision)
 
     def batch() -> Batch:
         return {
@@ -431,13 +399,7 @@ def _clip_like(kind: str, size: str) -> Case:
             "return_loss": True,
         }
 
-    return getattr(hf, f"{kind}Model"), config, batch
-
-
-ARCHITECTURES |= {
-    "clip": functools.partial(_clip_like, "CLIP"),
-    "siglip": functools.partial(_clip_like, "Siglip"),
-}
+    return hf.CLIPModel, config, batch
 
 
 @architecture

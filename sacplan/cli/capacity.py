@@ -85,19 +85,10 @@ def _search(
     search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
     with stage("tracing and planning", long=True), users_code(f"the step of {name}"):
         found = search(
-            target.model,
-            target.make_batch,
-            asked.budget,
-            spec,
-            loss_fn=target.loss_fn,
-            optimizer=target.optimizer,
-            headroom=asked.headroom,
-            solver=asked.solver,
-            **allowed,
-            accumulation_steps=asked.grad_accum or 1,
-            compile=asked.compile,
-            at_most=asked.at_most,
-        )
+            target.model, target.make_batch, asked.budget, spec, loss_fn=target.loss_fn, optimizer=target.optimizer,
+            headroom=asked.headroom, solver=asked.solver, **allowed, accumulation_steps=asked.grad_accum or 1,
+            compile=asked.compile, at_most=asked.at_most,
+        )  # fmt: skip
     # ``verify`` reads the batch from the plan's file, and the plan is for the batch that was found.
     save(found.plan, output, Origin.of(target, batch=found.batch_size))
     facts: dict[str, Any] = {"command": question, **show.target_facts(target, output)}

@@ -156,8 +156,8 @@ class SizedBoth:
 
         At its full length, which is where samples are cut, torch records an alias of the table in place of a slice.
         """
-        seqs, n = _two_lengths(self.seq), self._batches[0]
-        return seqs[0] == self.seq and sized(seqs, (self.recorded(n, seqs[0]), self.recorded(n, seqs[1]))) is None
+        seqs = _two_lengths(self.seq)
+        return seqs[0] == self.seq and self._over_lengths(self._batches[0], seqs) is None
 
     @property
     def _seqs(self) -> tuple[int, int]:
@@ -166,15 +166,15 @@ class SizedBoth:
     @derived
     def _line(self, batch: int) -> Sized | None:
         """Return the step at any length, with so many samples; None if not all sizes run the same ops."""
-        first, second = self._seqs
         if batch in (1, *self._batches):
-            return sized(self._seqs, (self.recorded(batch, first), self.recorded(batch, second)))
+            return self._over_lengths(batch, self._seqs)
         if not self._is_plane:
             return None
-        return Sized(
-            self._seqs,
-            (self._over_batches(first)._computed(batch), self._over_batches(second)._computed(batch)),
-        )
+        first, second = (self._over_batches(seq)._computed(batch) for seq in self._seqs)
+        return Sized(self._seqs, (first, second))
+
+    def _over_lengths(self, batch: int, seqs: tuple[int, int]) -> Sized | None:
+        return sized(seqs, (self.recorded(batch, seqs[0]), self.recorded(batch, seqs[1])))
 
     def _over_batches(self, seq: int) -> Sized:
         one, other = self._batches
