@@ -6,8 +6,7 @@ Model: the example's transformer (dim 768, 12 heads, vocabulary 8192) with batch
 % of the unplanned peak. A row is a planner at a number of layers, with the seconds of its stages: one plain fake step
 (for comparison), tracing, options of the regions and their effects (fit), solving and replaying (solve). Each row is
 one run in a process of its own. The prototype's roofline refuses to run without CUDA, so its op times are replaced by a
-constant; that takes time off it, not on. It is stopped at the limit. The last rows are Llama-3-8B's shape, and
-``sac_milp`` alone.
+constant; that takes time off it, not on. It is stopped at the limit.
 """
 
 from __future__ import annotations
@@ -48,12 +47,7 @@ def main() -> None:
         return f"{cells}  {row['result']}"
 
     print(f"{_TABLE.head}  result")
-    who = [
-        *((w, n) for n in arguments.layers for w in ("sacplan", "prototype")),
-        ("llama", 32),
-        ("sac_milp", 126),
-    ]
-    run_cases(who, rows_of, line, arguments.json)
+    run_cases([(who, n) for n in arguments.layers for who in RUNS], rows_of, line, arguments.json)
 
 
 def _run_one(limit: float, run: Callable[..., Row], *arguments: Any) -> Row:
@@ -82,26 +76,7 @@ def run_sacplan(layers: int) -> Row:
     return {"step": step} | _stages(cases.example(layers))
 
 
-def run_llama(layers: int) -> Row:
-    """Plan Llama-3-8B's shape, bfloat16, 4096 tokens, with loss; the budget is 75 %: gradients alone need 66 %."""
-    model = cases.llama_3_8b(num_hidden_layers=layers)
-    return _stages(cases.Case(model, cases.text(128256, 1, 4096)), 0.75)
-
-
-def run_sac_milp(layers: int) -> Row:
-    """Solve the classical program alone, on the module tree of the example's transformer."""
-    case = cases.example(layers)
-    profile, trace = timed(case.profile)
-    graph, fit = timed(lambda: profile.graph)
-    found, solve = timed(lambda: sacplan.sac_milp(graph, f"{BUDGET:.0%}", gap=1e-2))
-    _, finer = timed(lambda: sacplan.sac_milp(graph, f"{BUDGET:.0%}", gap=1e-4))
-    return {
-        "trace": trace, "fit": fit, "solve": solve, "all": trace + fit + solve,
-        "result": f"{len(graph.nodes)} nodes, {found.status}; at a gap of 1e-4 instead of 1e-2 {finer:.2f} s",
-    }  # fmt: skip
-
-
-def _stages(case: cases.Case, budget: float = BUDGET) -> Row:
+def _stages(case: cases.Case) -> Row:
     from sacplan.planning.context import planning_context
     from sacplan.techniques.base.step import PlanStep
 
@@ -109,7 +84,7 @@ def _stages(case: cases.Case, budget: float = BUDGET) -> Row:
     _, replay_one = timed(lambda: profile.program.footprint)
     # The plan finds these effects in the program's cache, so that ``solve`` is without them.
     _, fit = timed(lambda: planning_context(PlanStep(profile.program)).effects(1))
-    plan, solve = timed(lambda: sacplan.plan(profile, f"{budget:.0%}"))
+    plan, solve = timed(lambda: sacplan.plan(profile, f"{BUDGET:.0%}"))
     share, recompute = plan.peak_bytes / profile.peak_bytes, plan.recompute_ms / plan.step_ms
     bound = plan.lower_bound_ms / plan.step_ms
     return {
@@ -167,9 +142,7 @@ def run_prototype(layers: int) -> Row:
     }  # fmt: skip
 
 
-RUNS: dict[str, Callable[[int], Row]] = {
-    "sacplan": run_sacplan, "prototype": run_prototype, "llama": run_llama, "sac_milp": run_sac_milp,
-}  # fmt: skip
+RUNS: dict[str, Callable[[int], Row]] = {"sacplan": run_sacplan, "prototype": run_prototype}
 
 
 if __name__ == "__main__":

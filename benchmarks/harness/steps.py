@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import sacplan
 from sacplan.record.state import preserved_state
 from sacplan.record.step import Step, default_loss, make_optimizer
 from sacplan.running.measure import measured_step
+from sacplan.torch_compat.allocations import allocation_deltas
 
 LossFn = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -133,3 +135,35 @@ def real_step(
         seen = measured_step(step, tensors_of(batch))
         buffers = [b.detach().clone() for b in model.buffers()]
     return RealStep(seen.peak_bytes, seen.wall_ms, (*losses, *gradients, *buffers))
+
+
+def run_peaks(
+    model: torch.nn.Module,
+    batches: Iterator[Any],
+    steps: int,
+    optimizer: Any,
+    loss_fn: LossFn | None = None,
+    plans: Sequence[sacplan.Plan] = (),
+) -> list[int]:
+    """Train for real on the CPU, from the first step on, as most loops do it; return the peak of each step.
+
+    A batch is made while that of the step before is there, and held with its loss until the next ones are.
+    """
+    gc.collect()
+    live = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
+    made, held, peaks = optimizer(model.parameters()), [None, None], []
+
+    def step() -> None:
+        held[0] = next(batches)
+        made.zero_grad()
+        loss = held[1] = (loss_fn or default_loss)(model, held[0])
+        loss.backward()
+        made.step()
+
+    with sacplan.apply(model, plans) if plans else contextlib.nullcontext():
+        for _ in range(steps):
+            # The profiler is on whenever memory is allocated or freed, so it knows the size of each block.
+            changes = allocation_deltas(step)
+            peaks.append(max(itertools.accumulate(changes, initial=live)))
+            live += sum(changes)
+    return peaks

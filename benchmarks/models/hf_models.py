@@ -102,9 +102,7 @@ def _decoder(kind: str, size: str, *, layers: int = 6, padded: bool = False, **m
     """Build one of the many decoders whose config is that of Llama; ``more`` may depend on the sizes."""
     t = _Text(size, layers=layers)
     arguments = {name: value(t) if callable(value) else value for name, value in more.items()}
-    # Gemma 3 has images, too: its text model's config has a name of its own.
-    config_class = getattr(hf, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
-    config = config_class(**t.llama_like(**arguments))
+    config = getattr(hf, f"{kind}Config")(**t.llama_like(**arguments))
     return getattr(hf, f"{kind}ForCausalLM"), config, t.padded() if padded else t.tokens()
 
 
@@ -115,10 +113,9 @@ ARCHITECTURES |= {
     "llama": functools.partial(_decoder, "Llama"),
     "mistral": functools.partial(_decoder, "Mistral", **_WINDOW),
     "qwen2": functools.partial(_decoder, "Qwen2", padded=True),
-    "qwen3": functools.partial(_decoder, "Qwen3", **_HEAD_DIM),
     "gemma2": functools.partial(_decoder, "Gemma2", **_HEAD_DIM, **_WINDOW),
-    "gemma3": functools.partial(_decoder, "Gemma3", **_HEAD_DIM, **_WINDOW),
     "phi3": functools.partial(_decoder, "Phi3"),
+    "mixtral": functools.partial(_decoder, "Mixtral", layers=4, num_local_experts=8, num_experts_per_tok=2),
 }
 
 
@@ -130,16 +127,6 @@ def falcon(size: str) -> Case:
         alibi=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return hf.FalconForCausalLM, config, t.tokens()
-
-
-@architecture
-def gptj(size: str) -> Case:
-    t = _Text(size)
-    config = hf.GPTJConfig(
-        vocab_size=t.vocab, n_embd=t.hidden, n_layer=t.layers, n_head=t.heads, n_positions=t.length,
-        rotary_dim=16, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return hf.GPTJForCausalLM, config, t.tokens()
 
 
 @architecture
@@ -181,45 +168,6 @@ def mamba(size: str) -> Case:
 
 
 @architecture
-def mamba2(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.Mamba2Config(
-        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_heads=2 * t.hidden // 64,
-        head_dim=64, n_groups=1, state_size=64, chunk_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return hf.Mamba2ForCausalLM, config, t.tokens()
-
-
-@architecture
-def rwkv(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.RwkvConfig(
-        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, context_length=t.length,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    t.length = min(t.length, 128)
-    return hf.RwkvForCausalLM, config, t.tokens()
-
-
-@architecture
-def jamba(size: str) -> Case:
-    t = _Text(size, layers=4)
-    t.batch, t.length = 2, min(t.length, 128)
-    config = hf.JambaConfig(
-        **t.llama_like(
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            num_experts=4,
-            mamba_d_state=16,
-            use_mamba_kernels=False,
-        )
-    )
-    return hf.JambaForCausalLM, config, t.tokens()
-
-
-@architecture
 def xlnet(size: str) -> Case:
     t = _Text(size)
     config = hf.XLNetConfig(
@@ -227,62 +175,6 @@ def xlnet(size: str) -> Case:
     )
     t.length = min(t.length, 512)
     return hf.XLNetLMHeadModel, config, t.tokens()
-
-
-# --- mixtures of experts ----------------------------------------------------------------------------
-
-
-_EXPERTS: dict[str, Any] = {"num_experts": lambda t: 8 if t.small else 32, "num_experts_per_tok": 4}
-
-ARCHITECTURES |= {
-    "mixtral": functools.partial(
-        _decoder, "Mixtral", layers=4, num_local_experts=8, num_experts_per_tok=2
-    ),
-    "qwen3_moe": functools.partial(
-        _decoder, "Qwen3Moe", layers=4, **_HEAD_DIM, **_EXPERTS, moe_intermediate_size=lambda t: t.hidden,
-        output_router_logits=True,
-    ),
-    "olmoe": functools.partial(
-        _decoder, "Olmoe", layers=4, **_EXPERTS, intermediate_size=lambda t: t.hidden
-    ),
-}  # fmt: skip
-
-
-@architecture
-def deepseek_v3(size: str) -> Case:
-    t = _Text(size, layers=4)
-    head = t.hidden // t.heads
-    config = hf.DeepseekV3Config(
-        **t.llama_like(
-            num_key_value_heads=t.heads,
-            moe_intermediate_size=t.hidden // 2,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            n_group=4,
-            topk_group=2,
-            first_k_dense_replace=1,
-            q_lora_rank=t.hidden // 2,
-            kv_lora_rank=t.hidden // 4,
-            qk_rope_head_dim=head // 2,
-            qk_nope_head_dim=head // 2,
-            v_head_dim=head,
-        )
-    )
-    return hf.DeepseekV3ForCausalLM, config, t.tokens()
-
-
-@architecture
-def switch(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.SwitchTransformersConfig(
-        vocab_size=t.vocab, d_model=t.hidden, d_kv=t.hidden // t.heads, d_ff=t.ffn, num_layers=t.layers,
-        num_decoder_layers=t.layers, num_heads=t.heads, num_experts=4, expert_capacity=t.length,
-        decoder_start_token_id=0, num_sparse_encoder_layers=t.layers // 2,
-        num_sparse_decoder_layers=t.layers // 2,
-    )  # fmt: skip
-    t.length //= 2
-    return hf.SwitchTransformersForConditionalGeneration, config, t.tokens()
 
 
 # --- encoders and encoder-decoders ------------------------------------------------------------------
@@ -313,7 +205,6 @@ def _bart_like(kind: str, size: str, **more: Any) -> Case:
 ARCHITECTURES |= {
     "bart": functools.partial(_bart_like, "Bart"),
     "pegasus": functools.partial(_bart_like, "Pegasus"),
-    "mbart": functools.partial(_bart_like, "MBart", encoder_layerdrop=0.1, decoder_layerdrop=0.1),
 }
 
 
@@ -337,9 +228,6 @@ ARCHITECTURES |= {
     "deberta_v2": functools.partial(
         _bert_like, "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=32,
         norm_rel_ebd="layer_norm", share_att_key=True, position_biased_input=False, max_relative_positions=-1,
-    ),
-    "modernbert": functools.partial(
-        _bert_like, "ModernBert", cls_token_id=3, sep_token_id=4, local_attention=32
     ),
 }  # fmt: skip
 
@@ -395,11 +283,9 @@ ARCHITECTURES |= {
     "vit": lambda size: _image_classifier(
         "ViT", size, patch_size=8 if size == "small" else 16, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1
     ),
-    "deit": functools.partial(_image_classifier, "DeiT", hidden_dropout_prob=0.1),
     "beit": functools.partial(
         _image_classifier, "Beit", drop_path_rate=0.1, use_relative_position_bias=True
     ),
-    "dinov2": functools.partial(_image_classifier, "Dinov2", drop_path_rate=0.1),
 }  # fmt: skip
 
 
@@ -449,29 +335,6 @@ def segformer(size: str) -> Case:
     return hf.SegformerForSemanticSegmentation, config, batch
 
 
-@architecture
-def vit_mae(size: str) -> Case:
-    v = _Vision(size)
-    config = hf.ViTMAEConfig(
-        **v.vit_like(
-            decoder_hidden_size=v.hidden // 2, decoder_num_hidden_layers=2, decoder_num_attention_heads=4
-        )
-    )
-    return hf.ViTMAEForPreTraining, config, lambda: {"pixel_values": v.images()}
-
-
-@architecture
-def yolos(size: str) -> Case:
-    v = _Vision(size)
-    config = hf.YolosConfig(**v.vit_like(image_size=[v.side, v.side], num_detection_tokens=20))
-
-    def batch() -> dict[str, Any]:
-        target = {"class_labels": torch.randint(0, v.labels, (3,)), "boxes": torch.full((3, 4), 0.3)}
-        return {"pixel_values": v.images(), "labels": [dict(target) for _ in range(v.batch)]}
-
-    return hf.YolosForObjectDetection, config, batch
-
-
 # --- audio ------------------------------------------------------------------------------------------
 
 
@@ -497,13 +360,14 @@ def whisper(size: str) -> Case:
     return hf.WhisperForConditionalGeneration, config, batch
 
 
-def _wav2vec_like(kind: str, size: str) -> Case:
+@architecture
+def wav2vec2(size: str) -> Case:
     small = size == "small"
     t = _Text(size)
     convolutions = (
         {"conv_dim": (32, 32, 32), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4)} if small else {}
     )
-    config = getattr(hf, f"{kind}Config")(
+    config = hf.Wav2Vec2Config(
         vocab_size=32, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
         intermediate_size=t.ffn, num_feat_extract_layers=3 if small else 7,
         num_conv_pos_embeddings=16 if small else 128, layerdrop=0.1, mask_time_length=4, **convolutions,
@@ -513,43 +377,20 @@ def _wav2vec_like(kind: str, size: str) -> Case:
         rows, samples = (2, 4000) if small else (4, 80000)
         return {"input_values": torch.randn(rows, samples), "labels": torch.randint(1, 32, (rows, 8))}
 
-    return getattr(hf, f"{kind}ForCTC"), config, batch
-
-
-ARCHITECTURES |= {
-    "wav2vec2": functools.partial(_wav2vec_like, "Wav2Vec2"),
-    "hubert": functools.partial(_wav2vec_like, "Hubert"),
-}
-
-
-@architecture
-def speech_to_text(size: str) -> Case:
-    small = size == "small"
-    t = _Text(size)
-    config = hf.Speech2TextConfig(
-        vocab_size=t.vocab, d_model=t.hidden, encoder_layers=t.layers, decoder_layers=t.layers,
-        encoder_attention_heads=t.heads, decoder_attention_heads=t.heads, encoder_ffn_dim=t.ffn,
-        decoder_ffn_dim=t.ffn, conv_channels=64 if small else 1024, max_source_positions=3000,
-        max_target_positions=1024, decoder_start_token_id=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-
-    def batch() -> Batch:
-        rows, frames, length = (2, 100, 16) if small else (4, 1200, 128)
-        return {"input_features": torch.randn(rows, frames, 80), "labels": _ids(t.vocab, rows, length)}
-
-    return hf.Speech2TextForConditionalGeneration, config, batch
+    return hf.Wav2Vec2ForCTC, config, batch
 
 
 # --- several kinds of input ------------------------------------------------------------------------
 
 
-def _clip_like(kind: str, size: str) -> Case:
+@architecture
+def clip(size: str) -> Case:
     t, v = _Text(size), _Vision(size)
     t.batch, t.length = v.batch, 32 if t.small else 64
     text = {**t.bert_like(), "max_position_embeddings": t.length, "projection_dim": t.hidden}
     vision = {**v.vit_like(), "projection_dim": t.hidden}
     vision.pop("num_labels")
-    config = getattr(hf, f"{kind}Config")(text_config=text, vision_config=vision)
+    config = hf.CLIPConfig(text_config=text, vision_config=vision)
 
     def batch() -> Batch:
         return {
@@ -558,56 +399,7 @@ def _clip_like(kind: str, size: str) -> Case:
             "return_loss": True,
         }
 
-    return getattr(hf, f"{kind}Model"), config, batch
-
-
-ARCHITECTURES |= {
-    "clip": functools.partial(_clip_like, "CLIP"),
-    "siglip": functools.partial(_clip_like, "Siglip"),
-}
-
-
-@architecture
-def blip(size: str) -> Case:
-    t, v = _Text(size), _Vision(size)
-    t.batch, t.length = v.batch, 32 if t.small else 64
-    text = {
-        **t.bert_like(),
-        "max_position_embeddings": t.length,
-        "encoder_hidden_size": t.hidden,
-        "hidden_dropout_prob": 0.1,
-    }
-    vision = v.vit_like()
-    vision.pop("num_labels")
-    config = hf.BlipConfig(text_config=text, vision_config=vision)
-
-    def batch() -> Batch:
-        ids = _ids(t.vocab, t.batch, t.length)
-        return {"input_ids": ids, "pixel_values": v.images(), "labels": ids.clone()}
-
-    return hf.BlipForConditionalGeneration, config, batch
-
-
-@architecture
-def vilt(size: str) -> Case:
-    t, v = _Text(size), _Vision(size)
-    t.batch, t.length = min(v.batch, 4), 32
-    config = hf.ViltConfig(
-        **{
-            **t.bert_like(),
-            **v.vit_like(num_labels=10, max_image_length=-1, max_position_embeddings=t.length),
-        }
-    )
-
-    def batch() -> Batch:
-        return {
-            "input_ids": _ids(t.vocab, t.batch, t.length),
-            "pixel_values": torch.randn(t.batch, 3, v.side, v.side),
-            "pixel_mask": torch.ones(t.batch, v.side, v.side, dtype=torch.long),
-            "labels": torch.rand(t.batch, 10),
-        }
-
-    return hf.ViltForQuestionAnswering, config, batch
+    return hf.CLIPModel, config, batch
 
 
 @architecture

@@ -15,9 +15,11 @@ from sacplan.cli import options as o
 from sacplan.cli import sources
 from sacplan.cli.command import command
 from sacplan.cli.exits import INFEASIBLE
+from sacplan.cli.files import check_output
 from sacplan.cli.fit import of_length
+from sacplan.cli.origin import Origin, save, seen_in
 from sacplan.cli.output import CommandResult, stage
-from sacplan.cli.show import facts_of, plan_facts, target_facts
+from sacplan.cli.show import facts_of, plan_facts, saved, target_facts
 from sacplan.cli.targets import load_target, users_code
 from sacplan.integrations.hf.target import TargetError
 
@@ -37,6 +39,7 @@ class RunOptions:
     buckets: Annotated[int, _count(help="Plans for ranges of lengths, if one is needed. Default: 1.")] = 1
 
 
+_OUTPUT = o.output("the plan (.json). With --buckets, plan-1.json is the one for the shortest batches")
 _LENGTHS = typer.Argument(
     metavar="LENGTHS", help="Tokens in each sample: .npy, .json or .txt.", show_default=False
 )
@@ -45,7 +48,7 @@ _LENGTHS = typer.Argument(
 @command(
     "certify",
     "Does every batch of a run fit.",
-    examples=["sacplan certify hf:gpt2 lengths.json --batch 8 --device rtx-4090"],
+    examples=["sacplan certify hf:gpt2 lengths.json --batch 8 --device rtx-4090 --buckets 3 -o plan.json"],
     omit=["solver", "seq"],
 )
 def certify(
@@ -54,7 +57,9 @@ def certify(
     *,
     asked: o.BudgetOptions,
     run: RunOptions,
+    output: Annotated[Path | None, _OUTPUT] = None,
     hf: o.HfOptions,
+    force: o.Force = False,
 ) -> CommandResult:
     """Whether a run on samples of these lengths ever runs out of memory, at which batch, and what to do.
 
@@ -63,6 +68,11 @@ def certify(
     import sacplan
     from sacplan.integrations.hf.models import positions
 
+    paths = [] if output is None else [output]
+    if output is not None and run.buckets > 1:
+        paths = [output.with_stem(f"{output.stem}-{k}") for k in range(1, run.buckets + 1)]
+    for path in paths:
+        check_output(path, "plan", force=force)
     sizes = _read(lengths)
     spec = sources.device_of(asked.device)
     with stage("loading"):
@@ -74,19 +84,15 @@ def certify(
         )
     with stage("recording and playing", long=True), users_code(f"the step of {target}"):
         found = sacplan.certify(
-            loaded.model,
-            functools.partial(of_length, loaded.make_batch, loaded.facts["seq"]),
-            sizes,
-            spec,
-            loaded.loss_fn,
-            loaded.optimizer,
-            asked.budget,
-            asked.headroom,
-            batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
-            **dataclasses.asdict(run),
-            longest=positions(loaded.model),
-            techniques=asked.technique,
-        )
+            loaded.model, functools.partial(of_length, loaded.make_batch, loaded.facts["seq"]), sizes, spec,
+            loaded.loss_fn, loaded.optimizer, asked.budget, asked.headroom,
+            batch=int(hf.batch or 1) if run.tokens is None else hf.batch, **dataclasses.asdict(run),
+            longest=positions(loaded.model), techniques=asked.technique,
+        )  # fmt: skip
+    written = dict(zip(paths, (plan for _, plan in found.plans), strict=False))
+    for path, plan in written.items():
+        made_for = seen_in(plan.fingerprint)
+        save(plan, path, Origin.of(loaded, batch=made_for.batch, seq=made_for.seq))
     facts = {
         "command": "certify",
         **target_facts(loaded),
@@ -94,7 +100,9 @@ def certify(
         "rows": [row.figures() for row in found.rows],
         "plans": [{"longest": longest, "plan": plan_facts(plan)} for longest, plan in found.plans],
     }
-    return CommandResult(facts, [str(found)], exit_code=0 if found.fits else INFEASIBLE)
+    none = [] if output is None else [f"no plan {'is needed' if found.fits else 'is enough'}: none is written"]
+    notes = [note for path in written for note in saved("plan", path)] or none
+    return CommandResult(facts, [str(found)], notes, exit_code=0 if found.fits else INFEASIBLE)
 
 
 def _read(path: Path) -> Any:

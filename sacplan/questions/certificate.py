@@ -57,11 +57,12 @@ class WholeRun:
         retries: How often torch gives cached segments back, with the default settings. The run goes on, but each time
             costs a synchronization and new segments.
         run_ms, added_ms: Predicted time of all steps, and what the plans add to it.
+        run_flops, recompute_flops: FLOPs of all steps without the plans, and of what these run a second time.
     """
 
     shown: ClassVar = (
         "way", "allocator", "reserved_bytes", "reserved_at", "allocated_bytes", "allocated_at", "fits", "breaks_at",
-        "retries", "run_ms", "added_ms",
+        "retries", "run_ms", "added_ms", "run_flops", "recompute_flops",
     )  # fmt: skip
 
     way: str = "as it is"
@@ -76,6 +77,8 @@ class WholeRun:
     retries: int = 0
     run_ms: float = 0.0
     added_ms: float = 0.0
+    run_flops: int = 0
+    recompute_flops: int = 0
 
     @property
     def fits(self) -> bool:

@@ -131,12 +131,8 @@ def certify(
             "1 with tokens=, since all batches are about as large then."
         )
     rules = {
-        "batch": batch,
-        "tokens": tokens,
-        "pad_to_multiple_of": pad_to_multiple_of,
-        "pack": pack,
-        "seed": seed,
-    }
+        "batch": batch, "tokens": tokens, "pad_to_multiple_of": pad_to_multiple_of, "pack": pack, "seed": seed,
+    }  # fmt: skip
     shapes, drawing = read_shapes(lengths, longest, epochs, **rules, drop_last=drop_last)
     spec = resolve_device(device)
     limit = limit_of_device(budget, headroom, spec)
@@ -152,12 +148,13 @@ class _Step:
 
     Attributes:
         changes: Its allocations and frees.
-        peak_bytes, step_ms: Peak and time.
+        peak_bytes: Its peak.
+        cost: Its time, its FLOPs, and the FLOPs of what runs a second time.
     """
 
     changes: Changes
     peak_bytes: int
-    step_ms: float
+    cost: tuple[float, int, int]
 
 
 @dataclass(frozen=True)
@@ -184,19 +181,20 @@ class _Runs:
         if key not in self._known:
             step = self.steps.at(*shape)
             program = step.program if plan is None else step.with_plan(plan.decisions)
+            found = program.footprint
+            cost = program.step_ms + step.waits_ms(program), program.flops, found.recompute_flops
             # The program itself would take megabytes for each shape.
-            self._known[key] = _Step(
-                changes_of(program), program.footprint.peak_bytes, program.step_ms + step.waits_ms(program)
-            )
+            self._known[key] = _Step(changes_of(program), found.peak_bytes, cost)
         return self._known[key]
 
     def _of(self, plans: Sequence[LengthPlan] = ()) -> Callable[[Shape], _Step]:
         """Return a function of a shape: the step with the first of the plans that is for its length."""
-        return functools.cache(
-            lambda shape: self._step(
-                shape, next((one.plan for one in plans if shape.seq <= one.longest), None)
-            )
-        )
+
+        @functools.cache
+        def step(shape: Shape) -> _Step:
+            return self._step(shape, next((one.plan for one in plans if shape.seq <= one.longest), None))
+
+        return step
 
     # --- one run
 
@@ -215,42 +213,37 @@ class _Runs:
         """
         room, reserves = self.room.n_bytes, setting != "none"
         run = TrainingRun(CachingAllocator(room) if setting == "default" else _UNLIMITED[setting]())
-        most = dict.fromkeys(("allocated", "reserved"), (-1, BatchAt(0, *shapes[0])))
+        # Allocated and reserved bytes, each with the complement of the first step that has them: ``max`` prefers it.
+        most = [(0, -1)] * 2
         breaks_at, needs = None, 0
         for index, shape in enumerate(shapes):
-            at = BatchAt(index, *shape)
             try:
                 peaks = run.step(steps(shape).changes)
             except OutOfDeviceMemory as error:
-                breaks_at, needs = at, error.needs
+                breaks_at, needs = BatchAt(index, *shape), error.needs
                 break
-            allocated = max(peaks.max_memory_allocated, run.between_bytes)
-            # ``max`` keeps the first of equals: the batch with which a figure was reached.
-            most["allocated"] = max(most["allocated"], (allocated, at), key=lambda one: one[0])
-            most["reserved"] = max(most["reserved"], (peaks.max_memory_reserved, at), key=lambda one: one[0])
-            needs = most["reserved" if reserves else "allocated"][0]
+            took = max(peaks.max_memory_allocated, run.between_bytes), peaks.max_memory_reserved
+            most = [max(one, (n_bytes, ~index)) for one, n_bytes in zip(most, took, strict=True)]
+            needs = most[reserves][0]
             if breaks_at is None and needs > room:
-                breaks_at = at
+                breaks_at = BatchAt(index, *shape)
                 if not whole:
                     break
+        allocated, reserved = ((n_bytes, BatchAt(~i, *shapes[~i])) for n_bytes, i in most)
+        reserved_bytes, reserved_at = reserved if reserves else (None, None)
         return WholeRun(
-            allocator=setting,
-            limit_bytes=room,
-            needs=needs,
-            allocated_bytes=max(0, most["allocated"][0]),
-            allocated_at=most["allocated"][1],
-            reserved_bytes=max(0, most["reserved"][0]) if reserves else None,
-            reserved_at=most["reserved"][1] if reserves else None,
-            breaks_at=breaks_at,
-            retries=run.allocator.retries,
-        )
+            allocator=setting, limit_bytes=room, needs=needs, allocated_bytes=allocated[0], allocated_at=allocated[1],
+            reserved_bytes=reserved_bytes, reserved_at=reserved_at, breaks_at=breaks_at, retries=run.allocator.retries,
+        )  # fmt: skip
 
     def _rows(self, way: str, plans: Sequence[LengthPlan] = ()) -> list[WholeRun]:
         """Return the run with some plans, by setting of the allocator."""
         begins(f"playing {len(self.shapes)} steps: {way}")
         steps, plain = self._of(plans), self._of()
-        run_ms, plain_ms = (sum(each(shape).step_ms for shape in self.shapes) for each in (steps, plain))
+        costs = (zip(*(each(shape).cost for shape in self.shapes), strict=True) for each in (steps, plain))
+        (run_ms, _, again), (plain_ms, flops, _) = (map(sum, each) for each in costs)
         more: Any = {"way": way, "run_ms": run_ms, "added_ms": run_ms - plain_ms}
+        more |= {"run_flops": flops, "recompute_flops": again}
         return [dataclasses.replace(self._played(self.shapes, steps, one), **more) for one in self._settings]
 
     # --- what to do

@@ -135,7 +135,7 @@ class SizedBoth:
     """A step at any number of samples and of tokens in each, from recordings at two of either.
 
     Numbers of a program are linear in both: the lines in the batch size at two lengths give two programs, and the line
-    between these is that in the length. Where a size runs other ops than its neighbours, it is recorded itself.
+    between these is that in the length. If the recordings do not run the same ops, each size is recorded itself.
 
     Attributes:
         record: Records the step at a number of samples and of tokens.
@@ -155,7 +155,8 @@ class SizedBoth:
 
     def at(self, batch: int, seq: int) -> Profile:
         """Return the step at a size: the recording if there is one, otherwise a computed one, which is not kept."""
-        if (batch, seq) in self._recorded or seq < 2:  # a size of 1 is special: such dimensions broadcast
+        # A size of 1 is special: such dimensions broadcast.
+        if (batch, seq) in self._recorded or seq < 2 or (seq == self.seq and self._longest_differs):
             return self.recorded(batch, seq)
         line = self._line(batch)
         return self.recorded(batch, seq) if line is None else line._computed(seq)
@@ -165,25 +166,31 @@ class SizedBoth:
         first = max(2, self.batch)
         return first, first + 2
 
+    @cached_property
+    def _longest_differs(self) -> bool:
+        """Whether the longest sequence alone runs other ops, as with a table of positions that is sliced.
+
+        At its full length, which is where samples are cut, torch records an alias of the table in place of a slice.
+        """
+        seqs = _two_lengths(self.seq)
+        return seqs[0] == self.seq and self._over_lengths(self._batches[0], seqs) is None
+
     @property
     def _seqs(self) -> tuple[int, int]:
-        if self.seq < 2 * _MULTIPLE:
-            return self.seq, max(2, self.seq // 2) if self.seq != 2 else 3
-        whole = self.seq // _MULTIPLE
-        return whole * _MULTIPLE, whole // 2 * _MULTIPLE
+        return _two_lengths(self.seq - self._longest_differs)
 
     @derived
     def _line(self, batch: int) -> Sized | None:
         """Return the step at any length, with so many samples; None if not all sizes run the same ops."""
-        first, second = self._seqs
         if batch in (1, *self._batches):
-            return sized(self._seqs, (self.recorded(batch, first), self.recorded(batch, second)))
+            return self._over_lengths(batch, self._seqs)
         if not self._is_plane:
             return None
-        return Sized(
-            self._seqs,
-            (self._over_batches(first)._computed(batch), self._over_batches(second)._computed(batch)),
-        )
+        first, second = (self._over_batches(seq)._computed(batch) for seq in self._seqs)
+        return Sized(self._seqs, (first, second))
+
+    def _over_lengths(self, batch: int, seqs: tuple[int, int]) -> Sized | None:
+        return sized(seqs, (self.recorded(batch, seqs[0]), self.recorded(batch, seqs[1])))
 
     def _over_batches(self, seq: int) -> Sized:
         one, other = self._batches
@@ -197,6 +204,13 @@ class SizedBoth:
         return (
             all(self._line(n) is not None for n in self._batches) and sized(self._batches, pair) is not None
         )
+
+
+def _two_lengths(longest: int) -> tuple[int, int]:
+    if longest < 2 * _MULTIPLE:
+        return longest, max(2, longest // 2) if longest != 2 else 3
+    whole = longest // _MULTIPLE
+    return whole * _MULTIPLE, whole // 2 * _MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)

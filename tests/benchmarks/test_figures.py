@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks import (
+    certify,
     compatibility,
     compiled,
     compiled_budgets,
@@ -49,6 +50,7 @@ def _modes() -> str:
 
 
 PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
+    "certify": (certify.PAGE, lambda: certify.table(_rows("certify"))),
     "compatibility": (compatibility.PAGE, lambda: compatibility.block(*compatibility.read())),
     "compatibility, all": (compatibility.TABLE, lambda: compatibility.table(compatibility.read()[1])),
     "compiled": (compiled.PAGE, lambda: compiled.table(COMPILED)),
@@ -110,6 +112,18 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
     assert len(rising) == 5  # "Five of the six models"
     resnet = [row for row in budgets if row["model"] == "resnet" and row["setting"] in ("0.4", "0.1")]
     assert all(row["theirs"]["peak"] > row["unplanned"] for row in resnet)
+
+
+def test_whole_runs_take_what_was_predicted_and_hold_their_budgets() -> None:
+    rows = _rows("certify")
+    assert {row["case"] for row in rows} == {f"{d}, {m}" for d in certify.DATA for m in certify.MODELS}
+    for row in rows:
+        assert row["steps"] == certify.STEPS
+        for kind in ("", "planned_"):
+            assert row[f"{kind}measured"] == pytest.approx(row[f"{kind}predicted"], rel=0.005)
+        assert row["over"] == 0
+        assert row["by_length"] <= row["one"]
+        assert row["by_length"] < row["checkpointed"]
 
 
 def test_training_in_slices() -> None:

@@ -459,9 +459,18 @@ def test_certify(place: Path) -> None:
     found = json.loads(run(f"certify hf:config.json lengths.json {line} --budget 1GiB --json").stdout)
     most = found["rows"][0]["allocated_bytes"]
     assert found["fits"]
-    tight = run(f"certify hf:config.json lengths.json {line} --budget {most - 1}B --buckets 2 --json")
+    asked = f"certify hf:config.json lengths.json {line} --budget {most - 1}B --buckets 2 -o runs.json"
+    tight = run(f"{asked} --json")
     assert tight.exit_code == 3
     found = json.loads(tight.stdout)
+    plans = [sacplan.Plan.load(f"runs-{k}.json") for k in (1, 2)]
+    assert [plan.peak_bytes for plan in plans] == [one["plan"]["peak_bytes"] for one in found["plans"]]
+    assert "plan written to runs-2.json" in run(asked).stderr
+    assert run("verify hf:config.json runs-2.json").exit_code == 0  # with the batch that the plan is for
+    assert (
+        "no plan is needed"
+        in run(f"certify hf:config.json lengths.txt {line} --budget 1GiB -o runs.json").stderr
+    )
     assert found["largest"] == 1
     assert [row["fits"] for row in found["rows"]] == [False, True, True]
     assert found["plans"][-1]["longest"] == max(lengths)

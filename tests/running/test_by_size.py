@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
+from benchmarks.harness.steps import run_peaks
 from sacplan.errors import PlanError
-from sacplan.integrations._watch import PeakWatch
 from sacplan.questions.certify import certify
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
@@ -37,50 +37,35 @@ def plans() -> list[sacplan.Plan]:
     return [one.plan for one in found.plans]
 
 
-def trained(
-    net: LM, sizes: list[int], watched: list[sacplan.Plan] | None = None
-) -> tuple[list[int], list[int]]:
-    """Train on batches of these lengths; return the peak of each step, and its FLOPs."""
+def trained(net: LM, sizes: list[int]) -> list[int]:
+    """Train on batches of these lengths; return the FLOPs of each step."""
     torch.manual_seed(1)  # of the batches
-    optimizer, peaks, flops = torch.optim.AdamW(net.parameters()), [], []
-    # Memory of the optimizer's state is there before the first step is measured.
-    cross_entropy(net, make_batch(BATCH, SHORT)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    for k, length in enumerate(sizes):
-        batch = make_batch(BATCH, length)
-        if watched is None:
-            with FlopCounterMode(display=False) as counter:
-                cross_entropy(net, batch).backward()
-            flops.append(counter.get_total_flops())
-            optimizer.step()
-        else:
-            watch = PeakWatch(watched[k], 1, 0.0, "")
-            watch.begin(net, [optimizer], [batch])
-            cross_entropy(net, batch).backward()
-            optimizer.step()
-            watch.end()
-            peaks += watch.peaks_bytes
+    optimizer, flops = torch.optim.AdamW(net.parameters()), []
+    for length in sizes:
+        with FlopCounterMode(display=False) as counter:
+            cross_entropy(net, make_batch(BATCH, length)).backward()
+        flops.append(counter.get_total_flops())
+        optimizer.step()
         optimizer.zero_grad()
-    return peaks, flops
+    return flops
 
 
 def test_each_step_has_the_plan_for_its_length(plans: list[sacplan.Plan]) -> None:
     sizes = [LONG, SHORT, LONG]
-    plain, planned, measured = model(), model(), model()
-    _, own = trained(plain, sizes)
+    plain, planned = model(), model()
+    own = trained(plain, sizes)
     with sacplan.apply(planned, plans) as handle:
         assert set(handle.units) == set(plans[1].units)
-        _, flops = trained(planned, sizes)
+        flops = trained(planned, sizes)
         assert not handle.differences
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), planned.parameters(), strict=True))
     short, long = plans
     assert [n - m for n, m in zip(flops, own, strict=True)] == [long.recompute_flops, 0, long.recompute_flops]
     assert long.recompute_flops > 0
-    with sacplan.apply(measured, plans):
-        peaks, _ = trained(measured, sizes, [long, short, long])
-    assert peaks == [long.peak_bytes, short.peak_bytes, long.peak_bytes]
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), measured.parameters(), strict=True))
+    # In the first step, memory of the optimizer's state is not there from the beginning.
+    batches = (make_batch(BATCH, length) for length in (SHORT, *sizes))
+    peaks = run_peaks(model(), batches, 4, torch.optim.AdamW, cross_entropy, plans)
+    assert peaks[1:] == [long.peak_bytes, short.peak_bytes, long.peak_bytes]
 
 
 def test_nothing_is_left(plans: list[sacplan.Plan]) -> None:

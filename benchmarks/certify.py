@@ -1,0 +1,242 @@
+"""Is the peak of a whole run what ``sacplan.certify`` predicts from the lengths of its samples, and what do plans cost?
+
+    python -m benchmarks.certify --data Alpaca ShareGPT --models gpt2
+    python -m benchmarks.certify --table                        # what the file has, on docs/fit.md
+
+A row is 300 steps of a small model of transformers on samples of one data set, with fused AdamW, the model's dropout,
+and the loader's usual rules. The loop runs for real: once as it is, and once with the plans that ``certify`` finds. The
+budget is what the largest batch takes with every layer checkpointed. There are up to three plans, each for a range of
+lengths; one where all batches are about as large.
+
+The measured peak is that of the profiler's allocation events over the whole run, from the first step on, plus the
+model. ``over`` counts the steps of the planned run whose own peak is over the budget. The cost of a run is the FLOPs
+that are recomputed, as a share of all FLOPs of the run without a plan: with these plans, with one plan for the largest
+batch, and with every layer checkpointed in every step.
+
+Lengths are drawn from published statistics, see ``DATA``. All are divided by one number for each data set, with which
+the longest sample has 64 tokens: so a step takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import torch
+
+import sacplan
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.plans import as_budget
+from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, read_results
+from benchmarks.harness.steps import run_peaks, seed_everything
+from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
+from benchmarks.models import hf_models
+from benchmarks.models.cases import fused_adamw
+from sacplan.device.devices import resolve_device
+from sacplan.questions.batch_sizes import Recordings
+from sacplan.questions.lengths import Drawing, Shape
+from sacplan.questions.scaled import SizedBoth
+
+FIGURES = RESULTS / "certify.json"
+PAGE = ROOT / "docs" / "fit.md"
+STEPS, BATCH, LONGEST, BUCKETS = 300, 4, 64, 3
+MODELS = ("gpt2", "llama", "gemma2", "bert", "t5")
+
+Lengths = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """A data set.
+
+    Attributes:
+        parts: Mean and standard deviation of the tokens in what a turn is made of.
+        turns: In a sample, on average.
+        cut: Tokens at which samples are cut.
+        rules: How the loader makes batches, where that is not ``BATCH`` samples, padded.
+    """
+
+    parts: tuple[tuple[float, float], ...]
+    turns: float = 1.0
+    cut: int = 2048
+    rules: dict[str, Any] = field(default_factory=dict)
+
+    def lengths(self, rng: np.random.Generator, n: int) -> list[int]:
+        """Draw tokens: turns are geometric, parts lognormal, as conversations and texts are found to be, nearly."""
+        found = (
+            sum(_drawn(rng, p) for p in self.parts * turns) for turns in rng.geometric(1 / self.turns, n)
+        )
+        return [math.ceil(LONGEST * min(tokens / self.cut, 1)) for tokens in found]
+
+
+def _drawn(rng: np.random.Generator, part: tuple[float, float]) -> float:
+    variance = np.log1p((part[1] / part[0]) ** 2)
+    return rng.lognormal(np.log(part[0]) - variance / 2, np.sqrt(variance))
+
+
+# Zhao et al., "WildChat", https://arxiv.org/abs/2405.01470, table 1: turns, and tokens of users and answers in each.
+_SHAREGPT = ((94.46, 626.39), (348.45, 269.93)), 3.51
+DATA = {
+    "Alpaca": Data(
+        ((19.67, 15.19), (64.51, 64.85)), cut=512
+    ),  # model_max_length of stanford_alpaca's train.py
+    "Dolly": Data(((110.25, 261.14), (91.14, 149.15)), cut=1024, rules={"drop_last": True}),
+    "Open Assistant": Data(((33.41, 69.89), (211.76, 246.71)), 2.34, rules={"pad_to_multiple_of": 8}),
+    "ShareGPT": Data(*_SHAREGPT, cut=4096),
+    "ShareGPT, packed": Data(*_SHAREGPT, cut=4096, rules={"pack": LONGEST}),
+    "WildChat, by tokens": Data(
+        ((295.58, 1609.18), (441.34, 410.91)), 2.54, 4096, {"batch": None, "tokens": 256}
+    ),
+    # From here on, the source has no deviation: it is taken to be as large as the mean.
+    # Python in StarCoder's corpus: 60.40 GB in 12,866,649 files, https://arxiv.org/abs/2305.06161, table 1; 3.13 bytes
+    # per token, since all of its 783 GB are 250 billion tokens (https://huggingface.co/datasets/bigcode/starcoderdata).
+    "Python files": Data(((1500, 1500),), cut=8192, rules={"pad_to_multiple_of": 16}),
+    # See et al., https://arxiv.org/abs/1704.04368, section 4: an article and its summary.
+    "CNN/DailyMail": Data(((781, 781), (56, 56))),
+    # 44,986,459 amino acids in 122,564 entries, release notes of Swiss-Prot 41.0, section 1.
+    "Swiss-Prot": Data(((367, 367),), cut=1024),
+    # 469 x 387 pixels on average (https://image-net.org/challenges/LSVRC/2014), of which 28 x 28 are a token in
+    # Qwen2-VL (https://arxiv.org/abs/2409.12191, section 2.1).
+    "ImageNet, any size": Data(((231.5, 231.5),), cut=1024),
+}
+
+
+def drawing_of(name: str) -> Drawing:
+    """Return the samples of a run and the rules of its loader."""
+    data = DATA[name]
+    rules = {"batch": BATCH} | data.rules
+    lengths = data.lengths(np.random.default_rng(list(DATA).index(name)), 2 * STEPS * BATCH)
+
+    def steps(n: int) -> int:
+        return len(Drawing(tuple(lengths[:n]), **rules).shapes()) if n >= BATCH else 0
+
+    return Drawing(tuple(lengths[: bisect_left(range(len(lengths)), STEPS, key=steps)]), **rules)
+
+
+def made(name: str) -> tuple[torch.nn.Module, Callable[[int, int], Any]]:
+    """Return a model, and what makes its batches."""
+    seed_everything(0)
+    model_class, config, make = hf_models.ARCHITECTURES[name]("small")
+    if name == "gpt2":
+        config.n_positions = LONGEST
+    if name == "t5":  # its steps take the longest
+        config.num_layers = config.num_decoder_layers = 1
+    masked = "attention_mask" in make()
+
+    def make_batch(n: int, seq: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(5, config.vocab_size, (n, seq))
+        batch = {"input_ids": ids, "labels": ids}
+        if masked:  # the first row is the longest, the others are padded
+            batch["attention_mask"] = (torch.arange(seq) < torch.randint(1, seq + 1, (n, 1))).long()
+            batch["attention_mask"][0] = 1
+        return batch
+
+    return model_class(config).train(), make_batch
+
+
+def _peaks(name: str, shapes: Sequence[Shape], plans: Sequence[sacplan.Plan]) -> list[int]:
+    model, make_batch = made(name)
+    batches = (make_batch(*shape) for shape in shapes)
+    return run_peaks(model, batches, len(shapes), fused_adamw, plans=plans)
+
+
+@functools.cache
+def _checkpointed(name: str) -> Callable[[Shape], int]:
+    """Return what checkpointing every layer recomputes in a step of a shape."""
+    model, make_batch = made(name)
+    recordings = Recordings(model, make_batch, resolve_device("cpu"), {"optimizer": fused_adamw})
+    steps = SizedBoth(recordings.at, BATCH, LONGEST)
+    full = sacplan.policy("full", profile=steps.recorded(BATCH, LONGEST)).decisions
+    return functools.cache(lambda shape: steps.at(*shape).with_plan(full).footprint.recompute_flops)
+
+
+def row_of(data: str, name: str) -> Row:
+    """Run one model on one data set."""
+    drawing = drawing_of(data)
+    shapes = drawing.shapes()
+    model, make_batch = made(name)
+    rules = {"batch": BATCH} | DATA[data].rules
+    largest = make_batch(*max(shapes, key=lambda shape: (shape.batch * shape.seq, shape.seq)))
+    profile = sacplan.profile(model, largest, optimizer=fused_adamw, device="cpu")
+    budget = sacplan.policy("full", profile=profile).peak_bytes
+    found = sacplan.certify(
+        model, make_batch, drawing.lengths, "cpu", optimizer=fused_adamw, budget=as_budget(budget),
+        buckets=1 if {"tokens", "pack"} & {*rules} else BUCKETS, **rules,
+    )  # fmt: skip
+    plain, one, last = found.rows[0], found.rows[1], found.rows[-1]
+    peaks, planned = (_peaks(name, shapes, plans) for plans in ((), [plan for _, plan in found.plans]))
+    return {
+        "case": f"{data}, {name}", "data": data, "model": name, "steps": len(shapes), "shapes": len(set(shapes)),
+        "median": median(s.seq for s in shapes), "longest": max(s.seq for s in shapes),
+        "predicted": plain.allocated_bytes, "measured": max(peaks), "budget": budget, "plans": len(found.plans),
+        "planned_predicted": last.allocated_bytes, "planned_measured": max(planned),
+        "over": sum(peak > budget for peak in planned), "one": one.recompute_flops / plain.run_flops,
+        "by_length": last.recompute_flops / plain.run_flops,
+        "checkpointed": sum(map(_checkpointed(name), shapes)) / plain.run_flops,
+    }  # fmt: skip
+
+
+_TABLE = Table(
+    ("data", ">20"), ("model", ">7"), ("shapes", ">6"), ("predicted", ">10.3f"), ("error", ">+8.3%"),
+    ("plans", ">5"), ("predicted", ">10.3f"), ("error", ">+8.3%"), ("over", ">4"), ("one plan", ">8.2%"),
+    ("plans", ">8.2%"), ("checkpoint", ">10.2%"),
+)  # fmt: skip
+
+
+def _line(row: Row) -> str:
+    runs = [(row[f"{kind}predicted"], row[f"{kind}measured"]) for kind in ("", "planned_")]
+    plain, planned = ((predicted / MIB, predicted / real - 1) for predicted, real in runs)
+    cells = (row["plans"], *planned, *(row[key] for key in ("over", "one", "by_length", "checkpointed")))
+    return _TABLE.row(row["data"], row["model"], row["shapes"], *plain, *cells)
+
+
+def main() -> None:
+    parser = Parser(__doc__, "certify.json")
+    parser.choice("--data", DATA)
+    parser.choice("--models", MODELS)
+    parser.add_argument("--table", action="store_true", help="only put the file's figures on the page")
+    torch.set_num_threads(1)
+    arguments = parser.begin(silence=True)
+    if not arguments.table:
+        print("predicted in MiB; plans in FLOPs recomputed")
+        print(_TABLE.head)
+        cases = itertools.product(arguments.data, arguments.models)
+        run_cases(cases, lambda case: [row_of(*case)], _line, arguments.json, key="case", row_a_line=True)
+    else:
+        put_on_page(PAGE, "python -m benchmarks.certify", table(read_results(arguments.json)[1]))
+
+
+def table(rows: list[Row]) -> str:
+    """Write the table of the page: a line for each data set."""
+    heads = ("lengths", "shapes", "longest in a batch", "to the byte", "largest error", "steps over the budget",
+             "plans by length", "one plan", "checkpointing")  # fmt: skip
+    lines = markdown_head(heads)
+    for data in DATA:
+        mine = [row for row in rows if row["data"] == data]
+        runs = [(row[f"{k}predicted"], row[f"{k}measured"]) for row in mine for k in ("", "planned_")]
+        exact, worst = sum(p == m for p, m in runs), max((p / m - 1 for p, m in runs), key=abs)
+        lengths = f"median {mine[0]['median']:.0f}, at most {mine[0]['longest']}"
+        costs = [f"{mean(row[key] for row in mine):.1%}" for key in ("by_length", "one", "checkpointed")]
+        over = sum(row["over"] for row in mine)
+        cells = (
+            data,
+            str(mine[0]["shapes"]),
+            lengths,
+            f"{exact} of {len(runs)}",
+            f"{worst:+.2%}",
+            str(over),
+            *costs,
+        )
+        lines.append(markdown_line(cells))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
