@@ -143,8 +143,7 @@ def made(name: str) -> tuple[torch.nn.Module, Callable[[int, int], Any]]:
 
 def _peaks(name: str, shapes: Sequence[Shape], plans: Sequence[sacplan.Plan]) -> list[int]:
     model, make_batch = made(name)
-    batches = (make_batch(*shape) for shape in shapes)
-    return run_peaks(model, batches, len(shapes), fused_adamw, plans=plans)
+    return run_peaks(model, itertools.starmap(make_batch, shapes), len(shapes), fused_adamw, plans=plans)
 
 
 @functools.cache
@@ -215,25 +214,17 @@ def main() -> None:
 
 def table(rows: list[Row]) -> str:
     """Write the table of the page: a line for each data set."""
-    heads = ("lengths", "shapes", "longest in a batch", "to the byte", "largest error", "steps over the budget",
-             "plans by length", "one plan", "checkpointing")  # fmt: skip
+    heads = ("lengths as in", "shapes", "median length", "longest", "to the byte", "largest error",
+             "steps over the budget", "plans by length", "one plan", "checkpointing")  # fmt: skip
     lines = markdown_head(heads)
     for data in DATA:
         mine = [row for row in rows if row["data"] == data]
         runs = [(row[f"{k}predicted"], row[f"{k}measured"]) for row in mine for k in ("", "planned_")]
         exact, worst = sum(p == m for p, m in runs), max((p / m - 1 for p, m in runs), key=abs)
-        lengths = f"median {mine[0]['median']:.0f}, at most {mine[0]['longest']}"
-        costs = [f"{mean(row[key] for row in mine):.1%}" for key in ("by_length", "one", "checkpointed")]
+        sizes = (f"{mine[0][key]:.0f}" for key in ("shapes", "median", "longest"))
+        costs = (f"{mean(row[key] for row in mine):.1%}" for key in ("by_length", "one", "checkpointed"))
         over = sum(row["over"] for row in mine)
-        cells = (
-            data,
-            str(mine[0]["shapes"]),
-            lengths,
-            f"{exact} of {len(runs)}",
-            f"{worst:+.2%}",
-            str(over),
-            *costs,
-        )
+        cells = (data, *sizes, f"{exact} of {len(runs)}", f"{worst:+.2%}", f"{over}", *costs)
         lines.append(markdown_line(cells))
     return "\n".join(lines) + "\n"
 

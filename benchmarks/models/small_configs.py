@@ -318,7 +318,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "patchtsmixer": {"num_input_channels": 4, "prediction_length": 8},
     "vipllava": {"vision_feature_layers": [-2, -1]}, "xmod": {"default_language": "en_XX"},
     "esm": {"pad_token_id": 0, "mask_token_id": 3}, "cpmant": {"dim_head": HEAD_DIM, "dim_ff": 2 * WIDTH},
-    "ctrl": {"dff": 2 * WIDTH},
+    "ctrl": {"dff": 2 * WIDTH}, "mamba2": {"num_heads": 2, "head_dim": WIDTH, "n_groups": 1},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
 }  # fmt: skip
 """By model type, of configs inside others too: values (or makers of values) for fields that the rules get wrong."""
 

@@ -100,7 +100,9 @@ def certify(
         "rows": [row.figures() for row in found.rows],
         "plans": [{"longest": longest, "plan": plan_facts(plan)} for longest, plan in found.plans],
     }
-    none = [] if output is None else [f"no plan {'is needed' if found.fits else 'is enough'}: none is written"]
+    none = (
+        [] if output is None else [f"no plan {'is needed' if found.fits else 'is enough'}: none is written"]
+    )
     notes = [note for path in written for note in saved("plan", path)] or none
     return CommandResult(facts, [str(found)], notes, exit_code=0 if found.fits else INFEASIBLE)
 
