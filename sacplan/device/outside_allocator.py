@@ -67,9 +67,7 @@ def outside_allocator(spec: DeviceSpec, communicators: int = 0) -> tuple[Outside
     """
     if spec.kind != "cuda":
         return ()
-    source = (
-        "published steps take up to 0.6% more than predicted, and contexts more than 0.5 GiB (docs/no_gpu.md)"
-    )
+    source = "published steps take up to 0.6% more than predicted (docs/measured.md), contexts up to 0.3% (docs/gpu.md)"
     return *outside_on_gpu(communicators), Outside(
         "margin for errors", int(MARGIN * spec.memory_bytes), source
     )
