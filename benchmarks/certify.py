@@ -90,7 +90,7 @@ DATA = {
     "Dolly": Data(((110.25, 261.14), (91.14, 149.15)), cut=1024, rules={"drop_last": True}),
     "Open Assistant": Data(((33.41, 69.89), (211.76, 246.71)), 2.34, rules={"pad_to_multiple_of": 8}),
     "ShareGPT": Data(*_SHAREGPT, cut=4096),
-    "ShareGPT, packed": Data(*_SHAREGPT, cut=4096, rules={"pack": LONGEST}),
+    "ShareGPT, packed": Data(*_SHAREGPT, cut=4096, rules={"pack": LONGEST, "epochs": 2}),
     "WildChat, by tokens": Data(
         ((295.58, 1609.18), (441.34, 410.91)), 2.54, 4096, {"batch": None, "tokens": 256}
     ),
