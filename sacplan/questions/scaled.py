@@ -20,7 +20,9 @@ the bytes alive at each op as a polynomial in the size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -375,7 +377,14 @@ def _is_reduction(op: Op, spec: DeviceSpec) -> bool:
 
 
 def _reduction_bytes(op: Op, x: Tensor, spec: DeviceSpec) -> int:
-    (_, *positional), kwargs = op.call
+    return _reduced(op.name.split(".")[1], op.arguments, x.shape, x.stride, x.dtype, spec)
+
+
+@functools.lru_cache(4096)  # the layers of a model are alike
+def _reduced(
+    name: str, arguments: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str, spec: DeviceSpec
+) -> int:
+    (_, *positional), kwargs = json.loads(arguments)
     dims = next((given for given in positional if isinstance(given, list)), kwargs.get("dim"))
-    meta = torch.empty_strided(x.shape, x.stride, dtype=getattr(torch, x.dtype), device="meta")
-    return reduction_workspace_bytes(op.name.split(".")[1], meta, dims, spec)
+    x = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta")
+    return reduction_workspace_bytes(name, x, dims, spec)
