@@ -199,7 +199,7 @@ def _rows(case: tuple[str, str]) -> Iterator[Row]:
     except Exception as error:
         said = str(error).strip().splitlines() or [""]
         yield head | {
-            "case": name,
+            "case": f"{part} {name}",
             "error": f"{type(error).__name__}: {said[0]}",
             "traceback": traceback.format_exc(),
         }
