@@ -26,6 +26,9 @@ from sacplan.device.reductions import reduction_bytes
 from sacplan.torch_compat.ops import RuleTable, arguments_by_name
 
 Arguments = Mapping[str, Any]
+OUTPUTS = "outputs"
+"""Among the arguments of a formula, what the call returned."""
+
 workspace: RuleTable[Callable[[Arguments, DeviceSpec], Sequence[int]]] = RuleTable()
 """By schema name."""
 
@@ -53,7 +56,7 @@ def kernel_workspace_bytes(
         if name in PRODUCTS and not workspaces_stay():
             return spec.round_up(library_workspace_bytes(spec))
         return 0
-    allocations = formula(arguments_by_name(func, args, kwargs), spec)
+    allocations = formula({**arguments_by_name(func, args, kwargs), OUTPUTS: outputs}, spec)
     return sum(spec.round_up(nbytes) for nbytes in allocations if nbytes > 0)
 
 
@@ -300,18 +303,5 @@ def _cudnn_convolution(a: Arguments, channels_last: bool) -> Sequence[int]:
         return (copied, weights) if padded != channels else ()
     if area == 1 and set(a["stride"]) == {1} and pixels % _WITHOUT_COPIES[backward] == 0:
         return (4 * batch * weight.numel(),) if backward else ()
-    out = a["grad_output"].numel() if backward else _output_elements(a)
-    return copied, 2 * out, weights if area > 1 else 0
-
-
-def _output_elements(a: Arguments) -> int:
-    given = (a[name] for name in ("stride", "padding", "dilation", "output_padding"))
-    found: int = a["input"].shape[0] * (
-        a["weight"].shape[1] * a["groups"] if a["transposed"] else a["weight"].shape[0]
-    )
-    for n, k, s, p, d, more in zip(a["input"].shape[2:], a["weight"].shape[2:], *given, strict=True):
-        reach = d * (k - 1)
-        found *= (
-            (n - 1) * s - 2 * p + reach + more + 1 if a["transposed"] else (n + 2 * p - reach - 1) // s + 1
-        )
-    return found
+    out = a["grad_output"] if backward else a[OUTPUTS]
+    return copied, _nbytes(out), weights if area > 1 else 0

@@ -78,16 +78,11 @@ def test_convolutions_of_half_types(
 ) -> None:
     dims = len(x) - 2
     rest = ([stride] * dims, [padding] * dims, [1] * dims, False, [0] * dims, 1)
-    found = kernel_workspace_bytes(
-        aten.convolution.default, (empty(*x), empty(*weight), None, *rest), {}, None, H100
-    )
+    call = empty(*x), empty(*weight), None, *rest
+    out = aten.convolution.default(*call)
+    found = kernel_workspace_bytes(aten.convolution.default, call, {}, out, H100)
     assert found / MIB == pytest.approx(forward, abs=0.01)
-    out = (
-        x[0],
-        weight[0],
-        *((n + 2 * padding - k) // stride + 1 for n, k in zip(x[2:], weight[2:], strict=True)),
-    )
-    args = (empty(*out), empty(*x), empty(*weight), None, *rest, [True, True, False])
+    args = (out, *call, [True, True, False])
     found = kernel_workspace_bytes(aten.convolution_backward.default, args, {}, None, H100)
     # The gradient of a weight is made in parts, whose number cuDNN chooses: they are not predicted.
     assert found / MIB <= backward + 0.01
