@@ -50,6 +50,7 @@ def reduction_bytes(
         width //= 4
     block_width, block_height = _block(width, height, _MAX_THREADS // vector)
     step_in, step_out = (block_width, 1) if along_rows else (1, block_width)
+    # The terms of a result are too few for several warps of a block.
     if -(-n_inputs // step_in) < min(block_height * 16, _MAX_VALUES):
         return ()
     values = -(-n_inputs // (step_in * block_height))
@@ -57,6 +58,7 @@ def reduction_bytes(
     most = spec.sm_count * (
         _THREADS_OF_SM.get(spec.capability or (0, 0), 2048) // (block_width * block_height)
     )
+    # They are too few for several blocks, or the results alone keep the GPU busy.
     if values < _MAX_VALUES or grid > most:
         return ()
     blocks = max(min(-(-most // grid), -(-values // _MIN_VALUES)), -(-values // _MAX_VALUES))
