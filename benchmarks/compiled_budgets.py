@@ -13,6 +13,7 @@ there; rows that the file has are not run again.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,27 +112,29 @@ def _line(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Write the table of the page."""
+    """Write the table of the page: how much longer the rivals' steps take than the plans for their peaks."""
     heads = (
         "model",
-        "rival",
-        "its peak, MiB",
-        "recomputed, GFLOP",
-        "step, ms",
-        "plan's peak",
-        "recomputed",
-        "step",
+        "rivals",
+        "least",
+        "median",
+        "most",
+        "recompute more FLOPs",
+        "as many",
+        "fewer",
+        "raise an error",
     )
     lines = markdown_head(heads)
-    for row in rows:
-        cells = [row["model"], str(row["setting"])]
-        for found in (row["theirs"], row["plan"]):
-            if found is None:
-                cells += ["-"] * 3
-            else:
-                figures = found["peak"] / MIB, found["recompute_flops"] / 1e9, found["step_ms"]
-                cells += [f"{figure:.2f}" for figure in figures]
-        lines.append(markdown_line(cells))
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        pairs = [(row["theirs"], row["plan"]) for row in mine if row["plan"]]
+        longer = [theirs["step_ms"] / plan["step_ms"] - 1 for theirs, plan in pairs]
+        flops = [theirs["recompute_flops"] - plan["recompute_flops"] for theirs, plan in pairs]
+        more, fewer = sum(f > 0 for f in flops), sum(f < 0 for f in flops)
+        times = (f"{100 * found:+.1f} %" for found in (min(longer), statistics.median(longer), max(longer)))
+        raised = sum("raised" in row for row in mine)
+        counts = (more, len(flops) - more - fewer, fewer, raised)
+        lines.append(markdown_line((model, str(len(mine)), *times, *map(str, counts))))
     return "\n".join(lines) + "\n"
 
 

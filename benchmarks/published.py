@@ -6,8 +6,8 @@
 The published figures are in ``benchmarks/data/peaks.jsonl`` and ``steps.jsonl``, the steps that they are of in
 ``benchmarks/models/published_steps.py``. Steps of timm and torchvision need these packages, which are no
 dependencies. Each step is recorded as a fake step for its GPU and played on a simulation of the caching allocator
-from the start of a run (``benchmarks/harness/played.py``). The page ``docs/measured.md`` is written from the results.
-With ``--only``, the rows of the other steps stay as they are.
+from the start of a run (``benchmarks/harness/played.py``). ``docs/measured.md`` and ``docs/data/measured.csv``
+are written from the results. With ``--only``, the rows of the other steps stay as they are.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compatibility import csv_text
 from benchmarks.harness.command import Parser
 from benchmarks.harness.played import RunFigures, allocator_figures
 from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_results, write_results
@@ -33,14 +33,15 @@ from sacplan.device.eager import eager_ms
 
 DATA = ROOT / "benchmarks" / "data" / "peaks.jsonl"
 PAGE = ROOT / "docs" / "measured.md"
+CSV = ROOT / "docs" / "data" / "measured.csv"
 OPS = RESULTS / "published_ops.json"
 
 FIGURES = {
-    "allocated": "`max_memory_allocated`",
+    "allocated": "max_memory_allocated",
     "active": "peak of active blocks",
-    "reserved": "`max_memory_reserved`",
-    "reserved_expandable": "`max_memory_reserved`, expandable segments",
-    "end": "`memory_allocated` at the end",
+    "reserved": "max_memory_reserved",
+    "reserved_expandable": "max_memory_reserved, expandable segments",
+    "end": "memory_allocated at the end",
 }
 
 
@@ -130,62 +131,48 @@ def _rate(step: Step, published: Mapping[str, Any]) -> float | None:
 
 _HEAD = """# Predicted beside measured
 
-What sacplan predicts, beside what others have measured on GPUs. sacplan's authors have measured none of these figures;
-`benchmarks/data/peaks.jsonl` has the source of each, and how to get the same step again.
+What sacplan predicts, beside what others have measured on GPUs. (What its authors have measured is on
+[another page](gpu.md).) [`measured.csv`](data/measured.csv) has each figure, its source, and what had to be assumed;
+published figures that are not compared are there, too, with the reason. `benchmarks/data/peaks.jsonl` says how to get
+the same step again.
 
 Each step is recorded as a fake step for its GPU, with the project's own rule for checkpointing, and played on a
-simulation of PyTorch's caching allocator from the start of a run until nothing changes. Figures with few digits were
-published rounded.
+simulation of PyTorch's caching allocator from the start of a run until nothing changes.
 
 <!-- made by python -m benchmarks.published -->
 """
 
-_KINDS = {
-    "known": (
-        "Eager steps whose setting is known",
-        "Model, batch, types, optimizer and the loop around them are known, or follow from the published code.",
-    ),
-    "assumed": (
-        "Eager steps with something assumed",
-        "Part of the setting is not published, and the last column says what had to be assumed.",
-    ),
-    "compiled": (
-        "Compiled steps",
-        "These ran with `torch.compile`, and they are recorded so, without kernels. Where the last column says "
-        "`torch.compile`, the prediction is for the eager step, and the error includes what compiling saves.",
-    ),
-}
+_PEAKS = """Medians and 90th percentiles of the errors, and the worst figure. Of the *known* steps, model, batch, types,
+optimizer and the loop around them are published, or follow from published code; of the others, a part is assumed.
+Steps that ran with `torch.compile` are recorded so, without kernels, unless the file says that it is left out."""
+
+_TIMES = """Rates of steps, and times that others have published of steps in eager mode (`benchmarks/data/steps.jsonl`,
+`benchmarks/results/published.json`). Where the CPU issues kernels more slowly than the GPU runs them, the GPU waits: 20
+us are taken for an op. The H100 with 96 GB draws at most 500 W; its rate of matrix products is fitted to
+`titan822-default`."""
+
+_KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}
 
 
 def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
-    """Write the page: the worst of each table first."""
-    published = published_rows()
-    lines = [_HEAD, *_summary(rows)]
-    for kind, (title, says) in _KINDS.items():
-        of_kind = [row for row in rows if row["kind"] == kind and "error" in row]
-        if of_kind:
-            lines += ["", f"## {title}", "", says, "", *_peaks(of_kind, published)]
-    rates = [row for row in rows if "published_per_s" in row]
-    if rates:
-        lines += ["", "## Tokens and images per second", "", _RATES, "", *_rates(rates, published)]
-    timed = [row for row in rows if "time_error" in row]
-    if timed:
-        lines += ["", "## Times of whole steps", "", _TIMES, "", times_table(timed)]
+    """Write the page: a line for each kind of figure."""
+    peaks = [
+        (f"{_KINDS[kind]}: {_short(row)} bytes", row["error"], row["id"])
+        for kind in _KINDS
+        for row in rows
+        if row["kind"] == kind and "error" in row
+    ]
+    rates = [
+        ("tokens and images per second", _rate_error(row), row["id"])
+        for row in rows
+        if "published_per_s" in row
+    ]
+    times = sorted((row["group"], row["time_error"], row["id"]) for row in rows if "time_error" in row)
+    lines = [_HEAD, *_summary(rows), "", "## Peaks", "", _PEAKS, "", errors_table(peaks)]
+    lines += ["", "## Rates and times", "", _TIMES, "", errors_table([*rates, *times])]
     if ops:
         lines += ["", "## Single ops", "", *_ops(ops)]
-    lines += ["", "## Published figures that are not compared", "", *_left_out(published)]
     return "\n".join(lines) + "\n"
-
-
-_RATES = """The predicted rate is that of one GPU's share of a step by the cost model. Where the CPU issues kernels more
-slowly than the GPU runs them, the GPU waits: 20 us are taken for an op. Where the last column says `torch.compile`,
-what it saves is left out. The H100 with 96 GB draws at
-most 500 W; its rate of matrix products is fitted to `titan822-default`."""
-
-
-_TIMES = """Times that others have published of steps in eager mode (`benchmarks/data/steps.jsonl` has sources and
-settings, `benchmarks/results/published.json` each step): medians and 90th percentiles of the error by kind of step, and
-the worst step of each kind."""
 
 
 def percentile(errors: Sequence[float], share: float) -> float:
@@ -194,79 +181,76 @@ def percentile(errors: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def times_table(rows: Sequence[Row]) -> str:
-    """Return the table of errors of times by kind of step."""
-    lines = markdown_head(("steps", "how many", "median error", "90th percentile", "worst", "of"))
-    for group in sorted({row["group"] for row in rows}):
-        of_group = [row for row in rows if row["group"] == group]
-        errors = [row["time_error"] for row in of_group]
-        worst = max(of_group, key=lambda row: abs(row["time_error"]))
+def errors_table(found: Sequence[tuple[str, float, str]]) -> str:
+    """Return the table of errors by kind of figure, given the kind, the error, and the step of each figure."""
+    lines = markdown_head(("figures", "how many", "median error", "90th percentile", "worst", "of"))
+    for group in dict.fromkeys(group for group, _, _ in found):
+        of_group = [(error, name) for kind, error, name in found if kind == group]
+        errors = [error for error, _ in of_group]
+        worst, of = max(of_group, key=lambda each: abs(each[0]))
         within = (_percent(percentile(errors, share), signed=False) for share in (0.5, 0.9))
-        cells = (group, str(len(errors)), *within, _percent(worst["time_error"]), f"`{worst['id']}`")
+        cells = (group, str(len(errors)), *within, _percent(worst), f"`{of}`")
         lines.append(markdown_line(cells))
     return "\n".join(lines)
+
+
+def _short(row: Row) -> str:
+    return "reserved" if row["figure"].startswith("reserved") else "allocated"
+
+
+def _rate_error(row: Row) -> float:
+    return float(row["predicted_per_s"] / row["published_per_s"] - 1)
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
     known = [row for row in rows if row["kind"] == "known" and "error" in row]
     said = []
-    for figures, name in (
-        (("allocated", "active", "end"), "allocated bytes"),
-        (("reserved", "reserved_expandable"), "reserved bytes"),
-    ):
-        errors = [abs(row["error"]) for row in known if row["figure"] in figures]
+    for name in ("allocated", "reserved"):
+        errors = [abs(row["error"]) for row in known if _short(row) == name]
         if errors:
             said.append(
-                f"{len(errors)} figures of {name} are predicted to within {_percent(max(errors), signed=False)}"
+                f"{len(errors)} figures of {name} bytes are predicted to within {_percent(max(errors), signed=False)}"
             )
-    if not said:
-        return []
-    return [f"Of eager steps whose setting is known, {', and '.join(said)}."]
+    return [f"Of eager steps whose setting is known, {', and '.join(said)}."] if said else []
 
 
-def _peaks(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
-    lines = markdown_head(
-        ("step", "measured by", "on", "figure", "published", "predicted", "error", "not known, or missing")
+def csv_table(rows: Sequence[Row]) -> str:
+    """Return all figures as CSV, those first that are furthest off, and then those that are not compared."""
+    published = published_rows()
+    heads = (
+        "step",
+        "source",
+        "on",
+        "kind",
+        "figure",
+        "published",
+        "predicted",
+        "error_percent",
+        "not_known_or_missing",
     )
-    legend = _legend([row[key] for row in rows for key in ("unknown", "missing")])
-    for row in sorted(rows, key=lambda row: -abs(row["error"])):
+    found: list[tuple[float, tuple[str, ...]]] = []
+    for row in rows:
         source = published[row["id"]]
-        what = ", ".join(filter(None, (FIGURES[row["figure"]], row["when"])))
-        name = f"`{row['id']}`" + (f" ({row['part']})" if row["part"] else "")
-        apart = "; ".join(legend.get(note, note) for note in (row["unknown"], row["missing"]) if note)
-        shown = [_bytes(row[key], source["unit"]) for key in ("published_bytes", "predicted_bytes")]
-        cells = (name, _source(source), _device(source), what, *shown, _percent(row["error"]), apart or "-")
-        lines.append(markdown_line(cells))
-    return [*_explained(legend), *lines]
-
-
-def _legend(notes: Sequence[str]) -> dict[str, str]:
-    """Give a number to each note that stands more than twice in a table."""
-    often = [note for note, count in Counter(filter(None, notes)).items() if count > 2]
-    return {note: f"({number})" for number, note in enumerate(often, 1)}
-
-
-def _explained(legend: Mapping[str, str]) -> list[str]:
-    return [line for note, number in legend.items() for line in (f"{number} {note}", "")]
-
-
-def _rates(rows: Sequence[Row], published: Mapping[str, Any]) -> list[str]:
-    lines = markdown_head(("step", "on", "published", "predicted", "error", "not the same, or missing"))
-
-    def error(row: Row) -> float:
-        return float(row["predicted_per_s"] / row["published_per_s"] - 1)
-
-    legend = _legend([row[key] for row in rows for key in ("other_card", "missing")])
-    for row in sorted(rows, key=lambda row: -abs(error(row))):
-        source = published[row["id"]]
-        unit = "images" if "images_per_s" in source else "tokens"
-        rates = [f"{row[key]:,.0f} {unit}/s" for key in ("published_per_s", "predicted_per_s")]
-        apart = (
-            "; ".join(legend.get(note, note) for note in (row["other_card"], row["missing"]) if note) or "-"
-        )
-        cells = (f"`{row['id']}`", _device(source), *rates, _percent(error(row)), apart)
-        lines.append(markdown_line(cells))
-    return [*_explained(legend), *lines]
+        name = row["id"] + (f" ({row['part']})" if row.get("part") else "")
+        head = (name, _source(source), _device(source), _KINDS.get(row["kind"], row["kind"]))
+        if "error" in row:
+            shown = (_bytes(row[key], source["unit"]) for key in ("published_bytes", "predicted_bytes"))
+            what = ", ".join(filter(None, (FIGURES[row["figure"]], row["when"])))
+            notes = "; ".join(filter(None, (row["unknown"], row["missing"])))
+            found.append((row["error"], (*head, what, *shown, f"{100 * row['error']:+.4f}", notes)))
+        if "published_per_s" in row:
+            unit = "images" if "images_per_s" in source else "tokens"
+            shown = (f"{row[key]:.0f}" for key in ("published_per_s", "predicted_per_s"))
+            notes = "; ".join(filter(None, (row["other_card"], row["missing"])))
+            error = _rate_error(row)
+            found.append((error, (*head, f"{unit} per second", *shown, f"{100 * error:+.1f}", notes)))
+    cells = [line for _, line in sorted(found, key=lambda each: -abs(each[0]))]
+    for name, source in published.items():
+        why = source.get("not_built") or source.get("not_compared")
+        if why:
+            kind = "not compared" if "not_built" in source else "in part not compared"
+            cells.append((name, _source(source), _device(source), kind, "", "", "", "", why))
+    return csv_text(heads, cells)
 
 
 OFFLOADED = {
@@ -296,29 +280,11 @@ def offloading_table(rows: Sequence[Row]) -> str:
 
 
 def _ops(rows: Sequence[Row]) -> list[str]:
-    """Write a line for each op and metric: the worst error, and the median."""
-    by_op: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        what = "`max_memory_allocated`"
-        if row["metric"] == "speed":
-            what = "time" if row["published"] > SHORTEST_MS else f"time, rows up to {SHORTEST_MS} ms"
-        by_op.setdefault((row["op"], what), []).append(row["error"])
-    found = sorted(
-        ((max(errors, key=abs), sorted(map(abs, errors))[len(errors) // 2], len(errors), *key)
-         for key, errors in by_op.items()),
-        key=lambda each: -abs(each[0]),
-    )  # fmt: skip
-    lines = [
+    return [
         "Measured by the authors of Liger-Kernel, in plain PyTorch (`benchmarks/data/op_benchmarks.csv`). "
         "`python -m benchmarks.published_ops` compares row by row.",
         _ops_summary(rows),
-        "",
-        *markdown_head(("op", "figure", "rows", "worst error", "median error")),
     ]
-    for worst, median, count, op, what in found:
-        cells = (f"`{op}`", what, str(count), _percent(worst), _percent(median, signed=False))
-        lines.append(markdown_line(cells))
-    return lines
 
 
 def _ops_summary(rows: Sequence[Row]) -> str:
@@ -335,17 +301,6 @@ def _ops_summary(rows: Sequence[Row]) -> str:
         f"{_percent(times[-1], signed=False)}. Of {len(peaks)} peaks, {sum(kib <= 64 for kib in apart)} are predicted "
         f"to within 64 KiB; the worst is off by {max(apart):.0f} KiB of {most['published']:,.0f} MiB."
     )
-
-
-def _left_out(published: Mapping[str, Any]) -> list[str]:
-    lines = markdown_head(("figure", "why, or which part"))
-    for name, source in published.items():
-        why = source.get("not_built") or source.get("not_compared")
-        if why:
-            in_part = "not_built" not in source
-            shown = f"`{name}`" + (", in part" if in_part else "")
-            lines.append(markdown_line((shown, why)))
-    return lines
 
 
 def _source(row: Mapping[str, Any]) -> str:
@@ -428,6 +383,7 @@ def main(argv: list[str] | None = None) -> None:
         write_results(options.json, rows)
     if options.json == RESULTS / "published.json":
         PAGE.write_text(page(*read_page_rows()), encoding="utf-8")
+        CSV.write_text(csv_table(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

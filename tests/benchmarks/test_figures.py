@@ -67,6 +67,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "offloaded sequences": (ROOT / "docs/offload.md", lambda: offloaded_sequences.table(LONG)),
     "op memory": (ROOT / "docs/op_memory.md", lambda: op_memory.markdown(_rows("op_memory"))),
     "published": (published.PAGE, lambda: published.page(*published.read_page_rows())),
+    "published, all": (published.CSV, lambda: published.csv_table(published.read_page_rows()[0])),
     "published, offloading": (
         ROOT / "docs/offload.md",
         lambda: published.offloading_table(published.read_page_rows()[0]),
@@ -74,7 +75,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "verdicts": (verdicts.PAGE, lambda: verdicts.markdown(VERDICTS)),
 }
 
-WHOLE = {"compatibility, all", "hf targets, all", "published"}
+WHOLE = {"compatibility, all", "hf targets, all", "published", "published, all"}
 """Those that are all of the file."""
 
 
