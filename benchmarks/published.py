@@ -254,9 +254,8 @@ def csv_table(rows: Sequence[Row]) -> str:
 
 
 OFFLOADED = {
-    "torchtune, inputs of layers": ("tune-3b-+_optimizer_in_backward", "tune-3b-+_activation_offloading"),
-    "torchao, optimizer": ("ao-vitg-none", "ao-vitg-offload"),
-    "torchao, optimizer and gradients": ("ao-vitg-none", "ao-vitg-offload_gradients"),
+    "optimizer": ("ao-vitg-none", "ao-vitg-offload"),
+    "optimizer and gradients": ("ao-vitg-none", "ao-vitg-offload_gradients"),
 }
 """What has been offloaded: the ids of the step without and with it."""
 

@@ -229,9 +229,9 @@ def _tune(chunks: int = 1, rank: int = 0, *, compiled: bool = False) -> Built:
     )
 
 
-def _tune_in_backward(make: Any) -> Built:
+def _tune_in_backward(make: Any, *, compiled: bool = False) -> Built:
     """Return the step with an optimizer for each parameter, which steps when its gradient is there."""
-    built = _tune(8)
+    built = _tune(8, compiled=compiled)
     step_in_backward(built.model, make)
     return dataclasses.replace(built, optimizer=None)
 
@@ -422,15 +422,13 @@ LANGUAGE: dict[str, Step] = {
         "need not",
     ),
     "tune-3b-+_optimizer_in_backward": _tune_step(
-        build=lambda: _tune_in_backward(fused_adamw), plan=full_policy, missing=COMPILE
+        build=lambda: _tune_in_backward(fused_adamw, compiled=True), plan=full_policy, compiled=[LAYERS]
     ),
     "tune-3b-+_activation_offloading": _tune_step(
         build=lambda: _tune_in_backward(fused_adamw), plan=offloading_policy, missing=COMPILE
     ),
     "tune-3b-+_8-bit_AdamW": _tune_step(
-        build=lambda: _tune_in_backward(AdamW8bitSizes, compiled=True),
-        plan=offloading_policy,
-        compiled=[LAYERS],
+        build=lambda: _tune_in_backward(AdamW8bitSizes), plan=offloading_policy, missing=COMPILE
     ),
     "nanochat-d20": Step(
         build=_nanochat,

@@ -162,11 +162,6 @@ def test_offloading() -> None:
 
 
 def test_published_figures() -> None:
-    rows = {row["id"]: row for row in published.read_page_rows()[0]}
-    without, with_it = (rows[name] for name in published.OFFLOADED["torchtune, inputs of layers"])
-    saved = [(without[key] - with_it[key]) / GIB for key in ("published_bytes", "predicted_bytes")]
-    text = (ROOT / "docs/offload.md").read_text(encoding="utf-8")
-    assert "{:.2f} GiB as published, and {:.2f} as predicted".format(*saved) in text
     about, ops = read_results(RESULTS / "published_ops.json")
     assert [(r["op"], r["mode"], r["metric"], r["size"]) for r in ops] == [
         (r.op, r.mode, r.metric, r.size) for r in read_rows()
