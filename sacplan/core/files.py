@@ -8,6 +8,7 @@ A file gives the value that was written, or an error of the family. ``docs/files
 
 from __future__ import annotations
 
+import csv
 import gzip
 import inspect
 import json
@@ -98,6 +99,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"it has the key {reprlib.repr(key)} twice in one object")
     return found
+
+
+def table_of(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table of the package (CSV, with comments after ``#``), by the names in its first line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 def schema_of(kind: type, title: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@ its C++ kernel, and with it the weight cache; the others get a Python kernel for
 casts of weights as C++ does: those of float32 leaves that need a gradient, until the outermost autocast is left.
 
 ``policies`` are the lists of ``ATen/autocast_mode.h`` and ``autocast_mode.cpp``; the tests compare them with
-the header of the installed torch. To add an op, add its name to the list of its policy.
+the header of the installed torch. They are in ``autocast.json``: to add an op, add its name to the list of its policy.
+``binary_cross_entropy`` is banned by ``autocast_mode.cpp``; the recurrent kernel is cast by ``AutocastRNN.cpp``.
 
 Not emulated: ``torch.autocast`` objects made earlier, in a build without CUDA (torch has disabled them with a
 warning); ``GradScaler``.
@@ -21,8 +22,10 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch.amp.autocast_mode import autocast
 
@@ -37,34 +40,9 @@ float32 result. ``fp32_norm``: the same, by another overload. ``promote``: to th
 
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-_LOWER = """
-    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
-    baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
-    rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
-"""
-_FP32 = """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
-    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
-    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
-    upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-"""
-_FP32_DTYPE = """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList
-"""
-_FP32_NORM = "norm.Scalar norm.ScalarOpt_dim"
-_PROMOTE = """
-    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-"""
-# autocast_mode.cpp: binary_cross_entropy is refused; the recurrent kernel is cast by AutocastRNN.cpp.
-_BANNED = "binary_cross_entropy"
-_LOWER_BESIDES = "_cudnn_rnn"
+_LISTS = msgspec.json.decode(
+    Path(__file__).with_name("autocast.json").read_bytes(), type=dict[Policy, list[str]]
+)
 
 _SINCE = {"rms_norm": (2, 12)}
 """Ops that CUDA's list has only since a release."""
@@ -73,18 +51,10 @@ _SINCE = {"rms_norm": (2, 12)}
 def policies(version: tuple[int, int] | None = None) -> dict[str, Policy]:
     """Return the policy of CUDA's autocast by op (without namespace), by default for the torch that runs."""
     version = torch_version() if version is None else version
-    lists: tuple[tuple[Policy, str], ...] = (
-        ("lower", _LOWER + _LOWER_BESIDES),
-        ("fp32", _FP32),
-        ("fp32_dtype", _FP32_DTYPE),
-        ("fp32_norm", _FP32_NORM),
-        ("promote", _PROMOTE),
-        ("banned", _BANNED),
-    )
     return {
         name: policy
-        for policy, names in lists
-        for name in names.split()
+        for policy, names in _LISTS.items()
+        for name in names
         if version >= _SINCE.get(name, (0, 0))
     }
 

@@ -13,7 +13,6 @@ kinds of kernels compare with these, see ``kernel_rates.py``. ``sacplan.calibrat
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import difflib
 import functools
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sacplan.core.budget import parse_budget
+from sacplan.core.files import table_of
 from sacplan.device import files
 from sacplan.device.kernel_rates import KernelRates, default_rates
 from sacplan.device.links import LINKS, Link
@@ -306,8 +306,7 @@ def _links_of(name: str, kind: str) -> dict[str, Any]:
 @functools.cache
 def _table() -> dict[str, _DeviceRow]:
     """Read the rows of ``devices.csv``, by name."""
-    lines = Path(__file__).with_name("devices.csv").read_text(encoding="utf-8").splitlines()
-    rows = map(_read_row, csv.DictReader(line for line in lines if not line.startswith("#")))
+    rows = map(_read_row, table_of(Path(__file__).with_name("devices.csv")))
     return {row.spec.name: row for row in rows}
 
 
@@ -400,23 +399,7 @@ device_around: ContextVar[DeviceSpec | None] = ContextVar("device_around", defau
 """The device of the ranks that the code runs as (``sacplan.ranks``)."""
 
 _SHORT = {
-    "a100": ("a100-80gb", "the A100 with 80 GB; the other one is a100-40gb"),
-    "a10g": (
-        "a10",
-        "the A10 stands in for it; the tensor cores of an A10G are slower, so its times are longer",
-    ),
-    "v100": ("v100-32gb", "the V100 with 32 GB"),
-    "h100nvl": ("h100-pcie", "the H100 PCIe stands in for it; an H100 NVL has more memory"),
-    "3060": ("rtx-3060", ""),
-    "3090": ("rtx-3090", ""),
-    "4070tisuper": ("rtx-4070-ti-super", ""),
-    "4090": ("rtx-4090", ""),
-    "5080": ("rtx-5080", ""),
-    "5090": ("rtx-5090", ""),
-    "a6000": ("rtx-a6000", ""),
-    "mi250": ("mi250x", "the MI250X"),
-    "mi300": ("mi300x", "the MI300X"),
-    "mi350": ("mi350x", "the MI350X"),
+    row["name"]: (row["device"], row["note"]) for row in table_of(Path(__file__).with_name("short_names.csv"))
 }
 """Names that people type for a device of the table, and what they should know about it."""
 

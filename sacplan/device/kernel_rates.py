@@ -30,7 +30,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from sacplan.core.files import table_of
 from sacplan.errors import DeviceError
 
 
@@ -170,34 +172,7 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "pointwise": Kind(),
-    "cast": Kind("cast"),
-    "strided": Kind("strided", rate="strided_rate"),
-    "reduction": Kind("reduction"),
-    "softmax": Kind("softmax", block_us="softmax_row_us"),
-    "softmax_backward": Kind("softmax_backward", block_us="softmax_row_us"),
-    "norm": Kind("norm"),
-    "norm_backward": Kind("norm_backward"),
-    "moments": Kind(rate="moments_rate"),
-    "batch_walk": Kind(us="batch_walk_us"),
-    "nll": Kind(us="nll_row_us"),
-    "gather": Kind(rate="gather_rate"),
-    "index_sort": Kind(us="index_sort_us"),
-    "random": Kind(rate="random_rate"),
-    "sort": Kind("sort"),
-    "scan": Kind("scan"),
-    "foreach": Kind("foreach"),
-    "matmul": Kind(),
-    "convolution": Kind(matrix="convolution"),
-    "grouped_convolution": Kind(matrix="grouped_convolution"),
-    "padded_convolution": Kind(matrix="padded_convolution"),
-    "padded_convolution_backward": Kind(matrix="padded_convolution_backward"),
-    "depthwise_backward": Kind("depthwise_backward"),
-    "flash_attention": Kind(matrix="flash_attention"),
-    "flash_attention_backward": Kind(matrix="flash_attention_backward"),
-    "cudnn_attention": Kind(matrix="cudnn_attention"),
-    "cudnn_attention_backward": Kind(matrix="cudnn_attention_backward"),
-    "efficient_attention": Kind(matrix="efficient_attention"),
-    "efficient_attention_backward": Kind(matrix="efficient_attention_backward"),
+    row.pop("kind"): Kind(**{figure: name or None for figure, name in row.items()})
+    for row in table_of(Path(__file__).with_name("kernel_kinds.csv"))
 }
 """The kinds of kernels by name."""

@@ -18,7 +18,9 @@ for a network. Links of a CPU are assumed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from sacplan.core.files import table_of
 from sacplan.errors import DeviceError
 
 
@@ -48,30 +50,8 @@ class Link:
             raise DeviceError(f"Link {self.name!r}: latency_s must not be negative, got {self.latency_s!r}")
 
 
-def _by_name(*links: tuple[str, float, float]) -> dict[str, Link]:
-    return {name: Link(name, gb_per_s * 1e9, us * 1e-6) for name, gb_per_s, us in links}
-
-
-LINKS = _by_name(
-    # name, GB/s for each rank in one direction, us a step
-    ("NVLink 2", 120, 1.9),
-    ("NVLink 3", 240, 1.9),
-    ("NVLink 4", 370.8, 1.9),
-    ("NVLink 5", 721.8, 1.9),
-    ("Infinity Fabric MI250X", 100, 1.9),
-    ("Infinity Fabric MI300X", 336, 1.9),
-    ("Infinity Fabric MI350X", 403, 1.9),
-    ("PCIe 3.0", 12, 2.5),
-    ("PCIe 4.0", 24, 2.5),
-    ("PCIe 5.0", 48, 2.5),
-    ("PCIe through the host", 12, 2.5),  # cards of consumers do not reach each other's memory
-    ("shared memory", 5, 10),
-    ("InfiniBand 400 Gbit", 48, 4.0),
-    ("InfiniBand 200 Gbit", 24, 4.0),
-    ("InfiniBand 50 Gbit", 6, 4.0),  # DGX-1: four adapters of 100 Gbit for eight GPUs
-    ("Slingshot 100 Gbit", 12, 4.0),  # Frontier: four adapters of 200 Gbit for eight dies
-    ("Ethernet 50 Gbit", 6, 4.0),  # 400 Gbit for eight
-    ("Ethernet 12 Gbit", 1.5, 4.0),  # 100 Gbit for eight
-    ("Ethernet 10 Gbit", 1.2, 30),
-)
+LINKS = {
+    row["name"]: Link(row["name"], float(row["gb_per_s"]) * 1e9, float(row["us"]) * 1e-6)
+    for row in table_of(Path(__file__).with_name("links.csv"))
+}
 """By name, as ``devices.csv`` says them."""

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 import sacplan
-from sacplan.core.mixed_precision import MixedPrecision
 from sacplan.core.program import Phase, StorageKind
-from sacplan.distributed.ranks.options import CPUOffload, FullyShardOptions
+from sacplan.distributed.ranks.options import CPUOffload, FullyShardOptions, MixedPrecision
 from sacplan.distributed.ranks.ranks import Ranks
 from sacplan.errors import TraceError
 from sacplan.planning.reading import ranks_text

@@ -21,8 +21,7 @@ import sacplan
 from sacplan.core.budget import format_bytes
 from sacplan.core.places import ops_of
 from sacplan.core.program import ROOT_SCOPE, Phase
-from sacplan.report.kept import KeptAndDiscarded
-from sacplan.report.modules import module_rows
+from sacplan.report.modules import KeptAndDiscarded, module_rows
 from sacplan.report.timeline import timeline_of
 from sacplan.techniques.recompute.rewrite import discarded_ops, recompute_ops, recomputed
 from tests.support.plans import discarding

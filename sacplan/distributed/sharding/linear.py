@@ -1,15 +1,19 @@
 """Ops that are linear in an argument: where that is partial, a sum over ranks, their outputs are partial, too.
 
-The tables name, for each op, the arguments that may be partial together while all others are replicated.
+The tables in ``linear_ops.json`` name, for each op, the arguments that may be partial together while all others are
+replicated.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import torch
+from msgspec import Struct
 
 from sacplan.torch_compat.calls import Call
 
@@ -17,54 +21,23 @@ Together: TypeAlias = tuple[tuple[str, ...], ...]
 """Names of the arguments that may be summands together, in each of several ways."""
 
 
-def _on_self(names: str) -> dict[str, Together]:
-    """Return entries for ops, separated by white space, whose first argument may be partial."""
-    return dict.fromkeys(names.split(), (("self",),))
+class _Ops(Struct):
+    """Ops of which these arguments may be summands together."""
+
+    together: Together
+    ops: tuple[str, ...]
 
 
-# Each element that these return is one of an argument, or of several lists: they pass maxima and minima, too.
-_MOVES = _on_self(
-    """_reshape_alias _unsafe_view alias alias_copy clone contiguous detach detach_copy diagonal diagonal_copy expand
-    expand_copy flip index.Tensor index_select lift_fresh gather narrow permute permute_copy pixel_shuffle
-    pixel_unshuffle repeat reshape roll select.int select_copy.int slice.Tensor slice_copy.Tensor split.Tensor
-    split_with_sizes squeeze squeeze_copy t t_copy take transpose.int transpose_copy.int unbind.int unfold
-    unsafe_split unsafe_split_with_sizes unsqueeze unsqueeze_copy view.default view_copy.default
-    _to_copy"""
-) | {
-    "cat": (("tensors",),),
-    "stack": (("tensors",),),
-    "embedding": (("weight",),),
-    "copy": (("self", "src"),),
-}
+class _Tables(Struct):
+    """Ops that are linear. Each element that those of ``moves`` return is one of an argument, or of several lists."""
 
-_LINEAR = _on_self(
-    """_adaptive_avg_pool2d _adaptive_avg_pool3d _conj avg_pool2d avg_pool3d col2im constant_pad_nd cumsum div.Scalar
-    div.Tensor im2col masked_fill mean mul.Scalar neg sum tril triu view_as_complex view_as_real zero"""
-) | {
-    "add.Tensor": (("self", "other"),),
-    "sub.Tensor": (("self", "other"),),
-    "rsub.Tensor": (("self", "other"),),
-    "lerp.Scalar": (("self", "end"),),
-    "where.self": (("self", "other"),),
-    "scatter_add": (("self", "src"),),
-    "scatter.src": (("self", "src"),),
-    "slice_scatter": (("self", "src"),),
-    "select_scatter": (("self", "src"),),
-    "index_add": (("self", "source"),),
-    "index_put": (("self", "values"),),
-    "_unsafe_index_put": (("self", "values"),),
-    "mul.Tensor": (("self",), ("other",)),
-    "mm": (("self",), ("mat2",)),
-    "bmm": (("self",), ("mat2",)),
-    "mv": (("self",), ("vec",)),
-    "dot": (("self",), ("tensor",)),
-    "addmm": (("self", "mat1"), ("self", "mat2")),
-    "baddbmm": (("self", "batch1"), ("self", "batch2")),
-    "addmv": (("self", "mat"), ("self", "vec")),
-    "addcmul": (("self", "tensor1"), ("self", "tensor2")),
-    "addcdiv": (("self", "tensor1"),),
-    "convolution": (("input", "bias"), ("weight", "bias")),
-}  # fmt: skip
+    moves: tuple[_Ops, ...]
+    linear: tuple[_Ops, ...]
+
+
+_TABLES = msgspec.json.decode(Path(__file__).with_name("linear_ops.json").read_bytes(), type=_Tables)
+_MOVES = {op: each.together for each in _TABLES.moves for op in each.ops}  # they pass maxima and minima, too
+_LINEAR = {op: each.together for each in _TABLES.linear for op in each.ops}
 
 # Arguments that must be zero: else each rank would add the same once more.
 _ZERO = {"constant_pad_nd": "value", "masked_fill": "value"}

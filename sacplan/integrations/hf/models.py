@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan.integrations.hf import architectures, hub
@@ -33,28 +34,21 @@ from sacplan.integrations.hf.target import DEFAULTS, ModelOptions, Target, Targe
 from sacplan.profiling.optimizer_names import NONE
 from sacplan.profiling.optimizer_table import candidate_named
 
-HEADS = (
-    "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
-    "CAUSAL_LM", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION",
-    "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION",
-    "TIME_SERIES_PREDICTION", "TEXT_TO_SPECTROGRAM", "PRETRAINING", "SEQUENCE_CLASSIFICATION",
-    "TOKEN_CLASSIFICATION", "VISUAL_QUESTION_ANSWERING", "DOCUMENT_QUESTION_ANSWERING",
-    "QUESTION_ANSWERING", None, "IMAGE_TO_IMAGE", "KEYPOINT_DETECTION", "KEYPOINT_MATCHING", "MASK_GENERATION",
-    "ZERO_SHOT_OBJECT_DETECTION", "RETRIEVAL", "TEXT_TO_WAVEFORM", "IMAGE_MATTING", "POSE_ESTIMATION",
-    "TEXT_RECOGNITION", "TABLE_RECOGNITION", "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION", "RNNT", "TDT",
-    "NORMAL_ESTIMATION", "POINTMAP_ESTIMATION", "BACKBONE",
-)  # fmt: skip
+
+class _Heads(msgspec.Struct):
+    """Tasks of transformers' auto classes, and words for some of them."""
+
+    order: tuple[str | None, ...]
+    spelled: dict[str, str]
+
+
+_HEADS = msgspec.json.decode(Path(__file__).with_name("heads.json").read_bytes(), type=_Heads)
+HEADS = _HEADS.order
 """Tasks of transformers' auto classes, in the order in which they are tried for a configuration that names no class.
 
 None stands for the model without a head.
 """
 
-_SPELLED = {
-    "SEQ_TO_SEQ_CAUSAL_LM": "seq2seq",
-    "MASKED_LM": "masked LM",
-    "CAUSAL_LM": "causal LM",
-    "CTC": "CTC",
-}
 _OWN_FUNCTION = "Write a function that returns the model and a batch, and give it as train.py:make."
 
 
@@ -246,7 +240,7 @@ def task_of(model_class: type[Any]) -> str:
     for head in HEADS:
         for names in class_names(head).values():
             if model_class.__name__ in ((names,) if isinstance(names, str) else names):
-                return "no head" if head is None else _SPELLED.get(head, head.lower().replace("_", " "))
+                return "no head" if head is None else _HEADS.spelled.get(head, head.lower().replace("_", " "))
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", model_class.__name__.rpartition("For")[2])
     return words.lower()
 

@@ -6,16 +6,57 @@
 The copies of one direction follow on each other. A copy back begins when the one out has ended. Waiting is exact for
 these rules, with the predicted times of the ops and ``PLANNED_SHARE`` of the link's bandwidth: a schedule that leaves
 the link no room is late as soon as anything is slower than predicted.
+
+The clocks work side by side:
+
+    clocks = Clocks()
+    there = clocks.send(2.0, link="to the host")
+    clocks.compute(1.5)
+    exposed_ms = clocks.wait(there)  # 0.5: computation waits for the rest
+
+Transfers over one link follow on each other in the order in which they start, and do not slow down computation. The
+time that computation waits is the exposed part of a transfer; that alone is time of the step, which is then a sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from sacplan.core.program import Event, Op
-from sacplan.device.clocks import Clocks
 from sacplan.device.devices import DeviceSpec
 from sacplan.techniques.offload.rewrite import TO_DEVICE, TO_HOST, WAIT_BACK, WAIT_OUT
+
+
+@dataclass(slots=True, kw_only=True)
+class Clocks:
+    """The clocks of one device, in ms.
+
+    Attributes:
+        now: the time of the computation so far.
+        free: by link, when it is free again; 0.0 for one that was not used.
+    """
+
+    now: float = 0.0
+    free: dict[str, float] = field(default_factory=dict)
+
+    def compute(self, ms: float) -> float:
+        """Compute for a time, which is returned."""
+        self.now += ms
+        return ms
+
+    def send(self, ms: float, since: float | None = None, link: str = "") -> float:
+        """Start a transfer that takes so long, at ``since`` (None: now) or when the link is free; returns its end."""
+        end = max(self.free.get(link, 0.0), self.now if since is None else since) + ms
+        self.free[link] = end
+        return end
+
+    def wait(self, end: float) -> float:
+        """Have computation wait until a time, and return the exposed part: 0.0 if that time is past."""
+        exposed = max(0.0, end - self.now)
+        self.now += exposed
+        return exposed
+
 
 PLANNED_SHARE = 0.8
 """Share of the bandwidth of the link to the host with which copies are planned."""
