@@ -12,6 +12,7 @@ at another gap is kept.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -131,8 +132,9 @@ class UnitRecorder(Watching):
         self._others = schedules[1:]
         self._ops: ScheduledOps = NO_OPS
         self._at = 0
-        # From where it is left; there is a draft only then.
-        self._lookup = Lookup(recorded, names)
+        # From where it is left; there are a lookup and a draft only then.
+        self._new_lookup = functools.partial(Lookup, recorded, names)
+        self._lookup: Lookup | None = None
         self._draft: ScheduleDraft | None = None
         # Whether this call does not run what was recorded, as far as is known; only then is the last op of interest.
         self._differs = False
@@ -152,7 +154,8 @@ class UnitRecorder(Watching):
         schedule = self._schedule
         if schedule is not None:
             self._ops = schedule.ops
-        self._lookup.enter(sys._getframe(1))
+        # A checkpoint around the unit runs its forward in a backward pass.
+        self._new_lookup = functools.partial(self._new_lookup, sys._getframe(1), in_backward())
         # A mark may be about any tensor that is saved, so with marks the hooks are always on.
         may_switch = self._saved is None and (schedule is None or schedule.switches)
         self._hooks.begin(self._pack, may_switch=may_switch)
@@ -173,7 +176,9 @@ class UnitRecorder(Watching):
             self._learn()
         # Also after an error: hooks left behind would pack what the rest of the program saves.
         self._hooks.end()
-        self._lookup.leave()
+        # Frames would keep everything that the forward pass had in its variables.
+        del self._new_lookup
+        self._lookup = None
         self._slots.clear()
         if self._saved is not None:
             self._saved.end()
@@ -184,15 +189,19 @@ class UnitRecorder(Watching):
         return None if self._saved is None else self._saved.of(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_deferred(types):
+        expected, op = self._ops[self._at]
+        # Most ops are the schedule's next one, with nothing to do. Each microsecond here is one for each op of a step.
+        if expected is func and op is None and not (types or self.paused or self._differs):
+            self._at += 1
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if types and is_deferred(types):
             return NotImplemented  # the ops on the tensors that these stand for come here, too
         if self.paused:
             return func(*args, **(kwargs or {}))
-        if is_composite(func):
+        if expected is not func and is_composite(func):  # a schedule has none
             return run_in_parts(self, func, args, kwargs)
         given = with_lent_number(args) if func in TAKES_A_NUMBER else args
         # From cheap to expensive: the schedule's next op, another schedule that began alike, a lookup.
-        expected, op = self._ops[self._at]
         if expected is func:
             self._at += 1
         elif func not in _UNSCHEDULED and self._follows_another(func):
@@ -207,7 +216,7 @@ class UnitRecorder(Watching):
             site = op.site if op else None
             self._last = _LastOp(autograd_sequence_number(), torch.is_grad_enabled(), site)
         if op is None:
-            return func(*given, **kwargs) if kwargs else func(*given)  # nothing to do, as for most ops
+            return func(*given, **kwargs) if kwargs else func(*given)
         kwargs = kwargs or {}
         action = self._action_of(op, func, args, kwargs)
         if action is Action.DISCARD:
@@ -281,12 +290,14 @@ class UnitRecorder(Watching):
         if func in _UNSCHEDULED:
             return None  # they come and go without anything that the plan decides about
         draft = self._draft or self._leave_schedule()
-        op, known = self._lookup.next(func, args, kwargs)
-        if self._lookup.differs and not self._differs:
+        lookup = self._lookup
+        assert lookup is not None
+        op, known = lookup.next(func, args, kwargs)
+        if lookup.differs and not self._differs:
             op = replace(op or ScheduledOp(Action.KEEP), differs=True)
         # The next call may run what was recorded here, as one whose caches are filled does. What autograd then saves,
         # it saves before that op is seen.
-        if self._lookup.departs:
+        if lookup.departs:
             draft.note_saved(discarded=True)
         draft.add(func, op, known)
         # Somebody else changes the hooks here, so at which gaps ours are on cannot be a part of the schedule.
@@ -303,6 +314,7 @@ class UnitRecorder(Watching):
         if schedule is not None:
             draft.note_saved(discarded=True)
         likely = None if schedule is None else schedule.calls_around(done)
+        self._lookup = self._new_lookup()
         self._lookup.begin(draft.known, likely, differs=self._differs)
         self._ops, self._at = NO_OPS, 0
         self._hooks.switch(True)
@@ -318,6 +330,7 @@ class UnitRecorder(Watching):
                 self.difference = self.followed.difference if self.followed is not None else None
                 return
             draft = self._leave_schedule()  # it did less
+        assert self._lookup is not None
         self._lookup.end()
         self.difference = self._lookup.difference
         self.learned = draft.schedule(switches=self._hooks.may_switch, difference=self.difference)
