@@ -133,7 +133,7 @@ class UnitRecorder(Watching):
         self._ops: ScheduledOps = NO_OPS
         self._at = 0
         # From where it is left; there are a lookup and a draft only then.
-        self._new_lookup = functools.partial(Lookup, recorded, names)
+        self._new_lookup: Callable[..., Lookup] = functools.partial(Lookup, recorded, names)
         self._lookup: Lookup | None = None
         self._draft: ScheduleDraft | None = None
         # Whether this call does not run what was recorded, as far as is known; only then is the last op of interest.
