@@ -81,7 +81,6 @@ class OpTraits:
         training: of a batch norm, the position of the argument that says whether it trains; else None.
         resizes: it may change the sizes of a tensor that it is given: a view in place, ``resize_``, or an ``out=``.
         chooses_kernel: whether settings of PyTorch say which kernel computes it: matmuls, convolutions, attention.
-        between_ranks: it is a collective or waits for one.
     """
 
     func: Any
@@ -95,7 +94,6 @@ class OpTraits:
     training: int | None = None
     resizes: bool = False
     chooses_kernel: bool = False
-    between_ranks: bool = False
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the arguments that this call writes in place.
@@ -234,7 +232,6 @@ def op_traits(func: Any) -> OpTraits:
         training=training,
         resizes=len(names) > len(positions) or torch.Tag.inplace_view in func.tags,
         chooses_kernel=func._overloadpacket in flop_registry,
-        between_ranks=is_between_ranks(func),
     )
 
 

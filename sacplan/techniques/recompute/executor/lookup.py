@@ -55,8 +55,6 @@ class Lookup:
     Args:
         recorded: the unit's calls in the recorded step, with what is discarded.
         names: gives the names, relative to the unit, of the modules in it, by ``id``.
-        outer_frame: ops are searched for their module calls up to this frame.
-        in_backward: whether the call began in a backward pass, as below a checkpoint.
 
     Attributes:
         differs: whether the call is known by now not to run what was recorded.
@@ -75,23 +73,27 @@ class Lookup:
         "differs",
     )
 
-    def __init__(
-        self,
-        recorded: RecordedUnit,
-        names: Callable[[], Mapping[int, str]],
-        outer_frame: FrameType,
-        in_backward: bool,
-    ) -> None:
+    def __init__(self, recorded: RecordedUnit, names: Callable[[], Mapping[int, str]]) -> None:
         self.differs = False
         self._names_of_modules = names
         self._names: Mapping[int, str] = {}
         self._alignment = Alignment(recorded)
         self._places = CallSites()
         self._n_described = 0
-        self._outer_frame = outer_frame
+        self._outer_frame: FrameType | None = None
         self._frames: dict[FrameType, torch.nn.Module] = {}  # of the module calls around the last op
-        self._in_backward = in_backward
+        self._in_backward = False
         self._likely: tuple[Call, ...] | None = None  # see ``_resume``
+
+    def enter(self, outer_frame: FrameType) -> None:
+        """Begin a call. Ops are searched for their module calls up to ``outer_frame``."""
+        self._outer_frame = outer_frame
+        self._in_backward = in_backward()  # a checkpoint around the unit runs its forward in a backward pass
+
+    def leave(self) -> None:
+        """End the call: frames would keep everything that the forward pass had in its variables."""
+        self._outer_frame = None
+        self._frames, self._places = {}, CallSites()
 
     @property
     def departs(self) -> bool:
@@ -155,6 +157,7 @@ class Lookup:
 
     def _module_calls(self) -> list[tuple[FrameType, str]]:
         """Return the calls of the unit's modules that run now, outermost first, and the names of the modules."""
+        assert self._outer_frame is not None
         names = self._names
         self._frames = module_calls(self._outer_frame, self._frames)
         return [(frame, names[id(m)]) for frame, m in self._frames.items() if id(m) in names]

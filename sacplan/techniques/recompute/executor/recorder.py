@@ -12,7 +12,6 @@ at another gap is kept.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,9 +131,8 @@ class UnitRecorder(Watching):
         self._others = schedules[1:]
         self._ops: ScheduledOps = NO_OPS
         self._at = 0
-        # From where it is left; there are a lookup and a draft only then.
-        self._new_lookup: Callable[..., Lookup] = functools.partial(Lookup, recorded, names)
-        self._lookup: Lookup | None = None
+        # From where it is left; there is a draft only then.
+        self._lookup = Lookup(recorded, names)
         self._draft: ScheduleDraft | None = None
         # Whether this call does not run what was recorded, as far as is known; only then is the last op of interest.
         self._differs = False
@@ -154,8 +152,7 @@ class UnitRecorder(Watching):
         schedule = self._schedule
         if schedule is not None:
             self._ops = schedule.ops
-        # A checkpoint around the unit runs its forward in a backward pass.
-        self._new_lookup = functools.partial(self._new_lookup, sys._getframe(1), in_backward())
+        self._lookup.enter(sys._getframe(1))
         # A mark may be about any tensor that is saved, so with marks the hooks are always on.
         may_switch = self._saved is None and (schedule is None or schedule.switches)
         self._hooks.begin(self._pack, may_switch=may_switch)
@@ -176,9 +173,7 @@ class UnitRecorder(Watching):
             self._learn()
         # Also after an error: hooks left behind would pack what the rest of the program saves.
         self._hooks.end()
-        # Frames would keep everything that the forward pass had in its variables.
-        del self._new_lookup
-        self._lookup = None
+        self._lookup.leave()
         self._slots.clear()
         if self._saved is not None:
             self._saved.end()
@@ -290,14 +285,12 @@ class UnitRecorder(Watching):
         if func in _UNSCHEDULED:
             return None  # they come and go without anything that the plan decides about
         draft = self._draft or self._leave_schedule()
-        lookup = self._lookup
-        assert lookup is not None
-        op, known = lookup.next(func, args, kwargs)
-        if lookup.differs and not self._differs:
+        op, known = self._lookup.next(func, args, kwargs)
+        if self._lookup.differs and not self._differs:
             op = replace(op or ScheduledOp(Action.KEEP), differs=True)
         # The next call may run what was recorded here, as one whose caches are filled does. What autograd then saves,
         # it saves before that op is seen.
-        if lookup.departs:
+        if self._lookup.departs:
             draft.note_saved(discarded=True)
         draft.add(func, op, known)
         # Somebody else changes the hooks here, so at which gaps ours are on cannot be a part of the schedule.
@@ -314,7 +307,6 @@ class UnitRecorder(Watching):
         if schedule is not None:
             draft.note_saved(discarded=True)
         likely = None if schedule is None else schedule.calls_around(done)
-        self._lookup = self._new_lookup()
         self._lookup.begin(draft.known, likely, differs=self._differs)
         self._ops, self._at = NO_OPS, 0
         self._hooks.switch(True)
@@ -330,7 +322,6 @@ class UnitRecorder(Watching):
                 self.difference = self.followed.difference if self.followed is not None else None
                 return
             draft = self._leave_schedule()  # it did less
-        assert self._lookup is not None
         self._lookup.end()
         self.difference = self._lookup.difference
         self.learned = draft.schedule(switches=self._hooks.may_switch, difference=self.difference)
