@@ -146,7 +146,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
         plan = sacplan.plan(seen, as_budget(budget))
         with sacplan.apply(model, plan):
             planned: Row = {"budget_bytes": budget, "predicted_peak_bytes": plan.peak_bytes}
-            planned["predicted_ms"] = plan.step_ms + plan.recompute_ms
+            planned["predicted_ms"] = plan.planned_ms
             planned["bit_equal"] = equal(plain, gradients(model, batch, loss_fn))
             planned |= _measured(model, batch, loss_fn, device, own)
         planned["predicted_allocator"] = msgspec.to_builtins(plan.device_memory)

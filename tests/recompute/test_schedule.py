@@ -105,6 +105,21 @@ def test_autograd_asks_only_where_it_takes_a_discarded_tensor(monkeypatch: pytes
     assert same_bits(step(model, batch()), step(planned, batch()))
 
 
+def test_a_hook_that_runs_the_next_op_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd saves what ``exp`` returns, and the hook around the unit negates it, as the unit does next."""
+    model = outer(lambda x: x.exp().neg().sin())
+    planned = applied(model, {"units.0": [("aten.sin.default", 0)]})
+
+    def run(model: nn.Module, x: torch.Tensor) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().neg(), lambda t: t.neg()):
+            return step(model, x)
+
+    run(planned, batch())
+    for _ in range(2):
+        assert calls_in_step(Lookup.next, planned, monkeypatch, run) == 0
+    assert same_bits(step(model, batch()), run(planned, batch()))
+
+
 def test_nothing_of_ours_runs_outside_of_units_in_the_forward_pass() -> None:
     planned, _ = discard_all(outer())
     step(planned, batch())

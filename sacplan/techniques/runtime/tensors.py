@@ -1,6 +1,6 @@
 """Cheap reads from tensors: views, versions, aliases, digests and checksums.
 
-Private PyTorch API, tried on 2.13: keysets of tensors, and the thread's set of excluded dispatch keys.
+Private PyTorch API, tried on 2.13: the thread's set of excluded dispatch keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from sacplan.torch_compat.fake_tensors import FakeTensor
-from sacplan.torch_compat.ops import is_ordinary_tensor
 
 View = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 """Size, strides, storage offset, dtype."""
@@ -27,9 +26,6 @@ _ADINPLACEORVIEW = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 _number_of_modes = torch._C._len_torch_dispatch_stack
-_keys_of = torch._C._dispatch_keys
-
-_ordinary: dict[tuple[type, int], bool] = {}
 
 
 def view_of(t: torch.Tensor) -> View:
@@ -40,15 +36,6 @@ def view_of(t: torch.Tensor) -> View:
 def version_of(t: torch.Tensor) -> int:
     """Return the version counter; 0 for an inference tensor, which has none."""
     return 0 if t.is_inference() else t._version
-
-
-def is_ordinary(t: torch.Tensor) -> bool:
-    """Whether size, strides and storage describe the tensor; remembered by type and dispatch keys, which decide it."""
-    key = (type(t), _keys_of(t).raw_repr())
-    found = _ordinary.get(key)
-    if found is None:
-        found = _ordinary[key] = is_ordinary_tensor(t)
-    return found
 
 
 def history_free_aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ from sacplan.techniques.recompute.executor.draws import Draw
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import SavedStorage
 from sacplan.techniques.runtime.tensors import View, digest, view_of
-from sacplan.techniques.runtime.writes import last_write_to
+from sacplan.techniques.runtime.writes import last_write_to, last_write_to_storage
 from sacplan.torch_compat.kernel_settings import kernel_settings, set_kernel_settings
 from sacplan.torch_compat.ops import ArgumentPlace, OpTraits, is_between_ranks, tensors_in
 
@@ -190,13 +190,16 @@ class HeldArg:
             tensor = self.saved.stand.take(self.view)
             if self.requires_grad:
                 tensor.requires_grad_()
-        elif tensor._version != self.version or last_write_to(tensor) != self.before:
+        storage = tensor.untyped_storage()
+        if self.tensor is not None and (
+            tensor._version != self.version or last_write_to_storage(storage) != self.before
+        ):
             raise RecipeError(
                 f"{node} has to run again in the backward pass, but an argument of shape "
                 f"{tuple(tensor.shape)} was written in place since. Write to a copy; or, to keep the "
                 f"op's output, {node.pin}."
             )
-        if not tensor.untyped_storage().nbytes() and tensor.numel():
+        if not storage.nbytes() and tensor.numel():
             raise RecipeError(
                 f"{node} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
                 "has been freed: a parameter that fully_shard gathers only for its own module. Plan with "
@@ -438,6 +441,9 @@ def _run(node: RecipeNode, passing: dict[Slot, int]) -> None:
 
 def _needed(node: RecipeNode) -> list[RecipeNode]:
     """Return the nodes that have to run for this one, itself included, each after those that it needs."""
+    # Most recomputations are of one op whose arguments are all there.
+    if node.outputs and all(arg[1].value is not None for arg in node.slot_args):
+        return [node]
     order: dict[RecipeNode, None] = {}
     # A stack of our own, since a chain of nodes may be longer than Python's recursion limit. True: all that it
     # needs is in the order.

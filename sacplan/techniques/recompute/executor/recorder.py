@@ -184,15 +184,19 @@ class UnitRecorder(Watching):
         return None if self._saved is None else self._saved.of(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_deferred(types):
+        expected, op = self._ops[self._at]
+        # Most ops are the schedule's next one, with nothing to do. Each microsecond here is one for each op of a step.
+        if expected is func and op is None and not (types or self.paused or self._differs):
+            self._at += 1
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if types and is_deferred(types):
             return NotImplemented  # the ops on the tensors that these stand for come here, too
         if self.paused:
             return func(*args, **(kwargs or {}))
-        if is_composite(func):
+        if expected is not func and is_composite(func):  # a schedule has none
             return run_in_parts(self, func, args, kwargs)
         given = with_lent_number(args) if func in TAKES_A_NUMBER else args
         # From cheap to expensive: the schedule's next op, another schedule that began alike, a lookup.
-        expected, op = self._ops[self._at]
         if expected is func:
             self._at += 1
         elif func not in _UNSCHEDULED and self._follows_another(func):
@@ -207,7 +211,7 @@ class UnitRecorder(Watching):
             site = op.site if op else None
             self._last = _LastOp(autograd_sequence_number(), torch.is_grad_enabled(), site)
         if op is None:
-            return func(*given, **kwargs) if kwargs else func(*given)  # nothing to do, as for most ops
+            return func(*given, **kwargs) if kwargs else func(*given)
         kwargs = kwargs or {}
         action = self._action_of(op, func, args, kwargs)
         if action is Action.DISCARD:

@@ -13,6 +13,7 @@ from typing import Any
 from sacplan.core.elements import CallSite
 from sacplan.core.places import Call, StepDifference
 from sacplan.techniques.runtime.saved import Mark
+from sacplan.techniques.runtime.tensors import TAKES_A_NUMBER
 from sacplan.torch_compat.ops import OpTraits
 
 
@@ -156,8 +157,9 @@ class ScheduleDraft:
             elif switches and gap in self.kept and gap not in self.handles and on:
                 hooks = on = False
             if op is None or op.is_idle:
-                # None is the fast path of the recorder: it only runs the op.
-                made.append((func, None if hooks is None else ScheduledOp(Action.KEEP, hooks=hooks)))
+                # None is the fast path of the recorder: it only runs the op, with the arguments that it gets.
+                idle = hooks is None and func not in TAKES_A_NUMBER
+                made.append((func, None if idle else ScheduledOp(Action.KEEP, hooks=hooks)))
             else:
                 made.append((func, replace(op, hooks=hooks)))
         made.append((None, None))

@@ -17,23 +17,15 @@ from sacplan.core.elements import CallSite
 from sacplan.techniques.recompute.executor.draws import Draw
 from sacplan.techniques.recompute.executor.nodes import HeldArg, RecipeNode, Slot, tensors_of
 from sacplan.techniques.runtime.saved import SavedOf
-from sacplan.techniques.runtime.tensors import digest, history_free_aliases, is_ordinary, version_of, view_of
+from sacplan.techniques.runtime.tensors import digest, history_free_aliases, version_of, view_of
 from sacplan.techniques.runtime.writes import last_writes, note_write
-from sacplan.torch_compat.ops import ArgumentPlace, OpTraits, op_traits, tensors_in
+from sacplan.torch_compat.ops import ArgumentPlace, OpTraits, is_ordinary_tensor, op_traits, tensors_in
 from sacplan.torch_compat.private import counts_writes_of, is_plain, storage_key
 
 _RANDOM_DEVICES = ("cpu", "cuda", "meta")
 
-
-class _TensorsOnStorages:
-    """Some arguments or outputs of an op, with their storages and the addresses of these."""
-
-    __slots__ = ("keys", "storages", "tensors")
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.storages = [t.untyped_storage() for t in tensors]
-        self.keys = [storage_key(s) for s in self.storages]
+_OnStorage = tuple[torch.Tensor, Any, int]
+"""An argument or output of an op, its storage, and the address of that."""
 
 
 class SlotTable:
@@ -129,26 +121,26 @@ class SlotTable:
             or _generator_is_ambiguous(traits, inputs)
         ):
             return
-        taken, made = _TensorsOnStorages(inputs), _TensorsOnStorages(outputs)
+        taken, made = _on_storages(inputs), _on_storages(outputs)
         if _returns_an_input(traits, taken, made):
             return
         node = RecipeNode(self._unit, traits, site, times, draw)
         node.args, node.kwargs = args, kwargs
         # In place, there is one output, and the argument on its storage is the value before the write.
-        self._take(node, places, taken, made.keys[0] if traits.in_place else None, overwritten)
+        self._take(node, places, taken, made[0][2] if traits.in_place else None, overwritten)
         self._give(node, made, overwritten)
 
     def _take(
         self,
         node: RecipeNode,
         places: Sequence[ArgumentPlace],
-        taken: _TensorsOnStorages,
+        taken: Sequence[_OnStorage],
         written_key: int | None,
         overwritten: Slot | None,
     ) -> None:
         """Give a node its arguments: slots where something is discarded, else aliases of the tensors."""
         held = []
-        for place, t, storage, key in zip(places, taken.tensors, taken.storages, taken.keys, strict=True):
+        for place, (t, storage, key) in zip(places, taken, strict=True):
             slot = self._slots.get(key)
             # ``before_write`` has taken this slot out of the table already.
             if key == written_key:
@@ -172,10 +164,10 @@ class SlotTable:
                 saved = self._saved_of(t) if self._saved_of is not None else None
                 node.held.append(HeldArg(place, alias, t._version, last_writes.get(key, 0), digested, saved))
 
-    def _give(self, node: RecipeNode, made: _TensorsOnStorages, overwritten: Slot | None) -> None:
+    def _give(self, node: RecipeNode, made: Sequence[_OnStorage], overwritten: Slot | None) -> None:
         """Make the slots of a node's outputs."""
         slots: dict[int, Slot] = {}
-        for t, storage, key in zip(made.tensors, made.storages, made.keys, strict=True):
+        for t, storage, key in made:
             if key in slots:
                 node.outputs.append(None)  # two outputs on one storage: the first has its slot
                 continue
@@ -187,6 +179,10 @@ class SlotTable:
             slots[key] = slot = Slot(node, t, view, version, storage, key, self._slots)
             node.outputs.append(weakref.ref(slot))
         self._slots.update(slots)
+
+
+def _on_storages(tensors: Sequence[torch.Tensor]) -> list[_OnStorage]:
+    return [(t, storage := t.untyped_storage(), storage_key(storage)) for t in tensors]
 
 
 # --- why an output is kept although the plan discards it -----------------------------------------------------
@@ -204,7 +200,7 @@ def _views_describe_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.
     one, and an inference tensor has no version that shows a write. Without an output there is nothing that autograd
     could ask for.
     """
-    return bool(outputs) and all(map(is_ordinary, outputs)) and all(map(is_ordinary, inputs))
+    return bool(outputs) and all(map(is_ordinary_tensor, (*outputs, *inputs)))
 
 
 def _is_copy_that_nobody_awaits(kwargs: Mapping[str, Any]) -> bool:
@@ -219,9 +215,9 @@ def _generator_is_ambiguous(traits: OpTraits, inputs: Sequence[torch.Tensor]) ->
     return len({t.device for t in inputs}) != 1 or inputs[0].device.type not in _RANDOM_DEVICES
 
 
-def _returns_an_input(traits: OpTraits, taken: _TensorsOnStorages, made: _TensorsOnStorages) -> bool:
+def _returns_an_input(traits: OpTraits, taken: Sequence[_OnStorage], made: Sequence[_OnStorage]) -> bool:
     """Whether an op returned memory of an input, as ``_unsafe_view`` does, though its schema declares no alias.
 
     The node would hold as an argument what it is meant to free. An op that writes in place does so by intention.
     """
-    return not traits.in_place and not set(made.keys).isdisjoint(taken.keys)
+    return not traits.in_place and any(key == other for _, _, key in made for _, _, other in taken)
