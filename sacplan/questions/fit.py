@@ -59,7 +59,9 @@ from sacplan.record.longest import LongestBatch
 from sacplan.record.step import LossFn
 
 _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
-_RUN = "Peaks and largest sizes follow from dry runs of the compiled step at these sizes, and of the optimizers."
+_RUN = (
+    "Peaks and largest sizes follow from dry runs of the compiled step at these sizes, and of the optimizers."
+)
 _NOT_TIMED = (
     "Times are not predicted for optimizers on the host, whose state crosses the link, or which step there."
 )
