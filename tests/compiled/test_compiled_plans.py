@@ -15,7 +15,8 @@ from torch._inductor import config
 import sacplan
 from sacplan.errors import PlanError
 from tests.compiled.test_compiled_steps import BATCH, BLOCKS, WHOLE, model, profile_of
-from tests.zoo.language_models import cross_entropy, tokens
+from tests.support.steps import grads_of
+from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
 
@@ -197,6 +198,32 @@ def test_the_smallest_peak_is_the_same_whatever_the_budget() -> None:
             sacplan.plan(profile_of_scores(0), budget)
         smallest.add(error.value.smallest_feasible_bytes)
     assert smallest == {profile.peak_bytes - 4 * 1024 * 2048}  # the scores
+
+
+@pytest.mark.slow
+def test_blocks_are_partitioned_and_the_loss_outside_of_them_runs_in_slices() -> None:
+    torch.manual_seed(0)
+    found, batch = LM(layers=2, dim=64, heads=2, vocab=2048, dropout=0.0), tokens(8, 64, vocab=2048)
+    how: dict[str, Any] = {"modules": ["layers.*"], "backend": "inductor"}
+    profile = sacplan.profile(found, batch, cross_entropy, device="cpu", compile=how)
+    with pytest.raises(sacplan.InfeasibleBudget):
+        sacplan.plan(profile, "40%")
+    plan = sacplan.plan(profile, "40%", techniques=["recompute", "chunk"])
+    assert {type(one).__name__ for one in plan.decisions} == {"Partition", "Chunk"}
+    assert sacplan.verify(found, batch, plan, cross_entropy).peak_bytes == plan.peak_bytes
+    real = sacplan.verify(found, batch, plan, cross_entropy, run="real")
+    assert real.peak_bytes <= plan.budget_bytes
+    assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+    eager = grads_of(found, batch, cross_entropy)
+    for layer in found.layers:
+        layer.compile(backend="inductor")
+    torch.compiler.reset()
+    alone = grads_of(found, batch, cross_entropy)
+    with sacplan.apply(found, plan):
+        planned = grads_of(found, batch, cross_entropy)
+    for right, one, other in zip(eager, alone, planned, strict=True):
+        torch.testing.assert_close(one, right)
+        torch.testing.assert_close(other, right)
 
 
 @pytest.mark.slow
