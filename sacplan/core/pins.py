@@ -46,6 +46,7 @@ class Pins:
         named_ops: of these, those that the patterns themselves name.
         widest_units: by scope, the outermost module call, itself or around it, that may be a unit; ``ROOT_SCOPE`` where
             there is none. None where all may: nothing is in ``never``, and no module was compiled on its own.
+        last_compiled: the last forward op in a module that is compiled on its own; -1 if there is none.
     """
 
     keep: tuple[str, ...] = ()
@@ -53,6 +54,7 @@ class Pins:
     kept_ops: frozenset[int] = frozenset()
     widest_units: tuple[int, ...] | None = None
     named_ops: frozenset[int] = frozenset()
+    last_compiled: int = -1
 
     def __bool__(self) -> bool:
         return bool(self.keep) or self.widest_units is not None
@@ -138,7 +140,14 @@ def resolve_pins(
         # No unit holds these ops, so nothing could run them again.
         scopes = ((i, program.ops[i].scope) for i in forward)
         kept_ops.update(i for i, s in scopes if s == ROOT_SCOPE or widest_units[s] == ROOT_SCOPE)
-    return Pins(keep, never, frozenset(kept_ops), widest_units, frozenset(named_ops))
+    return Pins(
+        keep,
+        never,
+        frozenset(kept_ops),
+        widest_units,
+        frozenset(named_ops),
+        last_compiled(program, fingerprint),
+    )
 
 
 def _patterns(argument: str, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -282,6 +291,15 @@ def _compiled(program: Program, fingerprint: Fingerprint) -> set[int]:
     # What a broken module calls lies in a graph of its own: no unit is around that.
     scopes = program.scopes
     return found | {i for i, s in enumerate(scopes) if s.parent >= 0 and scopes[s.parent].fqn in how.broken}
+
+
+def last_compiled(program: Program, fingerprint: Fingerprint) -> int:
+    """Return the last forward op in a module that is compiled on its own; -1: there is none, or the model is one."""
+    how = fingerprint.setup.compiled
+    if how is None or "" in how.modules:
+        return -1
+    ops = (i for call in _compiled(program, fingerprint) for i in program.ops_in(call))
+    return max((i for i in ops if program.ops[i].phase == Phase.FORWARD), default=-1)
 
 
 def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tuple[int, ...]:

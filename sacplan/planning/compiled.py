@@ -3,7 +3,8 @@
 The compiler saves less than an eager step, or more; it recomputes what fuses for nothing, and reuses buffers. None of
 that is modelled here. There are two kinds of proposals, and one search, whose budget moves by what is left, or over:
 
-- With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest.
+- With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest; and if slices are
+  asked for, beside the loss in slices outside of what is compiled.
 - If none holds the budget, with another backend, and where the user has a say in what is recomputed: plans for the
   eager step, whose ops are tags in the graph.
 
@@ -22,7 +23,8 @@ from typing import Any
 from msgspec import structs
 
 from sacplan.core.budget import exact_bytes, format_bytes
-from sacplan.core.decisions import Partition
+from sacplan.core.decisions import Decision, Partition
+from sacplan.core.pins import last_compiled
 from sacplan.device.device_memory import device_memory
 from sacplan.errors import InfeasibleBudget
 from sacplan.planning.limits import ROUNDS, Limit, Room
@@ -42,6 +44,7 @@ from sacplan.planning.request import Request
 from sacplan.planning.value import UnitPlan
 from sacplan.profiling.profile import Profile
 from sacplan.record.compiled import compiler_for
+from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
 
 _CLOSE = 0.01
 """Share of the budget that a plan may leave unused without a cheaper one being sought."""
@@ -107,7 +110,8 @@ def compiled_plan(
     if not over:
         tries = [_Try(profile.peak_bytes, unplanned, profile.peak_bytes, profile, room.n_bytes)]
     elif splits_graphs(request, profile):
-        tries = _Partitions(profile, unplanned).within(room, over)
+        for outside in _outside(request, profile):
+            tries += _Partitions(profile, unplanned, outside).within(room, over)
     if not fitting():
         tries += _eager_plans(request, profile, room, over, planned)
     if not fitting():
@@ -127,7 +131,10 @@ def splits_graphs(request: Request, profile: Profile) -> bool:
     """Whether plans for a compiled step are partitions of its graphs."""
     how = profile.fingerprint.setup.compiled
     chosen = request.keep or request.never or request.solver not in ("best", "milp")
-    techniques = request.techniques is None or tuple(request.techniques) == ("recompute",)
+    techniques = request.techniques is None or {"recompute"} <= set(request.techniques) <= {
+        "recompute",
+        "chunk",
+    }
     return (
         how is not None
         and how.backend == "inductor"
@@ -137,12 +144,31 @@ def splits_graphs(request: Request, profile: Profile) -> bool:
     )
 
 
-class _Partitions:
-    """Proposals for a compiled step that split its graphs otherwise."""
+def _outside(request: Request, profile: Profile) -> list[tuple[Decision, ...]]:
+    """Return what may run in slices outside of what is compiled, if that is asked for: nothing, and the loss.
 
-    def __init__(self, profile: Profile, unplanned: Plan) -> None:
+    Of the numbers of slices, the smallest that is about as good as any for the eager step, and the largest, are tried.
+    """
+    found: list[tuple[Decision, ...]] = [()]
+    if "chunk" not in (request.techniques or ()):
+        return found
+    eager = profile.uncompiled
+    after = last_compiled(eager.program, eager.fingerprint)
+    loss = loss_chunks(eager.program, eager.spec, request.accumulate, after)
+    if after < 0 or not isinstance(loss, ChunkOptions):
+        return found
+    peaks = {chunk: eager.footprint((chunk,)).peak_bytes for chunk in loss.chunks}
+    few = next(chunk for chunk, peak in peaks.items() if peak <= (1 + _CLOSE) * min(peaks.values()))
+    return [*found, *((chunk,) for chunk in dict.fromkeys((few, loss.chunks[-1])))]
+
+
+class _Partitions:
+    """Proposals for a compiled step that split its graphs otherwise, beside decisions outside of what is compiled."""
+
+    def __init__(self, profile: Profile, unplanned: Plan, outside: tuple[Decision, ...]) -> None:
         how: Any = profile.fingerprint.setup.compiled
         self._profile = profile
+        self._outside = outside
         self._unplanned = unplanned
         self._unit = how.modules[0]
         self._calls = len(how.modules)  # alike modules share a graph, which each of them calls
@@ -173,13 +199,17 @@ class _Partitions:
         ratio = max(0.0, 1 - left / max(1, before))
         plan = structs.replace(
             self._unplanned,
-            decisions=decisions,
-            units={self._unit: UnitPlan(ratio, 0.0)},
+            decisions=(*decisions, *self._outside),
+            units=self._units(ratio, 0.0),
             status="feasible",
         )
         seen = self._profile.run_with(plan)
         again_ms = max(0.0, seen.step_ms - self._profile.step_ms)
-        return structs.replace(plan, units={self._unit: UnitPlan(ratio, again_ms)}), seen
+        return structs.replace(plan, units=self._units(ratio, again_ms)), seen
+
+    def _units(self, ratio: float, ms: float) -> dict[str, UnitPlan]:
+        beside = {unit: UnitPlan(0.0, 0.0) for one in self._outside for unit in one.units}
+        return {self._unit: UnitPlan(ratio, ms), **beside}
 
     def n_bytes(self, splits: Splits) -> int:
         """Return about what graphs take that are split so, without all else that is there."""
@@ -193,6 +223,12 @@ class _Partitions:
         tries: list[_Try] = []
         tried: list[Splits] = []
         most_ms = math.inf  # what is worth a run once one fits
+        if self._outside:  # what that takes shows in a run
+            tries.append(_tried(room, *self.run(own)))
+            tried.append(own)
+            beside = tries[0].needs - self.n_bytes(own)
+            if tries[0].needs <= room.n_bytes:
+                most_ms = ms_of(own) - _WORTH * self._profile.step_ms
 
         def left() -> list[Splits]:
             return [one for one in self._options() if one not in tried and ms_of(one) < most_ms]
@@ -268,7 +304,9 @@ def _small(
 ) -> list[tuple[Plan, Profile]]:
     """Return the plans among which the smallest is looked for, and the steps with them: the same for every budget."""
     found = [profile.planned_and_run(functools.partial(smallest, request))]
-    return found + (_Partitions(profile, unplanned).small if splits_graphs(request, profile) else [])
+    for outside in _outside(request, profile) if splits_graphs(request, profile) else ():
+        found += _Partitions(profile, unplanned, outside).small
+    return found
 
 
 def _eager_plans(request: Request, profile: Profile, room: Room, over: int, planned: Planned) -> list[_Try]:

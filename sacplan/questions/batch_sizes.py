@@ -48,7 +48,8 @@ class CapacityPoint(Row):
 
     Attributes:
         batch_size: Samples in the batch.
-        floor_bytes: No plan has a lower peak, except one that runs more than the loss in slices.
+        floor_bytes: No plan has a lower peak, except one that runs more than the loss in slices. Of a compiled step,
+            what it has alive at its end.
         step_ms: With accumulation, of the last micro-step, with the optimizer's.
         spared_ms: Part of it that the other micro-steps do not have, on average: most of the optimizer's step.
     """
@@ -120,8 +121,9 @@ class BatchSizes:
     at_most: int | None = None
     progress: Callable[[CapacityPoint, str], None] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
-    above_floor: float = 1.0
-    """Ratio of the smallest peak to the floor, from the last size for which both are known."""
+    above_base: float = 1.0
+    """Ratio of the smallest peak to the floor, or to the peak of a compiled step, from the last size with both."""
+    _base: dict[int, int] = field(default_factory=dict)  # what that ratio is to
     _excess: dict[int, int] = field(default_factory=dict)  # of the step without a plan, over its own limit
 
     def __post_init__(self) -> None:
@@ -157,6 +159,7 @@ class BatchSizes:
             check_batches_differ((1, n), (one.fingerprint, traced.fingerprint))
         may_chunk = "chunk" in (self.request.techniques or ())
         floor = _floor_bytes(traced, self.request.techniques or ())
+        self._base[n] = traced.peak_bytes if traced.runs_compiled else floor
         # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
         # name the smallest peak, and what would help.
         if floor <= self.budget_bytes or may_chunk or n == 1:
@@ -165,7 +168,7 @@ class BatchSizes:
                 if n == 1:
                     raise self._nothing_fits(outcome.error) from outcome.error
                 # Only a failed search reports the smallest peak: a plan that fits takes what the budget allows.
-                self.above_floor = outcome.peak_bytes / floor
+                self.above_base = outcome.peak_bytes / self._base[n]
             taken = Row.taken(outcome)
         else:  # no plan can hold the budget, so the smallest peak is not searched for
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
@@ -214,14 +217,14 @@ class BatchSizes:
         return self._excess[point.batch_size]
 
     def _smallest_peak(self, point: CapacityPoint) -> float:
-        """Return the smallest peak of a size, or an estimate from its floor.
+        """Return the smallest peak of a size, or an estimate.
 
         The peak of a plan that fits is of no use here: the plan uses the budget up, so its peak is near the budget at
         every size.
         """
         if not point.fits and point.peak_bytes is not None:  # planning failed, and reported the smallest peak
             return point.peak_bytes
-        return point.floor_bytes * self.above_floor
+        return self._base[point.batch_size] * self.above_base
 
     # --- the fastest --------------------------------------------------------------------------
 
@@ -282,6 +285,8 @@ def check_batches_differ(sizes: tuple[int, int], made: tuple[Fingerprint, Finger
 
 def _floor_bytes(traced: Profile, techniques: Collection[str]) -> int:
     """Return a peak that no plan goes below, except one that runs other things than the loss in slices."""
+    if traced.runs_compiled:  # with a plan, its ops are others
+        return traced.baseline.end_bytes
     programs = [traced.program]
     chunks = loss_chunks(traced.program, traced.spec) if "chunk" in techniques else ()
     if isinstance(chunks, ChunkOptions):

@@ -9,7 +9,8 @@ is recorded without its optimizer, and an optimizer is recorded on the parameter
 So everything that planning derives from the step serves all optimizers, and an optimizer only changes the budget: the
 budget less its state. The step of a rank is recorded with its optimizer, which then counts as a part of the step.
 
-A compiled step is run with each plan, dry.
+A compiled step is run with each plan, dry, and its largest sizes are looked for by such runs: a compiler makes another
+program of another size.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sacplan.planning.planner import Planner
 from sacplan.planning.request import Request
 from sacplan.profiling.optimizers import OptimizerStep, program_with_optimizer, with_optimizer
 from sacplan.profiling.profile import Profile
-from sacplan.questions.largest import largest_within
+from sacplan.questions.largest import largest, largest_within
 from sacplan.questions.scaled import Sized, sized
 from sacplan.questions.verdict import FitRow
 from sacplan.questions.ways import AS_IT_IS, PLAN, Way
@@ -306,17 +307,32 @@ class Case:
         if row.fits and 1 < axis.asked == axis.limit:
             return axis.asked
         made = [self.smallest(self._ways[row.way]), self.smallest(AS_IT_IS)]
+        # The step as it is counts for every way. Its row comes first.
+        known = min(max(self._sizes.get(axis.name, 0), axis.asked if row.fits else 0), axis.limit)
+        if self.step.runs_compiled:
+            return self._noted(row, axis, max(known, self._largest_run(axis, made[0])))
         # Where one sample fits and two do not, no other batch has to be recorded, either.
         if axis.name == "batch" and axis.asked == 1 and not self._fits_at(axis.record(2), made):
             return 1
         if axis.steps is None:
             return None
-        # The step as it is counts for every way. Its row comes first.
-        known = max(self._sizes.get(axis.name, 0), axis.asked if row.fits else 0)
-        known = self._largest(axis.steps, axis, made, min(known, axis.limit))
+        return self._noted(row, axis, self._largest(axis.steps, axis, made, known))
+
+    def _noted(self, row: FitRow, axis: SizeAxis, found: int) -> int:
         if row.way == AS_IT_IS.name:
-            self._sizes[axis.name] = known
-        return known
+            self._sizes[axis.name] = found
+        return found
+
+    def _largest_run(self, axis: SizeAxis, made: _Choice) -> int:
+        """Return the largest size that fits with a plan, each recorded compiled and run with it: some four of them."""
+        over: dict[int, int] = {}
+
+        def look(n: int) -> None:
+            program = self._program(made, axis.record(n * axis.unit))
+            over[n] = self.room.needs(program) - self.room.n_bytes
+
+        look(axis.asked // axis.unit)
+        return axis.unit * largest(over, look, axis.most, lambda excess: excess <= 0, float)
 
     def _fits_at(self, step: Profile, made: list[_Choice]) -> bool:
         return any(self._program(one, step).footprint.peak_bytes <= self.room.n_bytes for one in made)

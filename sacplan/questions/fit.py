@@ -14,8 +14,8 @@ The peak and time of a row that fits are those of the plan that ``plan`` finds. 
 peak that a quick search finds. The largest batch and sequence are lower bounds: they hold with the decisions that have
 the smallest peak at the asked size, and planning anew at each size might find larger ones.
 
-A compiled step is run with each plan, dry. Its rows are the step as it is and with a plan, and no sizes are computed:
-a compiler makes another program of another size.
+A compiled step is run with each plan, dry. Its rows are the step as it is and with a plan. A compiler makes another
+program of another size, so no size is computed: those that are tried are run, some four for each largest size.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ from sacplan.record.longest import LongestBatch
 from sacplan.record.step import LossFn
 
 _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
+_RUN = (
+    "Peaks and largest sizes follow from dry runs of the compiled step at these sizes, and of the optimizers."
+)
 _NOT_TIMED = (
     "Times are not predicted for optimizers on the host, whose state crosses the link, or which step there."
 )
@@ -115,8 +118,8 @@ def fit(
             optimizer's state and gradients, and shards. By default the host's share of common machines with the device.
         name: Name of the model in the answer.
         sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
-        compile: As for ``profile``. Rows of a compiled step are the step as it is and with a plan, without largest
-            sizes: those are what ``max_batch`` looks for.
+        compile: As for ``profile``. Rows of a compiled step are the step as it is and with a plan. Its largest sizes
+            take dry runs at some four sizes each.
         on_verdict: A function that is called with the verdict as soon as it is known, before the largest sizes are.
 
     Returns:
@@ -236,7 +239,6 @@ class Sweep(Asked):
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
         """Return the verdict with all rows. ``on_verdict`` gets it earlier, without the largest sizes."""
         rows, with_sizes = self._rows_on_ranks() if self.devices > 1 else (self._rows(), self.with_sizes)
-        sizes = sizes and not self.base.runs_compiled
         verdict = self._verdict(name, rows)
         if on_verdict is not None:
             on_verdict(verdict)
@@ -367,7 +369,7 @@ class Sweep(Asked):
             rows=tuple(rows),
             recommended=best,
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),
-            computed=(*self.notes, _COMPUTED),
+            computed=(*self.notes, _RUN if self.base.runs_compiled else _COMPUTED),
             remarks=tuple(f"{said[0].upper()}{said[1:]}." for said in self.remarks),
             accumulation_steps=asked["accumulation_steps"],
             devices=self.devices,

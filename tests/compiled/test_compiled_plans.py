@@ -15,7 +15,8 @@ from torch._inductor import config
 import sacplan
 from sacplan.errors import PlanError
 from tests.compiled.test_compiled_steps import BATCH, BLOCKS, WHOLE, model, profile_of
-from tests.zoo.language_models import cross_entropy, tokens
+from tests.support.steps import grads_of
+from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
 
@@ -70,16 +71,41 @@ def test_reports_and_frontiers_are_those_of_the_compiled_step(tmp_path: Path) ->
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_fit_says_whether_the_compiled_step_fits() -> None:
-    found = sacplan.fit(
-        model(), lambda n: tokens(n, 64), "cpu", cross_entropy, "sgd", "3MiB", batch=4, compile=BLOCKS
-    )
-    as_it_is, planned = found.rows
+@pytest.mark.parametrize("modules", [["layers.*"], [""]])
+def test_fit_says_what_the_compiled_step_takes_and_its_largest_batches(modules: list[str]) -> None:
+    compile, n_bytes = {**BLOCKS, "modules": modules}, 3 * 2**20
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    profile = sacplan.profile(model(), BATCH, cross_entropy, sgd, device="cpu", compile=BLOCKS)
+
+    def profiled(n: int) -> sacplan.Profile:
+        return sacplan.profile(model(), tokens(n, 64), cross_entropy, sgd, device="cpu", compile=compile)
+
+    def make_batch(n: int) -> torch.Tensor:
+        return tokens(n, 64)
+
+    found = sacplan.fit(model(), make_batch, "cpu", cross_entropy, "sgd", "3MiB", batch=4, compile=compile)
+    as_it_is, planned = found.rows
+    profile = profiled(4)
     assert (as_it_is.peak_bytes, as_it_is.fits) == (profile.peak_bytes, False)
     assert (planned.peak_bytes, planned.fits) == (sacplan.plan(profile, "3MiB").peak_bytes, True)
-    assert f"compile={BLOCKS!r}" in found.code
+    assert f"compile={compile!r}" in found.code
+    assert as_it_is.largest_batch is not None
+    assert planned.largest_batch is not None
+    edge = [profiled(as_it_is.largest_batch + more).peak_bytes for more in (0, 1)]
+    assert edge[0] <= n_bytes < edge[1]
+    largest = profiled(planned.largest_batch)
+    plan = sacplan.plan(largest, "3MiB")
+    verified = sacplan.verify(model(), tokens(planned.largest_batch, 64), plan, cross_entropy, sgd)
+    assert verified.peak_bytes == plan.peak_bytes <= n_bytes
+    with pytest.raises(sacplan.InfeasibleBudget):
+        sacplan.plan(profiled(planned.largest_batch + 1), "3MiB")
+    best = sacplan.max_batch(
+        model(), make_batch, "3MiB", "cpu", loss_fn=cross_entropy, optimizer=sgd, compile=compile
+    )
+    assert best.unplanned_batch_size == as_it_is.largest_batch
+    assert best.batch_size == planned.largest_batch
+
+
+def test_fit_answers_for_a_compiled_step_on_one_device() -> None:
     with pytest.raises(PlanError, match="2 devices"):
         sacplan.fit(model(), lambda n: tokens(n, 64), devices=2, compile=True)
 
@@ -172,6 +198,32 @@ def test_the_smallest_peak_is_the_same_whatever_the_budget() -> None:
             sacplan.plan(profile_of_scores(0), budget)
         smallest.add(error.value.smallest_feasible_bytes)
     assert smallest == {profile.peak_bytes - 4 * 1024 * 2048}  # the scores
+
+
+@pytest.mark.slow
+def test_blocks_are_partitioned_and_the_loss_outside_of_them_runs_in_slices() -> None:
+    torch.manual_seed(0)
+    found, batch = LM(layers=2, dim=64, heads=2, vocab=2048, dropout=0.0), tokens(8, 64, vocab=2048)
+    how: dict[str, Any] = {"modules": ["layers.*"], "backend": "inductor"}
+    profile = sacplan.profile(found, batch, cross_entropy, device="cpu", compile=how)
+    with pytest.raises(sacplan.InfeasibleBudget):
+        sacplan.plan(profile, "40%")
+    plan = sacplan.plan(profile, "40%", techniques=["recompute", "chunk"])
+    assert {type(one).__name__ for one in plan.decisions} == {"Partition", "Chunk"}
+    assert sacplan.verify(found, batch, plan, cross_entropy).peak_bytes == plan.peak_bytes
+    real = sacplan.verify(found, batch, plan, cross_entropy, run="real")
+    assert real.peak_bytes <= plan.budget_bytes
+    assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+    eager = grads_of(found, batch, cross_entropy)
+    for layer in found.layers:
+        layer.compile(backend="inductor")
+    torch.compiler.reset()
+    alone = grads_of(found, batch, cross_entropy)
+    with sacplan.apply(found, plan):
+        planned = grads_of(found, batch, cross_entropy)
+    for right, one, other in zip(eager, alone, planned, strict=True):
+        torch.testing.assert_close(one, right)
+        torch.testing.assert_close(other, right)
 
 
 @pytest.mark.slow

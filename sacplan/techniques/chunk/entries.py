@@ -134,22 +134,26 @@ class Refusal:
 
 @derived
 def loss_chunks(
-    program: Program, device: DeviceSpec, accumulate: Accumulate = "float32"
+    program: Program, device: DeviceSpec, accumulate: Accumulate = "float32", after: int = -1
 ) -> ChunkOptions | tuple[Refusal, ...]:
     """Return the entry from which on slices save most up to the loss; or why none of the last modules is one.
+
+    Args:
+        program, device, accumulate: the step, what it runs on, and the type in which gradients are summed.
+        after: entries begin after this op: what is compiled cannot run in slices.
 
     Worked out once for a program.
     """
     with registered(device):  # once for all rehearsals
-        return _loss_chunks(program, device, accumulate)
+        return _loss_chunks(program, device, accumulate, after)
 
 
 def _loss_chunks(
-    program: Program, device: DeviceSpec, accumulate: Accumulate
+    program: Program, device: DeviceSpec, accumulate: Accumulate, after: int
 ) -> ChunkOptions | tuple[Refusal, ...]:
     best: tuple[int, Chunk] | None = None
     refused: list[Refusal] = []
-    for unit in _last_modules(program):
+    for unit in _last_modules(program, after):
         try:
             chunk = _first_axis(program, unit, "rest", device, accumulate)
         except CannotChunk as error:
@@ -168,14 +172,15 @@ def _loss_chunks(
     return _offered(program, best[1], powers, device)
 
 
-def _last_modules(program: Program) -> Iterator[str]:
+def _last_modules(program: Program, after: int) -> Iterator[str]:
     """Yield modules that are called once, the last ones first; of those that begin at one op, the innermost first."""
     ops = program.ops
     last = max((i for i, op in enumerate(ops) if op.phase is Phase.FORWARD), default=-1)
+    first = max(after + 1, last - _MOST_OPS)
     found = [
         (program.scopes[calls[0]].first_op, calls[0], fqn)
         for fqn, calls in program.calls.items()
-        if len(calls) == 1 and fqn and last - program.scopes[calls[0]].first_op <= _MOST_OPS
+        if len(calls) == 1 and fqn and program.scopes[calls[0]].first_op >= first
     ]
     for _, _, fqn in sorted(found, reverse=True)[:_TRIED]:
         yield fqn
