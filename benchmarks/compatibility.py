@@ -18,8 +18,6 @@ Architectures run in processes of their own, with a limit on time and memory.
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -35,7 +33,7 @@ from benchmarks.harness.budgets import Row, steps_of
 from benchmarks.harness.command import Parser
 from benchmarks.harness.processes import in_workers
 from benchmarks.harness.results import MIB, RESULTS, ROOT, describe, machine, read_results, write_results
-from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
+from benchmarks.harness.table import csv_text, markdown_head, markdown_line, put_on_page
 from benchmarks.models import small_configs, zoo_models
 from benchmarks.models.cases import Case
 
@@ -233,15 +231,6 @@ def block(about: dict[str, Any], found: list[Outcome]) -> str:
         said = (o.difference, o.why_not_exact) if o.status == TRAINED else (FAILED, escaped(o.reason))
         lines.append(markdown_line((f"`{o.model_type}`", *said)))
     return "\n".join(lines) + "\n"
-
-
-def csv_text(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """Write a table as CSV."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(heads)
-    writer.writerows(rows)
-    return out.getvalue()
 
 
 def publish() -> None:

@@ -45,9 +45,9 @@ from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on
 from benchmarks.models import gpu_models
 from sacplan.device.attention import AttentionCall, attention_backend
 from sacplan.device.calibrate import calibrate
+from sacplan.device.cublas import library_workspace_bytes
 from sacplan.device.device_memory import device_memory
 from sacplan.device.devices import DeviceSpec, resolve_device, torch_version
-from sacplan.device.library_workspaces import library_workspace_bytes
 from sacplan.record.step import Step, default_loss
 from sacplan.running.measure import measured_step
 

@@ -37,10 +37,10 @@ import transformers
 from transformers.models.auto import configuration_auto
 
 import sacplan
-from benchmarks.compatibility import csv_text, sweep_parser
+from benchmarks.compatibility import sweep_parser
 from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import GIB, RESULTS, ROOT, describe, machine, read_results, write_results
-from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
+from benchmarks.harness.table import csv_text, markdown_head, markdown_line, put_on_page
 from benchmarks.models import small_configs
 from sacplan.integrations.hf import models as hf
 from sacplan.integrations.hf.target import ModelOptions

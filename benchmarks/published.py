@@ -19,11 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compatibility import csv_text
 from benchmarks.harness.command import Parser
 from benchmarks.harness.played import RunFigures, allocator_figures
 from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_results, write_results
-from benchmarks.harness.table import Table, markdown_head, markdown_line
+from benchmarks.harness.table import Table, csv_text, markdown_head, markdown_line
 from benchmarks.models.published_step import Point, Step
 from benchmarks.models.published_steps import STEPS
 from benchmarks.models.published_times import timed_rows

@@ -31,10 +31,10 @@ from benchmarks.harness.table import Table
 from benchmarks.models import published_ops
 from benchmarks.models.published_ops import OpCase, PublishedRow
 from sacplan.device.cost import CostModel
+from sacplan.device.cublas import library_workspace_bytes
 from sacplan.device.device_memory import device_memory
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.kernels import fake_device
-from sacplan.device.library_workspaces import library_workspace_bytes
 
 SHORTEST_MS = 0.1
 """Rows that took less are left out of the summary."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,6 +47,15 @@ def markdown_head(heads: Iterable[str]) -> list[str]:
     """Write the first two lines of a table in Markdown."""
     heads = list(heads)
     return [markdown_line(heads), markdown_line(["---"] * len(heads))]
+
+
+def csv_text(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """Write a table as CSV."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(heads)
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def put_on_page(page: Path, command: str, table: str) -> None:
