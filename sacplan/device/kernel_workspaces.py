@@ -11,116 +11,19 @@ Sources: PyTorch's ``flash_attn/flash_api.cpp``, ``mem_eff_attention/kernel_forw
 ``Embedding.cu``, ``Indexing.cu``, ``layer_norm_kernel.cu``; ``backends/cuda/ops.py`` of bitsandbytes. What cuDNN
 allocates is not published: convolutions and attention are as measured on an H100 with cuDNN 9.19; recurrent layers and
 batch norm count as 0.
-
-The blocks of a reduction may share a buffer: ``setReduceConfig`` in PyTorch's ``Reduce.cuh``. The sum of a gradient
-over all rows, which is the gradient of a bias, has few results and many terms. So each result is summed by several
-blocks of threads, which leave what they have in global memory: on an H100, 132 MiB for 3,072 results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from sacplan.device.cublas import PRODUCTS, library_workspace_bytes, workspaces_stay
 from sacplan.device.devices import DeviceSpec
-from sacplan.device.library_workspaces import PRODUCTS, library_workspace_bytes, workspaces_stay
+from sacplan.device.reductions import reduction_bytes
 from sacplan.torch_compat.ops import RuleTable, arguments_by_name
-
-_MAX_THREADS = 512
-_WARP = 32
-_MIN_VALUES, _MAX_VALUES = 16, 256
-"""Values that a thread sums: fewer are not worth another block, and more are too many for one."""
-_THREADS_OF_SM = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Threads that a multiprocessor holds by compute capability; 2048 elsewhere (CUDA programming guide)."""
-
-_Dim = tuple[int, int, int]
-"""Elements, stride of the output (0: summed over), stride of the input."""
-
-
-def reduction_bytes(
-    x: torch.Tensor, dims: Collection[int], accumulator_bytes: int, spec: DeviceSpec
-) -> Sequence[int]:
-    """Return the bytes of the buffer and of its semaphores; nothing if one block sums each result.
-
-    Args:
-        x: the input.
-        dims: the dimensions that are summed over, none of them negative; none at all stands for all.
-        accumulator_bytes: of one element of the accumulator.
-    """
-    if not x.numel():
-        return ()
-    iterated = _iterated(x, dims)
-    n_summed = sum(not out for _, out, _ in iterated)
-    n_inputs = n_outputs = 1
-    for size, out, _ in iterated:
-        n_inputs, n_outputs = (n_inputs, n_outputs * size) if out else (n_inputs * size, n_outputs)
-    along_rows = n_summed == len(iterated) or iterated[0][2] < iterated[n_summed][2]
-    width, height = (n_inputs, n_outputs) if along_rows else (n_outputs, n_inputs)
-    vector = 1
-    if not along_rows and iterated[n_summed][2] == 1:
-        vector = _vector(iterated, n_summed)
-        width //= vector
-    elif along_rows and iterated and iterated[0][2] == 1 and width > 128 and len(iterated) == 1:
-        width //= 4
-    block_width, block_height = _block(width, height, _MAX_THREADS // vector)
-    step_in, step_out = (block_width, 1) if along_rows else (1, block_width)
-    # The terms of a result are too few for several warps of a block.
-    if -(-n_inputs // step_in) < min(block_height * 16, _MAX_VALUES):
-        return ()
-    values = -(-n_inputs // (step_in * block_height))
-    grid = -(-(n_outputs // vector) // step_out)
-    most = spec.sm_count * (
-        _THREADS_OF_SM.get(spec.capability or (0, 0), 2048) // (block_width * block_height)
-    )
-    # They are too few for several blocks, or the results alone keep the GPU busy.
-    if values < _MAX_VALUES or grid > most:
-        return ()
-    blocks = max(min(-(-most // grid), -(-values // _MIN_VALUES)), -(-values // _MAX_VALUES))
-    if blocks == 1:
-        return ()
-    partial = accumulator_bytes * n_outputs * blocks * (1 if along_rows else block_width * vector)
-    return partial, 4 * grid
-
-
-def _iterated(x: torch.Tensor, dims: Collection[int]) -> list[_Dim]:
-    """Return the dimensions as ``TensorIterator`` goes through them: those summed over first, then by stride."""
-    found: list[_Dim] = []
-    stride = 1
-    for dim in reversed(range(x.dim())):
-        summed = dim in dims or not dims
-        if x.shape[dim] > 1:
-            found.append((x.shape[dim], 0 if summed else stride, x.stride(dim)))
-        stride *= 1 if summed else x.shape[dim]
-    found.sort(key=lambda dim: (bool(dim[1]), dim[1], dim[2]))
-    joined: list[_Dim] = []
-    for size, out, into in found:
-        if (
-            joined
-            and bool(out) == bool(joined[-1][1])
-            and (out, into) == tuple(joined[-1][0] * s for s in joined[-1][1:])
-        ):
-            joined[-1] = (joined[-1][0] * size, *joined[-1][1:])
-        else:
-            joined.append((size, out, into))
-    return joined
-
-
-def _vector(iterated: Sequence[_Dim], n_summed: int) -> int:
-    """Return how many results a thread has next to each other (``get_output_vec_size``)."""
-    vector = 4
-    for i, (size, _, into) in enumerate(iterated):
-        while (size if i == n_summed else into) % vector:
-            vector //= 2
-    return vector
-
-
-def _block(width: int, height: int, most: int) -> tuple[int, int]:
-    across, down = (most if n >= most else 1 << (n.bit_length() - 1) for n in (max(width, 1), max(height, 1)))
-    rows = min(down, most // min(across, _WARP))
-    return min(across, most // rows), rows
-
 
 Arguments = Mapping[str, Any]
 OUTPUTS = "outputs"
@@ -287,7 +190,7 @@ ACCUMULATOR_BYTES: Mapping[str, Callable[[torch.Tensor], int]] = {
 def reduction_workspace_bytes(
     name: str, x: torch.Tensor, dims: Sequence[int] | None, spec: DeviceSpec
 ) -> int:
-    """Return what blocks share that make one result (``reduction_bytes``); unlike others not linear in the size.
+    """Return what blocks share that make one result (``reductions.py``); unlike others not linear in the size.
 
     Args:
         name: of the op, a key of ``ACCUMULATOR_BYTES``.

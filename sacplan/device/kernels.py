@@ -5,11 +5,11 @@
 - ``overrides.py``, ``attention.py``, ``cudnn_rnn.py``: the ops that CUDA runs in other kernels. A new module of
   overrides is one more import here;
 - ``autocast.py``: CUDA's cast lists;
-- ``foreach``: optimizers take the path that is the default there;
+- ``foreach.py``: optimizers take the path that is the default there;
 
 and for every device ``layouts.py``: strides and storages as the kernels make them.
 
-``kernel_workspaces.py`` knows what a kernel allocates inside, ``library_workspaces.py`` what cuBLAS keeps.
+``kernel_workspaces.py`` knows what a kernel allocates inside, ``cublas.py`` what cuBLAS keeps.
 
 How: Python kernels for the dispatch key ``AutogradCPU``. A function mode would miss the calls inside
 ``F.multi_head_attention_forward``, and the key ``CPU`` would lose autograd.
@@ -26,13 +26,7 @@ Known gaps, all of them small, or impossible to know without the device:
 - second derivatives through ``rms_norm``, ``torch.func`` transforms over it, and inference mode (which skips
   the autograd keys) are not emulated.
 
-torch decides by the exact type of the parameters and by their device whether an optimizer takes its ``foreach`` path.
-Fake parameters have neither, so a trace would silently take the single-tensor path, whose temporaries differ
-(``foreach`` holds as much as all parameters). Each optimizer's own rules (Adafactor stays single, a tensor learning
-rate, ``fused``) are left to torch.
-
-Private PyTorch APIs, tried on 2.11 and 2.13: ``torch._subclasses.FakeTensorMode``, ``Library._destroy``;
-``_foreach_supported_types`` and ``_get_foreach_kernels_supported_devices`` in ``torch.optim.optimizer``.
+Private PyTorch APIs, tried on 2.11 and 2.13: ``torch._subclasses.FakeTensorMode``, ``Library._destroy``.
 """
 
 from __future__ import annotations
@@ -49,34 +43,16 @@ import torch
 import torch._refs  # registers torch's own fake layer norm, which must be there before it is replaced
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.optim import optimizer as torch_optimizer
 
 from sacplan.device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
+from sacplan.device.foreach import foreach_by_default
 from sacplan.device.layouts import cpu_kernels, elementwise_kernels, quick_kernels, shared_kernels
 from sacplan.device.overrides import fake_kernel, override
 from sacplan.torch_compat.fake_kernels import FakeKernel, fake_kernels, forget_kernels
 from sacplan.torch_compat.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
 from sacplan.torch_compat.local_tensors import local_part
 from sacplan.torch_compat.ops import run_composite, tensors_in
-from sacplan.torch_compat.private import replaced
-
-
-@contextmanager
-def foreach_by_default(is_active: Callable[[], bool]) -> Iterator[None]:
-    """Let fake CPU parameters qualify for ``foreach`` where ``is_active()``, which is asked in each thread."""
-    optimizers: Any = torch_optimizer
-    own = optimizers._get_foreach_kernels_supported_devices
-
-    def devices() -> list[str]:
-        return [*own(), "cpu"] if is_active() else own()
-
-    # ``_default_to_fused_or_foreach`` asks for the exact type and then for the device, so both lists must grow. The
-    # list of types may hold for every thread: it lets a fake parameter pass, whose device still decides.
-    types = [*optimizers._foreach_supported_types, FakeTensor]
-    with replaced(optimizers, _foreach_supported_types=types, _get_foreach_kernels_supported_devices=devices):
-        yield
-
 
 # The registrations belong to the process: the first context that is entered anywhere makes them, and the last one
 # that is left removes them. Which device is active belongs to the thread. An overridden op that is called with

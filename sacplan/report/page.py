@@ -1,18 +1,11 @@
-"""One HTML page about a profile and a plan, which needs no network.
-
-Figures are in it as SVG, with text as text and with the page's CSS variables as colours.
-"""
+"""One HTML page about a profile and a plan, which needs no network."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,73 +31,16 @@ from sacplan.report.figures import (
     draw_frontier,
     draw_memory,
     has_chunks,
-    need_matplotlib,
 )
 from sacplan.report.modules import NOTHING, RowGroup, grouped, module_rows
-from sacplan.report.palette import COLOURS, STACK, css_name, css_variables
+from sacplan.report.palette import STACK, css_name, css_variables
+from sacplan.report.svg import inline_svg, page_style
 from sacplan.report.timeline import Panel, buckets_of, panels_of
 from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
-
-
-_NAMES = {light: name for name, (light, _) in COLOURS.items()}
-_PLOT = "plot"
-_NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-
-
-@contextmanager
-def page_style() -> Iterator[None]:
-    """Draw figures in matplotlib's default style, whatever the caller has set up."""
-    need_matplotlib()
-    import matplotlib.style
-
-    with matplotlib.style.context(["default", {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}]):
-        yield
-
-
-def inline_svg(figure: Figure, said: str, salt: str) -> str:
-    """Return the figure as an ``<svg>`` element that is as wide as its container.
-
-    The area that data is drawn in has the class ``plot``.
-
-    Args:
-        figure: drawn under ``page_style``, in colours of the palette.
-        said: a description for people who cannot see it.
-        salt: different for each figure on a page, so that their ids differ.
-    """
-    import matplotlib
-
-    for axis in figure.axes:
-        axis.patch.set_gid(_PLOT)
-    file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": salt}):
-        figure.savefig(file, format="svg", transparent=True, metadata=_NOTHING)
-    svg = file.getvalue()
-    # The XML header has no place in HTML. Sizes are dropped, so that the page decides; ids would clash with
-    # those of other figures, unless something refers to them: matplotlib puts these on other elements than
-    # ``<g>``.
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(
-        r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{escape(said)}">', svg
-    )
-    svg = re.sub(r"<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = svg.replace(f'<g id="{_PLOT}">', f'<g class="{_PLOT}">')
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    # Each colour of the palette has one name, see ``COLOURS``. Another colour is a mistake, and raises
-    # ``KeyError``.
-    svg = re.sub(r"#[0-9a-f]{6}(?=[;\"])", lambda colour: f"var(--{_NAMES[colour[0]]})", svg)
-    svg = re.sub(r' d="[^"]*"', _shorter, svg)
-    return re.sub(r"\s*\n\s*", " ", svg)
-
-
-def _shorter(path: re.Match[str]) -> str:
-    """Round coordinates to a tenth of a point, below which nothing can be seen."""
-    return re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", path[0])
-
 
 # Inches; the page stretches them to 1.1 to 1.9 times that.
 _CHART, _FRONTIER = (4.4, 3.7), (4.4, 4.2)

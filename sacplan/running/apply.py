@@ -1,196 +1,29 @@
-"""``apply``: change a model in place so that it runs as planned; ``handle.remove()`` undoes it.
-
-Of several plans, each call of the model runs with the first one that was made for a call as large. The forwards of all
-plans are made when they are applied. The hook that looks at the shapes of a call (``watch.py``)
-says which plan counts from there on. For shapes that came before, that is a look-up. A backward pass goes on with the
-plan of its forward pass, whichever is chosen in between: autograd holds what it needs.
-
-A plan on a mesh also spreads the model, by PyTorch's own calls.
-"""
+"""``apply``: change a model in place so that it runs as planned; ``handle.remove()`` undoes it."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sacplan.core.arguments import checked, opened
 from sacplan.core.names import folded_names
 from sacplan.core.places import StepDifference
 from sacplan.core.setup import Setup, warn_of
-from sacplan.distributed.sharding.process_groups import device_mesh_of
 from sacplan.errors import PlanError, PlanMismatch
 from sacplan.planning.plan import Plan, PlanOrPath
 from sacplan.record.step import own_checkpointing
-from sacplan.running.watch import InputWatch, Watched
+from sacplan.running.by_size import InstalledBySize, lifted
+from sacplan.running.spread import SpreadModel
+from sacplan.running.watch import Watched
 from sacplan.techniques.base.technique import Installed, ToInstall
 from sacplan.techniques.registry import by_technique
-from sacplan.techniques.runtime.stand_ins import InstalledStandIns, StandIn
-from sacplan.torch_compat.compiling import compiled_in_place, stop_compiling
-
-
-class SpreadModel:
-    """A model that PyTorch has spread over a mesh, as a plan says. PyTorch has no call that undoes this.
-
-    Raises:
-        PlanError: there is no process group, or it has another number of ranks.
-        PlanMismatch: ranks have other plans, or parameters of other values.
-    """
-
-    units: tuple[str, ...] = ()
-    differences: tuple[StepDifference, ...] = ()
-
-    def __init__(self, model: torch.nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
-        assert plan.ranks.sharding is not None
-        self._model, self._ranks, self._sharding = model, plan.ranks, plan.ranks.sharding
-        # All ranks of the default group, on the kind of device that the parameters are on.
-        if mesh is None:
-            device = next((p.device.type for p in model.parameters()), "cpu")
-            mesh = device_mesh_of(device, self._sharding.mesh.ranks, self._sharding.mesh.names)
-        if tuple(mesh.shape) != self._sharding.mesh.ranks:
-            raise PlanError(
-                f"the plan is for mesh {self._sharding.mesh}, not for one of {tuple(mesh.shape)}."
-            )
-        self._mesh = mesh
-        _agree(model, plan)
-        self._sharding.parallelize(model, mesh)
-
-    def spread_data(self) -> None:
-        """Shard or replicate the model, which comes after all that a plan installs."""
-        self._ranks.spread_data(self._model, self._mesh)
-
-    def forget_differences(self) -> None:
-        """Do nothing: it makes none."""
-
-    def check_removable(self) -> None:
-        """Do nothing: see ``remove``."""
-
-    def remove(self) -> None:
-        """Leave the model spread."""
-
-
-_SAMPLES = 64  # of each parameter
-
-
-def _agree(model: torch.nn.Module, plan: Plan) -> None:
-    """Check that all ranks have the same plan and model: else they wait for ever, or train a mixture of models."""
-    mine = {
-        "the plan": _digest([repr((plan.ranks, plan.decisions)).encode()]),
-        "the values of parameters": _digest(_sampled(model)),
-    }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for what in mine:
-        others = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
-        if others:
-            raise PlanMismatch(
-                f"ranks differ in {what}: {', '.join(map(str, others))} from rank 0. "
-                f"Load the same plan on each, and make the model from the same seed or checkpoint."
-            )
-
-
-def _digest(parts: Any) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()
-
-
-def _sampled(model: torch.nn.Module) -> Iterator[bytes]:
-    """Yield a few bytes of each parameter."""
-    for parameter in model.parameters():
-        # Nothing to sample.
-        if parameter.is_meta or not parameter.numel():
-            continue
-        flat = parameter.detach().flatten()
-        few = flat[:: max(1, len(flat) // _SAMPLES)].contiguous().cpu()
-        yield few.view(torch.uint8).numpy().tobytes()
-
-
-class ChosenForward(StandIn):
-    """Runs a module as the plan that counts has it; as it is if that plan leaves it alone."""
-
-    def __init__(
-        self, module: torch.nn.Module, fqn: str, watch: InputWatch, forwards: Sequence[StandIn | None]
-    ) -> None:
-        super().__init__(module, fqn)
-        self._watch, self._forwards = watch, forwards
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        if torch.compiler.is_compiling():
-            stop_compiling(
-                PlanError,
-                f"unit {self.fqn!r} has several plans, of which the shapes of a call choose one, and torch.compile "
-                "cannot do that. Run the model uncompiled, or apply one plan.",
-            )
-        chosen = self._forwards[self._watch.index]
-        return self.call_original(*args, **kwargs) if chosen is None else chosen(*args, **kwargs)
-
-    def for_replica(self, replica: torch.nn.Module) -> StandIn:
-        """Return the stand-in of a replica."""
-        other = super().for_replica(replica)
-        assert isinstance(other, ChosenForward)
-        other._forwards = [one if one is None else one.for_replica(replica) for one in self._forwards]
-        return other
-
-
-class InstalledBySize(InstalledStandIns):
-    """Several plans, as one part of what is installed on a model.
-
-    Args:
-        model: the model, with nothing of the plans on it.
-        watch: says which plan counts.
-        plans: for each, what ``lifted`` returned.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        watch: InputWatch,
-        plans: Sequence[tuple[Sequence[Installed], Mapping[str, StandIn]]],
-    ) -> None:
-        super().__init__()
-        self._parts = [part for parts, _ in plans for part in parts]
-        units = dict.fromkeys(fqn for _, forwards in plans for fqn in forwards)
-        self._put_on(
-            ChosenForward(model.get_submodule(fqn), fqn, watch, [forwards.get(fqn) for _, forwards in plans])
-            for fqn in units
-        )
-
-    @property
-    def differences(self) -> tuple[StepDifference, ...]:
-        """For each unit that departed from the recorded step of a plan, its first difference there."""
-        return tuple(found for part in self._parts for found in part.differences)
-
-    def forget_differences(self) -> None:
-        """Start a new step: drop the differences so far."""
-        for part in self._parts:
-            part.forget_differences()
-
-
-def lifted(installed: Sequence[Installed]) -> tuple[Sequence[Installed], Mapping[str, StandIn]]:
-    """Take a plan off its model, ready to run: its parts, and by unit what ran in place of the module's forward.
-
-    Raises:
-        PlanError: a part is more than other forwards.
-    """
-    parts = [part for part in installed if isinstance(part, InstalledStandIns)]
-    if len(parts) < len(installed):
-        raise PlanError(
-            "a plan that splits compiled graphs or keeps weights on the host cannot be one of several. Apply it alone."
-        )
-    forwards: dict[str, StandIn] = {}
-    for part in reversed(parts):
-        # The parts that came later lie on top, and hold those below.
-        forwards = {one.fqn: one for one in part.lift()} | forwards
-    return parts, forwards
+from sacplan.techniques.runtime.stand_ins import StandIn
+from sacplan.torch_compat.compiling import compiled_in_place
 
 
 class Handle:

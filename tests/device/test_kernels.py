@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.transformer import Transformer
 from sacplan.device import attention
 from sacplan.device.attention import AttentionCall, attention_backend, cudnn_promoted
+from sacplan.device.cublas import library_workspace_bytes, workspaces_stay
 from sacplan.device.devices import resolve_device
 from sacplan.device.kernel_workspaces import kernel_workspace_bytes
 from sacplan.device.kernels import active_device, device_kernels, fake_device
-from sacplan.device.library_workspaces import library_workspace_bytes, workspaces_stay
 from sacplan.errors import DeviceError
 from tests.support.threads import at_once
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sacplan.device.devices import resolve_device
-from sacplan.device.kernel_workspaces import kernel_workspace_bytes, reduction_bytes
+from sacplan.device.kernel_workspaces import kernel_workspace_bytes
+from sacplan.device.reductions import reduction_bytes
 
 MIB = 2**20
 aten = torch.ops.aten

@@ -2,226 +2,25 @@
 
     styles = tensor_parallel(program, fingerprint, model, ("tp", 4), ("embeddings", "others"))
 
-Pairs of columns and rows are always cut. Elsewhere the output of columns has to be gathered, which may
+Pairs of columns and rows (``pairs.py``) are always cut. Elsewhere the output of columns has to be gathered, which may
 or may not pay: embeddings and other linear layers, such as a head, are cut where that is asked for. All other modules
-are whole (``Replicated``).
-
-Pairs are found in the recorded forward pass. Behind columns (dimension 0 of the weight) each rank has a part of the
-features; rows (dimension 1) read such parts, and their sum is whole. ``parallelize_module`` runs all that is between
-on the part of a rank. Shapes often fit where the result is wrong: a softmax over the features would be one over a
-part of them. So it has to be shown that each op between runs on parts and needs nothing of other ranks. The factor
-rules of the ops say that (``axis_strategies``):
-
-1. Each linear layer whose input is whole is taken for columns. Its output is cut along the last dimension.
-2. An op that reads parts has to have a strategy with its inputs just as they are, that exchanges nothing and whose
-   outputs are whole or cut. Otherwise the columns that its inputs come from are no columns.
-3. A linear layer whose input is cut along the dimension that it sums over is rows of the columns that these come from.
-4. Columns that end in no rows are none either. Then the rest is gone through again, until nothing changes.
-
-A norm between the two, such as one of queries and keys by heads, may have a whole weight: each rank has a summand of
-its gradient, which ``SequenceParallel`` adds up. Other parameters there have no style that would.
+are whole (``replicated.py``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Collection
+from typing import Literal, TypeAlias
 
-import torch
 from torch import nn
 
-from sacplan.core.calls import Opaque, call_with, dtype_of
 from sacplan.core.derived import derived
 from sacplan.core.elements import by_pattern, pattern_of
-from sacplan.core.fingerprint import Fingerprint, FingerprintEntry
-from sacplan.core.program import ROOT_SCOPE, Op, Phase, Program, StorageKind, Tensor
-from sacplan.distributed.sharding.placements import REPLICATED, Placement, cut
-from sacplan.distributed.sharding.strategies import axis_strategies
-from sacplan.errors import PlanError, TraceError
-from sacplan.torch_compat.calls import Call
-from sacplan.torch_compat.ops import is_computation, op_named
-
-
-class Parameter(NamedTuple):
-    """One parameter of the model.
-
-    Attributes:
-        name: in ``named_parameters()``; a tied parameter goes by its first name.
-        storage: of the program.
-        shape: of the whole parameter.
-    """
-
-    name: str
-    storage: int
-    shape: tuple[int, ...]
-
-
-def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tuple[Parameter, ...]:
-    """Return the parameters of a recorded step from ``Fingerprint.parameters``.
-
-    The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.
-
-    Raises:
-        TraceError: parameters share storages without being the same parameter.
-    """
-    storages = sorted(s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER)
-    # Paired by position alone.
-    if len(storages) != len(entries):
-        raise TraceError(
-            f"the recording has {len(storages)} storages of parameters and the model {len(entries)} parameters. "
-            "Parameters that are views of one storage cannot be spread; give each its own, or plan for one device."
-        )
-    return tuple(Parameter(name, s, shape) for s, (name, shape, _) in zip(storages, entries, strict=True))
-
-
-@dataclass
-class Pairs:
-    """The modules that one pass finds.
-
-    Attributes:
-        columns, rows: names of linear layers.
-        norms: of modules that run on parts with a whole weight, and the dimension in which their input is cut.
-    """
-
-    columns: set[str] = field(default_factory=set)
-    rows: set[str] = field(default_factory=set)
-    norms: dict[str, int] = field(default_factory=dict)
-
-
-class _Part(NamedTuple):
-    """A tensor of which each rank has a part: its placement, and the columns that it comes from."""
-
-    placement: Placement
-    columns: frozenset[str]
-
-
-def pairs_of(
-    program: Program, parameters: tuple[Parameter, ...], kinds: Mapping[str, str], ranks: int
-) -> Pairs:
-    """Return the columns and rows of a recorded step.
-
-    Args:
-        program: of the whole model.
-        parameters: of the model.
-        kinds: of modules, by name: ``"Linear"``, ``"Norm"``, or another.
-        ranks: of the axis.
-    """
-    walk = _Walk(program, parameters, kinds, ranks)
-    # Each pass takes some candidates away, or is the last one.
-    while not walk.is_settled():
-        pass
-    return walk.found
-
-
-class _Walk:
-    """Goes through the forward pass with parts."""
-
-    def __init__(
-        self, program: Program, parameters: tuple[Parameter, ...], kinds: Mapping[str, str], ranks: int
-    ) -> None:
-        self.program, self.kinds, self.ranks = program, kinds, ranks
-        self._module_of = {p.storage: p.name.rpartition(".")[0] for p in parameters}
-        self._shape_of = {p.name.rpartition(".")[0]: p.shape for p in parameters if p.name.endswith("weight")}
-        self._candidates = {
-            m for m, kind in kinds.items() if kind == "Linear" and self._shape_of[m][0] % ranks == 0
-        }
-        self._known: dict[Any, tuple[Placement, ...] | None] = {}
-        self.found = Pairs()
-
-    def is_settled(self) -> bool:
-        """Make one pass; return whether all candidates that it met have turned out to be columns."""
-        self.found, self._parts = Pairs(), dict[int, _Part]()
-        self._wrong: set[str] = set()
-        self._paired: set[str] = set()
-        # Weights, and what is computed from weights alone, such as casts: by storage, the module.
-        self._weights = dict(self._module_of)
-        for op in self.program.ops:
-            if op.phase == Phase.FORWARD:
-                self._run(op)
-        wrong = (self.found.columns - self._paired) | self._wrong | (self.found.columns & self.found.rows)
-        self._candidates -= wrong
-        return not wrong
-
-    def _run(self, op: Op) -> None:
-        tensors = self.program.tensors
-        owners = [self._weights.get(tensors[t].storage) for t in op.inputs]
-        if op.inputs and all(owner is not None for owner in owners) and len(set(owners)) == 1:
-            self._weights.update((tensors[t].storage, str(owners[0])) for t in op.outputs)
-            return
-        parts = [self._parts.get(t) for t in op.inputs]
-        module = self.program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
-        is_linear = self.kinds.get(module) == "Linear" and module in owners and is_computation(op.name)
-        if is_linear and not any(parts):
-            if module in self._candidates:
-                self.found.columns.add(module)
-                last = len(tensors[op.outputs[0]].shape) - 1
-                self._parts[op.outputs[0]] = _Part(cut(last), frozenset({module}))
-            return
-        if not any(parts):
-            return
-        columns = frozenset[str]().union(*(part.columns for part in parts if part is not None))
-        if is_linear:
-            self._end(op, module, parts, columns)
-            return
-        made = self._outputs(op, [REPLICATED if part is None else part.placement for part in parts])
-        # A whole parameter that meets parts.
-        if any(owner is not None for owner in owners):
-            if self.kinds.get(module) != "Norm":
-                made = None
-            first = next(part for part in parts if part is not None)
-            self.found.norms[module] = first.placement.dim
-        if made is None:
-            self._wrong |= columns
-            return
-        for t, placement in zip(op.outputs, made, strict=True):
-            if placement.is_cut:
-                self._parts[t] = _Part(placement, columns)
-
-    def _end(self, op: Op, module: str, parts: list[_Part | None], columns: frozenset[str]) -> None:
-        """Let a linear layer read parts: rows, if it sums over what is cut."""
-        read = [
-            part is not None and part.placement == cut(len(self.program.tensors[t].shape) - 1)
-            for t, part in zip(op.inputs, parts, strict=True)
-            if self.program.tensors[t].storage not in self._weights
-        ]
-        if all(read) and self._shape_of[module][1] % self.ranks == 0:
-            self.found.rows.add(module)
-            self._paired |= columns
-        else:
-            self._wrong |= columns
-
-    def _outputs(self, op: Op, have: list[Placement]) -> tuple[Placement, ...] | None:
-        """Return the placements of what an op makes of inputs that lie so; None if it needs other ranks."""
-        shapes = tuple(self._shown(self.program.tensors[t]) for t in (*op.inputs, *op.outputs))
-        key = op.name, op.arguments, shapes, tuple(have)
-        if key not in self._known:
-            self._known[key] = self._worked_out(op, have)
-        return self._known[key]
-
-    @staticmethod
-    def _shown(t: Tensor) -> tuple[Any, ...]:
-        return t.shape, t.stride, t.dtype
-
-    def _worked_out(self, op: Op, have: list[Placement]) -> tuple[Placement, ...] | None:
-        func = op_named(op.name)
-        inputs, outputs = ([_meta(self.program.tensors[t]) for t in ids] for ids in (op.inputs, op.outputs))
-        if func is None:
-            return None
-        try:
-            call = Call(func, *call_with(op.arguments, inputs), outputs)
-        except Opaque:
-            return None
-        for strategy in axis_strategies(call, self.ranks, [{placement} for placement in have]):
-            if strategy.inputs == tuple(have) and not strategy.inside_bytes:
-                return None if any(p.is_partial for p in strategy.outputs) else strategy.outputs
-        return None
-
-
-def _meta(tensor: Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype_of(tensor), device="meta")
-
+from sacplan.core.fingerprint import Fingerprint
+from sacplan.core.program import Program
+from sacplan.distributed.sharding.pairs import Pairs, Parameter, pairs_of, parameters_of
+from sacplan.errors import PlanError
 
 Also: TypeAlias = Literal["embeddings", "others"]
 """What may be cut besides pairs."""

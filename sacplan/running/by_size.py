@@ -1,0 +1,100 @@
+"""Several plans on one model: each of its calls runs with the first plan that was made for one as large.
+
+The forwards of all plans are made when they are applied. The hook that looks at the shapes of a call (``watch.py``)
+says which plan counts from there on. For shapes that came before, that is a look-up. A backward pass goes on with the
+plan of its forward pass, whichever is chosen in between: autograd holds what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sacplan.core.places import StepDifference
+from sacplan.errors import PlanError
+from sacplan.running.watch import InputWatch
+from sacplan.techniques.base.technique import Installed
+from sacplan.techniques.runtime.stand_ins import InstalledStandIns, StandIn
+from sacplan.torch_compat.compiling import stop_compiling
+
+
+class ChosenForward(StandIn):
+    """Runs a module as the plan that counts has it; as it is if that plan leaves it alone."""
+
+    def __init__(
+        self, module: torch.nn.Module, fqn: str, watch: InputWatch, forwards: Sequence[StandIn | None]
+    ) -> None:
+        super().__init__(module, fqn)
+        self._watch, self._forwards = watch, forwards
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if torch.compiler.is_compiling():
+            stop_compiling(
+                PlanError,
+                f"unit {self.fqn!r} has several plans, of which the shapes of a call choose one, and torch.compile "
+                "cannot do that. Run the model uncompiled, or apply one plan.",
+            )
+        chosen = self._forwards[self._watch.index]
+        return self.call_original(*args, **kwargs) if chosen is None else chosen(*args, **kwargs)
+
+    def for_replica(self, replica: torch.nn.Module) -> StandIn:
+        """Return the stand-in of a replica."""
+        other = super().for_replica(replica)
+        assert isinstance(other, ChosenForward)
+        other._forwards = [one if one is None else one.for_replica(replica) for one in self._forwards]
+        return other
+
+
+class InstalledBySize(InstalledStandIns):
+    """Several plans, as one part of what is installed on a model.
+
+    Args:
+        model: the model, with nothing of the plans on it.
+        watch: says which plan counts.
+        plans: for each, what ``lifted`` returned.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        watch: InputWatch,
+        plans: Sequence[tuple[Sequence[Installed], Mapping[str, StandIn]]],
+    ) -> None:
+        super().__init__()
+        self._parts = [part for parts, _ in plans for part in parts]
+        units = dict.fromkeys(fqn for _, forwards in plans for fqn in forwards)
+        self._put_on(
+            ChosenForward(model.get_submodule(fqn), fqn, watch, [forwards.get(fqn) for _, forwards in plans])
+            for fqn in units
+        )
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """For each unit that departed from the recorded step of a plan, its first difference there."""
+        return tuple(found for part in self._parts for found in part.differences)
+
+    def forget_differences(self) -> None:
+        """Start a new step: drop the differences so far."""
+        for part in self._parts:
+            part.forget_differences()
+
+
+def lifted(installed: Sequence[Installed]) -> tuple[Sequence[Installed], Mapping[str, StandIn]]:
+    """Take a plan off its model, ready to run: its parts, and by unit what ran in place of the module's forward.
+
+    Raises:
+        PlanError: a part is more than other forwards.
+    """
+    parts = [part for part in installed if isinstance(part, InstalledStandIns)]
+    if len(parts) < len(installed):
+        raise PlanError(
+            "a plan that splits compiled graphs or keeps weights on the host cannot be one of several. Apply it alone."
+        )
+    forwards: dict[str, StandIn] = {}
+    for part in reversed(parts):
+        # The parts that came later lie on top, and hold those below.
+        forwards = {one.fqn: one for one in part.lift()} | forwards
+    return parts, forwards
