@@ -5,8 +5,8 @@ that is modelled here. There are two kinds of proposals, and one search, whose b
 
 - With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest; and if slices are
   asked for, beside the loss in slices outside of what is compiled.
-- If none holds the budget, with another backend, and where the user has a say in what is recomputed: plans for the
-  eager step, whose ops are tags in the graph.
+- With another backend, and where the user has a say in what is recomputed: plans for the eager step, whose ops are
+  tags in the graph. With inductor, too, if no partition holds the budget, and the smallest plan is not far from it.
 
 A proposal counts only with the peak of its dry run. The cheapest one that holds the budget wins, by its compiled time.
 """
@@ -51,7 +51,7 @@ _CLOSE = 0.01
 
 _UNSURE = 0.05
 """Share of the budget by which a split may be over it before it is run: what inductor does not count differs by that
-between two splits of T5 (``benchmarks.compiled_budgets``)."""
+between two splits of T5 (``benchmarks.compiled_budgets``). If the smallest is over by more, none is sought."""
 
 _WORTH = 0.005
 """Share of the step by which a split must be faster than one that fits, so that it is run, too."""
@@ -113,9 +113,9 @@ def compiled_plan(
         for outside in _outside(request, profile):
             tries += _Partitions(profile, unplanned, outside).within(room, over)
     if not fitting():
-        tries += _eager_plans(request, profile, room, over, planned)
-    if not fitting():
         tries = [_tried(room, *small) for small in _small(request, profile, smallest, unplanned)]
+        if min(one.needs for one in tries) <= (1 + _UNSURE) * room.n_bytes:
+            tries += _eager_plans(request, profile, room, over, planned)
     if not fitting():
         return _infeasible(profile, room, tries)
     best = min(fitting(), key=lambda one: one.seen.step_ms)
@@ -172,18 +172,24 @@ class _Partitions:
         self._unplanned = unplanned
         self._unit = how.modules[0]
         self._calls = len(how.modules)  # alike modules share a graph, which each of them calls
+        # Of what the whole model returns, only the loss stays, mostly. If not, the dry run shows it.
+        outputs_stay = self._unit != ""
         graphs: dict[str, JointGraph] = profile.joint_graphs
+
+        def note(graph: JointGraph) -> Split:
+            graphs[graph.key] = graph
+            lower(graph.splits)
+            return graph.own
+
         if not graphs:
-
-            def note(graph: JointGraph) -> Split:
+            for given in profile.source.joint_graphs if profile.source else ():
+                graph = JointGraph(given, outputs_stay, profile.spec)
                 graphs[graph.key] = graph
-                if graph.is_dynamic:
-                    lower(graph.splits)
-                return graph.own
-
-            # Of what the whole model returns, only the loss stays, mostly. If not, the dry run shows it.
-            with Partitioner(note, ("sacplan",), outputs_stay=self._unit != ""):
-                profile.run_again()
+            if not graphs or any(graph.is_dynamic for graph in graphs.values()):
+                # Sizes that were symbols may be fixed by now: each graph is lowered while it is compiled.
+                graphs.clear()
+                with Partitioner(note, ("sacplan",), outputs_stay):
+                    profile.run_again()
             for graph in graphs.values():
                 graph.world = functools.partial(compiler_for, profile.spec)
         self._graphs = graphs
@@ -238,6 +244,8 @@ class _Partitions:
             splits = fastest(left, self.n_bytes, space)
             if splits is None and most_ms == math.inf:  # none should fit, and none does so far
                 splits = smallest(left, self.n_bytes)
+                if tried and self.n_bytes(splits) > space + int(_UNSURE * room.n_bytes):
+                    break
             splits = splits or fastest(left, self.n_bytes, space + int(_UNSURE * room.n_bytes))
             if splits is None:  # one fits, and what is faster is too large by far
                 break

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sacplan.device.cost import CostModel
-from sacplan.device.devices import resolve_device
+from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.kernels import active_device
 from sacplan.planning.saved_values import bytes_of, cheapest_saved, price_of, without_forbidden
 from sacplan.torch_compat import partitioning
@@ -73,24 +73,24 @@ class JointGraph:
     """A joint graph, while it is compiled and afterwards.
 
     Args:
-        module, inputs, arguments: as a partitioner gets them.
+        given: a copy of it.
         outputs_stay: what the forward pass returns is alive to the end of the backward pass, saved or not.
+        spec: the device; None while it is compiled for one.
 
     Attributes:
         values: those of its forward part, among which a split chooses.
         world: makes what is entered to lower a split. While the graph is compiled, there is nothing to enter.
     """
 
-    def __init__(self, module: Any, inputs: Any, arguments: dict[str, Any], outputs_stay: bool) -> None:
-        self.key = partitioning.graph_key(module)
+    def __init__(
+        self, given: partitioning.GivenGraph, outputs_stay: bool, spec: DeviceSpec | None = None
+    ) -> None:
+        self.key = partitioning.graph_key(given.module)
         self.values: list[ForwardValue] = []
         self.world: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._module, self._inputs, self._arguments = module, inputs, arguments
-        self._n_held = arguments["num_fwd_outputs"] if outputs_stay else 0
-        self._prices, self._config = _prices(module), partitioning.inductor_settings()
-        # Partitioning changes a graph, and the graph itself is compiled next.
-        self._copy = partitioning.copied(module)
-        (self._own,) = self._saved_by_pytorch(1.0)
+        self._given = given
+        self._n_held = given.arguments["num_fwd_outputs"] if outputs_stay else 0
+        self._prices = _prices(given.module, spec)
 
     def _saved_by_pytorch(self, *settings: float) -> list[frozenset[str]]:
         """Return what PyTorch saves with each of these. The first call notes the values."""
@@ -101,21 +101,23 @@ class JointGraph:
             found.extend(frozenset(node.name for node in own(setting)) for setting in settings)
             return own(1.0)
 
-        self._partitioned(partitioning.copied(self._copy), note)
+        with self.world():
+            self._partitioned(partitioning.copied(self._given.module), note)
         return found
 
     def _partitioned(self, module: Any, choose: partitioning.Choose) -> tuple[Any, Any]:
-        return partitioning.partitioned(module, self._inputs, self._arguments, choose)
+        return partitioning.partitioned(module, self._given.inputs, self._given.arguments, choose)
 
     @property
     def is_dynamic(self) -> bool:
         """Whether sizes in it are symbols, which may be fixed once it is compiled."""
-        return any(isinstance(node.meta.get("val"), torch.SymInt) for node in self._copy.graph.nodes)
+        return any(isinstance(node.meta.get("val"), torch.SymInt) for node in self._given.module.graph.nodes)
 
     @cached_property
     def own(self) -> Split:
         """What PyTorch does by itself. It is lowered."""
-        split = Split(self, self._own)
+        (saved,) = self._saved_by_pytorch(1.0)
+        split = Split(self, saved)
         lower([split])
         return split
 
@@ -126,18 +128,18 @@ class JointGraph:
         # PyTorch draws random numbers anew: pytorch#190758.
         found = [without_forbidden(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
         found += [cheapest_saved(self.values, share * most) for share in _SHARES]
-        return self.own, *(Split(self, saved) for saved in dict.fromkeys(found) if saved != self._own)
+        return self.own, *(Split(self, saved) for saved in dict.fromkeys(found) if saved != self.own.saved)
 
     def lowered(self, saved: frozenset[str]) -> LoweredGraphs:
         """Return what it takes to save these nodes."""
-        module = partitioning.copied(self._copy)
-        with self.world(), self._config:
+        module = partitioning.copied(self._given.module)
+        with self.world(), self._given.settings:
             graphs = self._partitioned(module, partitioning.saving(saved))
-            return partitioning.lowered(module, graphs, self._arguments, self._n_held, self._prices)
+            return partitioning.lowered(module, graphs, self._given.arguments, self._n_held, self._prices)
 
-    def split(self, chosen: Split) -> tuple[Any, Any]:
-        """Split the graph itself, and return its two parts."""
-        return self._partitioned(self._module, partitioning.saving(chosen.saved))
+    def split(self, module: Any, chosen: Split) -> tuple[Any, Any]:
+        """Split the graph itself, which is changed, and return its two parts."""
+        return self._partitioned(module, partitioning.saving(chosen.saved))
 
 
 Splits = tuple[Split, ...]
@@ -190,9 +192,9 @@ def lower(splits: Iterable[Split]) -> None:
         _ = split.lowered
 
 
-def _prices(module: Any) -> Prices:
+def _prices(module: Any, spec: DeviceSpec | None) -> Prices:
     device = next(v.device for n in module.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
-    model = CostModel(active_device() or resolve_device(device))
+    model = CostModel(spec or active_device() or resolve_device(device))
     byte_ms = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
     return Prices(lambda *call: model.cost(*call)[1], byte_ms)
 
@@ -212,8 +214,8 @@ class Partitioner:
         self._before = partitioning.swap_partitioner(partitioning.as_partitioner(self._partition, key))
 
     def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
-        graph = JointGraph(module, inputs, arguments, self._outputs_stay)
-        return graph.split(self._choose(graph))
+        graph = JointGraph(partitioning.GivenGraph.of(module, inputs, arguments), self._outputs_stay)
+        return graph.split(module, self._choose(graph))
 
     def remove(self) -> None:
         """Have ``torch.compile`` partition graphs as it did before. What is compiled stays as it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +47,7 @@ from sacplan.solvers.rotor.chain import Chain
 from sacplan.solvers.rotor.stages import stages_of
 from sacplan.techniques.registry import installed_on, rewritten, why_uncompiled
 from sacplan.torch_compat.compiling import compiled_in_place
+from sacplan.torch_compat.partitioning import GivenGraph
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,10 +80,12 @@ class Source:
     Attributes:
         model: of the user.
         again: records the step once more, with other keyword arguments of ``trace_step``.
+        joint_graphs: those of a step that inductor compiles, as they were split when the step was recorded.
     """
 
     model: torch.nn.Module
     again: Callable[..., Profile]
+    joint_graphs: Sequence[GivenGraph] = ()
     _known: dict[Any, Profile] = field(default_factory=dict)
 
     def on(self, ranks: Ranks) -> Profile:
@@ -98,7 +101,10 @@ class Source:
         )
         if key not in self._known:
             self._known[key] = self.again(ranks=ranks)
-        return dataclasses.replace(self._known[key], ranks=ranks, source=self)
+        found = self._known[key]
+        graphs: Any = found.source and found.source.joint_graphs
+        source = dataclasses.replace(self, joint_graphs=graphs)
+        return dataclasses.replace(found, ranks=ranks, source=source)
 
 
 @dataclass(frozen=True)

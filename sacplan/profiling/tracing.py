@@ -90,6 +90,7 @@ from sacplan.torch_compat.fake_kernels import keep_to_this_thread
 from sacplan.torch_compat.fake_tensors import FakeTensorMode, fake_parameters
 from sacplan.torch_compat.inductor import compiled_so_far, is_compiling_dry
 from sacplan.torch_compat.ops import is_computation
+from sacplan.torch_compat.partitioning import GivenGraph, joint_graphs_noted
 
 Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
 Trace = Literal["fake", "real"]
@@ -294,7 +295,7 @@ def trace_step(
         wanted = each_optimizer(optimizer, lambda one: inner_optimizer(factory_of(one, spec)))
         asked = _RecordRequest(
             model, batch, loss, wanted, spec, cost, mode, prepare, saved,
-            autocast, accumulation_steps, routing, compiled, ranks, mesh,
+            autocast, accumulation_steps, routing, compiled, ranks, mesh, [],
         )  # fmt: skip
         if ranks.sharding is not None:
             asked = replace(asked, batch=part_of_batch(batch, fingerprint.rows, ranks.sharding.data.size))
@@ -314,7 +315,7 @@ def trace_step(
         trace_step, model, batch, loss_fn, optimizer, spec, runtime, trace,
         mode=mode, accumulation_steps=accumulation_steps, routing=routing, compiled=compiled,
     )  # fmt: skip
-    source = Source(model, again)
+    source = Source(model, again, asked.joint_graphs)
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules, ranks, source)
 
 
@@ -367,6 +368,7 @@ class _RecordRequest:
     compiled: Compilation | None
     ranks: Ranks
     mesh: DeviceMesh | None
+    joint_graphs: list[GivenGraph]
 
 
 _Recorded: TypeAlias = tuple[
@@ -422,6 +424,9 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
             running.enter_context(copying_shards(fake, on_gpu=spec.kind == "cuda"))
             if asked.compiled is not None:
                 running.enter_context(dry_compiled(fake, asked.compiled, spec))
+                asked.joint_graphs.clear()
+                if asked.prepare is None:  # a plan splits them itself
+                    running.enter_context(joint_graphs_noted(asked.joint_graphs))
             step = Step(
                 model=fake,
                 batch=copier.batch(asked.batch),

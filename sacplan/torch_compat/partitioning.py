@@ -5,12 +5,13 @@ Private PyTorch API, tried on 2.13: ``private_names.json`` lists it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -85,6 +86,21 @@ class _Lowered(BaseException):
     def __init__(self, peak_bytes: int, moved_bytes: int) -> None:
         self.peak_bytes = peak_bytes
         self.moved_bytes = moved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GivenGraph:
+    """A copy of a joint graph, as a partitioner gets it, with inductor's settings at that time."""
+
+    module: Graph
+    inputs: Sequence[Any]
+    arguments: dict[str, Any]
+    settings: AbstractContextManager[Any]
+
+    @classmethod
+    def of(cls, module: Graph, inputs: Sequence[Any], arguments: dict[str, Any]) -> GivenGraph:
+        """Copy a graph: partitioning changes it, and the graph itself is compiled next."""
+        return cls(copied(module), inputs, arguments, inductor_settings())
 
 
 Choose = Callable[[Any, Any, Callable[[float], list[Any]]], list[Any]]
@@ -316,7 +332,7 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
     try:
         with (
             # What else shares these symbols must not find them fixed to the sizes of this batch.
-            nullcontext() if sizes is None else sizes.suppress_guards(),
+            contextlib.nullcontext() if sizes is None else sizes.suppress_guards(),
             replaced(GraphLowering, codegen=stop, codegen_with_cpp_wrapper=stop),
             inductor_config.patch(force_disable_caches=True, **dict.fromkeys((*MEASURES, *POOLS), False)),
         ):
@@ -355,6 +371,23 @@ def as_partitioner(partition: Callable[..., Any], key: Any) -> Any:
                 return str, (repr(key),)
 
     return Custom()
+
+
+@contextlib.contextmanager
+def joint_graphs_noted(found: list[GivenGraph]) -> Iterator[None]:
+    """Note the joint graphs that inductor splits inside, as it does in any case."""
+    with torch_names():
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def note(module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
+        found.append(GivenGraph.of(module, inputs, arguments))
+        return (before or min_cut_rematerialization_partition)(module, inputs, **arguments)
+
+    before = swap_partitioner(as_partitioner(note, "sacplan"))
+    try:
+        yield
+    finally:
+        swap_partitioner(before)
 
 
 def swap_partitioner(partitioner: Any) -> Any:
