@@ -283,6 +283,12 @@ def check_batches_differ(sizes: tuple[int, int], made: tuple[Fingerprint, Finger
         )
 
 
+def leaving_bytes(step: Profile, techniques: Collection[str]) -> int:
+    """Return the bytes of the parameters that plans with these techniques may leave on the host."""
+    planned = PlanStep(step.program, device=step.spec, gradients=step.mode == "train")
+    return sum(TECHNIQUES[name].leaving_bytes(planned) for name in techniques)
+
+
 def _floor_bytes(traced: Profile, techniques: Collection[str]) -> int:
     """Return a peak that no plan goes below, except one that runs other things than the loss in slices."""
     if traced.runs_compiled:  # with a plan, its ops are others
@@ -292,6 +298,5 @@ def _floor_bytes(traced: Profile, techniques: Collection[str]) -> int:
     if isinstance(chunks, ChunkOptions):
         # The last option has the most slices, which hold the least at once.
         programs += [traced.with_plan((chunk,)) for chunk in chunks.chunks[-1:]]
-    step = PlanStep(traced.program, device=traced.spec, gradients=traced.mode == "train")
-    leaving = sum(TECHNIQUES[name].leaving_bytes(step) for name in techniques)
+    leaving = leaving_bytes(traced, techniques)
     return max(1, min(program.liveness.floor_bytes for program in programs) - leaving)

@@ -34,6 +34,7 @@ from sacplan.planning.planner import Planner
 from sacplan.planning.request import Request
 from sacplan.profiling.optimizers import OptimizerStep, program_with_optimizer, with_optimizer
 from sacplan.profiling.profile import Profile
+from sacplan.questions.batch_sizes import leaving_bytes
 from sacplan.questions.largest import largest, largest_within
 from sacplan.questions.scaled import Sized, sized
 from sacplan.questions.verdict import FitRow
@@ -166,16 +167,16 @@ class Case:
         at_ops = zip(program.ops, bytes_at_ops(program), strict=True)
         return max((int(n) for op, n in at_ops if op.phase == Phase.OPTIMIZER), default=0)
 
-    @cached_property
-    def may_fit(self) -> bool:
-        """Whether some plan could fit at some size: whether the memory that none of them reduces does."""
+    def may_fit(self, way: Way = AS_IT_IS) -> bool:
+        """Whether some plan with these techniques could fit at some size: whether the memory that none reduces does."""
         program = self.step.program
         # What is there before the step and is neither parameter nor buffer is taken for the batch. Nobody frees
         # gradients, so parameters, buffers, gradients and the batch are what is left at the end.
         batch = sum(
             program.storage_bytes[s] for s in program.initial if program.storage_kinds[s].name == "OTHER"
         )
-        constant = self.step.baseline.end_bytes - batch + self.state_bytes
+        leaving = leaving_bytes(self.step, way.techniques)
+        constant = self.step.baseline.end_bytes - batch - leaving + self.state_bytes
         return max(constant, self._update_peak_bytes) <= self.room.n_bytes
 
     def _program(self, made: _Choice, at: Profile | None = None) -> Program:
@@ -300,7 +301,9 @@ class Case:
     def largest(self, row: FitRow, axis: SizeAxis) -> int | None:
         """Return the largest size that fits in the way of a row, 0 if none does, or None if it cannot be computed."""
         # Over the limit at any size; or one sample does not fit, so no other batch has to be recorded.
-        if not self.may_fit or (axis.name == "batch" and axis.asked == 1 and not row.fits):
+        if not self.may_fit(self._ways[row.way]) or (
+            axis.name == "batch" and axis.asked == 1 and not row.fits
+        ):
             return 0
         # Nothing larger may be tried than what fits, as where a model has no more positions. A single token has no
         # length to compare with.

@@ -200,10 +200,9 @@ class Sweep(Asked):
         any_case = next(iter(self.cases.values()))
         return quick_ways(lambda way: bool(any_case.smallest(way).decisions))
 
-    @property
-    def _could_fit(self) -> bool:
+    def _could_fit(self, way: Way) -> bool:
         """Whether some plan could hold the budget: the memory that no plan reduces is within it."""
-        return any(case.may_fit for case in self.cases.values())
+        return not self.base.runs_compiled and any(case.may_fit(way) for case in self.cases.values())
 
     # --- sizes
 
@@ -252,8 +251,8 @@ class Sweep(Asked):
         rows = [case.row(way) for case in self.cases.values() for way in self.ways]
         self._say_worst_routing()
         # What takes long to search for is tried last, and only if it could help.
-        long = not any(row.fits for row in rows) and self._could_fit and not self.base.runs_compiled
-        rows += [case.row(way) for way in (long_ways() if long else ()) for case in self.cases.values()]
+        ways = () if any(row.fits for row in rows) else filter(self._could_fit, long_ways())
+        rows += [case.row(way) for way in ways for case in self.cases.values()]
         return rows + self._on_the_host(rows)
 
     def _on_the_host(self, rows: list[FitRow]) -> list[FitRow]:
@@ -269,7 +268,7 @@ class Sweep(Asked):
             name for name in self.cases if is_same_training(name, asked) or not any(row.fits for row in rows)
         ]
         found = []
-        for way in host_ways(self.ways) if self._could_fit and not self.base.runs_compiled else ():
+        for way in filter(self._could_fit, host_ways(self.ways)):
             found += self._on_the_host_with(way, names, rows, cheapest)
         # State on the host is a last resort: its way over the link costs time that is not predicted.
         return found if cheapest is not None else found + self._with_state_on_host()
