@@ -6,6 +6,8 @@ description.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -45,8 +47,17 @@ def server() -> MCPServer:
         ) from error
     made = MCPServer("sacplan")
     for name in TOOLS:
-        made.add_tool(_tool(name), name=name, description=_run(name, "--help").stdout)
+        made.add_tool(_tool(name), name=name, description=help_of(name))
     return made
+
+
+def help_of(name: str) -> str:
+    """Return the help of a command, as in a pipe."""
+    from sacplan.cli.app import app
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        app([name, "--help"], prog_name="sacplan", standalone_mode=False)
+    return said.getvalue()
 
 
 def _tool(name: str) -> Any:
