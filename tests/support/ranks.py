@@ -88,7 +88,8 @@ class RankMemory:
     def peak_bytes(self, held_bytes: int = 0) -> int:
         """Of a third step, or a fourth; ``held_bytes``: alive all the time, not the model's, optimizer's or batch's.
 
-        With threads, which a fake group has not, the less of two: of some 500 steps on a busy machine one had a tensor too many, for a reason not found.
+        With threads, which a fake group has not, the less of two: of some 500 steps on a busy machine one had a tensor
+        too many, for a reason not found.
         """
         for _ in range(2):
             self.step()
