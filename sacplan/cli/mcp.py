@@ -6,10 +6,14 @@ description.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from sacplan.cli.command import command
 from sacplan.cli.output import CommandResult
@@ -22,17 +26,17 @@ TOOLS = ("fit", "plan", "profile", "max-batch", "devices")
 
 
 @command("mcp", "Serve fit, plan and profile to agents.", examples=[])
-def mcp() -> CommandResult:
+def mcp(context: typer.Context) -> CommandResult:
     """Run a Model Context Protocol server on standard input and output, until that is closed.
 
     Its tools are fit, plan, profile, max-batch and devices. It needs the package mcp: pip install 'sacplan[mcp]'.
     """
-    server().run("stdio")
+    server(context.find_root().command).run("stdio")
     return CommandResult({}, [])
 
 
-def server() -> MCPServer:
-    """Return the server.
+def server(root: Any) -> MCPServer:
+    """Return the server for commands of the command line, which ``root`` is.
 
     Raises:
         SacplanError: the package ``mcp`` is not installed, or is older than 2.
@@ -45,8 +49,15 @@ def server() -> MCPServer:
         ) from error
     made = MCPServer("sacplan")
     for name in TOOLS:
-        made.add_tool(_tool(name), name=name, description=_run(name, "--help").stdout)
+        made.add_tool(_tool(name), name=name, description=_help(root, name))
     return made
+
+
+def _help(root: Any, name: str) -> str:
+    """Return the help of a command, as in a pipe."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        root.main([name, "--help"], prog_name="sacplan", standalone_mode=False)
+    return said.getvalue()
 
 
 def _tool(name: str) -> Any:

@@ -118,7 +118,7 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
     """
     with torch_names():
         from torch._dynamo.backends import debugging
-        from torch._inductor import async_compile, compile_fx
+        from torch._inductor import async_compile, compile_fx, cpu_vec_isa
         from torch._inductor import config as inductor_config
 
         guards: Any = torch._C._dynamo.guards
@@ -141,6 +141,9 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
         wait(self, scope)
 
     def without_measuring(*args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
+        if gpu is None:
+            # Asked in the folder of a graph, it would build its libraries again in each process.
+            cpu_vec_isa.valid_vec_isa_list()
         kwargs.setdefault("inner_compile", _noted(functools.partial(_compile_inner, inner, gpu is not None)))
         patches = {k: v for k, v in (config_patches or {}).items() if k not in (*MEASURES, *POOLS)}
         return whole(*args, config_patches=patches or None, **kwargs)

@@ -16,7 +16,7 @@ import sacplan
 from sacplan.errors import PlanError
 from tests.compiled.test_compiled_steps import BATCH, BLOCKS, WHOLE, model, profile_of
 from tests.support.steps import grads_of
-from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.language_models import TokenModel, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
 
@@ -111,17 +111,27 @@ def test_fit_answers_for_a_compiled_step_on_one_device() -> None:
 
 
 class Layers(nn.Module):
-    """Three layers that drop things, and a loss."""
+    """Layers that drop things, and a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 256) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(256, 64) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(64, 256) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(256, 64) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for up, down in zip(self.layers, self.down, strict=True):
             x = x + nn.functional.dropout(down(nn.functional.gelu(up(x)).square()), 0.1, self.training)
         return x.square().mean()
+
+
+class Wide(Layers):
+    """One of these layers, without the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down[0](nn.functional.gelu(self.layers[0](x)).square())
 
 
 BY_INDUCTOR: dict[str, Any] = {"modules": [""], "backend": "inductor", "options": {"fallback_random": True}}
@@ -132,7 +142,7 @@ def graph_plan() -> tuple[Layers, torch.Tensor, sacplan.Plan]:
     torch.manual_seed(0)
     found, x = Layers(), torch.randn(1024, 64)
     profile = sacplan.profile(found, x, device="cpu", compile=BY_INDUCTOR)
-    return found, x, sacplan.plan(profile, "70%")
+    return found, x, sacplan.plan(profile, "85%")
 
 
 def compiled_step(found: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -165,8 +175,7 @@ class Scores(Layers):
     """A model that returns more than its loss, as those of transformers do."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers, self.down = self.layers[:layers], self.down[:layers]
+        super().__init__(layers)
         self.head = nn.Linear(64, 2048)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -191,11 +200,11 @@ def test_what_a_model_returns_beside_its_loss_is_let_go_where_that_takes_less() 
 
 @pytest.mark.slow
 def test_the_smallest_peak_is_the_same_whatever_the_budget() -> None:
-    profile = profile_of_scores(0)
+    profile, other = profile_of_scores(0), profile_of_scores(0)
     smallest = {sacplan.plan(profile, "smallest").peak_bytes}
     for budget in ("10%", "50%"):
         with pytest.raises(sacplan.InfeasibleBudget) as error:
-            sacplan.plan(profile_of_scores(0), budget)
+            sacplan.plan(other, budget)
         smallest.add(error.value.smallest_feasible_bytes)
     assert smallest == {profile.peak_bytes - 4 * 1024 * 2048}  # the scores
 
@@ -203,7 +212,7 @@ def test_the_smallest_peak_is_the_same_whatever_the_budget() -> None:
 @pytest.mark.slow
 def test_blocks_are_partitioned_and_the_loss_outside_of_them_runs_in_slices() -> None:
     torch.manual_seed(0)
-    found, batch = LM(layers=2, dim=64, heads=2, vocab=2048, dropout=0.0), tokens(8, 64, vocab=2048)
+    found, batch = TokenModel([Wide(), Wide()], 64, 2048), tokens(8, 64, vocab=2048)
     how: dict[str, Any] = {"modules": ["layers.*"], "backend": "inductor"}
     profile = sacplan.profile(found, batch, cross_entropy, device="cpu", compile=how)
     with pytest.raises(sacplan.InfeasibleBudget):
@@ -218,12 +227,8 @@ def test_blocks_are_partitioned_and_the_loss_outside_of_them_runs_in_slices() ->
     for layer in found.layers:
         layer.compile(backend="inductor")
     torch.compiler.reset()
-    alone = grads_of(found, batch, cross_entropy)
     with sacplan.apply(found, plan):
-        planned = grads_of(found, batch, cross_entropy)
-    for right, one, other in zip(eager, alone, planned, strict=True):
-        torch.testing.assert_close(one, right)
-        torch.testing.assert_close(other, right)
+        torch.testing.assert_close(grads_of(found, batch, cross_entropy), eager)
 
 
 @pytest.mark.slow

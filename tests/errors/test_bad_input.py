@@ -120,6 +120,7 @@ def given(tmp_path_factory):
             {
                 "model": nn.Linear(8, 8),
                 "make_batch": lambda n, seq=8: torch.ones(n, 8),
+                "optimizer": "sgd",  # beside which no 8-bit ones are tried
                 "device": "cpu",
                 "sizes": False,
             },

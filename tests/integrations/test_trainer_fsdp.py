@@ -35,14 +35,14 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-RANKS, STEPS = 2, 6
+RANKS, STEPS = 2, 4
 NOT_COUNTED = 2048
 """Bytes of what the Trainer holds beside a step: the batch that its loader has ready, and losses."""
 
 
 def make(directory: str, **options: Any) -> Any:
     """A trainer; all start from the same weights."""
-    return trainer_in(directory, layers=3, max_steps=STEPS, **options)
+    return trainer_in(directory, layers=2, max_steps=STEPS, **options)
 
 
 def make_sharded(directory: str, **options: Any) -> Any:

@@ -121,7 +121,7 @@ def test_an_infeasible_budget_asks_rotor_once_and_not_when_it_is_read(
 
     asked = []
     monkeypatch.setattr(search, "sequences", lambda *args: asked.append(args) or [])
-    profile = sacplan.profile(LM(), torch.randint(0, 128, (4, 32)), device="cpu")
+    profile = sacplan.profile(LM(layers=1), torch.randint(0, 128, (4, 32)), device="cpu")
     with pytest.raises(sacplan.InfeasibleBudget) as info:
         sacplan.plan(profile, "1%", "milp")
     assert len(asked) == 1
@@ -134,7 +134,7 @@ def test_an_infeasible_budget_asks_rotor_once_and_not_when_it_is_read(
 def test_the_default_asks_rotor_before_it_gives_up() -> None:
     """A chain that is so long that running each op at most twice is not enough."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(32)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(20)))
     batch = torch.randn(2048, 16)
 
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def test_the_default_asks_rotor_before_it_gives_up() -> None:
 @pytest.mark.slow
 def test_ranks_may_be_said_to_plan() -> None:
     """The same plan as from a profile that was made for these ranks."""
-    model, batch = LM(), torch.randint(0, 128, (4, 32))
+    model, batch = LM(layers=1), torch.randint(0, 128, (4, 32))
     whole = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu")
     for ranks in (sacplan.DDP(2), sacplan.FSDP2(4)):
         early = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", ranks=ranks)

@@ -263,7 +263,7 @@ def test_it_runs_beside_recomputation_and_chunks(monkeypatch: pytest.MonkeyPatch
     """One plan does all three, and the step takes what it says: traced and measured."""
     monkeypatch.setitem(TECHNIQUES, "half", HalfPrecision())
     torch.manual_seed(0)
-    model, batch = models.LM(layers=4, vocab=1024), torch.randint(0, 1024, (8, 64))
+    model, batch = models.LM(layers=2, vocab=1024), torch.randint(0, 1024, (8, 64))
     profile = sacplan.profile(model, batch, models.cross_entropy, device="cpu")
     names = ("recompute", "chunk", "half")
     smallest = sacplan.plan(profile, "smallest", techniques=names)
