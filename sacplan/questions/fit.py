@@ -46,6 +46,7 @@ from sacplan.profiling.optimizer_table import (
     candidate_named,
 )
 from sacplan.profiling.optimizers import OptimizerStep, recorded_step, with_optimizer
+from sacplan.profiling.profile import Profile
 from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
 from sacplan.questions.asked import Asked
 from sacplan.questions.batch_sizes import Recordings, batches_of
@@ -250,7 +251,7 @@ class Sweep(Asked):
     def _rows(self) -> list[FitRow]:
         """Return the rows on one device."""
         rows = [case.row(way) for case in self.cases.values() for way in self.ways]
-        self._say_worst_routing()
+        self._say_worst_routing(self.base)
         # What takes long to search for is tried last, and only if it could help.
         long = not any(row.fits for row in rows) and self._could_fit and not self.base.runs_compiled
         rows += [case.row(way) for way in (long_ways() if long else ()) for case in self.cases.values()]
@@ -324,16 +325,17 @@ class Sweep(Asked):
         rows = ranks.rows()
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
-        self._say_worst_routing()
+        step = ranks.any_step
+        self._say_worst_routing(step)
         if any("FSDP2" in row.options for row in rows):
-            packed = runs_in_4_bits(self.base.program)
-            self.remarks += types_of_shards(self.base.fingerprint.parameters, self.devices, in_4_bits=packed)
+            packed = runs_in_4_bits(step.program)
+            self.remarks += types_of_shards(step.fingerprint.parameters, self.devices, in_4_bits=packed)
         return rows, ranks.with_sizes
 
-    def _say_worst_routing(self) -> None:
+    def _say_worst_routing(self, recorded: Profile) -> None:
         """Note what the step as it is would need if a router sent all tokens to the same experts."""
         # The model routes no tokens, or the worst routing was asked for and is in all rows already.
-        if not any(is_balanced(rule) for rule in self.base.rules):
+        if not any(is_balanced(rule) for rule in recorded.rules):
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed
@@ -369,7 +371,7 @@ class Sweep(Asked):
             rows=tuple(rows),
             recommended=best,
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),
-            computed=(*self.notes, _RUN if self.base.runs_compiled else _COMPUTED),
+            computed=(*self.notes, _RUN if self.devices == 1 and self.base.runs_compiled else _COMPUTED),
             remarks=tuple(f"{said[0].upper()}{said[1:]}." for said in self.remarks),
             accumulation_steps=asked["accumulation_steps"],
             devices=self.devices,

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._mode_utils import no_dispatch
 
@@ -358,6 +359,10 @@ def _decide_filled(
         return None, ""
     value = _argument(args, kwargs, position, "fill_value", None) if fill is None else fill
     with no_dispatch():
+        if fill == 0:
+            # The system gives this memory where it is touched: most is written before, with what is not known.
+            memory = torch.from_numpy(np.zeros(out.numel() * out.element_size(), np.uint8))
+            return (memory.view(out.dtype).view(out.shape),), ""
         return (torch.full(out.shape, value, dtype=out.dtype),), ""
 
 
