@@ -46,7 +46,6 @@ from sacplan.profiling.optimizer_table import (
     candidate_named,
 )
 from sacplan.profiling.optimizers import OptimizerStep, recorded_step, with_optimizer
-from sacplan.profiling.profile import Profile
 from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
 from sacplan.questions.asked import Asked
 from sacplan.questions.batch_sizes import Recordings, batches_of
@@ -55,6 +54,7 @@ from sacplan.questions.on_ranks import RankRows, read_devices
 from sacplan.questions.verdict import FitRow, Verdict, cheapest_of, is_same_training, recommended
 from sacplan.questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
 from sacplan.record.compiled import CompileModules
+from sacplan.record.fake_rules import CHOICES
 from sacplan.record.fake_values import is_balanced
 from sacplan.record.longest import LongestBatch
 from sacplan.record.step import LossFn
@@ -251,7 +251,7 @@ class Sweep(Asked):
     def _rows(self) -> list[FitRow]:
         """Return the rows on one device."""
         rows = [case.row(way) for case in self.cases.values() for way in self.ways]
-        self._say_worst_routing(self.base)
+        self._say_worst_routing()
         # What takes long to search for is tried last, and only if it could help.
         long = not any(row.fits for row in rows) and self._could_fit and not self.base.runs_compiled
         rows += [case.row(way) for way in (long_ways() if long else ()) for case in self.cases.values()]
@@ -326,16 +326,17 @@ class Sweep(Asked):
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
         step = ranks.any_step
-        self._say_worst_routing(step)
+        if any(op.name in CHOICES for op in step.recorded.ops):  # else no router's rule was asked
+            self._say_worst_routing()
         if any("FSDP2" in row.options for row in rows):
             packed = runs_in_4_bits(step.program)
             self.remarks += types_of_shards(step.fingerprint.parameters, self.devices, in_4_bits=packed)
         return rows, ranks.with_sizes
 
-    def _say_worst_routing(self, recorded: Profile) -> None:
+    def _say_worst_routing(self) -> None:
         """Note what the step as it is would need if a router sent all tokens to the same experts."""
         # The model routes no tokens, or the worst routing was asked for and is in all rows already.
-        if not any(is_balanced(rule) for rule in recorded.rules):
+        if not any(is_balanced(rule) for rule in self.base.rules):
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed

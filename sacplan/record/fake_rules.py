@@ -256,6 +256,13 @@ def _size(tensor: torch.Tensor, dim: int) -> int:
     return tensor.shape[dim] if tensor.dim() else 1
 
 
+CHOICES = {
+    str(op) for op in (aten.topk.default, aten.multinomial.default, aten.argmax.default, aten.argmin.default)
+}
+CHOICES |= {str(aten.max.dim), str(aten.min.dim)}
+"""Ops that choose among candidates, as in ``Op.name``: where a step has none of them, it routes nothing."""
+
+
 @assume(aten.topk.default)
 def _decide_topk(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     dim = _argument(args, kwargs, 2, "dim", -1)
