@@ -11,14 +11,15 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
 
 from sacplan.core.optimizer_ops import steps_in_backward
-from sacplan.core.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
+from sacplan.core.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan.core.rewriting import Indices, PatchBuilder
+from sacplan.device.devices import DeviceSpec
 from sacplan.errors import TraceError
 from sacplan.profiling.optimizer_table import Factory
 from sacplan.profiling.profile import Profile
@@ -63,6 +64,10 @@ def state_bytes(program: Program) -> int:
     return sum(sizes[s] for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE)
 
 
+Like: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and type of a parameter."""
+
+
 class _Gradients(torch.autograd.Function):
     """Gives each parameter a gradient of its own, and does nothing else."""
 
@@ -80,17 +85,21 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Parameters(torch.nn.Module):
-    def __init__(self, like: Iterable[Tensor]) -> None:
+    def __init__(self, like: Iterable[Like]) -> None:
         super().__init__()
-        # On the meta device there is nothing to allocate. Strides are those that were recorded, since an optimizer's
-        # state takes them over.
+        # On the meta device there is nothing to allocate. Strides count, since an optimizer's state takes them over.
         empty = functools.partial(torch.empty_strided, device="meta")
         self.all = torch.nn.ParameterList(
-            torch.nn.Parameter(empty(t.shape, t.stride, dtype=getattr(torch, t.dtype))) for t in like
+            torch.nn.Parameter(empty(shape, stride, dtype=dtype)) for shape, stride, dtype in like
         )
 
     def forward(self, _: torch.Tensor) -> Any:
         return _Gradients.apply(*self.all)
+
+
+def recorded_on(like: Iterable[Like], make: Factory, spec: DeviceSpec) -> Profile:
+    """Record a step that is an optimizer's on parameters of these shapes, strides and types, and nothing else."""
+    return profile(_Parameters(like), torch.empty(1, device="meta"), None, make, spec)
 
 
 def trained(program: Program) -> tuple[int, ...]:
@@ -101,8 +110,9 @@ def trained(program: Program) -> tuple[int, ...]:
 def recorded_step(of: Profile, make: Factory) -> OptimizerStep:
     """Record an optimizer's step on the parameters of a profile that get a gradient."""
     # Shapes and types are those of the gradients, in the order of ``trained``.
-    like = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
-    found = profile(_Parameters(like), torch.empty(1, device="meta"), None, make, of.spec)
+    gradients = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
+    like = [(t.shape, t.stride, getattr(torch, t.dtype)) for t in gradients]
+    found = recorded_on(like, make, of.spec)
     step = OptimizerStep(
         found.recorded, trained(found.recorded), found.fingerprint.setup.optimizer_host_bytes, make
     )

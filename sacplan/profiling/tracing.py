@@ -54,6 +54,7 @@ from sacplan.record.model_inputs import recorded_inputs
 from sacplan.record.module_calls import other_thread
 from sacplan.record.recorder import Recorder
 from sacplan.record.saved_tensors import SavedMode
+from sacplan.record.seen_ops import LookingUp
 from sacplan.record.state import held_by_function, preserved_rng, preserved_state
 from sacplan.record.step import (
     LossFn,
@@ -411,14 +412,16 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
         note(fake_mode)
         keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
-        copier = FakeCopier(rules)
+        copier, looking_up = FakeCopier(rules), LookingUp(fake_mode, rules)
         fake = copier.model(model)
         if asked.mesh is not None and asked.ranks.sharding is not None:
-            asked.ranks.sharding.parallelize(fake, asked.mesh, source=None)
+            with looking_up:
+                asked.ranks.sharding.parallelize(fake, asked.mesh, source=None)
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
             if asked.mesh is not None:
-                asked.ranks.spread_data(fake, asked.mesh)
+                with looking_up:
+                    asked.ranks.spread_data(fake, asked.mesh)
             copier.parameters_replaced(model, fake)
             reduce_by_hooks(fake)
             running.enter_context(copying_shards(fake, on_gpu=spec.kind == "cuda"))
@@ -435,7 +438,8 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
                 mode=asked.mode,
                 accumulation_steps=asked.accumulation_steps,
             )
-            make_gathered(fake)
+            with looking_up:
+                make_gathered(fake)
             if asked.compiled is not None:
                 compile_step(step, device_recorder(spec, asked.cost, "observe", rules))
             program, calls, checkpointed = _record_settled_step(

@@ -54,6 +54,7 @@ from sacplan.questions.on_ranks import RankRows, read_devices
 from sacplan.questions.verdict import FitRow, Verdict, cheapest_of, is_same_training, recommended
 from sacplan.questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
 from sacplan.record.compiled import CompileModules
+from sacplan.record.fake_rules import CHOICES
 from sacplan.record.fake_values import is_balanced
 from sacplan.record.longest import LongestBatch
 from sacplan.record.step import LossFn
@@ -323,10 +324,12 @@ class Sweep(Asked):
         rows = ranks.rows()
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
-        self._say_worst_routing()
+        step = ranks.any_step
+        if any(op.name in CHOICES for op in step.recorded.ops):  # else no router's rule was asked
+            self._say_worst_routing()
         if any("FSDP2" in row.options for row in rows):
-            packed = runs_in_4_bits(self.base.program)
-            self.remarks += types_of_shards(self.base.fingerprint.parameters, self.devices, in_4_bits=packed)
+            packed = runs_in_4_bits(step.program)
+            self.remarks += types_of_shards(step.fingerprint.parameters, self.devices, in_4_bits=packed)
         return rows, ranks.with_sizes
 
     def _say_worst_routing(self) -> None:
@@ -368,7 +371,7 @@ class Sweep(Asked):
             rows=tuple(rows),
             recommended=best,
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),
-            computed=(*self.notes, _RUN if self.base.runs_compiled else _COMPUTED),
+            computed=(*self.notes, _RUN if self.devices == 1 and self.base.runs_compiled else _COMPUTED),
             remarks=tuple(f"{said[0].upper()}{said[1:]}." for said in self.remarks),
             accumulation_steps=asked["accumulation_steps"],
             devices=self.devices,

@@ -23,7 +23,7 @@ from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 from sacplan.planning.meshes import names_on, resolve_mesh, way
 from sacplan.profiling.optimizer_table import BY_NAME
-from sacplan.profiling.optimizers import with_optimizer
+from sacplan.profiling.optimizers import recorded_on, with_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.questions.asked import Asked
 from sacplan.questions.cases import Case
@@ -130,17 +130,37 @@ class RankRows:
         """Whether something fits without a plan, and DDP needs more than there is: one device's step, and buckets."""
         if not any(row.fits and not row.techniques for row in self._rows):
             return False
-        whole, step = self.asked.at(self.asked.batch, self.asked.seq), self.asked.step_of(name)
-        needs = (whole if step is None else with_optimizer(whole, step)).peak_bytes
         # DDP holds a copy of all gradients during the whole step.
-        needs += sum(p.nbytes for p in self.asked.recordings.model.parameters() if p.requires_grad)
-        room = self.asked.limit.room(whole.spec, one.ranks.communicators)
-        if needs <= room.n_bytes:
-            return False
-        self.asked.notes.append(
-            f"{one.name} without a plan needs at least {format_bytes(needs)} on each device."
-        )
-        return True
+        trained = [p for p in self.asked.recordings.model.parameters() if p.requires_grad]
+        buckets = sum(p.nbytes for p in trained)
+        room = self.asked.limit.room(self.asked.spec, one.ranks.communicators)
+        # The optimizer's step alone is recorded sooner than the whole one, and mostly is too large already.
+        for least in (self._update_bytes, self._whole_bytes):
+            needs = least(name, trained) + buckets
+            if needs > room.n_bytes:
+                self.asked.notes.append(
+                    f"{one.name} without a plan needs at least {format_bytes(needs)} on each device."
+                )
+                return True
+        return False
+
+    def _update_bytes(self, name: str, trained: Sequence[torch.nn.Parameter]) -> int:
+        """Return the peak of an optimizer's step on whole parameters; 0 if not all that are trained get gradients."""
+        make = self.asked.makes[name]
+        if make is None or len(self.any_step.recorded.gradients) < len(trained):
+            return 0
+        like = [(p.shape, p.stride(), p.dtype) for p in trained]
+        return recorded_on(like, make, self.asked.spec).peak_bytes
+
+    def _whole_bytes(self, name: str, _: Sequence[torch.nn.Parameter]) -> int:
+        """Return the peak of the step on one device."""
+        whole, step = self.asked.base, self.asked.step_of(name)
+        return (whole if step is None else with_optimizer(whole, step)).peak_bytes
+
+    @property
+    def any_step(self) -> Profile:
+        """The step of a rank that has been recorded."""
+        return next(iter(self._recorded.values()))
 
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
         """Return the step of a rank with so many samples for each device."""

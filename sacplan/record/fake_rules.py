@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._mode_utils import no_dispatch
 
@@ -255,6 +256,13 @@ def _size(tensor: torch.Tensor, dim: int) -> int:
     return tensor.shape[dim] if tensor.dim() else 1
 
 
+CHOICES = {
+    str(op) for op in (aten.topk.default, aten.multinomial.default, aten.argmax.default, aten.argmin.default)
+}
+CHOICES |= {str(aten.max.dim), str(aten.min.dim)}
+"""Ops that choose among candidates, as in ``Op.name``: where a step has none of them, it routes nothing."""
+
+
 @assume(aten.topk.default)
 def _decide_topk(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     dim = _argument(args, kwargs, 2, "dim", -1)
@@ -358,6 +366,10 @@ def _decide_filled(
         return None, ""
     value = _argument(args, kwargs, position, "fill_value", None) if fill is None else fill
     with no_dispatch():
+        if fill == 0:
+            # The system gives this memory where it is touched: most is written before, with what is not known.
+            memory = torch.from_numpy(np.zeros(out.numel() * out.element_size(), np.uint8))
+            return (memory.view(out.dtype).view(out.shape),), ""
         return (torch.full(out.shape, value, dtype=out.dtype),), ""
 
 

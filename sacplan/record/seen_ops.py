@@ -24,11 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan.device.kernels import active_device
 from sacplan.record.fake_data import DataRules
 from sacplan.torch_compat.fake_kernels import entered_kernels
-from sacplan.torch_compat.fake_tensors import FIRST_ARGUMENT, fake_tensors
+from sacplan.torch_compat.fake_tensors import FIRST_ARGUMENT, fake_device_of, fake_tensors
+from sacplan.torch_compat.local_tensors import is_deferred
 from sacplan.torch_compat.ops import op_traits, tensors_in
 from sacplan.torch_compat.private import is_plain, storage_key
 
@@ -250,3 +252,27 @@ class SeenOps:
         """Return the outputs of an op that was seen, for other arguments of the same layout."""
         made = fake_tensors(self._mode, seen.outputs, args[0] if args else None)
         return made[0] if seen.wrap is None else seen.wrap(made)
+
+
+class LookingUp(TorchDispatchMode):
+    """Looks ops up ahead of a step, as the recorder does in it: parameters of many layers are sharded alike."""
+
+    def __init__(self, mode: FakeTensorMode, rules: DataRules) -> None:
+        super().__init__()
+        self._seen = SeenOps(mode, rules)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = fake_device_of(func, args)
+        if device is not None:
+            return device
+        if is_deferred(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        key = self._seen.key(func, args, kwargs)
+        again = None if key is None else self._seen.outputs(func, key)
+        if again is not None:
+            return self._seen.make(again, args)
+        out = func(*args, **kwargs)
+        if key is not None:
+            self._seen.observed(func, key, args, kwargs, out)
+        return out
