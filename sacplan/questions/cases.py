@@ -160,9 +160,12 @@ class Case:
         """Memory of the host that the step takes without a plan."""
         return self.step.unplanned_host_bytes + self._behind_host_bytes
 
+    def _update_peak_bytes(self, way: Way) -> int:
+        """Return the peak of the optimizer's own step, which a plan lowers only by the parameters that it leaves."""
+        return self._update_peak_with_all - leaving_bytes(self.step, way.techniques)
+
     @cached_property
-    def _update_peak_bytes(self) -> int:
-        """The peak of the optimizer's own step, which no plan lowers."""
+    def _update_peak_with_all(self) -> int:
         program = self._program(self.smallest(AS_IT_IS))
         at_ops = zip(program.ops, bytes_at_ops(program), strict=True)
         return max((int(n) for op, n in at_ops if op.phase == Phase.OPTIMIZER), default=0)
@@ -177,7 +180,7 @@ class Case:
         )
         leaving = leaving_bytes(self.step, way.techniques)
         constant = self.step.baseline.end_bytes - batch - leaving + self.state_bytes
-        return max(constant, self._update_peak_bytes) <= self.room.n_bytes
+        return max(constant, self._update_peak_bytes(way)) <= self.room.n_bytes
 
     def _program(self, made: _Choice, at: Profile | None = None) -> Program:
         """Return the step with its optimizer and a plan; at another size if the step at that size is given."""
@@ -214,7 +217,7 @@ class Case:
         def planned(budget_bytes: int) -> _Choice:
             left = budget_bytes - self.state_bytes
             # No plan helps if the optimizer's own step is over the budget.
-            asked = way.long or self._update_peak_bytes <= budget_bytes
+            asked = way.long or self._update_peak_bytes(way) <= budget_bytes
             found = _cheapest(self.step, way, left) if asked else None
             return found or (_nearest(self.step, way, left) if way.long else self.smallest(way))
 

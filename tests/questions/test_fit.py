@@ -387,6 +387,20 @@ def test_what_is_on_the_host_is_in_the_verdict_and_its_code() -> None:
     assert any("Times are not predicted" in sentence for sentence in paged.computed)
 
 
+def test_frozen_weights_that_do_not_fit_leave_the_device() -> None:
+    model = wide()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+    assert sum(p.nbytes for p in model.parameters()) > 14 * 2**20
+    device, make = "h100 without workspaces", lambda n: tokens(n, 256, 4096)
+    found = sacplan.fit(model, make, device, cross_entropy, "sgd", "14MiB", batch=1, sizes=False)
+    (row,) = (row for row in found.rows if row.fits)
+    profile = sacplan.profile(model, tokens(1, 256, 4096), cross_entropy, BY_NAME["sgd"].make, device)
+    plan = sacplan.plan(profile, "14MiB", techniques=row.techniques)
+    assert plan.offloaded_weights
+    assert (row.peak_bytes, row.host_bytes) == (plan.peak_bytes, plan.host_bytes)
+
+
 def test_an_optimizer_that_the_host_cannot_hold_is_named() -> None:
     spec = replace(resolve_device("h100 without workspaces"), host_memory_bytes=32 * 2**20)
     found = sacplan.fit(
