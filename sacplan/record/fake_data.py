@@ -202,6 +202,10 @@ class DataRules(KnownValues, Watching):
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Work out the values of an op's new outputs, if its inputs are known or a rule assumes them."""
         traits = op_traits(func)
+        # Their schemas do not say what they write. In place, all ranks are taken to have what this one has.
+        if func.namespace == "c10d" and not func._opname.startswith(("allreduce", "broadcast")):
+            for t in tensors_in(args[:1]):
+                self._forget(t)
         if traits.written_names:
             self._follow_write(func, traits, args, kwargs)
             return

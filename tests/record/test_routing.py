@@ -59,6 +59,13 @@ def undecided(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("ranks", [sacplan.FSDP2(4), sacplan.DDP(4)], ids=["FSDP2", "DDP"])
+def test_a_rank_routes_as_one_device_does(ranks: Any) -> None:
+    alone = profile_of(Padded(), X).rules
+    assert "balanced" in str(alone)
+    assert profile_of(Padded(), X, ranks=ranks).rules == alone
+
+
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("kind", [MoE, Padded])
 def test_the_worst_is_what_a_real_step_takes_that_routes_so(kind: Any, top_k: int) -> None:
