@@ -146,9 +146,9 @@ optimizer and the loop around them are published, or follow from published code;
 Steps that ran with `torch.compile` are recorded so, without kernels, unless the file says that it is left out."""
 
 _TIMES = """Rates of steps, and times that others have published of steps in eager mode (`benchmarks/data/steps.jsonl`,
-`benchmarks/results/published.json`). Where the CPU issues kernels more slowly than the GPU runs them, the GPU waits: 20
-us are taken for an op. The H100 with 96 GB draws at most 500 W; its rate of matrix products is fitted to
-`titan822-default`."""
+`benchmarks/results/published.json`). Where the CPU issues kernels more slowly than the GPU runs them, the GPU waits: 55
+us are taken for an op of a forward pass and 10 for others, fitted to the small steps here and [our own](gpu.md). The
+H100 with 96 GB draws at most 500 W; its rate of matrix products is fitted to `titan822-default`."""
 
 _KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}
 

@@ -106,6 +106,7 @@ class Step:
         samples: tokens or images of one step on one GPU, of which the row gives the number per second.
         mode: as for ``sacplan.profile``.
         accumulation: passes over a part of the samples before the optimizer steps; the step is recorded with one.
+        adds_gradients: whether the loop sets gradients to zero and adds to them, as ``zero_grad`` did before torch 2.0.
         group: the class of steps that its time belongs to, in the table of times; empty: none.
         assumed: whether what is not known decides the figure.
         unknown: what is not known of the setting.
@@ -127,6 +128,7 @@ class Step:
     samples: int = 0
     mode: Literal["train", "inference"] = "train"
     accumulation: int = 1
+    adds_gradients: bool = False
     group: str = ""
     assumed: bool = False
     unknown: str = ""
@@ -148,6 +150,8 @@ class Step:
         if self.workspace_bytes is not None:
             spec = dataclasses.replace(spec, matmul_workspace_bytes=self.workspace_bytes)
         options: dict[str, Any] = {"compile": self.compiled, "mode": self.mode}
+        if self.adds_gradients:
+            options["accumulation_steps"] = 2
         built = self.build()
         with ExitStack() as stack:
             if self.spread is not None:

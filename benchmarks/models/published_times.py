@@ -32,6 +32,11 @@ def _classified(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
+def _from_zero(model: nn.Module, batch: Any) -> Tensor:
+    model.zero_grad(set_to_none=False)
+    return _classified(model, batch)
+
+
 def _in_float16(run: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Any:
     with torch.autocast("cuda", torch.float16):
         return run(model, batch)
@@ -60,7 +65,7 @@ def _vision(setting: Mapping[str, Any], *, channels_last: bool, half: bool, opti
     if setting["mode"] == "inference":
         run = functools.partial(_in_float16, lambda model, batch: model(*batch))
         return Built(model=model.eval(), batch=(images,), loss_fn=run)
-    loss = _classified if half else functools.partial(_in_float16, _classified)
+    loss = _from_zero if half else functools.partial(_in_float16, _classified)
     return Built(model=model, batch=(images, empty(setting["batch"])), loss_fn=loss, optimizer=optimizer)
 
 
@@ -101,6 +106,7 @@ def _torchvision(row: Mapping[str, Any]) -> Step:
         points=(),
         device="a100-40gb",
         samples=row["setting"]["batch"],
+        adds_gradients=True,
         group="small steps",
     )
 

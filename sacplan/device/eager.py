@@ -6,36 +6,42 @@ The CPU issues ops ahead of the GPU, as long as it is faster. Where ops are smal
 Times of ops are those of the GPU alone. The time of a step is what a stopwatch beside the training loop shows: both are
 played, op by op, and the CPU waits where the step asks for a value. The loop itself is taken to wait for nothing, so
 that the CPU is in the next step while the GPU is in this one.
+
+Microseconds of the CPU are fitted to 33 steps that wait for it: our own of 11 models on an H100, in bfloat16 and under
+autocast (``benchmarks/data/h100_steps.csv``, medians of up to four runs), torchvision's at batch 12 on an A100, and one
+of t5-base on a desktop (``steps.jsonl`` beside it).
+
+- An op of the forward pass is called from Python, by a module that does more than that, and autograd makes a node for
+  it; in the backward pass a thread in C++ calls it. Views cost nothing of their own. Convolutions look for a plan of
+  cuDNN, too, and make descriptors.
+- AdamW in ``foreach`` kernels takes some 80 us for a parameter, most of it in Python. On the H100, 28 to 39 us of them
+  were between the first kernel and the last.
+- What a plan costs the CPU besides the ops that run again is not counted: a recorded step does not say which ones these
+  are. On the H100 it was some 250 us for each, and 15 us for every op of a forward pass that has such ops.
+- What the CPU needs for copies of offloading and for waiting on them is not counted.
+- Without autograd, tinynet_e's 225 ops take 4.5 ms on an RTX 4090, which is a bound.
+
+The same step on another day's H100 took up to a half longer, so these are no better than that for one host.
 """
 
 from __future__ import annotations
 
-from sacplan.core.elements import Event, Phase
+from sacplan.core.elements import Event, Op, Phase
 from sacplan.core.program import Program
 from sacplan.torch_compat.ops import aten_names
 
-OP_US = 20.0
-"""Microseconds that the CPU needs for an op in training, autograd included. Published are 99.6 ms for the 4,800 ops of
-a step of t5-base on a desktop."""
-_CUDNN_US = {"aten.convolution_backward.default": 170.0, "aten.convolution.default": 100.0}
-_CUDNN_US |= dict.fromkeys(
-    (
-        f"aten.{name}.default"
-        for name in ("cudnn_batch_norm", "native_batch_norm", "cudnn_batch_norm_backward",
-                     "native_batch_norm_backward", "_native_batch_norm_legit")
-    ),
-    90.0,
-)  # fmt: skip
-"""The same for ops that look for a plan of cuDNN and make descriptors: fitted to torchvision's models at batch 12 on an
-A100 (``benchmarks/data/steps.jsonl``)."""
-WITHOUT_AUTOGRAD = 0.5
-"""Share of these times where nothing is recorded for a backward pass. Assumed."""
+FORWARD_US, BACKWARD_US = 55.0, 10.0
+_CONVOLUTION_US = {"aten.convolution.default": 30.0, "aten.convolution_backward.default": 60.0}
+FOREACH_US = 6.0
+"""For each tensor in the lists of an optimizer's op, with what its Python does for it in between."""
+WITHOUT_AUTOGRAD = 0.3
+"""Share of these times where nothing is recorded for a backward pass."""
 _ASKS = {name.replace("::", ".") for name in aten_names("_local_scalar_dense nonzero masked_select _unique2")}
 """Ops that hand a value or a size to the CPU, which waits until the GPU has it."""
 
 
-def eager_ms(program: Program, op_us: float | None = None, *, without: Phase | None = None) -> float:
-    """Return the time of a step in ms, of many in a row, if the CPU needs ``op_us`` for each op of the GPU.
+def eager_ms(program: Program, *, without: Phase | None = None) -> float:
+    """Return the time of a step in ms, of many in a row.
 
     ``without``: a phase that is left out, as the optimizer's is in all micro-steps but one.
     """
@@ -48,10 +54,19 @@ def eager_ms(program: Program, op_us: float | None = None, *, without: Phase | N
         for op in ran:
             if op.name.rpartition(".")[0] in _ASKS:
                 issued = done = max(issued, done)
+            issued += op.runs * share * _issue_us(op)
             if op.time_ms:
-                issued += op.runs * share * (_CUDNN_US.get(op.name, OP_US) if op_us is None else op_us)
                 done = max(done + op.time_ms, issued + op.time_ms / op.runs)
     return done - before
+
+
+def _issue_us(op: Op) -> float:
+    """Return what the CPU needs for an op; 0.0 if the GPU has nothing to do for it, or waits for another stream."""
+    if not op.time_ms or op.name.startswith("sacplan."):
+        return 0.0
+    if op.name.startswith("aten._foreach"):
+        return FOREACH_US * len(op.inputs)
+    return (FORWARD_US if op.phase == Phase.FORWARD else BACKWARD_US) + _CONVOLUTION_US.get(op.name, 0.0)
 
 
 def waits_ms(program: Program) -> float:

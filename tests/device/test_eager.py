@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan.device.eager import OP_US, eager_ms
+from sacplan.core.program import Phase
+from sacplan.device.eager import BACKWARD_US, FOREACH_US, FORWARD_US, eager_ms
 
 
 def step(width: int, rows: int) -> sacplan.Profile:
@@ -27,11 +28,27 @@ def blocks(width: int) -> sacplan.Profile:
 
 
 def test_small_ops_wait_for_the_cpu() -> None:
-    """The CPU issues an op every 20 us. What the GPU takes for the last one is beside the next step's first."""
+    """What the GPU takes for the last op is beside the next step's first."""
     profile = step(8, 8)
     ops = [op for op in profile.program.ops if op.time_ms]
-    assert max(op.time_ms for op in ops) < 1e-3 * OP_US
-    assert eager_ms(profile.program) == pytest.approx(1e-3 * OP_US * len(ops)) == profile.step_ms
+    assert max(op.time_ms for op in ops) < 1e-3 * BACKWARD_US
+    issued = sum(FORWARD_US if op.phase == Phase.FORWARD else BACKWARD_US for op in ops)
+    assert eager_ms(profile.program) == pytest.approx(1e-3 * issued) == profile.step_ms
+
+
+def test_an_optimizer_takes_the_cpu_time_for_each_parameter() -> None:
+    """One op of a foreach optimizer is for all parameters, and gets lists of them."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+        x = torch.empty(8, 8)
+    plain, adamw = (
+        sacplan.profile(model, x, lambda m, x: m(x).sum(), optimizer, device="h100")
+        for optimizer in (None, functools.partial(torch.optim.AdamW, foreach=True))
+    )
+    lists = 14  # of parameters, gradients and state, in the nine ops of AdamW
+    parameters = len(list(model.parameters()))
+    assert adamw.update_ms == pytest.approx(1e-3 * FOREACH_US * lists * parameters, rel=0.01)
+    assert adamw.step_ms - adamw.update_ms == pytest.approx(plain.step_ms)
 
 
 def test_large_ops_hide_it() -> None:
@@ -57,7 +74,7 @@ def test_a_value_that_is_asked_for_is_waited_for() -> None:
         sacplan.profile(model, x, functools.partial(loss, asks=asks), device="h100") for asks in (True, False)
     )
     assert not_asked.step_ms == not_asked.program.step_ms
-    assert asked.step_ms > asked.program.step_ms + 100 * 1e-3 * OP_US / 2
+    assert asked.step_ms > asked.program.step_ms + 100 * 1e-3 * FORWARD_US / 2
 
 
 def test_a_plan_says_how_long_the_gpu_waits() -> None:
@@ -67,6 +84,6 @@ def test_a_plan_says_how_long_the_gpu_waits() -> None:
         assert plan.planned_ms == pytest.approx(
             plan.step_ms + plan.recompute_ms + plan.added_ms + plan.waits_ms
         )
-    issued = 1e-3 * OP_US * sum(map(len, small.discarded.values()))
+    issued = 1e-3 * BACKWARD_US * sum(map(len, small.discarded.values()))
     assert small.planned_ms - small.step_ms == pytest.approx(issued)
     assert large.waits_ms == 0
