@@ -103,18 +103,21 @@ def compiled_plan(
     room = request.limit.room_of(profile)
     over = max(0, room.needs(profile.program) - room.n_bytes)
     tries: list[_Try] = []
+    splits = splits_graphs(request, profile)
 
     def fitting() -> list[_Try]:
         return [one for one in tries if one.needs <= room.n_bytes]
 
     if not over:
         tries = [_Try(profile.peak_bytes, unplanned, profile.peak_bytes, profile, room.n_bytes)]
-    elif splits_graphs(request, profile):
+    elif splits:
         for outside in _outside(request, profile):
             tries += _Partitions(profile, unplanned, outside).within(room, over)
+    else:
+        tries = _eager_plans(request, profile, room, over, planned)
     if not fitting():
         tries = [_tried(room, *small) for small in _small(request, profile, smallest, unplanned)]
-        if min(one.needs for one in tries) <= (1 + _UNSURE) * room.n_bytes:
+        if splits and min(one.needs for one in tries) <= (1 + _UNSURE) * room.n_bytes:
             tries += _eager_plans(request, profile, room, over, planned)
     if not fitting():
         return _infeasible(profile, room, tries)
@@ -245,7 +248,7 @@ class _Partitions:
             if splits is None and most_ms == math.inf:  # none should fit, and none does so far
                 splits = smallest(left, self.n_bytes)
                 if tried and self.n_bytes(splits) > space + int(_UNSURE * room.n_bytes):
-                    break
+                    break  # nor will any, by what the runs so far were off
             splits = splits or fastest(left, self.n_bytes, space + int(_UNSURE * room.n_bytes))
             if splits is None:  # one fits, and what is faster is too large by far
                 break
