@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sacplan.core.budget import format_bytes
+from sacplan.core.derived import derived
 from sacplan.core.fingerprint import Fingerprint
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
@@ -283,7 +284,8 @@ def check_batches_differ(sizes: tuple[int, int], made: tuple[Fingerprint, Finger
         )
 
 
-def leaving_bytes(step: Profile, techniques: Collection[str]) -> int:
+@derived
+def leaving_bytes(step: Profile, techniques: tuple[str, ...]) -> int:
     """Return the bytes of the parameters that plans with these techniques may leave on the host."""
     planned = PlanStep(step.program, device=step.spec, gradients=step.mode == "train")
     return sum(TECHNIQUES[name].leaving_bytes(planned) for name in techniques)
@@ -298,5 +300,5 @@ def _floor_bytes(traced: Profile, techniques: Collection[str]) -> int:
     if isinstance(chunks, ChunkOptions):
         # The last option has the most slices, which hold the least at once.
         programs += [traced.with_plan((chunk,)) for chunk in chunks.chunks[-1:]]
-    leaving = leaving_bytes(traced, techniques)
+    leaving = leaving_bytes(traced, tuple(techniques))
     return max(1, min(program.liveness.floor_bytes for program in programs) - leaving)
