@@ -202,7 +202,8 @@ class DataRules(KnownValues, Watching):
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Work out the values of an op's new outputs, if its inputs are known or a rule assumes them."""
         traits = op_traits(func)
-        # Their schemas do not say what they write. In place, all ranks are taken to have what this one has.
+        # Schemas of collectives do not say what they write: parts of all ranks, into the first argument. Those that
+        # write in place leave what is there, since all ranks are taken to have the same.
         if func.namespace == "c10d" and not func._opname.startswith(("allreduce", "broadcast")):
             for t in tensors_in(args[:1]):
                 self._forget(t)

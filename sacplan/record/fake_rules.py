@@ -256,13 +256,6 @@ def _size(tensor: torch.Tensor, dim: int) -> int:
     return tensor.shape[dim] if tensor.dim() else 1
 
 
-CHOICES = {
-    str(op) for op in (aten.topk.default, aten.multinomial.default, aten.argmax.default, aten.argmin.default)
-}
-CHOICES |= {str(aten.max.dim), str(aten.min.dim)}
-"""Ops that choose among candidates, as in ``Op.name``: where a step has none of them, it routes nothing."""
-
-
 @assume(aten.topk.default)
 def _decide_topk(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     dim = _argument(args, kwargs, 2, "dim", -1)
@@ -296,6 +289,11 @@ def _decide_max(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[
     candidates = _size(args[0], _argument(args, kwargs, 1, "dim", -1))
     chosen, rule = _one_of(values, candidates, tuple(out[1].shape))
     return (UNKNOWN, chosen), rule
+
+
+_CHOOSE = (_decide_topk, _decide_multinomial, _decide_argmax, _decide_max)
+CHOICES = frozenset(str(op) for op, rule in assume.items() if rule in _CHOOSE)
+"""Ops that choose among candidates, as in ``Op.name``: where a step has none of them, it routes nothing."""
 
 
 @assume(aten.sort.default, aten.sort.stable)
