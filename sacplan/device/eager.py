@@ -61,8 +61,11 @@ def eager_ms(program: Program, *, without: Phase | None = None) -> float:
 
 
 def _issue_us(op: Op) -> float:
-    """Return what the CPU needs for an op; 0.0 if the GPU has nothing to do for it, or waits for another stream."""
-    if not op.time_ms or op.name.startswith("sacplan."):
+    """Return what the CPU needs for an op; 0.0 if the GPU has nothing to do for it, or waits for another stream.
+
+    The time of a collective is only what the GPU waits for it.
+    """
+    if op.name.startswith("sacplan.") or not (op.time_ms or op.name.startswith("c10d.")):
         return 0.0
     if op.name.startswith("aten._foreach"):
         return FOREACH_US * len(op.inputs)

@@ -55,12 +55,12 @@ def sharded(
 
 
 def recorded(
-    offload: Any, optimizer: Any = torch.optim.AdamW, device: Any = GPU, **options: Any
+    offload: Any, optimizer: Any = torch.optim.AdamW, device: Any = GPU, rows: int = 16, **options: Any
 ) -> sacplan.Profile:
     with sacplan.ranks(RANKS, device=device):
         steps = options.pop("accumulation_steps", None)
         return sacplan.profile(
-            sharded(offload, **options), torch.randn(16, 64), mean_square, optimizer, accumulation_steps=steps
+            sharded(offload, **options), torch.randn(rows, 64), mean_square, optimizer, accumulation_steps=steps
         )
 
 
@@ -152,8 +152,9 @@ def test_a_plan_is_verified() -> None:
 
 
 def test_copies_of_pinned_memory_run_behind_computation() -> None:
+    """In a step that is large enough not to wait for the CPU."""
     plain, pinned, waits = (
-        recorded(offload, None, "h100").step_ms
+        recorded(offload, None, "h100", rows=2**17).step_ms
         for offload in (None, CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False))
     )
     assert plain < pinned < waits
