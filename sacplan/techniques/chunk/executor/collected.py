@@ -41,7 +41,7 @@ from sacplan.techniques.chunk.flow import Conflict, FlowGraph, factor_flow, part
 from sacplan.techniques.runtime.recording import unrecorded
 from sacplan.torch_compat.local_tensors import DEFERRED_TYPES
 from sacplan.torch_compat.ops import is_alias, op_traits, tensors_in
-from sacplan.torch_compat.private import modes_off, storage_key
+from sacplan.torch_compat.private import is_plain, modes_off, storage_key
 
 
 class StretchTensor(Lazy):
@@ -101,12 +101,13 @@ class Stretch:
         decision: what is sliced of the first output of the last op, and in how many slices.
 
     Attributes:
+        decision: see above.
         is_over: whether the ops have run.
     """
 
     def __init__(self, decision: Chunk) -> None:
+        self.decision = decision
         self.is_over = False
-        self._decision = decision
         self._region = SlicedRegion(1, 1)
         self._nodes: list[DeferredOp] = []
         # Fake tensors: results have the strides that kernels give.
@@ -123,11 +124,16 @@ class Stretch:
         """Whether a tensor is one of the stretch that is not computed yet, or a view of its memory."""
         return not self.is_over and tensor in self._bound
 
-    def uses_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether the loop will read or fill the storage of an ordinary tensor."""
-        used = (*(value.whole() for value in self._inputs.values()), *self._buffers)
-        key = storage_key(tensor.untyped_storage())
-        return any(storage_key(t.untyped_storage()) == key for t in used)
+    def is_touched_by(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call reads what is put off, or writes to a storage that the loop will read or fill."""
+        if any(map(self.waits_for, tensors_in((args, kwargs)))):
+            return True
+        written: tuple[torch.Tensor, ...] = ()
+        if isinstance(func, torch._ops.OpOverload):
+            written = tuple(filter(is_plain, tensors_in(op_traits(func).written(args, kwargs))))
+        used = (*(value.whole() for value in self._inputs.values()), *self._buffers) if written else ()
+        keys = {storage_key(t.untyped_storage()) for t in used}
+        return any(storage_key(t.untyped_storage()) in keys for t in written)
 
     def may_defer(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the loop could run a call as the step would."""
@@ -230,7 +236,7 @@ class Stretch:
         if not size:
             self.run_whole()
             return False
-        region = SlicedRegion(size, min(self._decision.slices, size), choose=choose)
+        region = SlicedRegion(size, min(self.decision.slices, size), choose=choose)
         run_nodes(region, nodes, (), self._filled())
         self._end()
         return True
@@ -286,11 +292,11 @@ class Stretch:
         """
         # Each 0 makes the stretch run whole: slower, never wrong.
         rules = [node.rule for node in nodes if node.rule is not None]
-        last, dim = self._nodes[-1].made[0], self._decision.dim
+        last, dim = self._nodes[-1].made[0], self.decision.dim
         # An op must see whole tensors; or the last one makes a tensor of other rank than in the step that was planned.
         if len(rules) < len(nodes) or last is None or dim >= len(last.shape):
             return 0
-        for axis in _axes_like(self._decision, last.shape[dim], rules):
+        for axis in _axes_like(self.decision, last.shape[dim], rules):
             if _cut_along(nodes, last, axis):
                 return axis.size
         return 0
