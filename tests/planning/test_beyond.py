@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import sacplan
-from sacplan.core.decisions import Chunk
-from sacplan.core.program import Program
 from sacplan.techniques.chunk import entries, rest
-from sacplan.techniques.chunk.chunk_entry import ChunkEntry
+from sacplan.techniques.chunk.chunk_entry import ChunkSpan
 from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
 from sacplan.techniques.chunk.families import Rewrite
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES, TECHNIQUES
@@ -80,9 +78,9 @@ def test_slices_that_cannot_pay_are_not_rehearsed(monkeypatch: pytest.MonkeyPatc
     """Uneven layers on a CPU: two slices of the loss cost more than the recomputation that they would save."""
     rehearsed, rehearse = [], rest._rehearsed
 
-    def noted(program: Program, entry: ChunkEntry, chunk: Chunk, device: sacplan.DeviceSpec) -> Rewrite:
-        found = rehearse(program, entry, chunk, device)  # an entry that is refused raises
-        rehearsed.append(chunk.slices)
+    def noted(span: ChunkSpan, device: sacplan.DeviceSpec) -> Rewrite:
+        found = rehearse(span, device)  # an entry that is refused raises
+        rehearsed.append(span.chunk.slices)
         return found
 
     monkeypatch.setattr(rest, "_rehearsed", noted)

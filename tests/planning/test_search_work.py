@@ -81,10 +81,10 @@ def test_rehearsals_are_bounded(mixer: type[nn.Module], most: int, monkeypatch: 
     steps: list[Any] = []
     rehearse = rest._rehearsed
 
-    def counted(program: Any, entry: Any, chunk: Any, device: Any) -> Any:
-        steps.append(program)  # alive, so that no other one has its id
-        rehearsed[id(program), chunk] += 1
-        return rehearse(program, entry, chunk, device)
+    def counted(span: Any, device: Any) -> Any:
+        steps.append(span.program)  # alive, so that no other one has its id
+        rehearsed[id(span.program), span.chunk] += 1
+        return rehearse(span, device)
 
     monkeypatch.setattr(rest, "_rehearsed", counted)
     torch.manual_seed(0)

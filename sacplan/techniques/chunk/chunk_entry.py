@@ -19,42 +19,27 @@ class CannotChunk(Exception):
         self.op = op
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkEntry:
-    """The call of a module at which a chunk begins.
+def entry_of(program: Program, unit: str) -> tuple[int, int]:
+    """Return the call of a module that is called once, and the activation that enters: a scope and a tensor.
 
-    Attributes:
-        unit: fqn of a module that is called once.
-        scope: its call.
-        tensor: the activation that enters, a tensor of the program.
+    Raises:
+        CannotChunk: it is called several times, or reads no activation.
     """
-
-    unit: str
-    scope: int
-    tensor: int
-
-    @staticmethod
-    def of(program: Program, unit: str) -> ChunkEntry:
-        """Return the entry at a module.
-
-        Raises:
-            CannotChunk: it is called several times, or reads no activation.
-        """
-        calls = program.calls.get(unit, ())
-        if len(calls) != 1:
-            raise CannotChunk(f"module {unit!r} is called {len(calls)} times in a step, and it must be once")
-        inside = program.ops_in(calls[0])
-        read = (t for i in inside for t in program.ops[i].inputs)
-        for t in read:
-            tensor = program.tensors[t]
-            # Passed over are the model's own tensors, and scalars. The first other tensor that is read decides,
-            # since the executor slices the module's first floating-point argument.
-            if program.storage_kinds[tensor.storage] in _OF_MODEL or not tensor.shape:
-                continue
-            if "float" in tensor.dtype and program.writer.get(tensor.storage, -1) not in inside:
-                return ChunkEntry(unit, calls[0], t)
-            break  # only the first activation that it reads may be sliced
-        raise CannotChunk(f"what module {unit!r} reads first is no floating-point activation from outside")
+    calls = program.calls.get(unit, ())
+    if len(calls) != 1:
+        raise CannotChunk(f"module {unit!r} is called {len(calls)} times in a step, and it must be once")
+    inside = program.ops_in(calls[0])
+    read = (t for i in inside for t in program.ops[i].inputs)
+    for t in read:
+        tensor = program.tensors[t]
+        # Passed over are the model's own tensors, and scalars. The first other tensor that is read decides,
+        # since the executor slices the module's first floating-point argument.
+        if program.storage_kinds[tensor.storage] in _OF_MODEL or not tensor.shape:
+            continue
+        if "float" in tensor.dtype and program.writer.get(tensor.storage, -1) not in inside:
+            return calls[0], t
+        break  # only the first activation that it reads may be sliced
+    raise CannotChunk(f"what module {unit!r} reads first is no floating-point activation from outside")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +49,17 @@ class ChunkSpan:
     Attributes:
         program: the recorded step.
         chunk: the decision.
-        entry: where it begins.
-        axis: the axis of the entering tensor that is sliced.
-        begins: storage of that tensor.
+        scope: the call of its module.
+        tensor: the activation that enters, a tensor of the program; ``begins`` is its storage.
+        axis: the axis of that tensor that is sliced.
         first_op, end_op: the ops of the module's call.
         forward: ops whose backward belongs to the chunk if they are deferred: those of the module, or all from it on.
     """
 
     program: Program
     chunk: Chunk
-    entry: ChunkEntry
+    scope: int
+    tensor: int
     axis: Axis
     begins: int
     first_op: int
@@ -81,31 +67,30 @@ class ChunkSpan:
     forward: range
 
     @staticmethod
-    def of(program: Program, entry: ChunkEntry, chunk: Chunk) -> ChunkSpan:
+    def of(program: Program, chunk: Chunk) -> ChunkSpan:
         """Return the span of a decision.
 
         Raises:
-            CannotChunk: the entering tensor has no such axis.
+            CannotChunk: its module is not called once, or what enters has no such axis.
         """
-        like, scope = program.tensors[entry.tensor], program.scopes[entry.scope]
+        call, tensor = entry_of(program, chunk.unit)
+        like, scope = program.tensors[tensor], program.scopes[call]
         if chunk.dim >= len(like.shape) or like.shape[chunk.dim] % (chunk.outer * chunk.inner):
             raise CannotChunk(
-                f"what enters {entry.unit!r} has shape {like.shape}, which has no such axis ({chunk})"
+                f"what enters {chunk.unit!r} has shape {like.shape}, which has no such axis ({chunk})"
             )
         # The dimension is (outer, size, inner) in one, of which the middle is sliced.
         size = like.shape[chunk.dim] // (chunk.outer * chunk.inner)
+        axis = Axis(chunk.dim, chunk.outer, size, chunk.inner)
+        first, end = scope.first_op, scope.end_op
         # A chunk of the rest goes on behind the module, up to the loss.
-        last = scope.end_op if chunk.span != "rest" else len(program.ops)
-        return ChunkSpan(
-            program,
-            chunk,
-            entry,
-            Axis(chunk.dim, chunk.outer, size, chunk.inner),
-            like.storage,
-            scope.first_op,
-            scope.end_op,
-            range(scope.first_op, last),
-        )
+        forward = range(first, end if chunk.span != "rest" else len(program.ops))
+        return ChunkSpan(program, chunk, call, tensor, axis, like.storage, first, end, forward)
+
+    @property
+    def unit(self) -> str:
+        """The fqn of the module."""
+        return self.chunk.unit
 
     @property
     def is_module(self) -> bool:

@@ -104,7 +104,7 @@ class DeferredRun:
 
     def enter(self) -> None:
         """Begin the region with what enters the module."""
-        tensor = self.span.entry.tensor
+        tensor = self.span.tensor
         self.tensors.inside[tensor] = root(self.region, self.rehearsal.given(tensor), self.span.axis)
 
     @property

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -33,7 +33,7 @@ from sacplan.device.kernels import registered
 from sacplan.techniques.base.offers import Offer
 from sacplan.techniques.base.regions import Option
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.chunk.chunk_entry import CannotChunk, ChunkEntry
+from sacplan.techniques.chunk.chunk_entry import CannotChunk, ChunkSpan, entry_of
 from sacplan.techniques.chunk.families import Rewrite
 from sacplan.techniques.chunk.rest import training_chunk
 
@@ -79,12 +79,6 @@ class ChunkOptions:
     def rewrite(self, chunk: Chunk) -> Rewrite:
         """Return the rewrite of one of the decisions. It is rehearsed once for a program."""
         return training_chunk(self.program, chunk, self.device)
-
-    @property
-    def options(self) -> tuple[tuple[Chunk, Rewrite], ...]:
-        """All decisions with their rewrites."""
-        with registered(self.device):  # once for all rehearsals
-            return tuple((chunk, self.rewrite(chunk)) for chunk in self.chunks)
 
     def held_ops(self) -> frozenset[int]:
         """Return forward ops that make what a loop of the backward pass holds from there on, such as a mask.
@@ -144,31 +138,25 @@ def loss_chunks(
 
     Worked out once for a program.
     """
-    with registered(device):  # once for all rehearsals
-        return _loss_chunks(program, device, accumulate, after)
-
-
-def _loss_chunks(
-    program: Program, device: DeviceSpec, accumulate: Accumulate, after: int
-) -> ChunkOptions | tuple[Refusal, ...]:
     best: tuple[int, Chunk] | None = None
     refused: list[Refusal] = []
-    for unit in _last_modules(program, after):
-        try:
-            chunk = _first_axis(program, unit, "rest", device, accumulate)
-        except CannotChunk as error:
-            if best is not None:
-                break  # what begins before it reads the same and more
-            refused.append(Refusal(unit, str(error)))
-            continue
-        most = most_bytes(program, training_chunk(program, chunk, device))
-        # Entries are tried from the loss backwards, and a longer chunk has to save clearly more than a shorter
-        # one.
-        if best is None or most * _SAME < best[0]:
-            best = most, chunk
+    with registered(device):  # once for all rehearsals
+        for unit in _last_modules(program, after):
+            try:
+                chunk = _first_axis(program, unit, "rest", device, accumulate)
+            except CannotChunk as error:
+                if best is not None:
+                    break  # what begins before it reads the same and more
+                refused.append(Refusal(unit, str(error)))
+                continue
+            most = most_bytes(program, training_chunk(program, chunk, device))
+            # Entries are tried from the loss backwards, and a longer chunk has to save clearly more than a shorter
+            # one.
+            if best is None or most * _SAME < best[0]:
+                best = most, chunk
     if best is None:
         return tuple(refused or _called_often(program))
-    powers = (2**i for i in range(1, _MOST_SLICES.bit_length()))
+    powers = [2**i for i in range(1, _MOST_SLICES.bit_length())]
     return _offered(program, best[1], powers, device)
 
 
@@ -191,7 +179,7 @@ def _called_often(program: Program) -> Iterator[Refusal]:
     often = {fqn: calls for fqn, calls in program.calls.items() if fqn and len(calls) > 1}
     for unit in sorted(often, key=lambda fqn: program.scopes[often[fqn][-1]].first_op, reverse=True)[:_TRIED]:
         try:
-            ChunkEntry.of(program, unit)
+            entry_of(program, unit)
         except CannotChunk as error:
             yield Refusal(unit, str(error))
 
@@ -208,35 +196,22 @@ def module_chunks(
     Worked out once for a program.
     """
     with registered(device):  # once for all rehearsals
-        return _module_chunks(program, scope, device, accumulate)
+        found = _largest(program, scope, device, accumulate)
+        if found is None:
+            return ()
+        n_ops = len(program.ops_in(program.calls[found.unit][0]))
+        name = _name_in_layer(found.unit)
+        units = (
+            unit
+            for unit, calls in program.calls.items()
+            if len(calls) == 1 and _name_in_layer(unit) == name and len(program.ops_in(calls[0])) == n_ops
+        )
+        # With all numbers of slices, since those of the first one serve for all that are alike.
+        return tuple(_offered_where_alike(program, found, units, _MODULE_SLICES, device))
 
 
-def _module_chunks(
-    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate
-) -> tuple[ChunkOptions, ...]:
-    found = next(_largest_first(program, scope, device, accumulate), None)
-    if found is None:
-        return ()
-    n_ops = len(program.ops_in(program.calls[found.unit][0]))
-    name = _name_in_layer(found.unit)
-    alike = []
-    for unit, calls in program.calls.items():
-        if len(calls) == 1 and _name_in_layer(unit) == name and len(program.ops_in(calls[0])) == n_ops:
-            chunk = msgspec.structs.replace(found, unit=unit)
-            try:
-                offered = _offered(program, chunk, _MODULE_SLICES, device)
-                # All of them, since those of the first one serve for all that are alike, and that takes no rehearsal.
-                _ = offered.options
-            except CannotChunk:
-                continue  # of that name and size, but not alike
-            alike.append(offered)
-    return tuple(alike)
-
-
-def _largest_first(
-    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate
-) -> Iterator[Chunk]:
-    """Yield chunks of the modules around a module call, the largest first: it takes one rehearsal if that one works."""
+def _largest(program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate) -> Chunk | None:
+    """Return a chunk of the largest module around a module call that can run in slices; None if none can."""
 
     def may_be_rehearsed(around: int) -> bool:
         # Not the model itself, nor a module that is called several times or has too many ops.
@@ -244,9 +219,11 @@ def _largest_first(
         return bool(unit) and len(program.calls[unit]) == 1 and len(program.ops_in(around)) <= _MOST_OPS
 
     outwards = (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ()
+    # The largest first: it takes one rehearsal if that one works.
     for around in reversed(tuple(itertools.takewhile(may_be_rehearsed, outwards))):
         with contextlib.suppress(CannotChunk):  # a part of it may be one
-            yield _first_axis(program, program.scopes[around].fqn, "module", device, accumulate)
+            return _first_axis(program, program.scopes[around].fqn, "module", device, accumulate)
+    return None
 
 
 def _name_in_layer(unit: str) -> str:
@@ -293,17 +270,14 @@ def backward_chunks(
         found = _first_axis(program, unit, "backward", device, accumulate)
     except CannotChunk:
         return ()  # no axis of its input can be sliced
-    chunks = []
-    for other, calls in program.calls.items():
-        if not _alike(other, unit) or not pins.named_ops.isdisjoint(program.ops_in(calls[0])):
-            continue
-        chunk = msgspec.structs.replace(found, unit=other)
-        try:
-            training_chunk(program, chunk, device)
-        except CannotChunk:
-            continue  # of that name, but not alike
-        chunks.append(chunk)
-    return tuple(chunks) if any(chunk.unit == unit for chunk in chunks) else ()
+    units = (
+        other
+        for other, calls in program.calls.items()
+        if _alike(other, unit) and pins.named_ops.isdisjoint(program.ops_in(calls[0]))
+    )
+    alike = _offered_where_alike(program, found, units, (found.slices,), device)
+    chunks = tuple(chunk for offered in alike for chunk in offered.chunks)
+    return chunks if any(chunk.unit == unit for chunk in chunks) else ()
 
 
 def _alike(unit: str, other: str) -> bool:
@@ -315,7 +289,7 @@ def _alike(unit: str, other: str) -> bool:
 
 def _sums(program: Program, unit: str, accumulate: Accumulate) -> Accumulate:
     """Return the type that is asked for if a module computes in half precision; others add in their own."""
-    ops = (program.ops[i] for i in program.ops_in(ChunkEntry.of(program, unit).scope))
+    ops = (program.ops[i] for i in program.ops_in(entry_of(program, unit)[0]))
     half = any(program.tensors[t].dtype in _HALF for op in ops for t in op.inputs)
     return accumulate if half else "parameter"
 
@@ -328,7 +302,7 @@ def _first_axis(
     accumulate: Accumulate,
 ) -> Chunk:
     """Return a chunk along the longest dimension that works. The last one is never tried: it is that of features."""
-    shape = program.tensors[ChunkEntry.of(program, unit).tensor].shape
+    shape = program.tensors[entry_of(program, unit)[1]].shape
     why = CannotChunk(f"what enters {unit!r} has shape {shape}")
     for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
         # An axis of one element has no slices.
@@ -347,16 +321,28 @@ def _first_axis(
 
 def entry_size(program: Program, chunk: Chunk) -> int:
     """Return the length of the axis that a chunk slices."""
-    shape = program.tensors[ChunkEntry.of(program, chunk.unit).tensor].shape
-    return shape[chunk.dim] // (chunk.outer * chunk.inner)
+    return ChunkSpan.of(program, chunk).axis.size
 
 
-def _offered(
-    program: Program, found: Chunk, numbers: Iterator[int] | tuple[int, ...], device: DeviceSpec
-) -> ChunkOptions:
-    size = entry_size(program, found)
-    chunks = (msgspec.structs.replace(found, slices=slices) for slices in numbers if slices <= size)
+def _offered(program: Program, found: Chunk, numbers: Sequence[int], device: DeviceSpec) -> ChunkOptions:
+    """Return a chunk in each number of slices that its axis has elements for; in the first one in any case."""
+    most = max(numbers[0], entry_size(program, found))
+    chunks = (msgspec.structs.replace(found, slices=slices) for slices in numbers if slices <= most)
     return ChunkOptions(program, device, tuple(chunks))
+
+
+def _offered_where_alike(
+    program: Program, found: Chunk, units: Iterable[str], numbers: Sequence[int], device: DeviceSpec
+) -> Iterator[ChunkOptions]:
+    """Yield the options of a chunk at each of some modules where all of them work."""
+    for unit in units:
+        try:
+            offered = _offered(program, msgspec.structs.replace(found, unit=unit), numbers, device)
+            for chunk in offered.chunks:
+                offered.rewrite(chunk)
+        except CannotChunk:
+            continue  # of that name, but not alike
+        yield offered
 
 
 def most_bytes(program: Program, rewrite: Rewrite) -> int:

@@ -28,7 +28,7 @@ from sacplan.core.derived import derived, settled_from
 from sacplan.core.program import Phase, Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.record.in_place import OUT_OF_PLACE
-from sacplan.techniques.chunk.chunk_entry import CannotChunk, ChunkEntry, ChunkSpan
+from sacplan.techniques.chunk.chunk_entry import CannotChunk, ChunkSpan
 from sacplan.techniques.chunk.deferral import DeferredRun
 from sacplan.techniques.chunk.families import Rewrite, kinship_of_calls, transferred
 from sacplan.techniques.chunk.training_loops import leave_module, run_final_loop
@@ -59,32 +59,30 @@ def _tried(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite | Cann
 
 
 def _rewrite(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
-    entry = ChunkEntry.of(program, chunk.unit)
-    _check_plain(program, entry, chunk)
+    span = ChunkSpan.of(program, chunk)
+    _check_plain(span)
     is_rest = chunk.span == "rest"
     # Layers repeat, so the rewrite of one module serves for all that are alike.
     rehearsed = {} if is_rest else _rewrites(program, msgspec.structs.replace(chunk, unit=""), device)
     # What cannot run in slices in the step as it was recorded is not tried with decisions about other modules. What
     # can is rehearsed there, once for all that may be settled, and most of it goes over.
-    known = [((step, entry.scope), training_chunk(step, chunk, device)) for step in settled_from(program)]
+    known = [((step, span.scope), training_chunk(step, chunk, device)) for step in settled_from(program)]
     known += (((program, scope), rewrite) for scope, rewrite in rehearsed.items())
     # Tried with one of each kind so far. Where none goes over, the module is of another kind, and is rehearsed.
-    here = program, entry.scope
+    here = program, span.scope
     kin = ((kinship_of_calls(call, here, to_end=is_rest), rewrite) for call, rewrite in known)
-    found = transferred(kin, entry.scope)
+    found = transferred(kin, span.scope)
     if found is not None:
         return found
-    rehearsed[entry.scope] = _rehearsed(program, entry, chunk, device)
-    return rehearsed[entry.scope]
+    rehearsed[span.scope] = _rehearsed(span, device)
+    return rehearsed[span.scope]
 
 
-def _check_plain(program: Program, entry: ChunkEntry, chunk: Chunk) -> None:
+def _check_plain(span: ChunkSpan) -> None:
     """Refuse a module that gets a DTensor, or has one as a parameter: slices are made of plain tensors."""
-    if not program.on_dtensors:
-        return
-    scope = program.scopes[entry.scope]
+    program = span.program
     # Backward ops follow from forward ones, so these are enough.
-    for i in range(scope.first_op, scope.end_op if chunk.span != "rest" else len(program.ops)):
+    for i in span.forward if program.on_dtensors else ():
         op = program.ops[i]
         module = program.scopes[op.scope].fqn if op.scope >= 0 else ""
         if op.phase is Phase.FORWARD and module in program.on_dtensors:
@@ -98,16 +96,16 @@ def _check_whole(run: DeferredRun, own: Collection[int]) -> None:
     The executor computes the outputs where the module returns, which is where the recording has these ops only if
     nothing else runs in between.
     """
-    program, entry = run.program, run.span.entry
+    program, span = run.program, run.span
     for i in run.ran:
-        if program.ops[i].scope != entry.scope:
-            raise CannotChunk(f"{entry.unit!r} calls other modules, so its forward cannot run whole", i)
+        if program.ops[i].scope != span.scope:
+            raise CannotChunk(f"{span.unit!r} calls other modules, so its forward cannot run whole", i)
         if program.ops[i].name in OUT_OF_PLACE or any(is_computation(op.name) for op in run.ran[i].ops):
             raise CannotChunk(f"{program.ops[i].name} runs otherwise on what is deferred", i)
     for i in own:
         # A cast of a weight would be there before the ops of the module, and not between two of them.
         if is_computation(program.ops[i].name):
-            raise CannotChunk(f"{entry.unit!r} computes something from its parameters alone", i)
+            raise CannotChunk(f"{span.unit!r} computes something from its parameters alone", i)
 
 
 @derived
@@ -116,8 +114,7 @@ def _rewrites(program: Program, chunk: Chunk, device: DeviceSpec) -> dict[int, R
     return {}
 
 
-def _rehearsed(program: Program, entry: ChunkEntry, chunk: Chunk, device: DeviceSpec) -> Rewrite:
-    span = ChunkSpan.of(program, entry, chunk)
+def _rehearsed(span: ChunkSpan, device: DeviceSpec) -> Rewrite:
     run = DeferredRun(span, device)
     with run.rehearsal.running():
         run.enter()

@@ -63,7 +63,7 @@ def leave_module(run: DeferredRun) -> RehearsedLoop:
         CannotChunk: the module has no sliced output, or its gradient goes through it unchanged.
     """
     program, span, lazy = run.program, run.span, run.tensors.lazy
-    unit = span.entry.unit
+    unit = span.unit
     outputs: dict[int, None] = {}
     views: set[int] = set()  # that others take of the outputs, perhaps as the module did
     # Outputs are what others read after the call. Backward ops of the module itself read its inside, which is
@@ -96,7 +96,7 @@ def _check_same_ops(run: DeferredRun, seen: RehearsedOps) -> None:
     """Refuse outputs that are computed by other ops than those that were recorded, or by fewer."""
     names = [name for i in run.ran if is_computation(name := run.program.ops[i].name)]
     if [op.name for op in seen.ops if is_computation(op.name)] != names:
-        raise CannotChunk(f"{run.span.entry.unit!r} computes more than its outputs")
+        raise CannotChunk(f"{run.span.unit!r} computes more than its outputs")
 
 
 def run_final_loop(run: DeferredRun, exits: dict[int, Lazy], outputs: frozenset[int]) -> FinalLoop:

@@ -74,14 +74,12 @@ class ForwardWalk:
                 self._own_storages.update(op.writes)
             elif span.is_module and in_module and is_computation(op.name):
                 # What a kernel makes besides, such as a mask, it may make otherwise for what is lazy.
-                raise CannotChunk(
-                    f"{op.name} in {span.entry.unit!r} computes something that is not sliced", i
-                )
+                raise CannotChunk(f"{op.name} in {span.unit!r} computes something that is not sliced", i)
         if hands_on and self.entry_read_outside:
             # The gradients that are added up may then be one tensor, or views of one, and the recording does not tell
             # which of them is the module's.
             raise CannotChunk(
-                f"{span.entry.unit!r} hands a gradient on to its input as it is, and others read that input, too",
+                f"{span.unit!r} hands a gradient on to its input as it is, and others read that input, too",
                 span.first_op,
             )
 
@@ -90,7 +88,7 @@ class ForwardWalk:
         program, tensors = self.program, self.program.tensors
         if self.span.begins not in program.writer or not is_computation(op.name):
             return False  # a batch, which gets no gradient; or a view, whose readers are asked
-        size = math.prod(tensors[self.span.entry.tensor].shape)
+        size = math.prod(tensors[self.span.tensor].shape)
 
         def of_that_size(found: Iterable[int]) -> list[int]:
             return [t for t in found if "float" in tensors[t].dtype and math.prod(tensors[t].shape) == size]
@@ -125,11 +123,11 @@ class ForwardWalk:
             # slices gets its gradient from the sum, as in the plain step.
             if sliced and program.writer.get(s, -1) in backward_ops(program):
                 raise CannotChunk(
-                    f"{op.name} also reads an activation that did not enter {span.entry.unit!r}", index
+                    f"{op.name} also reads an activation that did not enter {span.unit!r}", index
                 )
             scopes = (op.scope, *program.ancestors(op.scope))
-            if program.storage_kinds[s] is StorageKind.PARAMETER and span.entry.scope not in scopes:
-                raise CannotChunk(f"{op.name} reads a parameter outside of {span.entry.unit!r}", index)
+            if program.storage_kinds[s] is StorageKind.PARAMETER and span.scope not in scopes:
+                raise CannotChunk(f"{op.name} reads a parameter outside of {span.unit!r}", index)
 
 
 class BackwardWalk:
@@ -172,7 +170,7 @@ class BackwardWalk:
             CannotChunk: an op cannot be deferred, a result leaves that the executor could not return there, or
                 nothing is differentiated at all.
         """
-        program, tensors, unit = self.program, self.run.tensors, self.span.entry.unit
+        program, tensors, unit = self.program, self.run.tensors, self.span.unit
         for i in range(self.span.end_op, len(program.ops)):
             op = program.ops[i]
             if op.phase is Phase.OPTIMIZER:
@@ -258,7 +256,7 @@ class BackwardWalk:
         """Whether another gradient of the module's input is added to the one that the entry's node makes."""
         if op.name not in _ADDITIONS:
             return False
-        tensors, like = self.program.tensors, self.program.tensors[self.span.entry.tensor]
+        tensors, like = self.program.tensors, self.program.tensors[self.span.tensor]
         outside = {t for t in op.inputs if t not in known or t in self._expanded}
         if self._entry_read_outside and not outside:
             # What else reads the input is in the loop, too. Its gradient waits, lazy, for that of the entry's node, and
@@ -277,13 +275,13 @@ class BackwardWalk:
 
         Shapes decide, since a recording does not say whose gradient a tensor is.
         """
-        program, entry = self.program, self.span.entry
-        tensors = (program.tensors[t] for i in program.ops_in(entry.scope) for t in program.ops[i].inputs)
+        program, span = self.program, self.span
+        tensors = (program.tensors[t] for i in program.ops_in(span.scope) for t in program.ops[i].inputs)
         shapes = {t.shape for t in tensors if program.storage_kinds[t.storage] is StorageKind.PARAMETER}
-        shapes.add(program.tensors[entry.tensor].shape)
+        shapes.add(program.tensors[span.tensor].shape)
         if any(program.tensors[t].shape not in shapes for t in lazy):
             raise CannotChunk(
-                f"{op.name} reads a gradient of an activation that did not enter {entry.unit!r}", index
+                f"{op.name} reads a gradient of an activation that did not enter {span.unit!r}", index
             )
 
     def _gradients_are_lazy(self, index: int, op: Op, in_module: bool) -> None:

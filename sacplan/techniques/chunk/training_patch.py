@@ -60,7 +60,7 @@ class ChunkPatch:
         self.events: _Events = {}
         liveness = self.program.liveness
         self.end = int(liveness.op_events[run.last])
-        self.exit = liveness.exited[self.span.entry.scope]
+        self.exit = liveness.exited[self.span.scope]
 
     def write(self) -> Rewrite:
         """Return the rewrite. Storages and handles are numbered in the order in which things are added here."""
@@ -81,7 +81,7 @@ class ChunkPatch:
         if self.left is not None:
             events[self.exit] = []
             if not self.whole:
-                events[self.exit] = self._put(self.left.seen, Phase.FORWARD, self.span.entry.scope)
+                events[self.exit] = self._put(self.left.seen, Phase.FORWARD, self.span.scope)
         for i in self.copied:
             events[self._at(i)] = self._out_of_place(i)
         until_end = self._hold()
@@ -92,7 +92,7 @@ class ChunkPatch:
         instance = draft.instance_handles.add(until_end[0])
         if self.left is not None:
             events[self.exit].append(program.events[self.exit])
-        body = self._put(self.final.loop.seen, Phase.BACKWARD, self.span.entry.scope)
+        body = self._put(self.final.loop.seen, Phase.BACKWARD, self.span.scope)
         # First what the loop held goes, then the additions that wait for its results run.
         after = [(_DROP, instance), *((_RELEASE, handle) for handle in until_end)]
         moved = self._put_off()
@@ -201,7 +201,7 @@ class ChunkPatch:
         program, draft, events, given = self.program, self.draft, self.events, self.run.tensors.given
         begins = self.run.tensors.begins
         until_end = [draft.new_handle(begins, self.span.first_op)]
-        at = program.liveness.entered[self.span.entry.scope]
+        at = program.liveness.entered[self.span.scope]
         events[at] = [program.events[at], (_PACK, until_end[0])]
         initial: Collection[int] = set(program.initial)
         held: set[tuple[int, int]] = set()  # (storage, event at which it is let go of, or -1)

@@ -12,7 +12,6 @@ early, the loop has one slice and no op is cut: slower, never wrong.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -86,14 +85,6 @@ def _is_gone(shape: tuple[int, ...]) -> NoReturn:
     )
 
 
-class _ThreadMode(threading.local):
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=False)
-
-
-_local = _ThreadMode()
-
-
 class Stretch:
     """The ops of a stretch in the order in which they are reached.
 
@@ -110,13 +101,13 @@ class Stretch:
         self.is_over = False
         self._region = SlicedRegion(1, 1)
         self._nodes: list[DeferredOp] = []
-        # Fake tensors: results have the strides that kernels give.
+        # Fake tensors by value: results have the strides that kernels give.
+        self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._like: dict[DeferredTensor, torch.Tensor] = {}
         self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps
         self._buffers: list[torch.Tensor] = []
-        self._bound: WeakIdKeyDictionary = (
-            WeakIdKeyDictionary()
-        )  # lazy tensors, buffers, views of them: to values
+        # From lazy tensors, buffers and views of them to values.
+        self._bound: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     # --- collecting ---
 
@@ -157,7 +148,7 @@ class Stretch:
         known = self._inputs.get(id(tensor))
         if known is None:
             known = self._inputs[id(tensor)] = DeferredTensor(self._region, tensor, data=tensor)
-            with modes_off(), _local.mode:
+            with modes_off(), self._fake:
                 self._like[known] = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
@@ -181,7 +172,7 @@ class Stretch:
         likes, named_likes = tree_map(
             lambda x: self._like[x] if isinstance(x, DeferredTensor) else x, (of_node, named)
         )
-        with modes_off(), _local.mode:
+        with modes_off(), self._fake:
             # Fake tensors on the device give the strides that its kernels would, which the buffers need. No
             # mode of the program sees this.
             made = func(*likes, **named_likes)
