@@ -15,12 +15,13 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 import sacplan.core.factors  # noqa: F401  (registers the rules)
 from sacplan.core.calls import Opaque, call_with, dtype_of
 from sacplan.core.derived import derived
-from sacplan.core.elements import Event, Op
+from sacplan.core.elements import Op
 from sacplan.core.factors.rule import Rule, rule_of
 from sacplan.core.program import Program
 from sacplan.techniques.chunk.flow import FlowGraph
@@ -129,13 +130,10 @@ class Dataflow(FlowGraph):
         return found
 
     def _last_ops(self) -> list[int]:
-        program, now = self.program, -1
-        found = [self.n_ops] * len(program.storage_bytes)
-        for code, arg in program.events:
-            if code == Event.OP:
-                now = arg
-            elif code == Event.FREE:
-                found[arg] = now
+        program, n_events = self.program, len(self.program.events)
+        freed = program.liveness.freed
+        found = (np.searchsorted(program.liveness.op_events, freed) - 1).tolist()
+        found = [op if at < n_events else self.n_ops for op, at in zip(found, freed, strict=True)]
         for i, op in enumerate(program.ops):
             if op.replaces >= 0:
                 found[op.replaces] = i - 1  # its bytes are those of the new version from then on

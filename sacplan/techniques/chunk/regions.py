@@ -199,37 +199,21 @@ class _Finder:
         that end there do, too.
         """
         flow, tensors = self.flow, self.program.tensors
-        far = _WINDOW + _BEYOND
 
         def near(distance: int) -> int:
-            return min(distance, far)
+            return min(distance, _WINDOW + _BEYOND)
+
+        def used(i: int, t: int) -> tuple[Any, ...]:
+            last = flow.last_op[flow.storage[t]]
+            return _layout(tensors[t]), near(last - i), last == flow.n_ops
 
         known: dict[Any, int] = {}
         found = []
         for i, op in enumerate(self.program.ops):
-            key = (
-                op.name,
-                op.arguments,
-                tuple(
-                    (
-                        near(i - flow.producer[t]) if flow.producer[t] >= 0 else -1,
-                        _layout(tensors[t]),
-                        near(flow.last_op[flow.storage[t]] - i),
-                    )
-                    for t in op.inputs
-                ),
-                tuple(
-                    (
-                        _layout(tensors[t]),
-                        tuple(near(c - i) for c in flow.consumers[t]),
-                        near(flow.last_op[flow.storage[t]] - i),
-                        flow.last_op[flow.storage[t]] == flow.n_ops,
-                    )
-                    for t in op.outputs
-                ),
-                op.replaces >= 0,
-                op.workspace_bytes,
-            )
+            made = (near(i - flow.producer[t]) if flow.producer[t] >= 0 else -1 for t in op.inputs)
+            read = (tuple(near(c - i) for c in flow.consumers[t]) for t in op.outputs)
+            what = op.name, op.arguments, op.replaces >= 0, op.workspace_bytes, *made, *read
+            key = (*what, *(used(i, t) for t in (*op.inputs, *op.outputs)))
             found.append(known.setdefault(key, len(known)))
         return found
 

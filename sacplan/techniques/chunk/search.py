@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TypeAlias
@@ -234,18 +234,10 @@ class StretchSearch:
         )
 
 
+@derived
 def stretch_search(program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> StretchSearch:
     """Return the search for a program on a device; one for all budgets."""
-    known = _searches(program, spec)
-    if pins.key not in known:
-        known[pins.key] = StretchSearch(program, spec, pins)
-    return known[pins.key]
-
-
-@derived
-def _searches(program: Program, spec: DeviceSpec) -> dict[Hashable, StretchSearch]:
-    """Return the searches of a program on a device by their pins, none at first; ``stretch_search`` adds to them."""
-    return {}
+    return StretchSearch(program, spec, pins)
 
 
 @dataclass(frozen=True, slots=True)
