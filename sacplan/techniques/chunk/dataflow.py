@@ -139,6 +139,11 @@ class Dataflow(FlowGraph):
                 found[op.replaces] = i - 1  # its bytes are those of the new version from then on
         return found
 
+    def inputs_of(self, ops: Sequence[int]) -> dict[int, None]:
+        """Return the tensors that some ops read and do not make, in the order of first use."""
+        made = {t for i in ops for t in self.outputs[i]}
+        return dict.fromkeys(t for i in ops for t in self.inputs[i] if t not in made)
+
     def readers(self, tensor: int, end: int) -> Sequence[int]:
         """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
         return [c for c in self.consumers[tensor] if c <= end and self._first_use[c] <= end]

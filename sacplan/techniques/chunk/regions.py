@@ -331,6 +331,7 @@ class _Finder:
         if not exits or not self._has_unit(members) or not self._inputs_stay(members, end):
             return
         made = {s for i in members for s in program.ops[i].writes}
+        read = {flow.storage[t] for t in flow.inputs_of(members)}
         kept = {flow.origin[flow.storage[flow.outputs[op][output]]] for op, output in exits}
         lost = [s for s in made if flow.origin[s] not in kept]
         # How long Python holds what the loop never makes as a whole: its bytes are saved up to there.
@@ -347,7 +348,7 @@ class _Finder:
                 first, last = max(program.writer[s], start), min(flow.last_op[s], until)
                 # Never allocated as a whole: less at each op at which it was alive.
                 change[first - start : last - start + 1] -= program.storage_bytes[s]
-            for s in self._input_storages(members):
+            for s in read:
                 last = flow.last_op[s]
                 if last < end and s not in made:
                     # The loop runs at the end, so an input that was freed before is held until then.
@@ -385,15 +386,10 @@ class _Finder:
                 found.append((root, output))
         return found
 
-    def _input_storages(self, members: Sequence[int]) -> set[int]:
-        flow = self.flow
-        made = {t for i in members for t in flow.outputs[i]}
-        return {flow.storage[t] for i in members for t in flow.inputs[i] if t not in made}
-
     def _inputs_stay(self, members: Sequence[int], end: int) -> bool:
         """Whether no op in between overwrites what the loop reads."""
         inside, program = set(members), self.program
-        inputs = self._input_storages(members)
+        inputs = {self.flow.storage[t] for t in self.flow.inputs_of(members)}
         for i in range(members[0], end):
             if i not in inside:
                 op = program.ops[i]

@@ -24,7 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TypeAlias
 
 from sacplan.core.decisions import Chunk
@@ -37,7 +37,7 @@ from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.chunk.dataflow import Dataflow
 from sacplan.techniques.chunk.families import merged
 from sacplan.techniques.chunk.regions import Candidate, candidates, unit_scope
-from sacplan.techniques.chunk.stretches import stretch_rewrites
+from sacplan.techniques.chunk.stretches import stretch_rewrite
 
 _ROUNDS = 12  # of correcting estimates
 _SLACK = 1.01  # factor by which a limit rises that estimates say can be reached, where it cannot
@@ -150,8 +150,7 @@ class StretchSearch:
         """Replace estimates of the picked loops by what they take; return whether any was wrong."""
         wrong = False
         for (candidate, slices), decision in zip(picks, decisions, strict=True):
-            # The first call of a unit stands for the others.
-            inside = stretch_rewrites(self.program, decision, self.spec)[0].loop_bytes
+            inside = stretch_rewrite(self.program, decision, self.spec).loop_bytes
             wrong |= candidate.shape.learn(slices, inside)
         return wrong
 
@@ -159,8 +158,8 @@ class StretchSearch:
         if decisions not in self.tried:
             program = self.program
             if decisions:
-                found = (stretch_rewrites(program, decision, self.spec) for decision in decisions)
-                program = program.with_(merged(program, [one.patch for one in chain(*found)]))
+                found = [stretch_rewrite(program, decision, self.spec) for decision in decisions]
+                program = program.with_(merged(program, [one.patch for one in found]))
             self.tried[decisions] = MeasuredStretches(
                 decisions, program.footprint.peak_bytes, program.step_ms - self.program.step_ms
             )

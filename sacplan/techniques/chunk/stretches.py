@@ -2,7 +2,7 @@
 
 The rewrite is exact, since the executor's own loop is rehearsed:
 
-1. ``placed_stretches``: a decision names call sites; find their ops in each call of the unit, and what the loop reads.
+1. ``placed``: a decision names call sites; find their ops in the call of the unit, and what the loop reads.
 2. ``_rehearsed``: defer these ops on fake tensors with the kernels of the device (``executor/collected.py``), and run
    the loop under the recorder, with the slices that ``sampling.py`` chooses. The ops and what they allocate go from the
    program, the buffer of each exit is made where its op stood, and the loop runs where the last op stood. What the loop
@@ -14,7 +14,7 @@ Layers repeat, so the rewrite of one stretch serves for all that are alike (``fa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +39,7 @@ _FREE = int(Event.FREE)
 
 @dataclass(frozen=True, slots=True)
 class PlacedStretch:
-    """A decision in one call of its unit.
+    """A decision in the call of its unit.
 
     Attributes:
         decision: the decision.
@@ -60,32 +60,29 @@ class PlacedStretch:
 
 
 @derived
-def stretch_rewrites(program: Program, decision: Chunk, device: DeviceSpec) -> tuple[Rewrite, ...]:
-    """Return the rewrites for a decision, one for each call of its unit; worked out once, since searches ask again.
+def stretch_rewrite(program: Program, decision: Chunk, device: DeviceSpec) -> Rewrite:
+    """Return the rewrite for a stretch; worked out once, since searches ask again.
 
     Raises:
         PlanError: a stretch that the program does not have, or that cannot run in slices as it says.
     """
-    found = []
-    for stretch in placed_stretches(program, decision):
-        # What ops do not tell: how the loop is cut, what is needed of it, and which inputs wait for it.
-        late = tuple(program.tensors[t].storage in stretch.waiting for t in stretch.inputs)
-        d = decision
-        alike = _rehearsed_stretches(program, (d.slices, d.dim, d.outer, d.inner, d.exits, late), device)
-        kin = ((_kinship(program, other, stretch), rewrite) for other, rewrite in alike)
-        rewrite = transferred(kin, program.ops[stretch.end].scope)
-        if rewrite is None:
-            rewrite = _rehearsed(program, stretch, device)
-            alike.append((stretch, rewrite))
-        found.append(rewrite)
-    return tuple(found)
+    stretch, d = placed(program, decision), decision
+    # What ops do not tell: how the loop is cut, what is needed of it, and which inputs wait for it.
+    late = tuple(program.tensors[t].storage in stretch.waiting for t in stretch.inputs)
+    alike = _rehearsed_stretches(program, (d.slices, d.dim, d.outer, d.inner, d.exits, late), device)
+    kin = ((_kinship(program, other, stretch), rewrite) for other, rewrite in alike)
+    found = transferred(kin, program.ops[stretch.end].scope)
+    if found is None:
+        found = _rehearsed(program, stretch, device)
+        alike.append((stretch, found))
+    return found
 
 
 @derived
 def _rehearsed_stretches(
     program: Program, kind: Hashable, device: DeviceSpec
 ) -> list[tuple[PlacedStretch, Rewrite]]:
-    """Return the stretches of a kind that were rehearsed, none at first; ``stretch_rewrites`` adds to them."""
+    """Return the stretches of a kind that were rehearsed, none at first; ``stretch_rewrite`` adds to them."""
     return []
 
 
@@ -94,66 +91,53 @@ def _kinship(program: Program, one: PlacedStretch, other: PlacedStretch) -> Kins
     return found if found.add_ops(one.members, other.members) else None
 
 
-def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretch]:
-    """Yield a decision's place in each call of its unit that has its sites. Another call may take another branch.
+def placed(program: Program, decision: Chunk) -> PlacedStretch:
+    """Return a decision's place in the call of its unit, which must be the only one: sites do not tell calls apart.
 
     Raises:
-        PlanError: no call has them.
+        PlanError: the call does not have its sites, or it does not fit to what they are.
     """
-    found = False
-    for scope in program.calls.get(decision.unit, ()):
-        ops = ops_by_site(program, scope)
-        if decision.sites and all(site in ops for site in decision.sites):
-            found = True
-            yield _placed(program, decision, [ops[site] for site in decision.sites])
-    if not found:
-        raise PlanError(
-            f"no call of unit {decision.unit!r} runs all ops of a stretch that ends with "
-            f"{decision.sites[-1] if decision.sites else 'nothing'}. Make a plan for this step with sacplan.plan."
-        )
-
-
-@derived
-def ops_by_site(program: Program, scope: int) -> Mapping[CallSite, int]:
-    """Return the ops of a module call that compute something; worked out once."""
-    return {site: op for op, site in program.sites(scope).items() if is_computation(site.op)}
-
-
-def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedStretch:
+    calls = program.calls.get(decision.unit, ())
+    ops = ops_by_site(program, calls[0]) if len(calls) == 1 else {}
+    last = decision.sites[-1] if decision.sites else "nothing"
+    name = f"a stretch of unit {decision.unit!r} that ends with {last}"
+    if not decision.sites or any(site not in ops for site in decision.sites):
+        raise PlanError(f"no call runs all ops of {name}. Make a plan for this step with sacplan.plan.")
+    sites = [ops[site] for site in decision.sites]
     flow = dataflow(program)
     inside, end = set(sites), sites[-1]
     members: list[int] = []
-    made: dict[int, None] = {}
-    inputs: dict[int, None] = {}
+    made: set[int] = set()
     for i in range(sites[0], end + 1):
         op = program.ops[i]
         # Sites name ops that compute. Views of what the loop makes belong to it as well; an op in between that
         # computes something else from it would read what is not there yet.
-        reads = any(t in made for t in op.inputs)
+        reads = not made.isdisjoint(op.inputs)
         if i in inside or (reads and is_alias(op.name)):
             members.append(i)
-            inputs.update(dict.fromkeys(t for t in flow.inputs[i] if t not in made))
-            made.update(dict.fromkeys(flow.outputs[i]))
+            made.update(flow.outputs[i])
         elif reads:  # the loop runs only at the end
-            raise PlanError(
-                f"a stretch of unit {decision.unit!r} that ends with {decision.sites[-1]} makes what {op.name} reads "
-                "before that."
-            )
+            raise PlanError(f"{name} makes what {op.name} reads before that.")
     # A plan names an exit by its position among the sites, the patch by its op. Members are in order, so later versions
     # of a storage replace earlier ones.
     latest = {flow.origin[s]: s for i in members for s in program.ops[i].writes}
     exits: dict[int, dict[int, int]] = defaultdict(dict)
     for position, output in decision.exits:
         if position >= len(sites) or output >= len(flow.outputs[sites[position]]):
-            raise PlanError(
-                f"an exit of a stretch of unit {decision.unit!r} refers to a site or a result that it does not have."
-            )
+            raise PlanError(f"an exit of {name} refers to a site or a result that it does not have.")
         storage = flow.storage[flow.outputs[sites[position]][output]]
         exits[sites[position]][output] = latest.get(flow.origin[storage], storage)
+    inputs = flow.inputs_of(members)
     storages = dict.fromkeys(flow.storage[t] for t in inputs)
     before = program.liveness.op_events[end]
     waiting = tuple(s for s in storages if program.liveness.freed[s] < before)
     return PlacedStretch(decision, tuple(members), end, exits, tuple(inputs), waiting)
+
+
+@derived
+def ops_by_site(program: Program, scope: int) -> Mapping[CallSite, int]:
+    """Return the ops of a module call that compute something; worked out once."""
+    return {site: op for op, site in program.sites(scope).items() if is_computation(site.op)}
 
 
 def _rehearsed(program: Program, stretch: PlacedStretch, device: DeviceSpec) -> Rewrite:

@@ -18,7 +18,7 @@ from sacplan.techniques.chunk.entries import ChunkOptions, backward_chunks, loss
 from sacplan.techniques.chunk.families import merged
 from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.chunk.search import StretchSolver
-from sacplan.techniques.chunk.stretches import stretch_rewrites
+from sacplan.techniques.chunk.stretches import stretch_rewrite
 
 
 class Chunking(Technique):
@@ -87,10 +87,8 @@ class Chunking(Technique):
         chunks, patches = _chunks(decisions), []
         for chunk in chunks:
             try:
-                if chunk.span == "stretch":
-                    patches += [one.patch for one in stretch_rewrites(program, chunk, device)]
-                else:
-                    patches.append(training_chunk(program, chunk, device).patch)
+                rewrite = stretch_rewrite if chunk.span == "stretch" else training_chunk
+                patches.append(rewrite(program, chunk, device).patch)
             except CannotChunk as error:
                 return f"{chunk} cannot be carried out on this step: {error}."
         try:
