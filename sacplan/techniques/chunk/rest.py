@@ -125,9 +125,7 @@ def _rehearsed(span: ChunkSpan, device: DeviceSpec) -> Rewrite:
         # In the order of the step: the module's outputs are there before its backward begins.
         left = leave_module(run) if span.is_module else None
         outputs = frozenset(left.results) if left is not None else frozenset()
-        backward = BackwardWalk(
-            run, frozenset(forward.own), outputs, entry_read_outside=forward.entry_read_outside
-        )
+        backward = BackwardWalk(forward, outputs)
         backward.walk()
         final = run_final_loop(run, backward.exits, outputs)
-    return ChunkPatch(run, left, final, backward.boundary, backward.copied, backward.temporaries).write()
+    return ChunkPatch(run, left, final, backward).write()

@@ -134,10 +134,8 @@ class BackwardWalk:
     """Defers the backward ops of a chunk, and finds its results.
 
     Args:
-        run: after the forward ops, and if the span is a module, after its outputs were computed.
-        own: see ``ForwardWalk``.
+        forward: after its walk, and if the span is a module, after the outputs of that were computed.
         outputs: tensors that the module returns.
-        entry_read_outside: see ``ForwardWalk``.
 
     Attributes:
         exits: the results: lazy tensors that an op reads which is not deferred.
@@ -147,11 +145,9 @@ class BackwardWalk:
         temporaries: by storage that a backward formula makes and frees again, the formula's forward op.
     """
 
-    def __init__(
-        self, run: DeferredRun, own: frozenset[int], outputs: frozenset[int], *, entry_read_outside: bool
-    ) -> None:
-        self.run, self.span, self.program = run, run.span, run.program
-        self.own, self.outputs, self._entry_read_outside = own, outputs, entry_read_outside
+    def __init__(self, forward: ForwardWalk, outputs: frozenset[int]) -> None:
+        self.run, self.span, self.program = forward.run, forward.span, forward.program
+        self.forward, self.outputs = forward, outputs
         self.exits: dict[int, Lazy] = {}
         self.boundary: list[int] = []
         self.copied: set[int] = set()
@@ -180,7 +176,7 @@ class BackwardWalk:
             # Four cases below: an op of the chunk that reads something lazy is deferred; one that makes a
             # temporary for such ops runs, but belongs to them; one that adds to the entry's gradient and all
             # others run where they ran.
-            belongs = op.forward_of in self.run.ran or op.forward_of in self.own
+            belongs = op.forward_of in self.run.ran or op.forward_of in self.forward.own
             in_module = belongs and op.forward_of < self.span.end_op
             if belongs and op.forward_of in self.run.expected:
                 self._gradients_are_lazy(i, op, in_module)
@@ -258,7 +254,7 @@ class BackwardWalk:
             return False
         tensors, like = self.program.tensors, self.program.tensors[self.span.tensor]
         outside = {t for t in op.inputs if t not in known or t in self._expanded}
-        if self._entry_read_outside and not outside:
+        if self.forward.entry_read_outside and not outside:
             # What else reads the input is in the loop, too. Its gradient waits, lazy, for that of the entry's node, and
             # leaves the loop beside it.
             inner = {t for t in op.inputs if tensors[t].storage in self._inner}

@@ -22,6 +22,7 @@ from sacplan.record.rehearsal import RehearsedOps
 from sacplan.techniques.chunk.deferral import DeferredRun
 from sacplan.techniques.chunk.families import Rewrite
 from sacplan.techniques.chunk.training_loops import FinalLoop, RehearsedLoop
+from sacplan.techniques.chunk.training_ops import BackwardWalk
 
 _ALLOC, _FREE, _OP = map(int, (Event.ALLOC, Event.FREE, Event.OP))
 _PACK, _RELEASE = int(Event.PACK), int(Event.RELEASE)
@@ -38,20 +39,13 @@ class ChunkPatch:
         run: the deferred ops.
         left: the loop at the end of the module's call; None if the span is not a module.
         final: the loop in the backward pass.
-        boundary, copied, temporaries: see ``BackwardWalk``.
+        backward: what has been deferred, and what has not.
     """
 
     def __init__(
-        self,
-        run: DeferredRun,
-        left: RehearsedLoop | None,
-        final: FinalLoop,
-        boundary: Sequence[int],
-        copied: Collection[int],
-        temporaries: Mapping[int, int],
+        self, run: DeferredRun, left: RehearsedLoop | None, final: FinalLoop, backward: BackwardWalk
     ) -> None:
-        self.run, self.left, self.final = run, left, final
-        self.boundary, self.copied, self.temporaries = boundary, copied, temporaries
+        self.run, self.left, self.final, self.backward = run, left, final, backward
         self.program, self.span = run.program, run.span
         # The ops that stay, and the others.
         self.whole = tuple(i for i in run.ran if i < self.span.end_op) if self.span.runs_whole else ()
@@ -82,11 +76,11 @@ class ChunkPatch:
             events[self.exit] = []
             if not self.whole:
                 events[self.exit] = self._put(self.left.seen, Phase.FORWARD, self.span.scope)
-        for i in self.copied:
+        for i in self.backward.copied:
             events[self._at(i)] = self._out_of_place(i)
         until_end = self._hold()
         last_of = {program.ops[i].forward_of: i for i in self.deferred}
-        for s, forward in self.temporaries.items():
+        for s, forward in self.backward.temporaries.items():
             events[self._at(last_of[forward])].append((_FREE, s))
         # The loop unpacks what enters, as the executor's entry node does: a plan may have it recomputed.
         instance = draft.instance_handles.add(until_end[0])
@@ -247,7 +241,7 @@ class ChunkPatch:
         program = self.program
         freed: set[int] = set()
         moved: list[tuple[int, tuple[int, int]]] = []
-        for i in self.boundary:
+        for i in self.backward.boundary:
             at, op = self._at(i), program.ops[i]
             if at < self.end and (op.writes or op.mutates):  # a view takes nothing
                 moved += [(at, event) for event in self.events.get(at, [(_OP, i)])]
