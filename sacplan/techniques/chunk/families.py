@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ class Rewrite:
         patch: the rewrite.
         deferred: ops of the program that no longer run where they ran.
         added_ms: how much longer the step takes.
-        loop_bytes: of a stretch, the most that is alive at once of what its loop makes.
+        loop_bytes: of a stretch, the most that is alive at once of what its loop makes; 0 for other chunks.
     """
 
     patch: Patch
@@ -193,16 +194,20 @@ def _moved(patch: Patch, indices: Indices, position: Callable[[int], int]) -> Pa
     )
 
 
-def merged(program: Program, patches: Sequence[Patch]) -> Patch:
-    """Return several patches as one. Each numbers its new ops and storages from the end of the program's.
+def merged(program: Program, rewrites: Sequence[Rewrite]) -> Patch:
+    """Return the patches of several chunks as one. Each numbers its new ops and storages from the end of the program's.
 
     Raises:
-        ValueError: two of them replace the same event.
+        ValueError: two of them replace the same event, or two stretches interleave, which the executor does not run.
     """
-    if len(patches) == 1:
-        return patches[0]
+    if len(rewrites) == 1:
+        return rewrites[0].patch
+    stretches = sorted((min(one.deferred), max(one.deferred)) for one in rewrites if one.loop_bytes)
+    for (_, end), (start, _) in pairwise(stretches):
+        if start < end:
+            raise ValueError(f"two stretches interleave at op {start}")
     draft = PatchBuilder(program)
-    for patch in patches:
+    for patch in (one.patch for one in rewrites):
         # Offsets are those of now: all that the patch refers to is renamed before anything of it is added.
         indices = Indices(
             storage=_behind(draft.storage_bytes),

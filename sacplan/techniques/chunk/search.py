@@ -159,7 +159,7 @@ class StretchSearch:
             program = self.program
             if decisions:
                 found = [stretch_rewrite(program, decision, self.spec) for decision in decisions]
-                program = program.with_(merged(program, [one.patch for one in found]))
+                program = program.with_(merged(program, found))
             self.tried[decisions] = MeasuredStretches(
                 decisions, program.footprint.peak_bytes, program.step_ms - self.program.step_ms
             )

@@ -84,15 +84,15 @@ class Chunking(Technique):
     def _patch(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch | str:
         if device is None:
             return "a plan with chunks is read with the device that it is for; it was not given."
-        chunks, patches = _chunks(decisions), []
+        chunks, rewrites = _chunks(decisions), []
         for chunk in chunks:
             try:
                 rewrite = stretch_rewrite if chunk.span == "stretch" else training_chunk
-                patches.append(rewrite(program, chunk, device).patch)
+                rewrites.append(rewrite(program, chunk, device))
             except CannotChunk as error:
                 return f"{chunk} cannot be carried out on this step: {error}."
         try:
-            return merged(program, patches)
+            return merged(program, rewrites)
         except ValueError as error:
             return f"{error}, so these chunks do not go together: {chunks}."
 

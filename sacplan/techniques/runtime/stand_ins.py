@@ -14,15 +14,16 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 
+from sacplan.core.elements import is_inside
 from sacplan.core.places import StepDifference
 from sacplan.errors import PlanError
-from sacplan.techniques.runtime.alignment import Differences
+from sacplan.techniques.runtime.alignment import Differences, RecordedUnit
 
 _CARRIER = "_sacplan_plan"  # in a module's state
 
@@ -103,6 +104,33 @@ class StandIn:
         raise cannot_be_scripted(f"unit {self.fqn!r}")
 
 
+class RecordedStandIn(StandIn):
+    """Stands in for a unit whose calls were recorded.
+
+    Args:
+        module: the unit.
+        recorded: its calls in the recorded step, with what the plan discards.
+        elsewhere: names, relative to the unit, of modules in it that the recorded step knows under a name outside.
+        differences: is told where a call does not do what was recorded.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        recorded: RecordedUnit,
+        elsewhere: frozenset[str] = frozenset(),
+        differences: Differences | None = None,
+    ) -> None:
+        super().__init__(module, recorded.fqn)
+        self.recorded = recorded
+        self.differences = differences or Differences()
+        self._elsewhere = elsewhere
+
+    def names(self) -> dict[int, str]:
+        """Return the names of the modules in it, by ``id``. Asked anew in each call: they may have been replaced."""
+        return {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
+
+
 def cannot_be_scripted(what: str) -> PlanError:
     """Return the error for ``torch.jit.script`` on a model with a plan."""
     return _CannotBeScripted(
@@ -126,6 +154,16 @@ class InstalledStandIns:
         self._planned = list(planned)
         for stand_in in self._planned:
             put_on(stand_in.module, stand_in)
+
+    @staticmethod
+    def _elsewhere(names: Mapping[int, str], unit: torch.nn.Module, fqn: str) -> frozenset[str]:
+        """Return the modules in a unit that the recording has under a name outside: the first one of a shared module.
+
+        Args:
+            names: of all modules of the model, by ``id``.
+            unit, fqn: the unit.
+        """
+        return frozenset(n for n, m in unit.named_modules() if n and not is_inside(names[id(m)], fqn))
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sacplan.core.decisions import Chunk
-from sacplan.core.elements import is_inside
 from sacplan.core.places import OpSequence
 from sacplan.errors import PlanError
 from sacplan.techniques.chunk.executor.forward import ChunkedForward
@@ -46,8 +45,7 @@ class InstalledChunks(InstalledStandIns):
         for fqn, own in by_unit.items():
             unit = model.get_submodule(fqn)
             if own[0].span == "stretch":
-                inside = ((n, names[id(m)]) for n, m in unit.named_modules() if n)
-                elsewhere = frozenset(n for n, name in inside if not is_inside(name, fqn))
+                elsewhere = self._elsewhere(names, unit, fqn)
                 calls = RecordedUnit(fqn, (recorded or {}).get(fqn, ()), {})
                 planned.append(SlicedForward(unit, calls, own, elsewhere, self._differences))
                 continue

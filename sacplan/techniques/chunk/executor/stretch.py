@@ -28,7 +28,7 @@ from sacplan.device.kernels import kernel_layouts
 from sacplan.techniques.chunk.executor.collected import Stretch, StretchTensor, computed
 from sacplan.techniques.runtime.alignment import Alignment, Differences, RecordedUnit
 from sacplan.techniques.runtime.recording import here
-from sacplan.techniques.runtime.stand_ins import StandIn
+from sacplan.techniques.runtime.stand_ins import RecordedStandIn
 from sacplan.torch_compat.fake_tensors import fake_device_of
 from sacplan.torch_compat.local_tensors import Watching, has_local_parts
 from sacplan.torch_compat.ops import is_alias, is_composite, is_computation, run_in_parts, tensors_in
@@ -192,15 +192,12 @@ class StretchMode(Watching):
         return frame, stretch
 
 
-class SlicedForward(StandIn):
+class SlicedForward(RecordedStandIn):
     """Stands in for a unit's ``forward`` on the instance (``stand_ins.py``).
 
     Args:
-        module: the unit.
-        recorded: its calls in the recorded step.
+        module, recorded, elsewhere, differences: see ``RecordedStandIn``.
         decisions: its stretches.
-        elsewhere: names, relative to the unit, of modules in it that the recorded step knows under a name outside.
-        differences: notes where a call departs from the recording.
 
     Attributes:
         decisions: the stretches by the call sites of their ops.
@@ -214,15 +211,8 @@ class SlicedForward(StandIn):
         elsewhere: frozenset[str],
         differences: Differences,
     ) -> None:
-        super().__init__(module, recorded.fqn)
-        self.recorded = recorded
+        super().__init__(module, recorded, elsewhere, differences)
         self.decisions = {site: decision for decision in decisions for site in decision.sites}
-        self.differences = differences
-        self._elsewhere = elsewhere
-
-    def names(self) -> dict[int, str]:
-        """Return the names of the modules in it. Asked anew in each call: modules may have been added or replaced."""
-        return {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # ops of a compiled graph reach no mode
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sacplan.core.decisions import Discarded
-from sacplan.core.elements import CallSite, is_inside
+from sacplan.core.elements import CallSite
 from sacplan.core.places import OpSequence
 from sacplan.core.setup import compiled_inside
 from sacplan.errors import PlanError
@@ -43,11 +43,7 @@ class InstalledRecipes(InstalledStandIns):
         for fqn, sites in discarded.items():
             unit = model.get_submodule(fqn)
             _check_compiled(fqn, unit)
-            # A module that is shared with another part of the model has one name in the recording, which is the
-            # first one.
-            elsewhere = frozenset(
-                n for n, m in unit.named_modules() if n and not is_inside(names[id(m)], fqn)
-            )
+            elsewhere = self._elsewhere(names, unit, fqn)
             ops = RecordedUnit(fqn, recorded.get(fqn, ()), sites)
             planned.append(PlannedForward(unit, ops, elsewhere, self._differences, check))
         self._put_on(planned)

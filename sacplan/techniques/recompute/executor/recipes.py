@@ -50,7 +50,7 @@ from sacplan.techniques.runtime import alignment, recording, saved, tensors
 from sacplan.techniques.runtime.alignment import Differences, RecordedUnit
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import Mark
-from sacplan.techniques.runtime.stand_ins import StandIn
+from sacplan.techniques.runtime.stand_ins import RecordedStandIn
 from sacplan.torch_compat import (
     autograd,
     compiling,
@@ -91,14 +91,11 @@ keep_dynamo_out(
 )
 
 
-class PlannedForward(StandIn):
+class PlannedForward(RecordedStandIn):
     """Stands in for a unit's ``forward`` on the instance (``stand_ins.py``); undone by ``Handle.remove``.
 
     Args:
-        module: the unit.
-        recorded: its calls in the recorded step, with what the plan discards.
-        elsewhere: names, relative to the unit, of modules in it that the recorded step knows under a name outside.
-        differences: what is told where a call does not do what was recorded.
+        module, recorded, elsewhere, differences: see ``RecordedStandIn``.
         check: whether the first step compares checksums.
     """
 
@@ -112,12 +109,9 @@ class PlannedForward(StandIn):
         differences: Differences | None = None,
         check: bool = True,
     ) -> None:
-        super().__init__(module, recorded.fqn)
-        self.recorded = recorded
+        super().__init__(module, recorded, elsewhere, differences)
         self.tags = tags_of(recorded)
         self.tags.units.add(self)
-        self.differences = differences or Differences()
-        self._elsewhere = elsewhere
         self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
         self.first_step = FirstStep(check, check)
         self._schedules: dict[Any, tuple[Schedule, ...]] = {}
@@ -157,7 +151,7 @@ class PlannedForward(StandIn):
             self.differences.note_compiled(self.fqn, compiled_inside(self.module))
         kind = self._kind_of_call(args, kwargs)
         known = self._schedules.get(kind, ())
-        recorder = UnitRecorder(self.recorded, self._names, self.first_step, known)
+        recorder = UnitRecorder(self.recorded, self.names, self.first_step, known)
         with recorder:
             out = self.call_original(*args, **kwargs)
         if recorder.difference is not None and self._first_in_training in (None, self.module.training):
@@ -174,10 +168,6 @@ class PlannedForward(StandIn):
             others = tuple(schedule for schedule in known if schedule is not latest)
             self._schedules[kind] = (latest, *others[: _MAX_SCHEDULES - 1])
         return out
-
-    def _names(self) -> dict[int, str]:
-        """Return the names of the modules in the unit, by ``id``."""
-        return {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
 
     def _kind_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return a key for calls that are expected to run the same ops and to save the same tensors."""
