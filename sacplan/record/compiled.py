@@ -11,7 +11,6 @@ wrapper does that inductor wrote: it allocates, calls kernels and ops, and lets 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from sacplan.core.elements import names_module
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import TraceError
 from sacplan.record.step import Step
-from sacplan.torch_compat import private
 from sacplan.torch_compat.compiling import compiled_with, keep_dynamo_out
 from sacplan.torch_compat.inductor import compiled_so_far, dry_compiler
 from sacplan.torch_compat.private import function_modes_off
@@ -121,8 +119,8 @@ def _compiled_already(model: torch.nn.Module) -> Compilation | None:
 def dry_compiled(model: torch.nn.Module, compilation: Compilation, spec: DeviceSpec) -> Iterator[None]:
     """Compile modules of a fake model inside, without kernels."""
     # Between two graphs, eager ops call the recorder and its hooks, which are no code of the model.
-    record = [module for name, module in sys.modules.items() if name.startswith(f"{__package__}.")]
-    keep_dynamo_out(private, *record)
+    keep_dynamo_out("sacplan.record")
+    keep_dynamo_out("sacplan.torch_compat", "private")
     with compiler_for(spec):
         modules = dict(model.named_modules())
         for fqn in compilation.modules:

@@ -7,7 +7,9 @@ Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``torch._C._d
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -20,12 +22,18 @@ from sacplan.errors import SacplanWarning, TraceError
 from sacplan.torch_compat.versions import torch_names
 
 
-def keep_dynamo_out(*modules: ModuleType) -> None:
-    """Keep Dynamo from compiling the functions of these modules, which dispatch modes call.
+def keep_dynamo_out(package: str, *names: str) -> None:
+    """Keep Dynamo from compiling the functions of some modules, which dispatch modes call.
 
     Otherwise code compiled inside a unit would be compiled together with the recorder that watches its ops: that
     takes seconds, recompiles, and gains nothing.
+
+    Args:
+        package: where the modules are.
+        names: their names in it; without any, all that are imported so far.
     """
+    modules = [importlib.import_module(f"{package}.{name}") for name in names]
+    modules = modules or [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
     # Functions inside of functions have code objects of their own, which lie among the constants of the outer ones.
     # SKIP is for the frame itself, DEFAULT for those that it calls: the user's code below may still be compiled.
     functions = [f for module in modules for f in _functions_of(module)]

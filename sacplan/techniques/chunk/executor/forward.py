@@ -17,37 +17,23 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sacplan.core.decisions import Chunk
-from sacplan.core.factors import (
-    attention,
-    axes,
-    convolutions,
-    gathers,
-    norms,
-    pointwise,
-    products,
-    reductions,
-    rule,
-    views,
-)
-from sacplan.core.factors import losses as factor_losses
 from sacplan.core.factors.axes import Axis
 from sacplan.core.places import StepDifference
 from sacplan.errors import ChunkError
-from sacplan.techniques.chunk.executor import entry, lazy, loop, losses, values
 from sacplan.techniques.chunk.executor.entry import enter, leave
 from sacplan.techniques.chunk.executor.lazy import Lazy
 from sacplan.techniques.chunk.executor.loop import compute, compute_whole
 from sacplan.techniques.chunk.executor.values import SlicedRegion, Tally
-from sacplan.techniques.runtime import tensors
 from sacplan.techniques.runtime.alignment import Differences
 from sacplan.techniques.runtime.stand_ins import StandIn
-from sacplan.torch_compat import ops
 from sacplan.torch_compat.compiling import is_exporting, keep_dynamo_out, stop_compiling
 from sacplan.torch_compat.private import is_plain, is_transforming
 
-_FORMULAS = (attention, convolutions, gathers, factor_losses, norms, pointwise, products, reductions, views)
 # Else a compiled loss function, which Dynamo leaves to run as it is on lazy tensors, would compile parts of the engine.
-keep_dynamo_out(entry, lazy, loop, losses, values, axes, rule, *_FORMULAS, ops, tensors)
+keep_dynamo_out("sacplan.techniques.chunk.executor", "entry", "lazy", "loop", "losses", "values")
+keep_dynamo_out("sacplan.core.factors")
+keep_dynamo_out("sacplan.torch_compat", "ops")
+keep_dynamo_out("sacplan.techniques.runtime", "tensors")
 
 
 class ChunkedForward(StandIn):

@@ -46,7 +46,7 @@ from sacplan.techniques.runtime.tensors import history_free_aliases
 from sacplan.torch_compat.autograd import backward_number, in_backward, runs_in_backward
 from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.local_tensors import DEFERRED_TYPES
-from sacplan.torch_compat.ops import op_traits, tensors_in
+from sacplan.torch_compat.ops import arguments_by_name, op_traits, tensors_in
 from sacplan.torch_compat.private import is_batched
 
 aten = torch.ops.aten
@@ -376,21 +376,18 @@ class _Deferral(Call):
             return None
         window = self.lazies[0].value.window
         assert window is not None
-        axis, whole = window.axis, self.args[0]
+        axis, given = window.axis, arguments_by_name(self.func, self.args, self.kwargs)
         if axis.outer != 1 or axis.inner != 1:
             return None  # the dimension has more than the axis
-        if self.func is aten.slice.Tensor:
-            dim = (self.args[1] if len(self.args) > 1 else 0) % whole.dim()
-            size, step = whole.shape[dim], self.args[4] if len(self.args) > 4 else 1
-            begin = self.args[2] if len(self.args) > 2 and self.args[2] is not None else 0
-            begin = max(0, begin + size) if begin < 0 else min(begin, size)
-        else:
-            dim, begin, step = self.args[2] % whole.dim(), self.args[3], self.args[5]
-            size = self.args[1][dim]
-            begin = -(max(0, begin + size) if begin < 0 else min(begin, size))
-        if dim != axis.dim or step != 1 or outputs[0].shape[dim] == whole.shape[dim]:
+        # Of the tensor that is sliced, whose gradient the backward puts between zeros.
+        forward = self.func is aten.slice.Tensor
+        shape = self.args[0].shape if forward else given["input_sizes"]
+        dim, begin = given["dim"] % len(shape), given["start"] or 0
+        begin = max(0, begin + shape[dim]) if begin < 0 else min(begin, shape[dim])
+        size = outputs[0].shape[dim]
+        if dim != axis.dim or given["step"] != 1 or size == self.args[0].shape[dim]:
             return None  # not along the axis, not in one piece, or all of it: the factor rule decides
-        return Window(Axis(dim, 1, outputs[0].shape[dim], 1), window.start + begin)
+        return Window(Axis(dim, 1, size, 1), window.start + (begin if forward else -begin))
 
     def _made(
         self,

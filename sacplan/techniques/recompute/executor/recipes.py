@@ -28,38 +28,17 @@ from typing import Any
 
 import torch
 
-from sacplan.core import places
 from sacplan.core.elements import CallSite
 from sacplan.core.setup import compiled_inside
 from sacplan.errors import PlanError
-from sacplan.techniques.recompute.executor import (
-    draws,
-    handles,
-    hooks,
-    lookup,
-    nodes,
-    recorder,
-    schedule,
-    slots,
-)
 from sacplan.techniques.recompute.executor.compiled import checkpointed_for_compile, tags_of
 from sacplan.techniques.recompute.executor.handles import FirstStep
 from sacplan.techniques.recompute.executor.recorder import UnitRecorder
 from sacplan.techniques.recompute.executor.schedule import Schedule
-from sacplan.techniques.runtime import alignment, recording, saved, tensors
 from sacplan.techniques.runtime.alignment import Differences, RecordedUnit
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import Mark
 from sacplan.techniques.runtime.stand_ins import RecordedStandIn
-from sacplan.torch_compat import (
-    autograd,
-    compiling,
-    fake_kernels,
-    fake_tensors,
-    kernel_settings,
-    ops,
-    private,
-)
 from sacplan.torch_compat.autograd import current_saved_tensors_hooks
 from sacplan.torch_compat.compiling import is_exporting, keep_dynamo_out, stop_compiling
 
@@ -67,28 +46,12 @@ _MAX_KINDS = 8
 _MAX_SCHEDULES = 4
 """How many schedules are remembered for calls of one kind."""
 
-keep_dynamo_out(
-    alignment,
-    draws,
-    handles,
-    hooks,
-    lookup,
-    nodes,
-    places,
-    recorder,
-    recording,
-    saved,
-    schedule,
-    slots,
-    tensors,
-    autograd,
-    compiling,
-    fake_kernels,
-    fake_tensors,
-    kernel_settings,
-    ops,
-    private,
-)
+_EXECUTOR = ("draws", "handles", "hooks", "lookup", "nodes", "recorder", "schedule", "slots")
+_PRIVATE = ("autograd", "compiling", "fake_kernels", "fake_tensors", "kernel_settings", "ops", "private")
+keep_dynamo_out("sacplan.techniques.recompute.executor", *_EXECUTOR)
+keep_dynamo_out("sacplan.techniques.runtime", "alignment", "recording", "saved", "tensors")
+keep_dynamo_out("sacplan.torch_compat", *_PRIVATE)
+keep_dynamo_out("sacplan.core", "places")
 
 
 class PlannedForward(RecordedStandIn):
