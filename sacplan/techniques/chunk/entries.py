@@ -25,9 +25,8 @@ import msgspec
 from sacplan.core.decisions import Accumulate, Chunk, Decision
 from sacplan.core.derived import derived
 from sacplan.core.elements import is_inside, pattern_of
-from sacplan.core.liveness import Fold
 from sacplan.core.pins import Pins
-from sacplan.core.program import ROOT_SCOPE, Event, Phase, Program
+from sacplan.core.program import ROOT_SCOPE, Phase, Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.kernels import registered
 from sacplan.techniques.base.offers import Offer
@@ -80,25 +79,6 @@ class ChunkOptions:
         """Return the rewrite of one of the decisions. It is rehearsed once for a program."""
         return training_chunk(self.program, chunk, self.device)
 
-    def held_ops(self) -> frozenset[int]:
-        """Return forward ops that make what a loop of the backward pass holds from there on, such as a mask.
-
-        Discarding that would free nothing. What enters is not among it: autograd keeps that, and may have it made
-        again. Any number of slices holds the same.
-        """
-        program, patch, held = self.program, self.rewrite(self.chunks[0]).patch, set()
-        backward = next(
-            (i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops)
-        )
-        before = [at for at in sorted(patch.events) if at < program.liveness.op_events[backward]]
-        for code, arg in (event for at in before for event in patch.events[at]):
-            handle = arg - len(program.handle_storages)
-            if handle >= 0 and code == Event.PACK and patch.handle_ops[handle] < 0:
-                held.add(patch.handle_storages[handle])
-            elif handle >= 0 and code == Event.RELEASE:
-                held.discard(patch.handle_storages[handle])
-        return frozenset(program.writer[s] for s in held if s in program.writer)
-
     def offer(self, step: PlanStep) -> Offer:
         """Return the choice of slices, beside the regions that other techniques have options for.
 
@@ -110,9 +90,11 @@ class ChunkOptions:
             rewrite = self.rewrite(chunk)
             return Option(step.added_cost(rewrite.added_ms), 0, (), "chunk", chunk, rewrite.patch)
 
-        ops = self.ops
+        first, writer = self.rewrite(self.chunks[0]), self.program.writer
+        # What a loop holds others cannot free. Any number of slices holds the same.
+        kept = first.deferred.union(writer[s] for s in first.held if s in writer)
         alone = (self.unit,) if self.chunks[0].span == "rest" else ()
-        return Offer(self.unit, self.chunks, option_of, ops, ops | self.held_ops(), alone)
+        return Offer(self.unit, self.chunks, option_of, first.deferred, kept, alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +131,7 @@ def loss_chunks(
                     break  # what begins before it reads the same and more
                 refused.append(Refusal(unit, str(error)))
                 continue
-            most = most_bytes(program, training_chunk(program, chunk, device))
+            most = _most_bytes(program, training_chunk(program, chunk, device))
             # Entries are tried from the loss backwards, and a longer chunk has to save clearly more than a shorter
             # one.
             if best is None or most * _SAME < best[0]:
@@ -345,17 +327,10 @@ def _offered_where_alike(
         yield offered
 
 
-def most_bytes(program: Program, rewrite: Rewrite) -> int:
+def _most_bytes(program: Program, rewrite: Rewrite) -> int:
     """Return the most that is alive from the entry until the loop is over, beyond what is alive at the entry."""
-    patch = rewrite.patch
-    first, last = min(patch.events), max(int(program.liveness.op_events[i]) for i in rewrite.deferred)
-    fold = Fold(program, patch)
-    begins = most = 0
-    for position, event in enumerate(program.events[: last + 1]):
-        if position == first:
-            begins = most = fold.live
-        for code, arg in patch.events.get(position, (event,)):
-            fold.step(code, arg)
-            if position >= first and code == Event.OP:
-                most = max(most, fold.noted)
-    return most - begins
+    events, liveness = rewrite.patch.events, program.with_(rewrite.patch).liveness
+    first, last = min(events), max(int(program.liveness.op_events[i]) for i in rewrite.deferred)
+    end = last + sum(len(new) - 1 for at, new in events.items() if at <= last)
+    inside = (first <= liveness.op_events) & (liveness.op_events <= end)
+    return int(liveness.at_op[inside].max() - liveness.before_event[first])

@@ -32,12 +32,15 @@ class Rewrite:
         patch: the rewrite.
         deferred: ops of the program that no longer run where they ran.
         added_ms: how much longer the step takes.
+        held: storages, made in the forward pass, that a loop of the backward pass holds from there on, such as a mask.
+            What enters is not among them: autograd keeps that, and may have it made again.
         loop_bytes: of a stretch, the most that is alive at once of what its loop makes; 0 for other chunks.
     """
 
     patch: Patch
     deferred: frozenset[int]
     added_ms: float
+    held: frozenset[int] = frozenset()
     loop_bytes: int = 0
 
 
@@ -173,9 +176,10 @@ def _transferred(rewrite: Rewrite, kin: Kinship, scope: int) -> Rewrite | None:
         moved = _moved(patch, indices, kin.positions.__getitem__)
         ops = tuple(msgspec.structs.replace(op, scope=scope) for op in moved.ops)
         deferred = frozenset(kin.ops[i] for i in rewrite.deferred)
+        held = frozenset(map(storage, rewrite.held))
     except KeyError:
         return None  # it looks at something that only the first part has
-    return replace(rewrite, patch=msgspec.structs.replace(moved, ops=ops), deferred=deferred)
+    return replace(rewrite, patch=msgspec.structs.replace(moved, ops=ops), deferred=deferred, held=held)
 
 
 def _moved(patch: Patch, indices: Indices, position: Callable[[int], int]) -> Patch:

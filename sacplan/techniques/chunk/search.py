@@ -74,8 +74,8 @@ class StretchSearch:
         self.flow = Dataflow(program, pins.kept_ops)
         self.tried: dict[tuple[Chunk, ...], MeasuredStretches] = {}
         self._total: list[int] = program.liveness.at_op.tolist()
-        self._reached_least = False
-        # The step as it is holds some budgets, and is where ``smallest`` begins.
+        self._is_minimised = False
+        # The step as it is holds some budgets, and is where the search for the smallest peak begins.
         self._measure(())
 
     @functools.cached_property
@@ -90,43 +90,39 @@ class StretchSearch:
             found[one.start].append(one)
         return found
 
-    def best(self, budget: int) -> MeasuredStretches | None:
-        """Return the fastest of those tried that hold a budget."""
-        holding = [found for found in self.tried.values() if found.peak_bytes <= budget]
-        return min(holding, key=lambda f: (f.extra_ms, f.peak_bytes), default=None)
-
-    @property
-    def smallest(self) -> MeasuredStretches:
-        """The one with the smallest peak of those tried."""
-        return min(self.tried.values(), key=lambda f: (f.peak_bytes, f.extra_ms))
-
-    def solve(self, budget: int) -> MeasuredStretches | None:
-        """Search for the least extra time within a budget; None if nothing is found that holds it."""
+    def solve(self, budget: int) -> MeasuredStretches:
+        """Search for the least extra time within a budget; if nothing holds that, for the smallest peak."""
         if self.program.footprint.peak_bytes > budget:
             self._close_loop(budget)
             # By its own limits, the search for the smallest peak may come upon a path that holds the budget.
-            if self.best(budget) is None:
-                self.minimise()
-        return self.best(budget)
+            if not self._holding(budget):
+                self._minimise()
+        found = self._holding(budget)
+        return min(found, key=lambda f: (f.extra_ms, f.peak_bytes)) if found else self._smallest
 
-    def minimise(self) -> MeasuredStretches:
+    def _holding(self, budget: int) -> list[MeasuredStretches]:
+        return [found for found in self.tried.values() if found.peak_bytes <= budget]
+
+    @property
+    def _smallest(self) -> MeasuredStretches:
+        return min(self.tried.values(), key=lambda f: (f.peak_bytes, f.extra_ms))
+
+    def _minimise(self) -> None:
         """Search for the smallest peak.
 
         The limit to reach is the least that estimates allow. Where measuring teaches nothing new and it was not
         reached, the limit rises a little. This ends when a measured peak is as low as the limit.
         """
-        if not self._reached_least:
-            slack = 1.0
-            for _ in range(_ROUNDS):
-                least = int(slack * self._least_peak())
-                if least >= self.smallest.peak_bytes:
-                    break
-                tried = len(self.tried)
-                self._close_loop(least)
-                if len(self.tried) == tried:
-                    slack *= _SLACK
-            self._reached_least = True
-        return self.smallest
+        slack = 1.0
+        for _ in range(0 if self._is_minimised else _ROUNDS):
+            least = int(slack * self._least_peak())
+            if least >= self._smallest.peak_bytes:
+                break
+            tried = len(self.tried)
+            self._close_loop(least)
+            if len(self.tried) == tried:
+                slack *= _SLACK
+        self._is_minimised = True
 
     # --- the closed loop ---
 
@@ -250,6 +246,4 @@ class StretchSolver:
         """Propose the stretches with the least time in a budget; if none hold it, those with the smallest peak."""
         if step.device is None:
             raise PlanError("stretches are planned for a device; it was not given.")
-        search = stretch_search(step.program, step.device, step.pins)
-        found = search.solve(budget_bytes) if budget_bytes else None
-        return ((found or search.minimise()).decisions,)
+        return (stretch_search(step.program, step.device, step.pins).solve(budget_bytes).decisions,)

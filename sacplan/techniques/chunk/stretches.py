@@ -168,7 +168,7 @@ def _rehearsed(program: Program, stretch: PlacedStretch, device: DeviceSpec) -> 
     at = int(program.liveness.op_events[stretch.end])
     draft.events[at] = (*draft.events[at], *events, *((_FREE, s) for s in stretch.waiting))
     added_ms = sum(op.time_ms for op in draft.ops.new) - removed_ms
-    return Rewrite(draft.patch(), frozenset(stretch.members), added_ms, loop_bytes)
+    return Rewrite(draft.patch(), frozenset(stretch.members), added_ms, loop_bytes=loop_bytes)
 
 
 def _deferred(

@@ -52,6 +52,7 @@ class ChunkPatch:
         self.deferred = tuple(i for i in run.ran if i not in self.whole)
         self.draft = PatchBuilder(self.program)
         self.events: _Events = {}
+        self.held: set[int] = set()  # see ``Rewrite``
         liveness = self.program.liveness
         self.end = int(liveness.op_events[run.last])
         self.exit = liveness.exited[self.span.scope]
@@ -98,7 +99,8 @@ class ChunkPatch:
         gone = frozenset(self.deferred)
         draft.events.update((at, tuple(each)) for at, each in events.items())
         removed_ms = sum(program.ops[i].time_ms for i in gone)
-        return Rewrite(draft.patch(), gone, sum(op.time_ms for op in draft.ops.new) - removed_ms)
+        added_ms = sum(op.time_ms for op in draft.ops.new) - removed_ms
+        return Rewrite(draft.patch(), gone, added_ms, frozenset(self.held))
 
     def _at(self, op: int) -> int:
         return int(self.program.liveness.op_events[op])
@@ -198,6 +200,7 @@ class ChunkPatch:
         at = program.liveness.entered[self.span.scope]
         events[at] = [program.events[at], (_PACK, until_end[0])]
         initial: Collection[int] = set(program.initial)
+        backward = program.liveness.end_of_forward
         held: set[tuple[int, int]] = set()  # (storage, event at which it is let go of, or -1)
         for s, op in self.run.held:
             if s in initial or s == begins:
@@ -208,6 +211,8 @@ class ChunkPatch:
             if (s, over) in held or (s, -1) in held:
                 continue  # held by an earlier op, as long or longer
             held.add((s, over))
+            if program.ops[op].phase is Phase.FORWARD and (over < 0 or over >= backward):
+                self.held.add(s)
             handle = draft.new_handle(s)
             events[self._at(op)].append((_PACK, handle))
             if over < 0:
