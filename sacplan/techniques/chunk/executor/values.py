@@ -58,11 +58,6 @@ class FactorCut(NamedTuple):
     axis: FactorAxis
     start: int = 0
 
-    @property
-    def window(self) -> tuple[int, int]:
-        """Begin and end in the region's axis."""
-        return self.start, self.start + self.axis.size
-
 
 class Stage(enum.Enum):
     """When a node runs: before the loop, in it, or after it."""
