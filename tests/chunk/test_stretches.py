@@ -380,6 +380,17 @@ def test_every_candidate_is_what_happens(make: Make) -> None:
     assert tried > 5
 
 
+def test_stretches_that_interleave_are_refused() -> None:
+    """The executor collects the ops of one stretch at a time."""
+    model, batch = attention()
+    profile = profile_of(model, batch)
+    search = stretch_search(profile.program, profile.spec)
+    one, other = sorted(search.candidates, key=lambda each: each.start - each.end)[:2]
+    assert max(one.start, other.start) < min(one.end, other.end)
+    with pytest.raises(sacplan.errors.PlanError, match="two stretches interleave"):
+        profile.footprint([search.decision(one, 2), search.decision(other, 4)])
+
+
 def _with_decision(plan: sacplan.Plan, profile: sacplan.Profile, decision: Chunk, peak: int) -> sacplan.Plan:
     import msgspec
 
