@@ -16,8 +16,10 @@ of t5-base on a desktop (``steps.jsonl`` beside it).
   cuDNN, too, and make descriptors.
 - AdamW in ``foreach`` kernels takes some 80 us for a parameter, most of it in Python. On the H100, 28 to 39 us of them
   were between the first kernel and the last.
-- What a plan costs the CPU besides the ops that run again is not counted: a recorded step does not say which ones these
-  are. On the H100 it was some 250 us for each, and 15 us for every op of a forward pass that has such ops.
+- An op that a plan runs again costs what its node, its slots and its own call take in Python, in both passes; and a
+  dispatch mode watches the ops of a forward pass that has such ops. Both are fitted to 36 planned steps on the H100
+  (``python -m benchmarks.gpu_times``). Many ops that run again at once cost less: steps of Mamba that run 800 again are
+  predicted two thirds too slow. The executor has become faster since, by less than a tenth.
 - What the CPU needs for copies of offloading and for waiting on them is not counted.
 - Without autograd, tinynet_e's 225 ops take 4.5 ms on an RTX 4090, which is a bound.
 

@@ -236,7 +236,7 @@ class Recorder(Watching):
         self.storages.is_recording = False
         self._numbers.stop()
         self._seen = None
-        noted.latest = -1
+        noted.latest = noted.again = -1  # also after an op that failed
         error, self._error = self._error, None
         if error is not None and exc_type is None:
             raise error
