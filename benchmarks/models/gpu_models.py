@@ -459,14 +459,11 @@ def build(
     if not autocast:
         model = model.to(dtype)
         batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    return model.train(), batch, with_autocast(loss_fn, device, dtype) if autocast else loss_fn
+        return model.train(), batch, loss_fn
 
-
-def with_autocast(loss_fn: LossFn, device: str, dtype: torch.dtype) -> LossFn:
-    """Run the loss under ``torch.autocast``."""
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        with torch.autocast(torch.device(device).type, dtype=dtype):
+    def under_autocast(model: nn.Module, batch: Batch) -> torch.Tensor:
+        # On "meta" the step is planned for a GPU.
+        with torch.autocast("cuda" if device == "meta" else torch.device(device).type, dtype=dtype):
             return loss_fn(model, batch)
 
-    return loss
+    return model.train(), batch, under_autocast

@@ -16,8 +16,10 @@ of t5-base on a desktop (``steps.jsonl`` beside it).
   cuDNN, too, and make descriptors.
 - AdamW in ``foreach`` kernels takes some 80 us for a parameter, most of it in Python. On the H100, 28 to 39 us of them
   were between the first kernel and the last.
-- What a plan costs the CPU besides the ops that run again is not counted: a recorded step does not say which ones these
-  are. On the H100 it was some 250 us for each, and 15 us for every op of a forward pass that has such ops.
+- An op that a plan runs again costs what its node, its slots and its own call take in Python, in both passes; and a
+  dispatch mode watches the ops of a forward pass that has such ops. Both are fitted to 36 planned steps on the H100
+  (``python -m benchmarks.gpu_times``). Many ops that run again at once cost less: steps of Mamba that run 800 again are
+  predicted two thirds too slow. The executor has become faster since, by less than a tenth.
 - What the CPU needs for copies of offloading and for waiting on them is not counted.
 - Without autograd, tinynet_e's 225 ops take 4.5 ms on an RTX 4090, which is a bound.
 
@@ -34,6 +36,8 @@ FORWARD_US, BACKWARD_US = 55.0, 10.0
 _CONVOLUTION_US = {"aten.convolution.default": 30.0, "aten.convolution_backward.default": 60.0}
 FOREACH_US = 6.0
 """For each tensor in the lists of an optimizer's op, with what its Python does for it in between."""
+RECOMPUTED_US, WATCHED_US = 250.0, 35.0
+"""For an op that a plan runs again, all told; and for each op of a forward pass that has such ops, besides."""
 WITHOUT_AUTOGRAD = 0.3
 """Share of these times where nothing is recorded for a backward pass."""
 _ASKS = {name.replace("::", ".") for name in aten_names("_local_scalar_dense nonzero masked_select _unique2")}
@@ -47,6 +51,7 @@ def eager_ms(program: Program, *, without: Phase | None = None) -> float:
     """
     ops = (program.ops[arg] for code, arg in program.events if code == Event.OP)
     ran = [op for op in ops if op.phase != without]
+    watched_us = WATCHED_US if any(op.recomputes >= 0 for op in ran) else 0.0
     share = 1e-3 if any(op.phase == Phase.BACKWARD for op in ran) else 1e-3 * WITHOUT_AUTOGRAD
     issued = done = before = 0.0
     for _ in range(2):  # the second step begins as the CPU does while the GPU is in the first
@@ -54,22 +59,25 @@ def eager_ms(program: Program, *, without: Phase | None = None) -> float:
         for op in ran:
             if op.name.rpartition(".")[0] in _ASKS:
                 issued = done = max(issued, done)
-            issued += op.runs * share * _issue_us(op)
+            issued += op.runs * share * _issue_us(op, watched_us)
             if op.time_ms:
                 done = max(done + op.time_ms, issued + op.time_ms / op.runs)
     return done - before
 
 
-def _issue_us(op: Op) -> float:
+def _issue_us(op: Op, watched_us: float) -> float:
     """Return what the CPU needs for an op; 0.0 if the GPU has nothing to do for it, or waits for another stream.
 
     The time of a collective is only what the GPU waits for it.
     """
     if op.name.startswith("sacplan.") or not (op.time_ms or op.name.startswith("c10d.")):
         return 0.0
+    if op.recomputes >= 0:
+        return RECOMPUTED_US
     if op.name.startswith("aten._foreach"):
         return FOREACH_US * len(op.inputs)
-    return (FORWARD_US if op.phase == Phase.FORWARD else BACKWARD_US) + _CONVOLUTION_US.get(op.name, 0.0)
+    of_phase = FORWARD_US + watched_us if op.phase == Phase.FORWARD else BACKWARD_US
+    return of_phase + _CONVOLUTION_US.get(op.name, 0.0)
 
 
 def waits_ms(program: Program) -> float:

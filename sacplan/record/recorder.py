@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from sacplan.core.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind
+from sacplan.record.again import noted
 from sacplan.record.autograd_nodes import AutogradNodes, KeptNumbers
 from sacplan.record.calls import arguments_of, plain_tensors, tensor_list
 from sacplan.record.fake_data import DataRules
@@ -235,6 +236,7 @@ class Recorder(Watching):
         self.storages.is_recording = False
         self._numbers.stop()
         self._seen = None
+        noted.latest = noted.again = -1  # also after an op that failed
         error, self._error = self._error, None
         if error is not None and exc_type is None:
             raise error
@@ -387,7 +389,7 @@ class Recorder(Watching):
         reads_number = _reads_a_number(func, taken) and phase is Phase.FORWARD
         if not outputs and not mutates and not reads_number:
             return  # a metadata query
-        index = len(self._ops)
+        index = noted.latest = len(self._ops)
         if seen is None:
             seen = self._figures(func, args, kwargs, out, key, again)
         scope = self._scope(phase)
@@ -426,6 +428,7 @@ class Recorder(Watching):
             outputs=tensors[len(taken) :],
             arguments=seen.arguments,
             forward_of=self._nodes.forward_op() if phase is Phase.BACKWARD else -1,
+            recomputes=self._recomputes(traits.name),
         )
         self._ops.append(op)
         self._events.append((_OP, index))
@@ -445,6 +448,12 @@ class Recorder(Watching):
                 self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
             if self.storages.is_fake:
                 self._regenerated.saw(func, taken, made, writes=bool(mutates))
+
+    def _recomputes(self, name: str) -> int:
+        """Return the op that an executor runs again now, or -1."""
+        # An op of an earlier record is none of this one; nor is what a node does besides, as for a generator's state.
+        known = 0 <= noted.again < len(self._ops) and self._ops[noted.again].name == name
+        return noted.again if known else -1
 
     def _extend(self, op: int, ms: float) -> None:
         self._ops[op] = msgspec.structs.replace(self._ops[op], time_ms=self._ops[op].time_ms + ms)

@@ -10,7 +10,9 @@ from torch import nn
 
 import sacplan
 from sacplan.core.program import Phase
-from sacplan.device.eager import BACKWARD_US, FOREACH_US, FORWARD_US, eager_ms
+from sacplan.device import eager
+from sacplan.device.eager import eager_ms
+from tests.zoo.language_models import LM, cross_entropy, tokens
 
 
 def step(width: int, rows: int) -> sacplan.Profile:
@@ -31,8 +33,8 @@ def test_small_ops_wait_for_the_cpu() -> None:
     """What the GPU takes for the last op is beside the next step's first."""
     profile = step(8, 8)
     ops = [op for op in profile.program.ops if op.time_ms]
-    assert max(op.time_ms for op in ops) < 1e-3 * BACKWARD_US
-    issued = sum(FORWARD_US if op.phase == Phase.FORWARD else BACKWARD_US for op in ops)
+    assert max(op.time_ms for op in ops) < 1e-3 * eager.BACKWARD_US
+    issued = sum(eager.FORWARD_US if op.phase == Phase.FORWARD else eager.BACKWARD_US for op in ops)
     assert eager_ms(profile.program) == pytest.approx(1e-3 * issued) == profile.step_ms
 
 
@@ -47,7 +49,7 @@ def test_an_optimizer_takes_the_cpu_time_for_each_parameter() -> None:
     )
     lists = 14  # of parameters, gradients and state, in the nine ops of AdamW
     parameters = len(list(model.parameters()))
-    assert adamw.update_ms == pytest.approx(1e-3 * FOREACH_US * lists * parameters, rel=0.01)
+    assert adamw.update_ms == pytest.approx(1e-3 * eager.FOREACH_US * lists * parameters, rel=0.01)
     assert adamw.step_ms - adamw.update_ms == pytest.approx(plain.step_ms)
 
 
@@ -74,16 +76,41 @@ def test_a_value_that_is_asked_for_is_waited_for() -> None:
         sacplan.profile(model, x, functools.partial(loss, asks=asks), device="h100") for asks in (True, False)
     )
     assert not_asked.step_ms == not_asked.program.step_ms
-    assert asked.step_ms > asked.program.step_ms + 100 * 1e-3 * FORWARD_US / 2
+    assert asked.step_ms > asked.program.step_ms + 100 * 1e-3 * eager.FORWARD_US / 2
 
 
 def test_a_plan_says_how_long_the_gpu_waits() -> None:
-    """What runs again is issued again: on small ops that is all it costs, on large ones it is hidden."""
+    """What runs again is issued by Python, and the forward pass is watched. On large ops that is hidden."""
     small, large = (sacplan.policy("full", profile=blocks(width)) for width in (8, 4096))
     for plan in (small, large):
         assert plan.planned_ms == pytest.approx(
             plan.step_ms + plan.recompute_ms + plan.added_ms + plan.waits_ms
         )
-    issued = 1e-3 * BACKWARD_US * sum(map(len, small.discarded.values()))
-    assert small.planned_ms - small.step_ms == pytest.approx(issued)
+    forward = [op for op in blocks(8).program.ops if op.phase == Phase.FORWARD and op.time_ms]
+    issued = eager.WATCHED_US * len(forward) + eager.RECOMPUTED_US * sum(map(len, small.discarded.values()))
+    assert small.planned_ms - small.step_ms == pytest.approx(1e-3 * issued)
     assert large.waits_ms == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "techniques", "solver"),
+    [
+        ("train", ("recompute",), "milp"),
+        ("train", ("recompute",), "rotor"),
+        ("train", ("chunk",), "best"),
+        ("train", ("recompute", "chunk"), "best"),
+        ("inference", ("chunk",), "best"),
+    ],
+)
+@pytest.mark.usefixtures("no_cublas_workspaces")
+def test_a_recorded_step_with_a_plan_says_what_ran_again(
+    mode: str, techniques: tuple[str, ...], solver: str
+) -> None:
+    with torch.device("meta"):
+        model = LM(layers=2, dim=64, heads=2, vocab=2048)
+    loss_fn = cross_entropy if mode == "train" else None
+    profile = sacplan.profile(model, tokens(4), loss_fn, device="h100", mode=mode)
+    plan = sacplan.plan(profile, "smallest", solver, techniques=techniques)
+    assert plan.peak_bytes < profile.peak_bytes
+    assert bool(plan.recompute_ms) is ("recompute" in techniques)
+    assert sacplan.verify(model, tokens(4), plan, loss_fn).step_ms == pytest.approx(plan.planned_ms, rel=1e-9)

@@ -24,6 +24,7 @@ import torch
 
 from sacplan.core.elements import CallSite
 from sacplan.errors import RecipeError
+from sacplan.record.again import noted
 from sacplan.techniques.recompute.executor.draws import Draw
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import SavedStorage
@@ -227,6 +228,7 @@ class RecipeNode:
         rng: the draw of a random op.
         settings: the settings that chose its kernel; None if no setting does.
         outputs: its slots, as weak references; empty once it is settled.
+        recorded: the op of a recording that it is; -1 where none was made.
         times: how many runs are left. It settles after the last one.
     """
 
@@ -237,6 +239,7 @@ class RecipeNode:
         "held",
         "kwargs",
         "outputs",
+        "recorded",
         "rng",
         "settings",
         "site",
@@ -253,8 +256,10 @@ class RecipeNode:
         site: CallSite,
         times: int,
         rng: Draw | None,
+        recorded: int,
     ) -> None:
         self.unit = unit
+        self.recorded = recorded
         self.times = times
         self.traits = traits
         self.site = site
@@ -322,6 +327,7 @@ class RecipeNode:
         # Only now, since the op may read the slot in another argument as well.
         if taken is not None:
             taken.value = None
+        noted.again = self.recorded
         # ``OutsideForward`` puts the caller's mode back.
         torch._C._set_grad_enabled(self.grad_mode)
         if self.settings is not None and self.settings != (now := kernel_settings()):
@@ -344,6 +350,7 @@ class RecipeNode:
                     "another thread drew from the same generator at that time. Give that thread a torch.Generator "
                     f"of its own; or, to keep the op's output, {self.pin}."
                 )
+        noted.again = -1
         return (made,) if made is not None else tensors_of(out)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ import torch
 from sacplan.core.elements import CallSite
 from sacplan.core.places import StepDifference
 from sacplan.errors import RecipeError
+from sacplan.record.again import noted
 from sacplan.record.calls import plain_tensors
 from sacplan.techniques.recompute.executor.draws import draw_of
 from sacplan.techniques.recompute.executor.handles import (
@@ -258,9 +259,10 @@ class UnitRecorder(Watching):
         draw = draw_of(func, args, kwargs) if traits.random else None
         overwritten = self._slots.before_write(traits, args, kwargs) if traits.written_names else None
         out = func(*given, **kwargs)
+        recorded = noted.latest
         # Not pinned: another thread drew from the same generator, so the op could not run again.
         if draw is None or draw.is_pinned(func, args, kwargs):
-            self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten)
+            self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten, recorded)
         return out
 
     # --- following a schedule, leaving it, and learning one ---

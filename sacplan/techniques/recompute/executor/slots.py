@@ -93,6 +93,7 @@ class SlotTable:
         out: Any,
         draw: Draw | None,
         overwritten: Slot | None,
+        recorded: int,
     ) -> None:
         """Make a node for an op that has run, and slots for its outputs, unless this call needs its output kept.
 
@@ -105,6 +106,7 @@ class SlotTable:
             args, kwargs, out: of this call.
             draw: the random numbers that it drew, if it did.
             overwritten: for an op that writes in place, what ``before_write`` returned.
+            recorded: see ``RecipeNode``.
         """
         # Each ``return`` keeps the output: autograd then packs the tensor itself. The functions below say why.
         if _overwrites_a_kept_value(traits, overwritten):
@@ -124,7 +126,7 @@ class SlotTable:
         taken, made = _on_storages(inputs), _on_storages(outputs)
         if _returns_an_input(traits, taken, made):
             return
-        node = RecipeNode(self._unit, traits, site, times, draw)
+        node = RecipeNode(self._unit, traits, site, times, draw, recorded)
         node.args, node.kwargs = args, kwargs
         # In place, there is one output, and the argument on its storage is the value before the write.
         self._take(node, places, taken, made[0][2] if traits.in_place else None, overwritten)
