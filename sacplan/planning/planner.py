@@ -65,7 +65,8 @@ class Planner:
         basis: The step as it was recorded, without offers, and the techniques that plans may use.
         solvers: Solvers in the order in which they are asked.
         last: The solver to ask if none of the others holds the budget; None for none.
-        crowded: Solvers for searches with several offers, such as those of all layers.
+        crowded: Solvers for searches with several offers, such as those of all layers, and for those in which memory is
+            freed otherwise than by running ops again. There each layer has many options, with rough prices.
         limits_reached: Names of the solvers that have stopped at their limit of work so far.
         family: Planners of the same step, for the same budget, by their techniques. All of them share this.
     """
@@ -147,7 +148,8 @@ class Planner:
             budget_bytes: The budget.
             quick: Do not look for the smallest peak where the first searches hold no budget. That takes far longer.
         """
-        for one in self._asked(quick=quick):
+        # Those that bounds leave without a plan are asked last, and then only for the smallest peak, if at all.
+        for one in sorted(self._asked(quick=quick), key=lambda one: not one._may_hold(budget_bytes)):
             if self._may_gain(one, budget_bytes):
                 one._look_for_cheapest(budget_bytes, quick=quick)
         if not quick:
@@ -180,6 +182,11 @@ class Planner:
             return self._costs_more_than(0.0, budget_bytes)
         return self._may_gain_in(one.own[0], budget_bytes)
 
+    def _may_hold(self, budget_bytes: int) -> bool:
+        """Whether bounds allow this planner a plan that holds a budget, or nothing is known of what it settles later."""
+        later = any(TECHNIQUES[name].is_about_peaks for name in self.techniques)
+        return later or self.own[0].context.floor_bytes <= budget_bytes
+
     def _may_gain_in(self, search: PlanSearch, budget_bytes: int) -> bool:
         """Whether bounds allow a search a cheaper plan than is known, or a smaller peak if no plan holds the budget."""
         context, found = search.context, _cheapest(self.searches, budget_bytes)
@@ -209,7 +216,9 @@ class Planner:
         return found is None or found.cost > share * sum(self.basis.recorded.costs)
 
     def _solvers(self, search: PlanSearch) -> tuple[Solver | StepSolver, ...]:
-        return (*self.own_solvers(), *(self.crowded if len(search.context.offers) > 1 else self.solvers))
+        context = search.context
+        crowded = len(context.offers) > 1 or context.frees_otherwise
+        return (*self.own_solvers(), *(self.crowded if crowded else self.solvers))
 
     def cheapest_beyond(self, other: Planner, budget_bytes: int, limit_ms: float) -> Candidate | None:
         """Return the cheapest candidate below a cost that only this planner finds, and not one with fewer techniques.

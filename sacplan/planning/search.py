@@ -87,10 +87,12 @@ class PlanSearch:
             found = self.best(budget_bytes)
             if found is None:  # larger regions may still hold the budget
                 continue
-            in_vain = in_vain + 1 if cheapest is not None and found.cost >= cheapest else 0
+            # Prices of waiting are rough, and no bound ends the search there. So what is hardly cheaper does not count.
+            enough, most = ((1 - _NEAR), 1) if self.context.frees_otherwise else (1.0, _IN_VAIN)
+            in_vain = in_vain + 1 if cheapest is not None and found.cost >= enough * cheapest else 0
             cheapest = found.cost
             of_cost, of_step = self.above_bound(budget_bytes)
-            if of_cost <= _NEAR or of_step <= _SMALL or in_vain == _IN_VAIN:
+            if of_cost <= _NEAR or of_step <= _SMALL or in_vain == most:
                 break
 
     def minimise(self, solvers: Sequence[Solver | StepSolver], budget_bytes: int) -> None:

@@ -272,7 +272,8 @@ class Sweep(Asked):
         for way in filter(self._could_fit, host_ways(self.ways)):
             found += self._on_the_host_with(way, names, rows, cheapest)
         # State on the host is a last resort: its way over the link costs time that is not predicted.
-        return found if cheapest is not None else found + self._with_state_on_host()
+        fits = cheapest is not None or any(row.fits for row in found)
+        return found if fits else found + self._with_state_on_host()
 
     def _on_the_host_with(
         self, way: Way, names: list[str], rows: list[FitRow], cheapest: FitRow | None

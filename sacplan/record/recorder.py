@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -66,7 +68,7 @@ from sacplan.torch_compat.private import (
 )
 
 # Plain integers, which the event stream is made of.
-_ALLOC, _OP = int(Event.ALLOC), int(Event.OP)
+_ALLOC, _FREE, _OP = int(Event.ALLOC), int(Event.FREE), int(Event.OP)
 
 NUMBER_BYTES = 8
 """Size of the tensor that a Python number becomes."""
@@ -526,6 +528,9 @@ class Recorder(Watching):
         ops, events, same = self._in_place.settle(self._ops, own_events, kinds, born_backward)
         table = self.tensors.table(same)
         ops, events = plain_formulas(ops, events, self._formulas, table)
+        # What dies at one moment dies in no order of its own. In a fixed one, equal layers have equal events.
+        runs = groupby(events, key=itemgetter(0))
+        events = [event for code, run in runs for event in (sorted(run) if code == _FREE else run)]
         recorded = Program(
             storage_bytes=tuple(storages.nbytes),
             storage_kinds=tuple(StorageKind.TEMPORARY if kind is None else kind for kind in kinds),

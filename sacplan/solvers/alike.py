@@ -29,6 +29,7 @@ from sacplan.solvers.milp import Milp, Refinement
 from sacplan.solvers.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Solution
 
 _GROUPS = 4
+_GAP = 1e-2  # of the smaller program: its optimum is none of the whole problem, and single moves follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Alike:
         tied = TiedProblem.of(problem, self.groups)
         if tied.is_whole:
             return self.milp.solve(problem)
-        found = self.milp.solve(tied.problem)
+        found = replace(self.milp, gap=max(self.milp.gap, _GAP)).solve(tied.problem)
         if found is not None and found.status != "unknown":
             return Solution(give_back(problem, tied.spread(found.picks)), "feasible", limited=found.limited)
         # Not even the smallest peak that runs have may hold the limits, while single choices can.

@@ -22,6 +22,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 
@@ -41,6 +42,7 @@ _BASES = 10  # options to recompute, at most, for each of which options to offlo
 LARGEST = (1, 2, 3, 4, 6, 8)  # how many of the largest tensors
 SMALLEST = 1 / 64  # share of a region's largest tensor: smaller ones stay
 TIE = 1e-3  # price of a copy that nobody waits for, as a share of its time: what need not be copied stays
+ROUNDED = 9  # digits of a wait in ms: without it, sums of times would tell equal layers apart in their last bits
 
 _STAY = frozenset(
     (
@@ -302,7 +304,7 @@ class Offloads:
             op for op in anchors if op is not None
         }
         unit_of = tuple(sorted((op, self.unit_of[op]) for op in ops))
-        again = sum(self.step.costs[op] for op in gone)
+        again = fsum(self.step.costs[op] for op in gone)
         total = sum(copies.values())
         forward, backward = self._time_of(region)
         # Each way computation waits for whichever is worse: a copy that is late at a border of the region, or
@@ -317,7 +319,7 @@ class Offloads:
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
         asked = tuple(needed[move.storage] for move in moves)
         return Option(
-            cost=again + self.step.added_cost(waits + TIE * total),
+            cost=again + self.step.added_cost(round(waits, ROUNDED) + TIE * total),
             kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
             members=members,
             technique="offload",

@@ -22,7 +22,7 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.distributed.ranks.unit_limits import too_wide
 from sacplan.techniques.base.regions import Option, Reach, Region
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.offload.options import LARGEST, SMALLEST, TIE, Offloads
+from sacplan.techniques.offload.options import LARGEST, ROUNDED, SMALLEST, TIE, Offloads
 from sacplan.techniques.offload.rewrite import Visit
 from sacplan.techniques.offload.sites import sites_of, weight_of, weights_asked_for
 from sacplan.techniques.offload.timing import copy_ms
@@ -137,7 +137,7 @@ class _Weights(Offloads):
         positions |= {at for v in visits for at in (liveness.entered[v.call], liveness.exited[v.call])}
         first = program.scopes[visits[0].call]
         return Option(
-            cost=self.step.added_cost(waits + TIE * (total + sum(copies[s] for s in asked))),
+            cost=self.step.added_cost(round(waits, ROUNDED) + TIE * (total + sum(copies[s] for s in asked))),
             kept_bytes=0,
             members=(),
             technique="offload",

@@ -1,0 +1,162 @@
+"""What does a plan for LoRA training on a small GPU cost, and what does swapping blocks by hand cost there?
+
+    python -m benchmarks.swapping [--models flux wan-14b] [--devices 12GB 16GB]
+    python -m benchmarks.swapping --table      # the table of docs/offload.md, from the figures that are there
+
+Models: the denoisers of Flux and Wan from their published configurations, in bfloat16, with adapters of rank 16;
+nothing is computed. A row is a model on a GPU of 12, 16 or 24 GB, without a budget: the step has to fit the device. The
+plan may recompute and offload.
+
+By hand: every block is checkpointed, as trainers that swap blocks do, and N blocks keep their frozen weights on the
+host. The best N is looked for: the cheapest of the first N, the last N and N at even distances, fetched ahead or when
+they are needed, whose peak is no higher than the plan's limit. Both are priced by the same clocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from itertools import product
+
+import sacplan
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import GIB, Row, read_results
+from benchmarks.harness.table import markdown_head, markdown_line
+from sacplan.cli.targets import load_target
+from sacplan.integrations.hf.target import ModelOptions
+from sacplan.planning.candidate import Candidate
+from sacplan.planning.request import Request
+from sacplan.techniques.base.regions import Option, Region
+from sacplan.techniques.registry import decisions_of, regions
+
+MODELS = {
+    "flux": "diffusers:FLUX.1-dev@512x512",
+    "wan-1.3b": "diffusers:Wan2.1-T2V-1.3B-Diffusers@832x480x33",
+    "wan-14b": "diffusers:Wan2.1-T2V-14B-Diffusers@832x480x33",
+}
+DEVICES = ("12GB", "16GB", "24GB")
+TECHNIQUES = ("recompute", "offload")
+
+
+def row_of(model: str, device: str) -> Row:
+    """Return the row of a model on a GPU."""
+    target = load_target(MODELS[model], ModelOptions(dtype="bfloat16", lora="r=16"))
+    profile = sacplan.profile(target.model, target.batch, target.loss_fn, target.optimizer, device=device)
+    row: Row = {
+        "case": f"{model} on {device}",
+        "model": model,
+        "target": MODELS[model],
+        "device": device,
+        "plain_peak_bytes": profile.peak_bytes,
+        "plain_step_ms": profile.step_ms,
+    }
+    began = time.process_time()
+    try:
+        plan = sacplan.plan(profile, techniques=TECHNIQUES)
+    except sacplan.InfeasibleBudget as error:
+        return row | {"held": False, "smallest_bytes": error.smallest_feasible_bytes}
+    return row | {
+        "held": True,
+        "planning_cpu_s": time.process_time() - began,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "longer_ms": plan.recompute_ms + plan.added_ms,
+        "recompute_ms": plan.recompute_ms,
+        "host_bytes": plan.host_bytes,
+        "by_hand": best_by_hand(profile, plan.budget_bytes),
+    }
+
+
+def best_by_hand(profile: sacplan.Profile, limit_bytes: int) -> Row | None:
+    """Return the cheapest way to swap N blocks whose peak is within a limit; None if there is none."""
+    basis = Request(techniques=TECHNIQUES).planner(profile).basis
+    step = basis.recorded
+    found = regions(step, 1, TECHNIQUES)
+    checkpointed = [(region, _least_kept(region)) for region in found if region.members]
+    blocks = [region for region in found if not region.members and "blocks." in region.unit]
+    rows: list[Row] = []
+    for n in range(len(blocks) + 1):
+        even = [blocks[i * len(blocks) // n] for i in range(n)]
+        for which, chosen in {"first": blocks[:n], "last": blocks[len(blocks) - n :], "even": even}.items():
+            for ahead in (True, False):
+                taken = [*checkpointed, *((block, _all_weights(block, ahead=ahead)) for block in chosen)]
+                taken = [(region, option) for region, option in taken if option is not region.options[0]]
+                one = Candidate(step, decisions_of(step.program, taken, step.device), "feasible")
+                if one.footprint.peak_bytes <= limit_bytes:
+                    rows.append(
+                        {"blocks": n, "of": len(blocks), "which": which, "ahead": ahead}
+                        | {"longer_ms": one.cost, "peak_bytes": one.footprint.peak_bytes}
+                    )
+    return min(rows, key=lambda row: row["longer_ms"], default=None)
+
+
+def _least_kept(region: Region) -> Option:
+    recomputing = (option for option in region.options if option.technique == "recompute")
+    return min(recomputing, key=lambda option: (option.kept_bytes, option.cost))
+
+
+def _all_weights(region: Region, *, ahead: bool) -> Option:
+    most = max(option.host_bytes for option in region.options)
+    whole = [option for option in region.options if option.host_bytes == most]
+    return (min if ahead else max)(whole, key=lambda option: option.cost)
+
+
+def _line(row: Row) -> str:
+    said = f"{row['case']}: {row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.0f} ms"
+    if not row["held"]:
+        return f"{said}; smallest {row['smallest_bytes'] / GIB:.2f} GiB"
+    hand = row["by_hand"]
+    return (
+        f"{said}; plan {row['peak_bytes'] / GIB:.2f} GiB, +{row['longer_ms']:.0f} ms; by hand "
+        + (
+            "none"
+            if hand is None
+            else f"{hand['blocks']} blocks ({hand['which']}), +{hand['longer_ms']:.0f} ms"
+        )
+        + f"; planned in {row['planning_cpu_s']:.0f} s"
+    )
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the table of the page: the step as it is, with the plan, and with the best N blocks by hand."""
+    lines = markdown_head(
+        ("model", "GPU", "as it is", "plan: step, peak", "on the host", "best by hand", "its step", "longer")
+    )
+    for row in rows:
+        plain = f"{row['plain_peak_bytes'] / GIB:.1f} GiB, {row['plain_step_ms'] / 1e3:.2f} s"
+        cells = [f"`{row['model']}`", row["device"], plain]
+        if not row["held"]:
+            lines.append(
+                markdown_line((*cells, f"smallest {row['smallest_bytes'] / GIB:.1f} GiB", *["-"] * 4))
+            )
+            continue
+        step, hand = row["plain_step_ms"] + row["longer_ms"], row["by_hand"]
+        cells += [
+            f"{step / 1e3:.2f} s, {row['peak_bytes'] / GIB:.1f} GiB",
+            f"{row['host_bytes'] / GIB:.1f} GiB",
+        ]
+        if hand is None:
+            cells += ["none fits", "-", "-"]
+        else:
+            by_hand = row["plain_step_ms"] + hand["longer_ms"]
+            cells += [f"{hand['blocks']} of {hand['of']} ({hand['which']})", f"{by_hand / 1e3:.2f} s"]
+            cells.append(f"{by_hand / step - 1:.0%}")
+        lines.append(markdown_line(cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = Parser(__doc__, "swapping.json")
+    parser.add_argument("--table", action="store_true", help="print the table from the file, run nothing")
+    parser.choice("--models", MODELS)
+    parser.choice("--devices", DEVICES)
+    arguments = parser.begin(silence=True)
+    if arguments.table:
+        print(table(read_results(arguments.json)[1]))
+        return
+    cases = product(arguments.models, arguments.devices)
+    run_cases(cases, lambda case: [row_of(*case)], _line, arguments.json, key="case")
+
+
+if __name__ == "__main__":
+    main()
