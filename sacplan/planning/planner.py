@@ -183,7 +183,7 @@ class Planner:
         return self._may_gain_in(one.own[0], budget_bytes)
 
     def _may_hold(self, budget_bytes: int) -> bool:
-        """Whether bounds allow this planner a plan that holds a budget, or nothing is known of what it settles later."""
+        """Whether bounds allow a plan of this planner that holds a budget, or it may settle what lowers them."""
         later = any(TECHNIQUES[name].is_about_peaks for name in self.techniques)
         return later or self.own[0].context.floor_bytes <= budget_bytes
 
