@@ -60,7 +60,11 @@ def recorded(
     with sacplan.ranks(RANKS, device=device):
         steps = options.pop("accumulation_steps", None)
         return sacplan.profile(
-            sharded(offload, **options), torch.randn(rows, 64), mean_square, optimizer, accumulation_steps=steps
+            sharded(offload, **options),
+            torch.randn(rows, 64),
+            mean_square,
+            optimizer,
+            accumulation_steps=steps,
         )
 
 
