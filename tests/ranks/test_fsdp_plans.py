@@ -217,20 +217,14 @@ CASES = {
     2: (
         ("replicas", "mlp, mixed", "lora, mixed, offloaded", "gpt, mixed, activations away"),
         (
-            "gpt",
-            "mlp",
-            "gpt, mixed",
-            "lora",
-            "lora, mixed",
-            "mlp, mixed, offloaded",
-            "gpt, activations away",
+            "gpt", "mlp", "gpt, mixed", "lora", "lora, mixed", "mlp, mixed, offloaded", "gpt, activations away",
             "mlp, activations away",
         ),
     ),
     # Two groups of two ranks with the same shards; and units that keep shards of two ranks after their forward. Shards
     # of four ranks are padded.
     4: (("gpt, mixed, replicas", "mlp, mixed, shards of two"), ("mlp", "mlp, replicas")),
-}
+}  # fmt: skip
 """By how many ranks: what CI runs on them, and what else there is. Processes that are started once learn once."""
 
 

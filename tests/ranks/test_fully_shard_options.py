@@ -266,7 +266,7 @@ CASES = {
 FAST = (
     "mixed", "mixed, outputs in float32, of the root too", "mixed, padded", "mixed, two backward passes",
     "mixed, low-rank adapters on a bfloat16 base", "unused parameters", "kept", "shards of two", "replicas, mixed",
-    "replicas, mixed, shards of two", "offloaded, mixed", "offloaded, mixed, replicas",
+    "replicas, only reduced", "replicas, mixed, shards of two", "offloaded, mixed", "offloaded, mixed, replicas",
 )  # fmt: skip
 """Cases that ``make test`` runs: each of the settings. Other kinds of models are in ``test_fully_shard.py``."""
 
