@@ -49,8 +49,8 @@ def gated_layer(dim: int) -> nn.Module:
     )  # fmt: skip
 
 
-def gated_layers() -> nn.Module:
-    return TokenModel((gated_layer(32) for _ in range(3)), 32, VOCAB)
+def gated_layers(n: int = 2) -> nn.Module:
+    return TokenModel((gated_layer(32) for _ in range(n)), 32, VOCAB)
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -78,11 +78,10 @@ def smallest_of_both() -> sacplan.Plan:
 
 
 def mlps(slices: int) -> list[Chunk]:
-    return [Chunk(f"layers.{i}.mlp", "module", slices, 1) for i in range(3)]
+    return [Chunk(f"layers.{i}.mlp", "module", slices, 1) for i in range(2)]
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize("slices", [1, 3, 7])
+@pytest.mark.parametrize(("slices", "device"), [(1, "cpu"), (3, "h100"), (7, "cpu")])
 def test_the_rewritten_step_is_the_fake_one(
     case: tuple[nn.Module, torch.Tensor], slices: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,9 +99,9 @@ def test_effects_add_up_with_those_of_recomputation() -> None:
     """What the solver's numbers say of each chunk is the peak of the rewritten program."""
     profile = profile_on()
     asked = Request(techniques=BOTH).planner(profile)
-    scope = profile.program.calls["layers.2.mlp"][0]
+    scope = profile.program.calls["layers.1.mlp"][0]
     chunks = module_chunks(profile.program, scope, profile.spec)
-    assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(3)]
+    assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(2)]
     loss = loss_chunks(profile.program, profile.spec)
     assert isinstance(loss, ChunkOptions)
     offers = tuple(each.offer(asked.basis.recorded) for each in (loss, *chunks))
@@ -209,7 +208,7 @@ def test_chunks_that_do_not_go_together_are_no_plan(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
     torch.manual_seed(0)
-    model, batch = gated_layers().to(torch.bfloat16), torch.randint(0, VOCAB, (2, 96))
+    model, batch = gated_layers(1).to(torch.bfloat16), torch.randint(0, VOCAB, (2, 96))
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     peaks = {}
     for accumulate in ("float32", "parameter"):

@@ -35,7 +35,7 @@ PRINTED: dict[str, float] = json.loads(
 """Millions of parameters, as the models' cards print them."""
 
 
-@pytest.mark.parametrize("row", slow_after(8, architectures.table()), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", slow_after(4, architectures.table()), ids=lambda row: row.name)
 def test_parameters_are_the_published_ones(
     row: architectures.Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

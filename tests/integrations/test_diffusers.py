@@ -14,6 +14,7 @@ from sacplan.integrations.hf.target import ModelOptions, TargetError
 pytest.importorskip("diffusers")
 
 from sacplan.integrations import diffusers
+from tests.support.slow import slow_after
 
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,7 +40,10 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "lora"), [("FLUX.1-dev", None), *((name, "r=2") for name in SMALL)])
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    slow_after(2, [("FLUX.1-dev", None), *((name, "r=2") for name in sorted(SMALL, key="LTX-Video".__ne__))]),
+)
 def test_small_ones_take_what_is_predicted(
     name: str, lora: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

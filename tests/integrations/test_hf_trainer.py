@@ -68,10 +68,10 @@ def planned_modules(model: torch.nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     slow_after(
-        2,
+        1,
         [
-            {},
             {"bf16": True, "optim": "sgd", "max_grad_norm": 0.5, "gradient_accumulation_steps": 2},
+            {},
             {"gradient_accumulation_steps": 3, "max_steps": 2},
             {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0},
         ],

@@ -22,6 +22,7 @@ from sacplan.integrations._watch import _SCALARS_BYTES
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from tests.support.slow import slow_after  # noqa: E402
 from tests.support.trainers import VOCAB, llama, short_run  # noqa: E402
 
 IGNORED, STEPS = -100, 6
@@ -75,8 +76,9 @@ def hf_trainer(directory: Path, data: Any, **options: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("holds", [True, False], ids=["longest", "first"])
+@pytest.mark.parametrize(
+    ("accumulated", "holds"), slow_after(2, [(2, True), (1, False), (1, True), (2, False)])
+)
 def test_the_trainer_of_transformers(tmp_path: Path, accumulated: int, holds: bool) -> None:
     from sacplan.integrations.transformers import PlanCallback, profile_trainer
 

@@ -103,10 +103,10 @@ def planned_modules(module: torch.nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     slow_after(
-        2,
+        1,
         [
-            {},
             {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
+            {},
             {"precision": "bf16-mixed"},
             {"accumulate_grad_batches": 2},
         ],

@@ -19,6 +19,7 @@ from sacplan.core.decisions import OffloadWeight, SeenTensor
 from sacplan.errors import PlanError, SacplanError, SacplanWarning
 from sacplan.techniques.offload.sites import sites_of, weight_of, weights_asked_for
 from sacplan.techniques.offload.weights import homes_of
+from tests.support.slow import slow_after
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal, grads_of, mean_square
 from tests.support.threads import at_once
@@ -119,8 +120,10 @@ def trained(model: nn.Module, steps: int = 3) -> Iterator[list[torch.Tensor]]:
         yield [loss.detach(), *gradients, *(t.clone() for t in model.state_dict().values())]
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("techniques", [("offload",), ("recompute", "offload")], ids="+".join)
+WAYS = [(kind, techniques) for techniques in (("offload",), ("recompute", "offload")) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("kind", "techniques"), slow_after(2, [WAYS[0], WAYS[3], WAYS[1], WAYS[2]]))
 def test_predicted_is_fake_is_measured_and_bits_are_equal(kind: str, techniques: tuple[str, ...]) -> None:
     profile = profiled(KINDS[kind])
     rng = random.Random(0)

@@ -28,6 +28,7 @@ from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import Then
 
 
+@cache
 def recording(
     batch: int, seq: int, device: str, dim: int = 64, heads: int = 4, vocab: int = 128
 ) -> sacplan.Profile:

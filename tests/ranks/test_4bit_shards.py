@@ -70,15 +70,16 @@ def with_accelerate(rank: int, directory: str, port: int) -> None:
             batch = torch.randn(32, 48)
             ignored = {p for p in model.parameters() if not p.is_floating_point()}
             assert bool(ignored) == (storage == torch.uint8)
-            ranks = sacplan.FSDP2(2, ["layers.*", ""], ignored_params=ignored)
-            profile = sacplan.profile(model, batch, mean_square, optimizer_of, "cpu", ranks=ranks)
+            if rank == 0:  # the one with the largest shards
+                ranks = sacplan.FSDP2(2, ["layers.*", ""], ignored_params=ignored)
+                profile = sacplan.profile(model, batch, mean_square, optimizer_of, "cpu", ranks=ranks)
             held = scales_bytes(model)
             sharded = fsdp2_prepare_model(accelerator, model)
             whole = not hasattr(sharded.layers[0].base.weight, "full_tensor")
             assert whole == (storage == torch.uint8)
             with patient_collectives():
                 measured = RankMemory(sharded, batch, mean_square).peak_bytes(held)
-            if rank == 0:  # the one with the largest shards
+            if rank == 0:
                 assert measured == profile.peak_bytes
 
 

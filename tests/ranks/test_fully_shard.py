@@ -31,6 +31,7 @@ from tests.support.ranks import (
     fully_sharded,
     optimizer_of,
 )
+from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 from tests.zoo import language_models as models
 from tests.zoo.language_models import Tied
@@ -150,7 +151,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert sacplan.Profile.load(tmp_path / "rank.json").peak_bytes == rank.peak_bytes
 
 
-@pytest.mark.parametrize("name", ["layers", "padded", "frozen", "two backward passes"])
+@pytest.mark.parametrize("name", slow_after(2, ["padded", "two backward passes", "layers", "frozen"]))
 def test_a_planned_step_of_a_rank_has_the_planned_peak(name: str, mesh: Any) -> None:
     """Measured with the plan applied, before ``fully_shard``; and recorded so."""
     make, batch_of, loss_fn, units, _ = CASES[name]

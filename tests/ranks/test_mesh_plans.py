@@ -31,7 +31,7 @@ RANKS = 4
 
 
 def split_lm() -> nn.Module:
-    return SplitLM(layers=3, dim=32, vocab=64)
+    return SplitLM(layers=2, dim=32, vocab=64)
 
 
 def tied_llama() -> nn.Module:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import sacplan
 from tests.record.test_optimizer_in_backward import tutorial
 from tests.support.ranks import RANKS, RankMemory, fully_sharded
+from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 from tests.zoo import language_models as models
 from tests.zoo.layers import HeavyLayers
@@ -52,13 +53,16 @@ class _Hooked(RankMemory):
 
 @pytest.mark.parametrize(
     ("make", "options", "model"),
-    [
-        (adamw, {}, "heavy"),
-        (momentum, {}, "heavy"),
-        (adamw, {"reshard_after_forward": False}, "heavy"),
-        (adamw, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "heavy"),
-        (adamw, {}, "language"),
-    ],
+    slow_after(
+        3,
+        [
+            (adamw, {}, "language"),
+            (momentum, {"reshard_after_forward": False}, "heavy"),
+            (adamw, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "heavy"),
+            (adamw, {}, "heavy"),
+            (momentum, {}, "heavy"),
+        ],
+    ),
 )
 def test_the_peak_of_a_rank(make: Any, options: dict[str, Any], model: str, mesh: Any) -> None:
     def made() -> nn.Module:

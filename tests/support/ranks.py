@@ -86,13 +86,12 @@ class RankMemory:
         self.optimizer.step()
 
     def peak_bytes(self, held_bytes: int = 0) -> int:
-        """Of a third step, or a fourth; ``held_bytes``: alive all the time, not the model's, optimizer's or batch's.
+        """Of a second step, or a third; ``held_bytes``: alive all the time, not the model's, optimizer's or batch's.
 
         With threads, which a fake group has not, the less of two: of some 500 steps on a busy machine one had a tensor
         too many, for a reason not found.
         """
-        for _ in range(2):
-            self.step()
+        self.step()  # makes the optimizer's state
         peaks = []
         for _ in range(1 if dist.get_backend() == "fake" else 2):
             self.optimizer.zero_grad(set_to_none=True)
@@ -176,7 +175,7 @@ def _patient(collective: Callable[..., Any]) -> Callable[..., Any]:
                 torch.ops._c10d_functional.wait_tensor(out)
         until = time.monotonic() + 0.2  # a plan may keep them, too
         while any(_uses(t) > before for t, before in held) and time.monotonic() < until:
-            time.sleep(1e-4)
+            time.sleep(1e-3)
         return out
 
     return waits
