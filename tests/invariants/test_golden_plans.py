@@ -16,8 +16,8 @@ import pytest
 from tests.support.golden import CASES, file_of, rows_of
 
 ROOT = Path(__file__).parents[2]
-MARKS = {name: [pytest.mark.slow, pytest.mark.exhaustive] for name in ("block", "layers")}
-"""The others are slow. ``block`` has a test of its own below; ``layers`` is planned as ``transformer`` is."""
+MARKS = {name: [pytest.mark.slow, pytest.mark.exhaustive] for name in ("block", "layers", "spread")}
+"""``transformer`` is slow. ``block`` has a test of its own below; meshes are planned in many others."""
 
 
 @pytest.fixture(scope="module")
