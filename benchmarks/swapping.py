@@ -27,7 +27,8 @@ from sacplan.integrations.hf.target import ModelOptions
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.request import Request
 from sacplan.techniques.base.regions import Option, Region
-from sacplan.techniques.registry import decisions_of, regions
+from sacplan.techniques.registry import TECHNIQUES as ALL
+from sacplan.techniques.registry import regions, rewritten
 
 MODELS = {
     "flux": "diffusers:FLUX.1-dev@512x512",
@@ -69,30 +70,25 @@ def row_of(model: str, device: str) -> Row:
 
 def best_by_hand(profile: sacplan.Profile, limit_bytes: int) -> Row | None:
     """Return the cheapest way to swap N blocks whose peak is within a limit; None if there is none."""
-    basis = Request(techniques=TECHNIQUES).planner(profile).basis
-    step = basis.recorded
+    step = Request(techniques=TECHNIQUES).planner(profile).basis.recorded
+    checkpointed = sacplan.policy("full", profile=profile).decisions
+    program = rewritten(step.program, checkpointed, step.device)
     found = regions(step, 1, TECHNIQUES)
-    checkpointed = [(region, _least_kept(region)) for region in found if region.members]
     blocks = [region for region in found if not region.members and "blocks." in region.unit]
     rows: list[Row] = []
     for n in range(len(blocks) + 1):
         even = [blocks[i * len(blocks) // n] for i in range(n)]
         for which, chosen in {"first": blocks[:n], "last": blocks[len(blocks) - n :], "even": even}.items():
             for ahead in (True, False):
-                taken = [*checkpointed, *((block, _all_weights(block, ahead=ahead)) for block in chosen)]
-                taken = [(region, option) for region, option in taken if option is not region.options[0]]
-                one = Candidate(step, decisions_of(step.program, taken, step.device), "feasible")
+                taken = [(block, _all_weights(block, ahead=ahead)) for block in chosen]
+                weights = ALL["offload"].decisions(program, taken)
+                one = Candidate(step, (*checkpointed, *weights), "feasible")
                 if one.footprint.peak_bytes <= limit_bytes:
                     rows.append(
                         {"blocks": n, "of": len(blocks), "which": which, "ahead": ahead}
                         | {"longer_ms": one.cost, "peak_bytes": one.footprint.peak_bytes}
                     )
     return min(rows, key=lambda row: row["longer_ms"], default=None)
-
-
-def _least_kept(region: Region) -> Option:
-    recomputing = (option for option in region.options if option.technique == "recompute")
-    return min(recomputing, key=lambda option: (option.kept_bytes, option.cost))
 
 
 def _all_weights(region: Region, *, ahead: bool) -> Option:

@@ -23,6 +23,7 @@ from benchmarks import (
     op_memory,
     published,
     published_ops,
+    swapping,
     verdicts,
     zoo,
 )
@@ -39,7 +40,8 @@ def _rows(name: str) -> list[Row]:
     return read_results(RESULTS / f"{name}.json")[1]
 
 
-OFFLOAD, LONG, COMPILED, VERDICTS = map(_rows, ("offload", "offloaded_sequences", "compiled", "verdicts"))
+OFFLOAD, LONG, SWAPPING = map(_rows, ("offload", "offloaded_sequences", "swapping"))
+COMPILED, VERDICTS = map(_rows, ("compiled", "verdicts"))
 
 
 def _modes() -> str:
@@ -72,6 +74,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
         ROOT / "docs/offload.md",
         lambda: published.offloading_table(published.read_page_rows()[0]),
     ),
+    "swapping": (ROOT / "docs/offload.md", lambda: swapping.table(SWAPPING)),
     "verdicts": (verdicts.PAGE, lambda: verdicts.markdown(VERDICTS)),
 }
 
@@ -159,6 +162,9 @@ def test_offloading() -> None:
         assert row["fake_peak_bytes"] == row["peak_bytes"] <= row["budget_bytes"]
         assert row["fake_host_bytes"] == row["host_bytes"]
         assert row["host_bytes"] + row["optimizer_host_bytes"] <= row["host_budget_bytes"]
+    for row in SWAPPING:
+        assert row["peak_bytes"] <= row["budget_bytes"]
+        assert row["by_hand"] is None or row["longer_ms"] < row["by_hand"]["longer_ms"]
 
 
 def test_published_figures() -> None:

@@ -63,7 +63,7 @@ NOT_RUN = {
     ),
     ("huggingface.md", "with sacplan.ranks", "Accelerate has one kind of process for all of its life"),
     ("lora.md", "pip install", "installs packages"),
-    ("lora.md", "sacplan plan diffusers:", "takes minutes"),
+    ("lora.md", "sacplan fit diffusers:", "takes minutes"),
     ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
     ("start.md", "pip install 'sacplan", "installs packages"),
     ("start.md", "pip install -e", "installs packages"),
