@@ -167,9 +167,9 @@ def test_no_program_is_played_or_rehearsed_twice(monkeypatch: pytest.MonkeyPatch
         played.append((type(allocator), program.events, program.storage_bytes))
         return play(allocator, program)
 
-    def rehearsal(program: Program, entry: Any, chunk: Any, device: Any) -> Any:
-        rehearsed.append((program.events, program.storage_bytes, chunk))
-        return rehearse(program, entry, chunk, device)
+    def rehearsal(span: Any, device: Any) -> Any:
+        rehearsed.append((span.program.events, span.program.storage_bytes, span.chunk))
+        return rehearse(span, device)
 
     monkeypatch.setattr(device_memory, "peaks_on", peaks_on)
     monkeypatch.setattr(rest, "_rehearsed", rehearsal)
