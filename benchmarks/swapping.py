@@ -1,11 +1,11 @@
 """What does a plan for LoRA training on a small GPU cost, and what does swapping blocks by hand cost there?
 
-    python -m benchmarks.swapping [--models flux wan-14b] [--devices 12GB 16GB]
+    python -m benchmarks.swapping [--models 'flux, 512'] [--devices 12GB 16GB]
     python -m benchmarks.swapping --table      # the table of docs/offload.md, from the figures that are there
 
-Models: the denoisers of Flux and Wan from their published configurations, in bfloat16, with adapters of rank 16;
-nothing is computed. A row is a model on a GPU of 12, 16 or 24 GB, without a budget: the step has to fit the device. The
-plan may recompute and offload.
+The model is Flux's denoiser from its published configuration, in bfloat16, with adapters of rank 16, for images of 512
+and 1,024 pixels; nothing is computed. A row is a GPU of 12, 16 or 24 GB, without a budget: the step has to fit the
+device. The plan may recompute and offload.
 
 By hand: every block is checkpointed, as trainers that swap blocks do, and N blocks keep their frozen weights on the
 host. The best N is looked for: the cheapest of the first N, the last N and N at even distances, fetched ahead or when
@@ -30,10 +30,9 @@ from sacplan.techniques.base.regions import Option, Region
 from sacplan.techniques.registry import TECHNIQUES as ALL
 from sacplan.techniques.registry import regions, rewritten
 
-MODELS = {
-    "flux": "diffusers:FLUX.1-dev@512x512",
-    "wan-1.3b": "diffusers:Wan2.1-T2V-1.3B-Diffusers@832x480x33",
-    "wan-14b": "diffusers:Wan2.1-T2V-14B-Diffusers@832x480x33",
+TARGETS = {
+    "flux, 512": "diffusers:FLUX.1-dev@512x512",
+    "flux, 1024": "diffusers:FLUX.1-dev@1024x1024",
 }
 DEVICES = ("12GB", "16GB", "24GB")
 TECHNIQUES = ("recompute", "offload")
@@ -41,12 +40,12 @@ TECHNIQUES = ("recompute", "offload")
 
 def row_of(model: str, device: str) -> Row:
     """Return the row of a model on a GPU."""
-    target = load_target(MODELS[model], ModelOptions(dtype="bfloat16", lora="r=16"))
+    target = load_target(TARGETS[model], ModelOptions(dtype="bfloat16", lora="r=16"))
     profile = sacplan.profile(target.model, target.batch, target.loss_fn, target.optimizer, device=device)
     row: Row = {
         "case": f"{model} on {device}",
         "model": model,
-        "target": MODELS[model],
+        "target": TARGETS[model],
         "device": device,
         "plain_peak_bytes": profile.peak_bytes,
         "plain_step_ms": profile.step_ms,
@@ -144,7 +143,7 @@ def table(rows: Iterable[Row]) -> str:
 def main() -> None:
     parser = Parser(__doc__, "swapping.json")
     parser.add_argument("--table", action="store_true", help="print the table from the file, run nothing")
-    parser.choice("--models", MODELS)
+    parser.choice("--models", TARGETS)
     parser.choice("--devices", DEVICES)
     arguments = parser.begin(silence=True)
     if arguments.table:
