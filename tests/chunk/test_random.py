@@ -106,7 +106,7 @@ def test_random_heads(device: str, ops: list[str], loss: str, rows: int, length:
             prepare=lambda fake, chunk=chunk: InstalledChunks(fake, [chunk]), saved="observe",
         )  # fmt: skip
         assert predicted.footprint.peak_bytes == seen.peak_bytes, chunk
-        assert predicted.step_ms == pytest.approx(seen.step_ms, rel=1e-9), chunk
+        assert predicted.step_ms == pytest.approx(seen.program.step_ms, rel=1e-9), chunk
         installed = InstalledChunks(model, [chunk])
         got = gradients(model, x, loss_fn)
         assert not installed.differences
