@@ -34,6 +34,7 @@ from sacplan.record.again import noted
 from sacplan.record.autograd_nodes import AutogradNodes, KeptNumbers
 from sacplan.record.calls import arguments_of, plain_tensors, tensor_list
 from sacplan.record.fake_data import DataRules
+from sacplan.record.filled import only_filled
 from sacplan.record.in_place import InPlaceWrites, plain_formulas
 from sacplan.record.in_place_versions import in_place_versions
 from sacplan.record.module_calls import ModuleCalls
@@ -554,6 +555,7 @@ class Recorder(Watching):
             frozen=storages.frozen,
         )
         named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
+        recorded = only_filled(recorded)
         split = recorded.with_(in_place_versions(recorded))
         return settled(split, named, storages.born)
 

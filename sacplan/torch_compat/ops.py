@@ -2,8 +2,8 @@
 
 A second run must give the same bits and change nothing else. So the outputs of an op may be discarded only if
 the op is deterministic and fills new outputs itself: what a factory such as ``empty`` returns may be filled later
-by a kernel that no dispatch mode sees, so the outputs of factories are always kept. And the op must write
-nothing, with two exceptions:
+by a kernel that no dispatch mode sees, so the outputs of factories are kept (but see ``record/filled.py``). And the op
+must write nothing, with two exceptions:
 
 - Batch norm updates running statistics, which its output in training does not depend on: it runs again without them.
 - An op that writes its first argument in place (``relu_``) may run again on an argument that was itself recomputed.
@@ -58,6 +58,8 @@ _BITS_VARY = aten_names("""
     _ctc_loss _cudnn_ctc_loss _embedding_bag _index_put_impl bincount cumsum histc index_add index_put
     index_reduce kthvalue median mkldnn_rnn_layer nanmedian put scatter scatter_add scatter_reduce segment_reduce
 """)
+EMPTY = "aten.empty_like.default"
+"""The factory that may run again where ops are seen to fill what it returns (``record/filled.py``)."""
 _FACTORIES = ("_empty", "empty", "full", "lift", "new_", "ones", "resize", "set_", "zeros")
 
 
@@ -210,7 +212,7 @@ def op_traits(func: Any) -> OpTraits:
         and (not aliases or in_place)
         and reads_tensors
         and schema.name.removesuffix("_") not in _BITS_VARY
-        and not schema.name.removeprefix("aten::").startswith(_FACTORIES)
+        and (str(func) == EMPTY or not schema.name.removeprefix("aten::").startswith(_FACTORIES))
         and any("Tensor" in str(r.type) for r in schema.returns)
     )
     # Statistics are written in training only, so whether such an op writes is a question of each call.

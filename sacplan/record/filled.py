@@ -1,0 +1,80 @@
+"""Memory that is empty at first, and filled in slices: ``out = empty_like(x); out[..., 0::2] = a; out[..., 1::2] = b``.
+
+A kernel that no dispatch mode sees may fill what ``empty_like`` returns, so by itself that op must not run again. But
+where ops have written every element before anything reads one, nothing else is left in it, and all of them may run
+again together (``in_place_versions.py``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sacplan.core.program import Program, Tensor
+from sacplan.torch_compat.ops import EMPTY
+
+_OVERWRITES = frozenset(
+    ("aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default")
+)
+"""Ops that read nothing of what they write."""
+
+
+def only_filled(program: Program) -> Program:
+    """Return the program in which empty memory may be made again only where ops fill it."""
+    ops = tuple(
+        msgspec.structs.replace(op, recomputable=False)
+        if op.recomputable and op.name == EMPTY and not _is_filled(program, program.tensors[op.outputs[0]])
+        else op
+        for op in program.ops
+    )
+    return msgspec.structs.replace(program, ops=ops)
+
+
+def _is_filled(program: Program, whole: Tensor) -> bool:
+    """Whether ops write all of a tensor before any op reads of it."""
+    boxes = []
+    for i in sorted(program.readers.get(whole.storage, ())):
+        op = program.ops[i]
+        if op.outputs and not op.writes and not op.mutates:
+            continue  # a view
+        if op.name not in _OVERWRITES or op.mutates != (whole.storage,):
+            return False
+        box = _box(program.tensors[op.inputs[0]], whole)
+        if box is not None:
+            boxes.append(box)
+        if _cover(boxes, whole.shape):
+            return True
+    return False
+
+
+def _box(part: Tensor, whole: Tensor) -> tuple[range, ...] | None:
+    """Return the indices that a slice has in each dimension of a contiguous tensor; None if it is no such slice."""
+    found, left, size = [], part.offset, 1
+    for own, stride in zip(reversed(whole.shape), reversed(whole.stride), strict=True):
+        if stride != size:
+            return None
+        size *= own
+    if whole.offset:
+        return None
+    for stride in whole.stride:
+        start, left = divmod(left, stride)
+        found.append(range(start, start + 1))
+    for own, stride in zip(part.shape, part.stride, strict=True):
+        if own == 1:
+            continue
+        d = next((d for d, of_whole in enumerate(whole.stride) if of_whole <= stride), None)
+        if d is None or stride % whole.stride[d] or len(found[d]) > 1:
+            return None
+        step = stride // whole.stride[d]
+        found[d] = range(found[d].start, found[d].start + own * step, step)
+        if found[d][-1] >= whole.shape[d]:
+            return None
+    return tuple(found)
+
+
+def _cover(boxes: list[tuple[range, ...]], shape: tuple[int, ...]) -> bool:
+    """Whether boxes that differ in one dimension have all indices."""
+    for d in range(len(shape)):
+        alike = [box for box in boxes if all(len(box[e]) == shape[e] for e in range(len(shape)) if e != d)]
+        if len({index for box in alike for index in box[d]}) == shape[d]:
+            return True
+    return False
