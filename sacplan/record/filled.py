@@ -7,6 +7,8 @@ again together (``in_place_versions.py``).
 
 from __future__ import annotations
 
+from math import prod
+
 import msgspec
 
 from sacplan.core.program import Program, Tensor
@@ -48,13 +50,9 @@ def _is_filled(program: Program, whole: Tensor) -> bool:
 
 def _box(part: Tensor, whole: Tensor) -> tuple[range, ...] | None:
     """Return the indices that a slice has in each dimension of a contiguous tensor; None if it is no such slice."""
-    found, left, size = [], part.offset, 1
-    for own, stride in zip(reversed(whole.shape), reversed(whole.stride), strict=True):
-        if stride != size:
-            return None
-        size *= own
-    if whole.offset:
+    if whole.offset or whole.stride != tuple(prod(whole.shape[d + 1 :]) for d in range(len(whole.shape))):
         return None
+    found, left = [], part.offset
     for stride in whole.stride:
         start, left = divmod(left, stride)
         found.append(range(start, start + 1))
