@@ -35,6 +35,7 @@ from sacplan.techniques.base.technique import StepSolver
 from sacplan.techniques.registry import decisions_of, why_not
 
 _IN_VAIN = 3  # give up after so many sizes in a row without a cheaper plan, or without a smaller peak
+_IN_VAIN_ROUGH = 1  # the same where prices are rough, and a plan has to be cheaper by ``_NEAR`` to count
 _ROUNDS = 4  # of asking a solver at most, for one size
 _AT_FLOOR = 1.001  # a peak this many times the floor counts as the smallest
 # How far a plan may be above the bound for no larger regions to be tried: as a share of its cost, or of the step.
@@ -87,8 +88,8 @@ class PlanSearch:
             found = self.best(budget_bytes)
             if found is None:  # larger regions may still hold the budget
                 continue
-            # Prices of waiting are rough, and no bound ends the search there. So what is hardly cheaper does not count.
-            enough, most = ((1 - _NEAR), 1) if self.context.frees_otherwise else (1.0, _IN_VAIN)
+            # Prices of waiting are rough, and no bound ends the search there.
+            enough, most = (1 - _NEAR, _IN_VAIN_ROUGH) if self.context.frees_otherwise else (1.0, _IN_VAIN)
             in_vain = in_vain + 1 if cheapest is not None and found.cost >= enough * cheapest else 0
             cheapest = found.cost
             of_cost, of_step = self.above_bound(budget_bytes)

@@ -42,9 +42,7 @@ _BASES = 10  # options to recompute, at most, for each of which options to offlo
 LARGEST = (1, 2, 3, 4, 6, 8)  # how many of the largest tensors
 SMALLEST = 1 / 64  # share of a region's largest tensor: smaller ones stay
 TIE = 1e-3  # price of a copy that nobody waits for, as a share of its time: what need not be copied stays
-ROUNDED = (
-    9  # digits of a wait in ms: without it, sums of times would tell equal layers apart in their last bits
-)
+ROUNDED = 9  # digits of a wait in ms: sums of times would tell equal layers apart in their last bits
 
 _STAY = frozenset(
     (
