@@ -3,9 +3,9 @@
     python -m benchmarks.swapping [--models 'flux, 512'] [--devices 12GB 16GB]
     python -m benchmarks.swapping --table      # the table of docs/offload.md, from the figures that are there
 
-The model is Flux's denoiser from its published configuration, in bfloat16, with adapters of rank 16, for images of 512
-and 1,024 pixels; nothing is computed. A row is a GPU of 12, 16 or 24 GB, without a budget: the step has to fit the
-device. The plan may recompute and offload.
+Models: the denoisers of Flux, for images of 512 and 1,024 pixels, and of Wan, for 33 frames of 832 x 480, from their
+published configurations, in bfloat16, with adapters of rank 16; nothing is computed. A row is a model on a GPU of 12,
+16 or 24 GB, without a budget: the step has to fit the device. The plan may recompute and offload.
 
 By hand: every block is checkpointed, as trainers that swap blocks do, and N blocks keep their frozen weights on the
 host. The best N is looked for: the cheapest of the first N, the last N and N at even distances, fetched ahead or when
@@ -33,6 +33,7 @@ from sacplan.techniques.registry import regions, rewritten
 TARGETS = {
     "flux, 512": "diffusers:FLUX.1-dev@512x512",
     "flux, 1024": "diffusers:FLUX.1-dev@1024x1024",
+    "wan-14b, 33 frames": "diffusers:Wan2.1-T2V-14B-Diffusers@832x480x33",
 }
 DEVICES = ("12GB", "16GB", "24GB")
 TECHNIQUES = ("recompute", "offload")
