@@ -1,7 +1,7 @@
 """Memory that is empty at first, and filled in slices: ``out = empty_like(x); out[..., 0::2] = a; out[..., 1::2] = b``.
 
 A kernel that no dispatch mode sees may fill what ``empty_like`` returns, so by itself that op must not run again. But
-where ops have written every element before anything reads one, nothing else is left in it, and all of them may run
+where copies have written every element before anything reads one, nothing else is left in it, and all of them may run
 again together (``in_place_versions.py``).
 """
 
@@ -14,10 +14,8 @@ import msgspec
 from sacplan.core.program import Program, Tensor
 from sacplan.torch_compat.ops import EMPTY
 
-_OVERWRITES = frozenset(
-    ("aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default")
-)
-"""Ops that read nothing of what they write."""
+_COPY = "aten.copy_.default"
+"""The op that counts. Memory with a constant in it is what ``zeros_like`` returns, which a kernel may fill as well."""
 
 
 def only_filled(program: Program) -> Program:
@@ -32,13 +30,13 @@ def only_filled(program: Program) -> Program:
 
 
 def _is_filled(program: Program, whole: Tensor) -> bool:
-    """Whether ops write all of a tensor before any op reads of it."""
+    """Whether copies write all of a tensor before any op reads of it."""
     boxes = []
     for i in sorted(program.readers.get(whole.storage, ())):
         op = program.ops[i]
         if op.outputs and not op.writes and not op.mutates:
             continue  # a view
-        if op.name not in _OVERWRITES or op.mutates != (whole.storage,):
+        if op.name != _COPY or op.mutates != (whole.storage,):
             return False
         box = _box(program.tensors[op.inputs[0]], whole)
         if box is not None:

@@ -277,6 +277,13 @@ def fill_empty(x: torch.Tensor) -> torch.Tensor:
     return y.cos() * x
 
 
+def fill_zeroed(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that adds to zeros through their pointer."""
+    y = torch.empty_like(x).zero_()
+    y.numpy()[:] += x.detach().numpy() * 2
+    return y.cos() * x
+
+
 def overwrite_output(x: torch.Tensor) -> torch.Tensor:
     """A kernel that writes into what an op made."""
     y = x * 2
@@ -292,8 +299,9 @@ def overwrite_argument(x: torch.Tensor) -> torch.Tensor:
     return z * z
 
 
-def test_a_buffer_that_is_filled_unseen_is_kept() -> None:
-    model = outer(fill_empty)
+@pytest.mark.parametrize("fill", [fill_empty, fill_zeroed])
+def test_a_buffer_that_is_filled_unseen_is_kept(fill: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = outer(fill)
     planned, _ = discard_all(model, check=False)
     assert same_bits(step(model, batch()), step(planned, batch()))
 
