@@ -1,7 +1,6 @@
-"""A training step as a graph of ops with one tensor each, and its way to and from a ``sacplan`` recording.
+"""A training step as a graph of ops with one tensor each, and the ``sacplan`` recording that it stands for.
 
     plan = sacplan.plan(profile_of(graph), f"{graph.store_all_peak * 6 // 10}B")
-    graph = as_graph(profile.program)
 
 ``profile_of(graph)`` is the ``Profile`` to plan for (``as_recording`` alone: its recording): the same ops, times and
 bytes, one module call per layer and per half of a layer, and a tensor goes as soon as it is dead. So its replayed peak
@@ -31,9 +30,6 @@ class ForwardOp:
         time_ms: time of the op.
         reads: forward ops whose tensors it takes.
         module: innermost module call, ``"layers.0.attn"``; "" outside any layer.
-        made_with: the forward op of which this is a further output: it runs whenever this one runs. Its own
-            ``time_ms`` is 0 then.
-        held: someone other than autograd holds the tensor until the backward pass is over.
     """
 
     name: str
@@ -41,8 +37,6 @@ class ForwardOp:
     time_ms: float
     reads: tuple[int, ...]
     module: str = ""
-    made_with: int | None = None
-    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +44,7 @@ class BackwardOp:
     """One op of the backward pass.
 
     Attributes:
-        name, nbytes, time_ms, module, held: see ``ForwardOp``; the tensor is a gradient, held is a parameter's.
+        name, nbytes, time_ms, module: see ``ForwardOp``; the tensor is a gradient.
         saved: forward ops whose tensors it takes.
         reads: backward ops whose gradients it takes.
     """
@@ -61,7 +55,6 @@ class BackwardOp:
     saved: tuple[int, ...]
     reads: tuple[int, ...]
     module: str = ""
-    held: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,13 +64,11 @@ class OpGraph:
     Attributes:
         name: for tables.
         forward, backward: the ops.
-        fixed_bytes: alive during the whole step besides (parameters and the like, in the graph of a real model).
     """
 
     name: str
     forward: tuple[ForwardOp, ...]
     backward: tuple[BackwardOp, ...]
-    fixed_bytes: int = 0
 
     @cached_property
     def ops(self) -> tuple[ForwardOp | BackwardOp, ...]:
@@ -110,7 +101,7 @@ class OpGraph:
 
     @cached_property
     def store_all_peak(self) -> int:
-        """Peak in bytes if everything is kept until nobody reads it any more, ``fixed_bytes`` included."""
+        """Peak in bytes if everything is kept until nobody reads it any more."""
         nbytes = [op.nbytes for op in self.ops]
         last_use = list(range(len(nbytes)))
         for at, reads in enumerate(self.joint_reads):
@@ -124,7 +115,7 @@ class OpGraph:
             live += size
             peak = max(peak, live)
             live -= sum(nbytes[tensor] for tensor in dying[at])
-        return peak + self.fixed_bytes
+        return peak
 
 
 @dataclass(slots=True)
@@ -153,7 +144,7 @@ class Builder:
         return OpGraph(self.name, tuple(self._forward), tuple(self._backward))
 
 
-# --- to and from recordings --------------------------------------------------------------------------------
+# --- recordings --------------------------------------------------------------------------------
 
 
 def profile_of(graph: OpGraph) -> Profile:
@@ -174,19 +165,7 @@ def as_recording(graph: OpGraph) -> Program:
     Each backward op has a handle of its own for each tensor that it takes, as an autograd node has. Autograd takes it
     (``PACK``) in a module call that the backward op belongs to, after the first op there that reads the tensor. So a
     layer's input, which its first op saves, is packed inside the layer. FLOPs are 0: the graph does not know them.
-
-    Raises:
-        ValueError: for a graph with several outputs per op, held tensors or fixed bytes (from ``as_graph``).
     """
-    if (
-        graph.fixed_bytes
-        or any(op.held for op in graph.ops)
-        or any(op.made_with is not None for op in graph.forward)
-    ):
-        raise ValueError(
-            f"{graph.name} was made from a recording (fixed bytes, held tensors or ops with several outputs); "
-            "plan for that recording itself"
-        )
     return _Writer(graph).program()
 
 
@@ -357,69 +336,3 @@ def _callers(module: str) -> list[str]:
         for n in range(len(parts))
         if n + 1 == len(parts) or not parts[n + 1].isdigit()
     ]
-
-
-def as_graph(program: Program, name: str = "recorded") -> OpGraph:
-    """Make a graph of a recorded step, for bounds on a real model: ``backward_bound``, ``boundary_bound``.
-
-    Forward ops and the storages that they allocate become forward ops, one per storage; so do backward ops. The graph
-    may only need less memory and time than the step, else a bound on it would not bound the step. So workspaces, the
-    optimizer's step and storages that no op made are left out, and an in-place op takes no time. Parameters, buffers
-    and optimizer state that live through the whole step are ``fixed_bytes``.
-    """
-    held = _held(program)
-    graph_forward: list[ForwardOp] = []
-    graph_backward: list[BackwardOp] = []
-    forward_of: dict[int, int] = {}  # storage to forward op
-    backward_of: dict[int, int] = {}
-    for op in program.ops:
-        module = program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
-        made_before = dict.fromkeys(op.reads)
-        from_forward = tuple(forward_of[s] for s in made_before if s in forward_of)
-        if op.phase == Phase.FORWARD:
-            leader = len(graph_forward)
-            for n, s in enumerate(op.writes):
-                forward_of[s] = len(graph_forward)
-                graph_forward.append(
-                    ForwardOp(
-                        name=op.name,
-                        nbytes=program.storage_bytes[s],
-                        time_ms=0.0 if n else op.time_ms,
-                        reads=from_forward,
-                        module=module,
-                        made_with=leader if n else None,
-                        held=s in held,
-                    )
-                )
-        elif op.phase == Phase.BACKWARD:
-            from_backward = tuple(backward_of[s] for s in made_before if s in backward_of)
-            for n, made in enumerate(op.writes or (None,)):
-                nbytes = 0 if made is None else program.storage_bytes[made]
-                if made is not None:
-                    backward_of[made] = len(graph_backward)
-                time_ms = 0.0 if n else op.time_ms
-                graph_backward.append(
-                    BackwardOp(
-                        op.name, nbytes, time_ms, from_forward, from_backward, module, held=made in held
-                    )
-                )
-    freed = {arg for code, arg in program.events if code == Event.FREE}
-    fixed = sum(program.storage_bytes[s] for s in program.initial if s not in freed)
-    return OpGraph(name, tuple(graph_forward), tuple(graph_backward), fixed)
-
-
-def _held(program: Program) -> set[int]:
-    """Return the storages that someone other than autograd holds as the last backward op runs, except what it reads."""
-    last = max((i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD), default=-1)
-    alive = set(program.initial)
-    for code, arg in program.events:
-        if code == Event.OP:
-            if arg == last:
-                alive.difference_update(program.ops[arg].reads)
-                break
-            alive.update(program.ops[arg].writes)
-        elif code == Event.ALLOC:
-            alive.add(arg)
-        elif code == Event.FREE:
-            alive.discard(arg)
-    return alive

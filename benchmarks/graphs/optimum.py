@@ -1,11 +1,10 @@
 """Lower bounds for any schedule, and optima of classes of schedules: programs over an ``OpGraph``, solved with HiGHS.
 
 - ``checkmate``: the least recomputation of any schedule in program order (Jain et al., MLSys 2020, with its exact
-  model of memory), for about 40 ops; with ``relax=True`` a lower bound of it, for about 150 ops.
-- ``boundary_bound``: a lower bound for any schedule at all, from what is alive between the two passes.
-- ``backward_bound``: a larger one, from what is alive at an op of the backward pass, for schedules that run the
-  backward ops once and in this order. Where the exact optimum is known, the two are mostly equal.
-- ``selective_contexts``: the optimum of ``torch.utils.checkpoint`` with selective contexts on given regions.
+  model of memory), for about 40 ops.
+- ``backward_bound``: a lower bound, from what is alive at an op of the backward pass, for schedules that run the
+  backward ops once and in this order. Where the exact optimum is known, it is mostly equal.
+- ``selective_contexts``: the optimum of ``torch.utils.checkpoint`` with selective contexts on layers.
 - ``whole_regions``: checkpointing the first k regions as a whole, with the smallest k that fits.
 
 Budgets are bytes of the whole step. Results are recompute time over forward time. HiGHS runs on one thread: it
@@ -15,7 +14,7 @@ refuses another number of threads within one process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import highspy
@@ -23,18 +22,10 @@ import numpy as np
 
 from benchmarks.graphs.opgraph import OpGraph
 
-Region = Callable[[str], str]
-"""Maps the module of an op to the region that it is in; "" is outside any."""
-
 
 def layer_of(module: str) -> str:
     """Make whole layers the regions: ``layers.0.attn`` is in ``layers.0``."""
     return ".".join(module.split(".")[:2])
-
-
-def half_layer_of(module: str) -> str:
-    """Make halves of layers the regions: every module is one."""
-    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +37,6 @@ class Optimum:
         bound: no solution of the program has a smaller ratio; None where nothing was proved.
         status: of HiGHS, ``"Optimal"``, ``"Infeasible"`` or ``"Time limit reached"``.
         seconds: that it ran for.
-        variables, integers, rows: size of the program.
         rerun: the forward ops that run again in the best solution (of the bounds by moments only).
     """
 
@@ -54,9 +44,6 @@ class Optimum:
     bound: float | None
     status: str
     seconds: float
-    variables: int
-    integers: int
-    rows: int
     rerun: tuple[int, ...] = ()
 
 
@@ -99,8 +86,8 @@ class _Program:
         self._row_lower.append(at_least)
         self._row_upper.append(at_most)
 
-    def solve(self, *, relax: bool, time_limit: float, gap: float) -> Optimum:
-        """Solve the program, or its linear relaxation. The bound of a relaxation counts only at its optimum."""
+    def solve(self, *, time_limit: float, gap: float) -> Optimum:
+        """Solve the program."""
         began = time.perf_counter()
         highs = highspy.Highs()
         for option, value in (
@@ -111,7 +98,7 @@ class _Program:
             ("mip_rel_gap", gap),
         ):
             highs.setOptionValue(option, value)
-        highs.passModel(self._model(relax))
+        highs.passModel(self._model())
         highs.run()
         status = highs.modelStatusToString(highs.getModelStatus())
         info = highs.getInfo()
@@ -119,19 +106,14 @@ class _Program:
         objective = info.objective_function_value if feasible else None
         self.solution = list(highs.getSolution().col_value) if feasible else None
         bound = info.mip_dual_bound
-        if relax:
-            bound = objective if status == "Optimal" and objective is not None else np.nan
         return Optimum(
             recompute_ratio=objective,
             bound=bound if np.isfinite(bound) else None,
             status=status,
             seconds=time.perf_counter() - began,
-            variables=len(self._costs),
-            integers=sum(self._integer),
-            rows=len(self._row_lower),
         )
 
-    def _model(self, relax: bool) -> highspy.HighsLp:
+    def _model(self) -> highspy.HighsLp:
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self._costs), len(self._row_lower)
         lp.col_cost_ = np.array(self._costs)
@@ -141,15 +123,12 @@ class _Program:
         lp.a_matrix_.start_ = np.array(self._starts, np.int32)
         lp.a_matrix_.index_ = np.array(self._columns, np.int32)
         lp.a_matrix_.value_ = np.array(self._values)
-        if not relax:
-            kinds = highspy.HighsVarType
-            lp.integrality_ = [kinds.kInteger if i else kinds.kContinuous for i in self._integer]
+        kinds = highspy.HighsVarType
+        lp.integrality_ = [kinds.kInteger if i else kinds.kContinuous for i in self._integer]
         return lp
 
 
-def checkmate(
-    graph: OpGraph, budget_bytes: int, *, relax: bool = False, time_limit: float = 300.0, gap: float = 1e-4
-) -> Optimum:
+def checkmate(graph: OpGraph, budget_bytes: int, *, time_limit: float = 300.0, gap: float = 1e-4) -> Optimum:
     """Find the least recomputation over frontier-advancing schedules: Checkmate's program.
 
     Stage ``t`` computes op ``t`` for the first time, and before it, in program order, whatever is to run again.
@@ -161,7 +140,7 @@ def checkmate(
     reads, count = graph.joint_reads, len(ops)
     scale = max(op.nbytes for op in ops)
     size = [op.nbytes / scale for op in ops]
-    budget = (budget_bytes - graph.fixed_bytes) / scale
+    budget = budget_bytes / scale
     readers: list[list[int]] = [[] for _ in ops]
     for v, tensors in enumerate(reads):
         for u in tensors:
@@ -190,10 +169,6 @@ def checkmate(
         for v in range(t + 1):
             for u in reads[v]:
                 program.row([(run[t, v], 1.0), *available(t, u, -1.0)], at_most=0.0)
-    for i, op in enumerate(graph.forward):
-        if op.made_with is not None:  # a further output: it runs only where its op runs
-            for t in range(i, count):
-                program.row([(run[t, i], 1.0), (run[t, op.made_with], -1.0)], at_most=0.0)
     after: dict[tuple[int, int], list[tuple[int, float]]] = {}  # (stage, op) to what goes right after it
     for t in range(count):
         for i in range(t + 1):
@@ -222,23 +197,12 @@ def checkmate(
         for k in range(t):
             step = [(used[t, k + 1], 1.0), (used[t, k], -1.0), (run[t, k + 1], -size[k + 1])]
             program.row([*step, *after.get((t, k), ())], at_least=0.0, at_most=0.0)
-    found = program.solve(relax=relax, time_limit=time_limit, gap=gap)
+    found = program.solve(time_limit=time_limit, gap=gap)
     share = graph.forward_ms / graph.step_ms
     ratio, bound = (
         (x - 1.0) / share if x is not None else None for x in (found.recompute_ratio, found.bound)
     )
-    return Optimum(ratio, bound, found.status, found.seconds, found.variables, found.integers, found.rows)
-
-
-def boundary_bound(
-    graph: OpGraph, budget_bytes: int, *, relax: bool = False, time_limit: float = 60.0, gap: float = 1e-4
-) -> Optimum:
-    """Bound any schedule with this peak from below, by a knapsack over what is alive between the passes.
-
-    What the backward pass reads is alive as it begins, or its op runs after that; and so is what an op reads
-    that runs again.
-    """
-    return _knapsack(graph, budget_bytes, (), graph.saved, relax, time_limit, gap)
+    return Optimum(ratio, bound, found.status, found.seconds)
 
 
 def backward_bound(
@@ -248,7 +212,7 @@ def backward_bound(
 
     While backward op ``j`` runs, the gradients that it and later ops read are alive, and so is what it takes from
     the forward pass. Whatever later ops take is alive too, or its op runs after ``j``. So each ``j`` gives a
-    knapsack as in ``boundary_bound``, with less room; ``j = 0`` alone is never the smaller bound of the two.
+    knapsack over what is alive.
     The outcome is that of the ``j`` with the largest bound. If its status is ``"Infeasible"``, nothing fits. Where
     the schedule that reruns exactly ``rerun``, each op once and as late as possible, holds the budget at the other
     moments too (a replay tells), it is optimal.
@@ -270,7 +234,7 @@ def backward_bound(
     for j in dict.fromkeys((0, *fullest)):
         now = frozenset(graph.backward[j].saved)
         later = frozenset(i for i, last in last_saved.items() if last > j)
-        found = _knapsack(graph, budget_bytes - gradient_bytes[j], now, later, False, time_limit, gap)
+        found = _knapsack(graph, budget_bytes - gradient_bytes[j], now, later, time_limit, gap)
         if found.status == "Infeasible":  # no schedule gets past this op
             return found
         if best is None or (found.bound or 0.0) > (best.bound or 0.0):
@@ -280,7 +244,7 @@ def backward_bound(
 
 
 def _gradient_bytes(graph: OpGraph) -> list[int]:
-    """Return, by backward op, the bytes of gradients alive while it runs, its own and held ones included."""
+    """Return, by backward op, the bytes of gradients alive while it runs, its own included."""
     last_read = list(range(len(graph.backward)))
     for j, op in enumerate(graph.backward):
         for p in op.reads:
@@ -291,8 +255,7 @@ def _gradient_bytes(graph: OpGraph) -> list[int]:
     for j, op in enumerate(graph.backward):
         live += op.nbytes
         found.append(live)
-        if not op.held:
-            dying[last_read[j]] = dying.get(last_read[j], 0) + op.nbytes
+        dying[last_read[j]] = dying.get(last_read[j], 0) + op.nbytes
         live -= dying.pop(j, 0)
     return found
 
@@ -302,7 +265,6 @@ def _knapsack(
     room_bytes: int,
     now: Collection[int],
     later: Collection[int],
-    relax: bool,
     time_limit: float,
     gap: float,
 ) -> Optimum:
@@ -314,28 +276,23 @@ def _knapsack(
     program = _Program()
     forward = graph.forward
     scale = max(op.nbytes for op in forward)
-    x = [
-        program.variable(lower=1.0 if op.held or i in now else 0.0, integer=True)
-        for i, op in enumerate(forward)
-    ]
+    x = [program.variable(lower=1.0 if i in now else 0.0, integer=True) for i, op in enumerate(forward)]
     z = [program.variable(op.time_ms / graph.forward_ms) for op in forward]
     for i in sorted(later):
         program.row([(x[i], 1.0), (z[i], 1.0)], at_least=1.0)
     for i, op in enumerate(forward):
         for u in op.reads:
             program.row([(x[u], 1.0), (z[u], 1.0), (z[i], -1.0)], at_least=0.0)
-        if op.made_with is not None:
-            program.row([(z[op.made_with], 1.0), (z[i], -1.0)], at_least=0.0)
-    room = (room_bytes - graph.fixed_bytes) / scale
+    room = room_bytes / scale
     program.row([(x[i], op.nbytes / scale) for i, op in enumerate(forward)], at_most=room)
-    found = program.solve(relax=relax, time_limit=time_limit, gap=gap)
+    found = program.solve(time_limit=time_limit, gap=gap)
     if program.solution is None:
         return found
     return replace(found, rerun=tuple(i for i, column in enumerate(z) if program.solution[column] > 0.5))
 
 
 class _Regions:
-    """A graph cut into regions.
+    """A graph cut into its layers, the regions.
 
     Attributes:
         of: the region of each forward op.
@@ -347,8 +304,8 @@ class _Regions:
         last_needed: by region, the last op that recomputing it has to run; -1: none.
     """
 
-    def __init__(self, graph: OpGraph, region: Region) -> None:
-        self.of = [region(op.module) for op in graph.forward]
+    def __init__(self, graph: OpGraph) -> None:
+        self.of = [layer_of(op.module) for op in graph.forward]
         self.names = tuple(dict.fromkeys(name for name in self.of if name))
         self.ops: dict[str, list[int]] = {name: [] for name in ("", *self.names)}
         for i, name in enumerate(self.of):
@@ -360,7 +317,7 @@ class _Regions:
         }
         self.gradient_bytes = dict.fromkeys(self.ops, 0)
         for backward in graph.backward:
-            name = region(backward.module)
+            name = layer_of(backward.module)
             self.boundary.update(i for i in backward.saved if self.of[i] != name)
             width = backward.nbytes + sum(graph.backward[p].nbytes for p in backward.reads)
             self.gradient_bytes[name] = max(self.gradient_bytes[name], width)
@@ -372,15 +329,15 @@ class _Regions:
 
 
 def selective_contexts(
-    graph: OpGraph, budget_bytes: int, region: Region, *, time_limit: float = 60.0, gap: float = 1e-4
+    graph: OpGraph, budget_bytes: int, *, time_limit: float = 60.0, gap: float = 1e-4
 ) -> Optimum:
-    """Find the optimum of ``torch.utils.checkpoint`` on the given regions, with selective contexts.
+    """Find the optimum of ``torch.utils.checkpoint`` on layers, with selective contexts.
 
     Within a checkpointed region every op that is not saved runs again, up to the last one that the backward
     pass asks for; a region is recomputed as a whole when its backward begins. Memory: what the regions before
     keep, plus all that the backward of this one reads, plus its largest gradients.
     """
-    regions = _Regions(graph, region)
+    regions = _Regions(graph)
     forward = graph.forward
     program = _Program()
     scale = max(op.nbytes for op in forward)
@@ -406,7 +363,7 @@ def selective_contexts(
             for u in forward[i].reads:
                 if regions.of[u] == name and u not in regions.boundary:
                     program.row([(x[u], 1.0), (z[u], 1.0), (z[i], -1.0)], at_least=0.0)
-    room = budget_bytes - graph.fixed_bytes - regions.outside_bytes
+    room = budget_bytes - regions.outside_bytes
     kept: list[tuple[int, float]] = []
     for name in regions.names:
         kept.extend((x[i], forward[i].nbytes / scale) for i in regions.ops[name])
@@ -416,12 +373,12 @@ def selective_contexts(
         limit = (room - regions.gradient_bytes[name] - whole) / scale
         program.row([*kept, *recomputed], at_most=limit)
     program.row(kept, at_most=(room - regions.gradient_bytes[""]) / scale)
-    return program.solve(relax=False, time_limit=time_limit, gap=gap)
+    return program.solve(time_limit=time_limit, gap=gap)
 
 
-def whole_regions(graph: OpGraph, budget_bytes: int, region: Region = layer_of) -> tuple[float, int] | None:
+def whole_regions(graph: OpGraph, budget_bytes: int) -> tuple[float, int] | None:
     """Checkpoint the first ``k`` regions as a whole, with the smallest ``k`` that fits: (ratio, ``k``) or None."""
-    regions = _Regions(graph, region)
+    regions = _Regions(graph)
 
     def saved_bytes(name: str, *, only_boundary: bool) -> int:
         kept = (i for i in regions.saved[name] if not only_boundary or i in regions.boundary)
@@ -436,7 +393,7 @@ def whole_regions(graph: OpGraph, budget_bytes: int, region: Region = layer_of) 
             again = saved_bytes(name, only_boundary=False) - saved_bytes(name, only_boundary=True)
             peaks.append(live + regions.gradient_bytes[name] + (again if name in chosen else 0))
         peaks.append(live + regions.gradient_bytes[""])
-        if max(peaks) <= budget_bytes - graph.fixed_bytes:
+        if max(peaks) <= budget_bytes:
             again_ms = sum(
                 graph.forward[i].time_ms
                 for name in chosen

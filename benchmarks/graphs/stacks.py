@@ -37,26 +37,21 @@ def gpt(
     batch: int = 8,
     length: int = 2048,
     dim: int = 2048,
-    heads: int = 16,
-    vocab: int = 0,
-    fused: bool = True,
     coarse: bool = False,
     ratios: Sequence[int] = (4,),
 ) -> OpGraph:
     """Build a pre-norm GPT stack in bf16.
 
     Args:
-        layers, batch, length, dim, heads: its shape.
-        vocab: with a head and its loss, if not 0.
-        fused: flash attention; else scores and softmax are tensors.
+        layers, batch, length, dim: its shape.
         coarse: five forward ops a layer in place of ten, for exact optima.
         ratios: hidden width of the feed-forward over ``dim``, layer by layer in turn.
     """
-    name = f"gpt{layers}{'' if fused else '-eager'}{'-coarse' if coarse else ''}"
+    name = f"gpt{layers}{'-coarse' if coarse else ''}"
     build = Builder(name if tuple(ratios) == (4,) else f"{name}-ratios{'-'.join(map(str, ratios))}")
     rows = batch * length
     unit = rows * dim * _BF16
-    shape = _GptShape(batch, length, dim, heads, fused)
+    shape = _GptShape(batch, length, dim)
     x = build.forward("embed", unit, _traffic_ms(2 * unit))
     layer_type = _CoarseLayer if coarse else _Layer
     stack = []
@@ -64,13 +59,8 @@ def gpt(
         stack.append(layer_type(build, shape, f"layers.{index}", ratios[index % len(ratios)], x))
         x = stack[-1].output
     build.module = ""
-    normed = build.forward("lnf", unit, _traffic_ms(2 * unit), [x])
-    if vocab:
-        logits = build.forward("logits", rows * vocab * _BF16, _matmul_ms(rows, dim, vocab), [normed])
-        d = build.backward("d_loss", rows * vocab * _BF16, _traffic_ms(2 * rows * vocab * _BF16), [logits])
-        d = build.backward("d_logits", unit, 2 * _matmul_ms(rows, dim, vocab), [normed], [d])
-    else:
-        d = build.backward("d_loss", unit, _traffic_ms(unit), [])
+    build.forward("lnf", unit, _traffic_ms(2 * unit), [x])
+    d = build.backward("d_loss", unit, _traffic_ms(unit), [])
     d = build.backward("d_lnf", unit, _traffic_ms(3 * unit), [x], [d])
     for layer in reversed(stack):
         d = layer.add_backward(build, d)
@@ -82,8 +72,6 @@ class _GptShape:
     batch: int
     length: int
     dim: int
-    heads: int
-    fused: bool
 
     @property
     def rows(self) -> int:
@@ -94,11 +82,6 @@ class _GptShape:
         """Bytes of one hidden state."""
         return self.rows * self.dim * _BF16
 
-    @property
-    def scores(self) -> int:
-        """Bytes of one attention matrix, all heads."""
-        return self.batch * self.heads * self.length * self.length * _BF16
-
     def attention_ms(self, multiplies: int) -> float:
         """Return the time of ``multiplies * batch * length² * dim`` FLOPs at full rate."""
         return multiplies * self.batch * self.length * self.length * self.dim / _FLOPS_PER_MS
@@ -108,7 +91,7 @@ class _GptShape:
 
 
 class _Layer:
-    """A layer of ten forward ops and eight backward ones; eager attention has two more forward ops."""
+    """A layer of ten forward ops and eight backward ones."""
 
     def __init__(self, build: Builder, shape: _GptShape, fqn: str, ratio: int, x: int) -> None:
         self.shape, self.fqn, self.ratio, self.x = shape, fqn, ratio, x
@@ -116,14 +99,7 @@ class _Layer:
         build.module = f"{fqn}.attn"
         self.ln1 = build.forward("ln1", a, _traffic_ms(2 * a), [x])
         self.qkv = build.forward("qkv", 3 * a, linear(dim, 3 * dim), [self.ln1])
-        if shape.fused:
-            self.softmax = None
-            self.attn = build.forward("attn", a, shape.attention_ms(4) * _CAUSAL, [self.qkv])
-        else:
-            half = max(shape.attention_ms(2), _traffic_ms(shape.scores))
-            scores = build.forward("scores", shape.scores, half, [self.qkv])
-            self.softmax = build.forward("softmax", shape.scores, _traffic_ms(2 * shape.scores), [scores])
-            self.attn = build.forward("av", a, half, [self.softmax, self.qkv])
+        self.attn = build.forward("attn", a, shape.attention_ms(4) * _CAUSAL, [self.qkv])
         proj = build.forward("proj", a, linear(dim, dim), [self.attn])
         self.add1 = build.forward("add1", a, _traffic_ms(3 * a), [x, proj])
         build.module = f"{fqn}.mlp"
@@ -143,12 +119,8 @@ class _Layer:
         d = build.backward("d_ln2", a, _traffic_ms(4 * a), [self.add1], [inner, d])
         build.module = f"{self.fqn}.attn"
         inner = build.backward("d_proj", a, 2 * linear(dim, dim), [self.attn], [d])
-        if self.softmax is None:
-            time_ms = shape.attention_ms(10) * _CAUSAL
-            inner = build.backward("d_attn", 3 * a, time_ms, [self.attn, self.qkv], [inner])
-        else:
-            time_ms = shape.attention_ms(8) + _traffic_ms(6 * shape.scores)
-            inner = build.backward("d_attn", 3 * a, time_ms, [self.softmax, self.qkv], [inner])
+        time_ms = shape.attention_ms(10) * _CAUSAL
+        inner = build.backward("d_attn", 3 * a, time_ms, [self.attn, self.qkv], [inner])
         inner = build.backward("d_qkv", a, 2 * linear(dim, 3 * dim), [self.ln1], [inner])
         return build.backward("d_ln1", a, _traffic_ms(4 * a), [self.x], [inner, d])
 

@@ -14,7 +14,6 @@ from benchmarks.graphs.opgraph import (
 )
 from benchmarks.graphs.optimum import (
     backward_bound,
-    boundary_bound,
     checkmate,
 )
 from benchmarks.graphs.stacks import gpt, mlp
@@ -24,10 +23,8 @@ pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
 GRAPHS = [
     gpt(2),
-    gpt(3, fused=False),
     gpt(2, coarse=True),
     gpt(4, ratios=(4, 8)),
-    gpt(2, vocab=50000),
     mlp(5),
 ]
 
@@ -59,8 +56,7 @@ def test_exact_optimum_and_what_is_below_and_above_it(graph: OpGraph, share: flo
     exact = checkmate(graph, budget)
     assert exact.status == "Optimal"
     assert exact.recompute_ratio == pytest.approx(optimum, rel=2e-4)
-    boundary, backward = boundary_bound(graph, budget).bound, backward_bound(graph, budget).bound
-    assert boundary <= backward + 1e-9
+    backward = backward_bound(graph, budget).bound
     assert backward <= exact.recompute_ratio * (1 + 1e-9)
 
 
@@ -87,8 +83,6 @@ def _cheapest_by_trying(graph: OpGraph, room: int, now: set[int], later: set[int
 @pytest.mark.parametrize("graph", [mlp(3), gpt(1)], ids=_named)
 def test_bounds_against_every_set_of_tensors(graph: OpGraph, share: float) -> None:
     budget = int(share * graph.store_all_peak)
-    between = _cheapest_by_trying(graph, budget, set(), set(graph.saved))
-    assert boundary_bound(graph, budget).recompute_ratio == pytest.approx(between, rel=2e-4, abs=1e-9)
     within = []
     for j, op in enumerate(graph.backward):
         later = {i for after in graph.backward[j + 1 :] for i in after.saved}
@@ -123,4 +117,3 @@ def test_no_plan_is_under_the_bounds(share: float) -> None:
     assert plan.peak_bytes <= budget
     ratio = plan.recompute_ms / graph.forward_ms
     assert backward_bound(graph, budget).bound <= ratio + 1e-9
-    assert checkmate(graph, budget, relax=True).bound <= ratio + 1e-9

@@ -1,16 +1,16 @@
-"""The step of one rank, as it is recorded: against ``fully_shard`` on one rank whose collectives do nothing.
+"""The step of one rank as ``fully_shard`` runs it: against rank 0 of torch's fake process group, to the byte.
 
-torch's fake process group lets one process be rank 0 of eight: all buffers are allocated, nothing is sent.
+The fake process group lets one process be rank 0 of eight: all buffers are allocated, nothing is sent.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,10 +18,10 @@ from torch import nn
 
 import sacplan
 from sacplan.core.program import Phase, Program, StorageKind
-from sacplan.distributed.ranks.ranks import Ranks
 from sacplan.distributed.ranks.unit_limits import narrowed, too_wide
 from sacplan.distributed.ranks.units import units_of
 from sacplan.errors import TraceError
+from sacplan.planning.reading import ranks_text
 from sacplan.techniques.recompute.rewrite import discarded_ops, recomputed
 from tests.support.ranks import (
     OPTIMIZER,
@@ -29,22 +29,44 @@ from tests.support.ranks import (
     RankMemory,
     cross_entropy_in_two,
     fully_sharded,
+    levels,
     optimizer_of,
-)
+)  # fmt: skip
 from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 from tests.zoo import language_models as models
 from tests.zoo.language_models import Tied
-from tests.zoo.layers import FromFunction, HeavyLayers, Shared, Towers, Unlike
+from tests.zoo.layers import FromFunction, HeavyLayers, Shared, Stack, Towers, Unlike
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),  # a linear layer's output is a view
+    pytest.mark.filterwarnings("ignore::sacplan.SacplanWarning"),
 ]
 
+UNITS = ["layers.*", ""]
 
-def lm() -> nn.Module:
-    return models.LM(layers=3, dim=32, heads=4, vocab=64)
+
+def policy(**arguments: Any) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(**arguments)
+
+
+def usual() -> Any:
+    """As people train: float32 parameters, bfloat16 computation, float32 reductions."""
+    return policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def offloading() -> Any:
+    """Without a GPU nothing can be pinned."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return CPUOffloadPolicy(pin_memory=False)
+
+
+def lm(layers: int = 3) -> nn.Module:
+    return models.LM(layers=layers, dim=32, heads=4, vocab=64)
 
 
 def odd_lm() -> nn.Module:
@@ -52,16 +74,72 @@ def odd_lm() -> nn.Module:
     return nn.Sequential(models.LM(layers=2, dim=36, heads=4, vocab=67), nn.Linear(67, 5))
 
 
-def adapted_lm() -> nn.Module:
+def tokens() -> torch.Tensor:
+    return models.tokens(4, 32, 64)
+
+
+def tied() -> nn.Module:
+    """The head's weight is the embedding's."""
+    model = Stack([nn.Embedding(64, 16), nn.ReLU()], nn.Linear(16, 64, bias=False))
+    model.head.weight = model.layers[0].weight
+    return model
+
+
+def adapted_layer(base: torch.dtype) -> nn.Module:
+    """A frozen linear layer with a low-rank adapter."""
+    return FromFunction(
+        lambda self, x: torch.relu(self.base(x) + self.up(self.down(x))),
+        base=nn.Linear(48, 48, dtype=base).requires_grad_(False),
+        down=nn.Linear(48, 4, bias=False),
+        up=nn.Linear(4, 48, bias=False),
+    )
+
+
+def in_4_bits(storage: torch.dtype) -> Callable[[], nn.Module]:
+    """As QLoRA: the frozen layers are packed, two values in a byte, and stored as elements of this type."""
+
+    def layer() -> nn.Module:
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        base = bitsandbytes.nn.Linear4bit(
+            48, 48, bias=False, compute_dtype=torch.float32, quant_type="nf4", quant_storage=storage
+        )
+        return FromFunction(
+            lambda self, x: torch.relu(self.base(x) + self.up(self.down(x))),
+            base=base.to("cpu"),  # packs the weight
+            down=nn.Linear(48, 4, bias=False),
+            up=nn.Linear(4, 48, bias=False),
+        )
+
+    return lambda: stacked(layer)
+
+
+def scales_bytes(model: nn.Module) -> int:
+    """Return the bytes of the scales beside 4-bit weights, which are neither parameters nor buffers."""
+    states = [layer.weight.quant_state for layer in model.modules() if type(layer).__name__ == "Linear4bit"]
+    scales = [(s.absmax, s.offset, s.state2.absmax, s.state2.code) for s in states]
+    return sum(t.nbytes for tensors in scales for t in tensors)
+
+
+def rarely_used() -> nn.Module:
+    """Has parameters that no step uses, more than those that it uses."""
+    return FromFunction(
+        lambda self, x: self.last(torch.relu(self.first(x))) + x,
+        first=nn.Linear(48, 48),
+        never=nn.Linear(48, 200),
+        last=nn.Linear(48, 48),
+    )
+
+
+def stacked(make: Callable[[], nn.Module]) -> nn.Module:
+    return Stack((make() for _ in range(3)), nn.Linear(48, 5))
+
+
+def trained_norms() -> nn.Module:
     """Only the norms of the layers are trained."""
     model = lm()
     for name, p in model.named_parameters():
         p.requires_grad_(".norm" in name)
     return model
-
-
-def tokens() -> torch.Tensor:
-    return models.tokens(4, 32, 64)
 
 
 def in_bfloat16(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -70,36 +148,236 @@ def in_bfloat16(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return models.cross_entropy(model, batch)
 
 
-Case = tuple[Callable[[], nn.Module], Callable[[], Any], Callable[..., torch.Tensor], list[str], bool | None]
+def images() -> torch.Tensor:
+    return torch.randn(32, 48)
 
-CASES: dict[str, Case] = {
-    "layers": (lm, tokens, models.cross_entropy, ["layers.*", ""], None),
-    "padded": (odd_lm, tokens, mean_square, ["0.layers.*", ""], None),
-    "nested": (lm, tokens, models.cross_entropy, ["layers.*", "layers.*.mlp", ""], None),
-    "one unit": (lm, tokens, models.cross_entropy, [""], None),
-    "all that has parameters": (
-        lm,
-        tokens,
-        models.cross_entropy,
-        ["embed", "layers.*", "norm", "head"],
-        None,
-    ),
-    "some modules only": (lm, tokens, models.cross_entropy, ["layers.*"], None),
-    "kept after forward": (lm, tokens, models.cross_entropy, ["layers.*", ""], False),
-    "root not kept": (lm, tokens, models.cross_entropy, ["layers.*", ""], True),
-    "parameters outweigh": (HeavyLayers, lambda: torch.randn(16, 64), mean_square, ["layers.*", ""], None),
-    "called three times": (Shared, lambda: torch.randn(2, 16, 16), mean_square, ["layer", "other", ""], None),
-    "two towers": (
-        Towers,
-        lambda: (torch.randn(64, 32), torch.randn(64, 32)),
-        mean_square,
-        ["left.*", "right.*", ""],
-        None,
-    ),
-    "frozen": (adapted_lm, tokens, models.cross_entropy, ["layers.*", ""], None),
-    "autocast": (lm, tokens, in_bfloat16, ["layers.*", ""], None),
-    "two backward passes": (lm, tokens, cross_entropy_in_two, ["layers.*", ""], None),
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step with ``fully_shard``, and what is said to it."""
+
+    make: Callable[[], nn.Module] = lm
+    batch: Callable[[], Any] = tokens
+    loss: Callable[..., torch.Tensor] = models.cross_entropy
+    units: tuple[str, ...] = ("layers.*", "")
+    policy: Callable[[], Any] | None = usual
+    reshard: bool | int | None = None
+    mesh: tuple[int, int] | None = None
+    offload: bool = False
+    ignored: Callable[[nn.Module], set[nn.Parameter]] = lambda model: set()
+
+    def ranks(self, model: nn.Module, **changes: Any) -> sacplan.FSDP2:
+        found = sacplan.FSDP2(
+            {"replicate": self.mesh[0], "shard": self.mesh[1]} if self.mesh else RANKS,
+            self.units,
+            self.policy and self.policy(),
+            self.reshard,
+            offloading() if self.offload else None,
+            self.ignored(model),
+        )
+        return dataclasses.replace(found, **changes)
+
+    def sharded(self, model: nn.Module, mesh: Any) -> nn.Module:
+        """The model of the first rank."""
+        if self.mesh is not None:
+            mesh = dist.device_mesh.init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard"))
+        offload = offloading() if self.offload else None
+        ignored = self.ignored(model)
+        return fully_sharded(
+            model, mesh, self.units, self.reshard, self.policy and self.policy(), offload, ignored
+        )
+
+
+def adapted(base: torch.dtype) -> Callable[[], nn.Module]:
+    return lambda: stacked(lambda: adapted_layer(base))
+
+
+def integers(model: nn.Module) -> set[nn.Parameter]:
+    return {p for p in model.parameters() if not p.is_floating_point()}
+
+
+def plain() -> nn.Module:
+    model = stacked(lambda: adapted_layer(torch.float32))
+    return model.requires_grad_()
+
+
+HEAVY: dict[str, Any] = {"make": HeavyLayers, "batch": lambda: torch.randn(16, 64), "loss": mean_square}
+ODD: dict[str, Any] = {"make": odd_lm, "loss": mean_square, "units": ("0.layers.*", "")}
+LORA: dict[str, Any] = {"make": adapted(torch.float32), "batch": images, "loss": mean_square}
+QLORA: dict[str, Any] = {**LORA, "make": adapted(torch.bfloat16)}
+IN_4_BITS: dict[str, Any] = {**LORA, "policy": None}
+UNUSED: dict[str, Any] = {"make": lambda: stacked(rarely_used), "batch": images, "loss": mean_square}
+SHARED: dict[str, Any] = {
+    "make": Shared, "batch": lambda: torch.randn(2, 16, 16), "loss": mean_square, "units": ("layer", "other", "")
+}  # fmt: skip
+TOWERS: dict[str, Any] = {
+    "make": Towers,
+    "batch": lambda: (torch.randn(64, 32), torch.randn(64, 32)),
+    "loss": mean_square,
+    "units": ("left.*", "right.*", ""),
 }
+LEAVES = ("embed", "layers.*", "norm", "head")
+
+CASES = {
+    "mixed": Case(),
+    "kept": Case(reshard=False),
+    "padded": Case(policy=None, **ODD),
+    "two backward passes": Case(policy=None, loss=cross_entropy_in_two),
+    "frozen": Case(make=trained_norms, policy=None),
+    "autocast": Case(loss=in_bfloat16, policy=None),
+    "some modules only": Case(units=("layers.*",), policy=None),
+    "nested": Case(units=("layers.*", "layers.*.mlp", ""), policy=None),
+    "all that has parameters": Case(units=LEAVES, policy=None),
+    "called three times": Case(policy=None, **SHARED),
+    "unused parameters": Case(policy=None, **UNUSED),
+    "mixed, outputs in float32, of the root too": Case(
+        policy=lambda: policy(param_dtype=torch.bfloat16, output_dtype=torch.float32), units=(*LEAVES, "")
+    ),
+    "mixed, low-rank adapters on a bfloat16 base": Case(**QLORA),
+    "shards of two": Case(reshard=2, policy=None),
+    "replicas, mixed": Case(mesh=(2, 4)),
+    "replicas, only reduced": Case(mesh=(4, 2), policy=lambda: policy(reduce_dtype=torch.bfloat16), **HEAVY),
+    "offloaded, mixed, replicas": Case(offload=True, mesh=(2, 4), **HEAVY),
+}  # what ``make test`` runs: each setting, each kind of model
+MORE = {
+    "one unit": Case(units=("",), policy=None),
+    "root not kept": Case(reshard=True),
+    "two towers": Case(policy=None, **TOWERS),
+    "low-rank adapters": Case(policy=None, **LORA),
+    "a trained parameter that is whole": Case(
+        ignored=lambda model: {model.layers[1].base.weight}, policy=None, **{**LORA, "make": plain}
+    ),
+    "4-bit weights as bytes": Case(**{**IN_4_BITS, "make": in_4_bits(torch.uint8)}),
+    "4-bit weights as bfloat16": Case(**{**IN_4_BITS, "make": in_4_bits(torch.bfloat16)}),
+    "4-bit weights as bytes, whole as with Accelerate": Case(
+        ignored=integers, **{**IN_4_BITS, "make": in_4_bits(torch.uint8)}
+    ),
+    "mixed, reduced in bfloat16": Case(policy=lambda: policy(param_dtype=torch.bfloat16)),
+    "mixed, float16": Case(policy=lambda: policy(param_dtype=torch.float16), **HEAVY),
+    "mixed, inputs as they are": Case(
+        policy=lambda: policy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    ),
+    "mixed, padded": Case(**ODD),
+    "mixed, tied weights": Case(make=tied, units=("",)),
+    "mixed, two backward passes": Case(loss=cross_entropy_in_two),
+    "shards of four": Case(reshard=4, **{**HEAVY, "policy": None}),
+    "shards of all": Case(reshard=8),
+    "shards of two, padded": Case(reshard=2, **ODD),
+    "shards of two, called three times": Case(reshard=2, **SHARED),
+    "replicas, mixed, shards of two": Case(mesh=(2, 4), reshard=2, **HEAVY),
+    "replicas, mixed, padded": Case(mesh=(2, 4), **ODD),
+    "offloaded": Case(offload=True, **{**HEAVY, "policy": None}),
+    "offloaded, mixed, padded": Case(offload=True, **ODD),
+    "offloaded, mixed, two backward passes": Case(offload=True, loss=cross_entropy_in_two),
+}
+ALL = CASES | MORE
+
+
+@pytest.mark.parametrize("name", slow_after(len(CASES), ALL))
+def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
+    case = ALL[name]
+    model, batch = case.make(), case.batch()
+    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", ranks=case.ranks(model))
+    held = scales_bytes(model)
+    measured = RankMemory(case.sharded(model, mesh), batch, case.loss).peak_bytes(held)
+    assert profile.peak_bytes == measured
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_after(3, ["replicas, mixed", "padded", "two backward passes", "frozen", "mixed", "shards of four"]),
+)
+def test_a_planned_step_has_the_planned_peak(name: str, mesh: Any, tmp_path: Path) -> None:
+    """Traced with the plan, and measured with the plan applied before ``fully_shard`` and behind it."""
+    case = ALL[name]
+    model, batch = case.make(), case.batch()
+    profile = sacplan.profile(model, batch, case.loss, optimizer_of, "cpu", ranks=case.ranks(model))
+    plan = sacplan.plan(profile, "smallest", solver="greedy")
+    assert plan.peak_bytes < profile.peak_bytes
+    assert sacplan.verify(model, batch, plan, case.loss, optimizer_of).peak_bytes == plan.peak_bytes
+    for first in (True, False):
+        model = case.make()
+        if first:
+            sacplan.apply(model, plan, check=False)
+        case.sharded(model, mesh)
+        if not first:
+            sacplan.apply(model, plan, check=False)
+        assert RankMemory(model, batch, case.loss).peak_bytes() == plan.peak_bytes
+    for value, kind in ((plan, sacplan.Plan), (profile, sacplan.Profile)):
+        value.save(tmp_path / "file.json")
+        assert kind.load(tmp_path / "file.json") == value
+
+
+@pytest.mark.parametrize("name", ["Adamax", "Adadelta", "ASGD", "NAdam", "RMSprop", "SGD"])
+def test_state_of_other_optimizers_is_in_shards(
+    name: str, mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On parameters that eight ranks do not divide."""
+    settings = {"SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}}
+    optimizer = functools.partial(getattr(torch.optim, name), **settings.get(name, {}))
+    monkeypatch.setattr("tests.support.ranks.OPTIMIZER", optimizer)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(61, 61), nn.GELU())))
+    batch, units = torch.randn(16, 61), ["?", ""]
+    rank = sacplan.profile(model, batch, mean_square, optimizer_of, "cpu", ranks=sacplan.FSDP2(RANKS, units))
+    assert any(kind == StorageKind.OPTIMIZER_STATE for kind in rank.program.storage_kinds)
+    assert rank.peak_bytes == RankMemory(fully_sharded(model, mesh, units), batch, mean_square).peak_bytes()
+
+
+# --- clipping of gradients ------------------------------------------------------------------------------------------
+
+
+def clips(norm_type: float, foreach: bool | None) -> Callable[..., torch.optim.Optimizer]:
+    """Plain SGD that clips gradients before its step. It has no temporaries that would hide those of clipping."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([p for p in parameters if p.requires_grad])
+
+        def clip(*_: Any) -> None:
+            clipped = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(clipped, 1.0, norm_type, foreach=foreach)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "foreach", "shape"),  # each pair of settings is there
+    [
+        (2.0, None, None), (1.0, False, None), (float("inf"), None, None),
+        (2.0, False, (2, 4)), (1.0, None, (2, 4)), (float("inf"), False, (2, 4)),
+    ],
+)  # fmt: skip
+def test_clipping_takes_what_dtensors_take(
+    norm_type: float,
+    foreach: bool | None,
+    shape: tuple[int, int] | None,
+    mesh: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norms of shards are reduced over the ranks before the norm of them is taken."""
+    optimizer = clips(norm_type, foreach)
+    monkeypatch.setattr("tests.support.ranks.optimizer_of", optimizer)
+    case = Case(mesh=shape, **{**HEAVY, "policy": None, "batch": lambda: torch.randn(2, 64)})
+    model, batch = case.make(), case.batch()
+    program = sacplan.profile(model, batch, case.loss, optimizer, "cpu", ranks=case.ranks(model)).program
+    predicted = max(
+        moment.live_bytes
+        for moment in program.liveness.moments
+        if moment.op >= 0 and program.ops[moment.op].phase == Phase.OPTIMIZER
+    )
+    memory = RankMemory(case.sharded(model, mesh), batch, case.loss)
+    memory.step()
+    memory.optimizer.zero_grad(set_to_none=True)
+    loss = case.loss(memory.model, batch)
+    loss.backward()
+    shards = (p.grad._local_tensor.untyped_storage() for p in model.parameters())  # type: ignore[union-attr]
+    gradients = sum({s._cdata: s.nbytes() for s in shards}.values())
+    assert predicted == memory._alive_bytes() + loss.nbytes + gradients + max(levels(memory.optimizer.step))
+
+
+# --- what is recorded -----------------------------------------------------------------------------------------------
 
 
 def profiled(
@@ -113,56 +391,11 @@ def rank_of_lm(*units: str) -> sacplan.Profile:
     return profiled(lm(), tokens(), models.cross_entropy, ranks=sacplan.FSDP2(RANKS, units))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
-    make, batch_of, loss_fn, units, reshard = CASES[name]
-    model, batch = make(), batch_of()
-    ranks = sacplan.FSDP2(RANKS, units, reshard_after_forward=reshard)
-    predicted = profiled(model, batch, loss_fn, ranks=ranks).peak_bytes
-    measured = RankMemory(fully_sharded(model, mesh, units, reshard), batch, loss_fn).peak_bytes()
-    assert predicted == measured
-
-
-@pytest.mark.parametrize("name", ["Adamax", "Adadelta", "ASGD", "NAdam", "RMSprop", "SGD"])
-def test_state_of_other_optimizers_is_in_shards(
-    name: str, mesh: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On parameters that eight ranks do not divide."""
-    settings = {"SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}}
-    optimizer = functools.partial(getattr(torch.optim, name), **settings.get(name, {}))
-    monkeypatch.setattr("tests.support.ranks.OPTIMIZER", optimizer)
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(61, 61), nn.GELU())))
-    batch, units = torch.randn(16, 61), ["?", ""]
-    rank = profiled(model, batch, mean_square, ranks=sacplan.FSDP2(RANKS, units))
-    assert any(kind == StorageKind.OPTIMIZER_STATE for kind in rank.program.storage_kinds)
-    assert rank.peak_bytes == RankMemory(fully_sharded(model, mesh, units), batch, mean_square).peak_bytes()
-
-
 def test_the_parts_of_rank_0_are_there() -> None:
     """As many ranks as there may be: nothing is made of the parts of the others."""
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
     program = profiled(model, torch.randn(2, 5), mean_square, ranks=sacplan.FSDP2(2**20, [""])).program
     assert program.parameter_bytes[""] == 4 * (5 + 1 + 6 + 1)
-
-
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    rank = rank_of_lm("layers.*", "")
-    rank.save(tmp_path / "rank.json")
-    assert sacplan.Profile.load(tmp_path / "rank.json").peak_bytes == rank.peak_bytes
-
-
-@pytest.mark.parametrize("name", slow_after(2, ["padded", "two backward passes", "layers", "frozen"]))
-def test_a_planned_step_of_a_rank_has_the_planned_peak(name: str, mesh: Any) -> None:
-    """Measured with the plan applied, before ``fully_shard``; and recorded so."""
-    make, batch_of, loss_fn, units, _ = CASES[name]
-    model, batch = make(), batch_of()
-    profile = profiled(model, batch, loss_fn, ranks=sacplan.FSDP2(RANKS, units))
-    plan = sacplan.plan(profile, "smallest", solver="greedy")
-    assert plan.peak_bytes < plan.baseline_peak_bytes
-    assert sacplan.verify(model, batch, plan, loss_fn, optimizer_of).peak_bytes == plan.peak_bytes
-    with sacplan.apply(model, plan, check=False):
-        measured = RankMemory(fully_sharded(model, mesh, units), batch, loss_fn).peak_bytes()
-    assert measured == plan.peak_bytes
 
 
 def _widest_units(program: Program) -> set[str]:
@@ -178,7 +411,11 @@ def test_what_leaves_a_unit_is_kept() -> None:
     assert program.gathering == {"", "layers.0", "layers.1", "layers.2"}
     assert too_wide(program) == {""}
     assert _widest_units(program) == {"layers.0", "layers.1", "layers.2"}
-    layer = [op for op in program.ops if (op.phase, _fqn(program, op.scope)) == (Phase.FORWARD, "layers.1")]
+    layer = [
+        op
+        for op in program.ops
+        if op.scope >= 0 and (op.phase, program.scopes[op.scope].fqn) == (Phase.FORWARD, "layers.1")
+    ]
     added = [op.recomputable for op in layer if op.name == "aten.add.Tensor"]
     assert added[-2:] == [True, False]  # the residual stream within the layer, and the layer's output
 
@@ -205,11 +442,128 @@ def test_a_unit_that_is_too_wide_is_taken_apart() -> None:
     assert narrowed(program, narrow) == narrow
 
 
-def _fqn(program: Program, scope: int) -> str:
-    return program.scopes[scope].fqn if scope >= 0 else "the loss"
+def test_shards_and_the_optimizer_keep_the_type_of_the_parameters() -> None:
+    profile = sacplan.profile(
+        lm(), tokens(), models.cross_entropy, optimizer_of, "cpu", ranks=Case().ranks(lm())
+    )
+    program = profile.program
+    types = {t.storage: t.dtype for t in program.tensors}
+    state = [s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE]
+    assert state
+    assert {types[s] for s in state} == {"float32"}
+    products = [op for op in program.ops if op.name == "aten.addmm.default"]
+    assert products
+    assert {program.tensors[t].dtype for op in products for t in (*op.inputs, *op.outputs)} == {"bfloat16"}
 
 
-# --- patterns and errors -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", [optimizer_of, None])
+def test_the_model_is_as_before(optimizer: Any) -> None:
+    model = lm()
+    before = {name: (p, p.detach().clone(), p.data_ptr()) for name, p in model.named_parameters()}
+    sacplan.profile(model, tokens(), models.cross_entropy, optimizer, "cpu", ranks=Case().ranks(lm()))
+    for name, p in model.named_parameters():
+        same, value, address = before[name]
+        assert p is same
+        assert p.grad is None
+        assert p.data_ptr() == address
+        assert torch.equal(p, value)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_a_plan_may_ask_for_other_ranks_than_the_profile() -> None:
+    ranks = sacplan.FSDP2(8, UNITS, usual())
+    profile = sacplan.profile(lm(2), tokens(), models.cross_entropy, optimizer_of, "cpu", ranks=ranks)
+
+    def peak(mesh: Any, **arguments: Any) -> int:
+        ranks = sacplan.FSDP2(mesh, UNITS, usual(), **arguments)
+        return sacplan.plan(profile, "100%", ranks=ranks).baseline_peak_bytes
+
+    assert sacplan.plan(profile, "100%").baseline_peak_bytes == peak(8) == profile.peak_bytes
+    assert peak(2) > peak(8)
+    assert peak(8, reshard_after_forward=False) > peak(8)
+    assert peak({"replicate": 4, "shard": 2}) > peak(8)
+
+
+def test_a_plan_on_ranks_is_that_of_a_profile_on_them(tmp_path: Path) -> None:
+    step: Any = (lm(1), tokens(), models.cross_entropy, optimizer_of, "cpu")
+    mixed, plain = sacplan.FSDP2(8, UNITS, usual()), sacplan.FSDP2(8, UNITS)
+    whole, rank = sacplan.profile(*step), sacplan.profile(*step, ranks=mixed)
+    for ranks in (mixed, plain):
+        one, other = (sacplan.plan(profile, "80%", "greedy", ranks=ranks) for profile in (whole, rank))
+        assert one == other
+    path = tmp_path / "profile.json"
+    whole.save(path)
+    with pytest.raises(
+        sacplan.errors.PlanError, match=r"which a profile from a file does not have: give ranks="
+    ):
+        sacplan.plan(path, "80%", ranks=plain)
+
+
+def test_a_plan_may_ask_for_the_host() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    def spread(offload: Any = None) -> sacplan.FSDP2:
+        return sacplan.FSDP2(RANKS, UNITS, offload_policy=offload)
+
+    step: Any = (HeavyLayers(), torch.randn(16, 64), mean_square, optimizer_of, "h100")
+    device, host = (sacplan.profile(*step, ranks=spread(policy)) for policy in (None, CPUOffloadPolicy()))
+    plan = sacplan.plan(device, "100%", ranks=spread(CPUOffloadPolicy()))
+    assert plan.ranks == host.ranks
+    assert "offload_policy=CPUOffloadPolicy()" in str(plan)
+    assert sacplan.plan(host, "100%", ranks=spread(OffloadPolicy())).peak_bytes == device.peak_bytes
+
+
+def test_what_is_said_about_the_step() -> None:
+    profile = sacplan.profile(
+        lm(), tokens(), models.cross_entropy, device="cpu", ranks=Case(mesh=(2, 4), reshard=2).ranks(lm())
+    )
+    said = "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)"
+    assert any(said in sentence for sentence in profile.assumptions)
+    text = ranks_text(sacplan.plan(profile, "100%").ranks)
+    assert said in text
+    assert "reshard_after_forward=2" in text
+
+
+@pytest.mark.parametrize("reshard", [None, False, 2])
+def test_inference(reshard: bool | int | None) -> None:
+    step: Any = (HeavyLayers(), torch.randn(4, 64))
+    case = Case(**{**HEAVY, "reshard": reshard})
+    mixed, plain = (
+        sacplan.profile(*step, device="cpu", mode="inference", ranks=case.ranks(step[0], mp_policy=policy))
+        for policy in (usual(), None)
+    )
+    assert mixed.peak_bytes < plain.peak_bytes
+
+
+def test_replicas_hold_gradients_twice() -> None:
+    whole, rank = (
+        profiled(lm(), tokens(), models.cross_entropy, ranks=ranks) for ranks in (None, sacplan.DDP(2))
+    )
+    trained = sum(p.numel() * p.element_size() for p in lm().parameters())
+    assert rank.peak_bytes == whole.peak_bytes + trained
+
+
+@pytest.mark.parametrize("units", [["a", "b", ""], None])
+def test_the_road_from_profile_to_a_verified_plan(units: list[str] | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = Unlike(), torch.randn(256, 32)
+    ranks = sacplan.DDP(4) if units is None else sacplan.FSDP2(4, units)
+    profile = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER, ranks=ranks)
+    assert profile.assumptions
+    for solver in ("best", "rotor"):
+        plan = sacplan.plan(profile, "smallest", solver=solver)
+        assert plan.peak_bytes < profile.peak_bytes
+        if units is not None:
+            assert set(plan.units) <= {"a", "b"}  # no unit around both
+        plan.save(tmp_path / "plan.json")
+        loaded = sacplan.Plan.load(tmp_path / "plan.json")
+        assert loaded == plan
+        assert sacplan.verify(model, batch, loaded, optimizer=OPTIMIZER).peak_bytes == plan.peak_bytes
+    with pytest.raises(sacplan.errors.PlanError, match="one of 4 ranks"):
+        sacplan.verify(model, batch, plan, optimizer=OPTIMIZER, run="real")
+
+
+# --- patterns and errors ------------------------------------------------------------------------------------------
 
 
 def test_patterns() -> None:
@@ -239,27 +593,64 @@ def test_units_that_there_are_not(units: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "units", "message"),
+    ("arguments", "message"),
     [
-        (0, None, "0 ranks: give an int"),
-        (True, None, "True ranks"),
-        (2.0, None, "2.0 ranks"),
-        (1, [""], "FSDP2 of 1 rank: nothing is sharded"),
-        (8, "layers.*", r"the units of FSDP2 are the string 'layers\.\*'; give a list"),
+        (
+            {"reshard_after_forward": 3},
+            r"reshard_after_forward is 3, which does not divide the 8 ranks.*divisors: 2, 4",
+        ),
+        ({"reshard_after_forward": 0}, "reshard_after_forward is 0"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward is 'yes'; give True, False"),
+        (
+            {"mp_policy": "bfloat16"},
+            "mp_policy is 'bfloat16'; give torch.distributed.fsdp.MixedPrecisionPolicy",
+        ),
+        ({"mp_policy": policy(param_dtype=torch.int8)}, "param_dtype is 'int8'; give a floating-point type"),
+        ({"mesh": 0}, "0 ranks: give an int"),
+        ({"mesh": True}, "True"),
+        ({"mesh": 1}, "FSDP2 of 1 rank: nothing is sharded"),
+        ({"units": "layers.*"}, r"the units of FSDP2 are the string 'layers\.\*'; give a list"),
+        ({"offload_policy": True}, r"offload_policy is True; give torch.distributed.fsdp.CPUOffloadPolicy"),
+        ({"mesh": {"a": 2, "b": 2, "c": 2}}, "a DeviceMesh of one axis or of two"),
+        ({"mesh": {"replicate": 8, "shard": 1}}, "8 replicas of one shard each"),
+        ({"mesh": 8.0}, "FSDP2 of 8.0"),
+        ({"ignored_params": {nn.Parameter(torch.ones(1))}}, "no parameter of the model"),
     ],
 )
-def test_ranks_that_do_not_make_sense(world_size: Any, units: Any, message: str) -> None:
+def test_what_fully_shard_does_not_take(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        Ranks.of(world_size, units)
+        sacplan.profile(
+            lm(), tokens(), device="cpu", ranks=sacplan.FSDP2(**{"mesh": 8, "units": UNITS, **arguments})
+        )
 
 
-def test_one_rank_has_no_assumptions() -> None:
-    assert Ranks.of().assumptions == ()
+@pytest.mark.parametrize("asked", [8, "FSDP2", sacplan.FSDP2, {"mesh": 8}])
+def test_what_is_no_ranks(asked: Any) -> None:
+    with pytest.raises(
+        TraceError, match=r"give sacplan.FSDP2\(8\), sacplan.DDP\(8\), or the ranks of a plan"
+    ):
+        sacplan.profile(lm(), tokens(), device="cpu", ranks=asked)
 
 
-def test_ranks_as_json() -> None:
-    for ranks in (Ranks.of(), Ranks.of(4), Ranks.of(8, ["layers.*", ""])):
-        assert msgspec.convert(msgspec.to_builtins(ranks), Ranks) == ranks
+def test_hooks_of_parameters_are_not_modelled() -> None:
+    model = HeavyLayers()
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(TraceError, match=r"a parameter has a hook.*sacplan\.ranks"):
+        sacplan.profile(model, torch.randn(4, 64), mean_square, device="cpu", ranks=sacplan.FSDP2(8))
+
+
+def test_a_unit_that_is_not_called() -> None:
+    model = Stack([])
+    model.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # which nothing calls, but its layers
+    with pytest.raises(TraceError, match=r"does not run on .* as PyTorch spreads it"):
+        sacplan.profile(
+            model, torch.randn(2, 8), mean_square, device="cpu", ranks=sacplan.FSDP2(2, ["layers*"])
+        )
+
+
+def test_a_real_step_is_not_that_of_a_rank() -> None:
+    with pytest.raises(sacplan.errors.PlanError, match='trace="fake"'):
+        sacplan.profile(lm(), tokens(), device="cpu", trace="real", ranks=sacplan.FSDP2(8))
 
 
 def scaled() -> nn.Module:
@@ -285,34 +676,3 @@ def test_parameters_that_cannot_be_sharded() -> None:
     model.scale = nn.Parameter(torch.ones(1))
     with pytest.raises(TraceError, match=r"uniform original parameter dtype"):
         profiled(model, *step, ranks=sacplan.FSDP2(RANKS, [""]))
-
-
-# --- DistributedDataParallel --------------------------------------------------------------------------------
-
-
-def test_replicas_hold_gradients_twice() -> None:
-    whole, rank = (
-        profiled(lm(), tokens(), models.cross_entropy, ranks=ranks) for ranks in (None, sacplan.DDP(2))
-    )
-    trained = sum(p.numel() * p.element_size() for p in lm().parameters())
-    assert rank.peak_bytes == whole.peak_bytes + trained
-
-
-@pytest.mark.parametrize("units", [["a", "b", ""], None])
-def test_the_road_from_profile_to_a_verified_plan(units: list[str] | None, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, batch = Unlike(), torch.randn(256, 32)
-    ranks = sacplan.DDP(4) if units is None else sacplan.FSDP2(4, units)
-    profile = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER, ranks=ranks)
-    assert profile.assumptions
-    for solver in ("best", "rotor"):
-        plan = sacplan.plan(profile, "smallest", solver=solver)
-        assert plan.peak_bytes < profile.peak_bytes
-        if units is not None:
-            assert set(plan.units) <= {"a", "b"}  # no unit around both
-        plan.save(tmp_path / "plan.json")
-        loaded = sacplan.Plan.load(tmp_path / "plan.json")
-        assert loaded == plan
-        assert sacplan.verify(model, batch, loaded, optimizer=OPTIMIZER).peak_bytes == plan.peak_bytes
-    with pytest.raises(sacplan.errors.PlanError, match="one of 4 ranks"):
-        sacplan.verify(model, batch, plan, optimizer=OPTIMIZER, run="real")
