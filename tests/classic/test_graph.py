@@ -16,7 +16,6 @@ from sacplan.classic.graph import (
     ModuleStats,
     parse_module_info,
 )
-from sacplan.core.program import is_inside
 from sacplan.errors import PlanError
 
 PRE = ("", "layers.1", "layers.1.attn", "layers.10", "layers.10.attn", "net.layers.1")
@@ -25,15 +24,6 @@ POST = ("layers.1.attn", "layers.1", "layers.10.attn", "layers.10", "net.layers.
 
 def info(pre: tuple[str, ...] = PRE, post: tuple[str, ...] = POST, **kwargs: tuple[str, ...]) -> ModuleInfo:
     return ModuleInfo(tuple(ModuleStats(fqn) for fqn in reversed(pre)), pre, post, **kwargs)
-
-
-def test_is_inside_goes_by_component() -> None:
-    assert is_inside("layers.1.attn", "layers.1")
-    assert not is_inside("layers.10", "layers.1")
-    assert not is_inside("net.layers.1.attn", "layers.1")
-    assert not is_inside("layers.1", "layers.1")
-    assert is_inside("layers.1", "")
-    assert not is_inside("", "")
 
 
 def test_nodes_are_in_execution_order() -> None:
@@ -46,20 +36,6 @@ def test_nodes_are_in_execution_order() -> None:
     assert "layers.10" in graph
     assert "layers" not in graph
     assert graph["layers.10"].fqn == "layers.10"
-
-
-def test_match_is_whole() -> None:
-    graph = parse_module_info(info())
-    assert graph.match(["layers.1"], "ac_units") == {"layers.1"}
-    assert graph.match([], "ac_units") == frozenset()
-    with pytest.raises(PlanError, match=r"fsdp_units: unknown module 'layers.11'.*'layers.1'"):
-        graph.match(["layers.11"], "fsdp_units")
-    with pytest.raises(PlanError, match=r"unknown module 'attn'.*'layers.1.attn'"):
-        graph.match(["attn"], "ac_units")
-    with pytest.raises(PlanError, match=r"is the string 'layers.1'"):
-        graph.match("layers.1", "ac_units")
-    with pytest.raises(PlanError, match=r"unknown module 'layer.1'; did you mean"):
-        graph.index("layer.1")
 
 
 @pytest.mark.parametrize(
@@ -133,10 +109,3 @@ def test_graph_is_a_value() -> None:
     replaced = dataclasses.replace(graph, segments=(MemorySegment(0, 1, 1),))
     assert replaced != graph
     assert replaced.parent("a") == "net"
-
-
-def test_to_frame() -> None:
-    frame = two_modules().to_frame()
-    assert list(frame.index) == ["net", "a"]
-    assert frame.loc["net", "param_per_module"] == 100
-    assert frame.loc["a", "parent"] == "net"

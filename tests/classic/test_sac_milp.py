@@ -7,8 +7,6 @@ import itertools
 import math
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -246,7 +244,7 @@ def test_equals_brute_force_where_subtrees_are_too_rich(seed: int, most: int) ->
         check_against_brute_force(graph, budget)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SEEDS)
 def test_same_input_same_plan(seed: int) -> None:
     rng = random.Random(seed)
@@ -416,39 +414,6 @@ def hard_program() -> LinearProgram:
     return program
 
 
-def test_preprocessing_does_not_lose_the_optimum() -> None:
-    program = LinearProgram()
-    a, b, c, d = (program.binary(cost=cost) for cost in (843.75, 937.5, 1000.0, 156.25))
-    e = program.binary()
-    first, second = program.variable(lower=299.999999), program.variable(lower=899.999999)
-    program.row([(a, 1.0), (b, 1.0), (e, 1.0)], upper=1.0)
-    program.row([(c, 1.0), (d, 1.0), (e, 1.0)], upper=1.0)
-    program.row([(first, -1.0), *((x, 1000.0) for x in (a, b, c, d))], lower=0.0)
-    program.row([(second, -1.0), (first, 1.0), (e, 1000.0)], lower=0.0)
-    assert program.solve().objective == pytest.approx(156.25)
-
-
-def test_infeasible_program() -> None:
-    program = LinearProgram()
-    a, b = program.binary(cost=1000.0), program.binary(cost=222.0)
-    first, second = program.variable(lower=115.0), program.variable(lower=961.0)
-    program.row([(a, 1.0), (b, 1.0)], upper=1.0)
-    program.row([(first, -1.0), (a, 923.0)], lower=0.0)
-    program.row([(second, -1.0), (first, 1.0), (b, 1000.0)], lower=0.0)
-    assert program.solve().status == "infeasible"
-
-
-def test_a_wide_gap_leaves_a_bound_below_the_incumbent() -> None:
-    """A program that is out of reach, but any solution of which is within the gap."""
-    solution = hard_program().solve(gap=1e9)
-    assert solution.status == "optimal"
-    assert solution.objective is not None
-    assert solution.bound is not None
-    assert solution.bound < solution.objective
-    assert solution.gap is not None
-    assert solution.gap > 0
-
-
 @pytest.mark.slow
 def test_a_limit_of_work_ends_a_search_with_what_it_has() -> None:
     short, longer = (hard_program().solve(work_limit=work) for work in (30_000, 200_000))
@@ -464,15 +429,6 @@ def test_a_limit_of_work_ends_a_search_with_what_it_has() -> None:
 def test_a_limit_of_time_gives_no_answer() -> None:
     with pytest.raises(SolverError, match=r"was not done in 0\.2 s; raise time_limit"):
         hard_program().solve(work_limit=10**12, time_limit_s=0.2)
-
-
-def test_solvers_print_nothing() -> None:
-    code = (
-        "from sacplan.solvers.mip import LinearProgram; p = LinearProgram(); x = p.binary(cost=1.0); print('a'); "
-        "p.row([(x, 1.0)], lower=1.0); print(p.solve().values)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "a\n(1.0,)\n"
 
 
 def test_sac_milp_passes_on_that_the_work_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:

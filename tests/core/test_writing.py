@@ -71,13 +71,6 @@ def test_whatever_is_written_replaces(name: str, profile: sacplan.Profile, tmp_p
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]  # nothing is left beside
 
 
-def test_nothing_in_the_package_writes_in_any_other_way() -> None:
-    package = Path(sacplan.__file__).parent
-    direct = re.compile(r"(?<!part)\.write_(?:text|bytes)\(|open\([^)]*[\"'][wax]b?[\"']|\.to_csv\((?!part)")
-    found = {p.relative_to(package).as_posix() for p in package.rglob("*.py") if direct.search(p.read_text())}
-    assert found <= {"planning/schema.py"}  # which writes files of the package itself
-
-
 def test_what_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("old")

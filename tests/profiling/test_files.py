@@ -267,7 +267,7 @@ def test_a_device_without_a_peak(saved: dict[str, bytes], tmp_path: Path) -> Non
 
 # --- damage at random -------------------------------------------------------------------------------------
 
-damage = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+damage = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @damage

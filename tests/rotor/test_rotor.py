@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import random
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -23,8 +22,6 @@ from sacplan.solvers.rotor.rotor import (
     Operation,
     OperationKind,
     RotorResult,
-    _least_slots,
-    tables_of,
 )
 from tests.support.rotor_reference import ENGINES, reference_tables, rotor_by_reference
 from tests.support.slow import slow_after
@@ -218,55 +215,6 @@ def test_known_totals(name: str, total_ms: float) -> None:
     chain = load(DATA / f"chain_{name}.json")
     assert sacplan.rotor(chain, 500).total_ms == total_ms
     assert chain.step_ms <= total_ms
-
-
-@settings(max_examples=150)
-@given(chains(saved_any=True), st.integers(1, 40), st.integers(1, 60))
-def test_engines_agree_on_random_chains(chain: sacplan.Chain, slots: int, budget: int) -> None:
-    fast, reference = (outcome(chain, budget, slots, engine) for engine in ("fast", "reference"))
-    if isinstance(fast, RotorResult) and isinstance(reference, RotorResult):
-        assert equal(fast, reference)
-    else:
-        assert (type(fast), str(fast)) == (type(reference), str(reference))
-
-
-def outcome(chain: sacplan.Chain, budget: int, slots: int, engine: str) -> RotorResult | sacplan.SacplanError:
-    try:
-        return ENGINES[engine](chain, budget, slots)
-    except (sacplan.InfeasibleBudget, sacplan.errors.PlanError) as error:
-        return error
-
-
-@settings(max_examples=100)
-@given(chains(max_stages=9, saved_any=True), st.integers(1, 80))
-def test_tables_agree_strict_or_not(chain: sacplan.Chain, slots: int) -> None:
-    """``rotor`` seldom needs the strict condition. Both tables are finite from the least number of slots on."""
-    sizes = chain.in_slots(slots, slots)
-    least = _least_slots(sizes) - sizes.x[0]
-    for strict in (False, True):
-        fast = tables_of(chain, sizes, slots, strict)
-        reference = reference_tables(chain, sizes, slots, strict)
-        assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(fast, reference, strict=True))
-        assert np.isfinite(fast[0][:, 0, -1]).tolist() == [m >= least for m in range(slots + 1)]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_engines_agree_to_the_last_bit(seed: int) -> None:
-    """Times whose sums depend on the order of addition."""
-    rng = random.Random(seed)
-    n, slots = 14, 60
-    output = [rng.randint(1, 4) for _ in range(n + 1)]
-    chain = sacplan.Chain(
-        [rng.random() for _ in range(n)],
-        [rng.random() for _ in range(n + 1)],
-        output,
-        [size + rng.randint(0, 6) for size in output],
-        [rng.randint(0, 2) for _ in range(n)],
-        [rng.randint(0, 4) for _ in range(n + 1)],
-    )
-    prefixes = [chain.forward_ms[:k] for k in range(n)]
-    assert any(sum(times) != sum(reversed(times)) for times in prefixes)
-    assert equal(sacplan.rotor(chain, slots, slots), rotor_by_reference(chain, slots, slots))
 
 
 @settings(max_examples=150)

@@ -44,24 +44,6 @@ def test_links_are_part_of_a_saved_device(tmp_path: Path) -> None:
         replace(H100, ranks_per_node=0)
 
 
-@pytest.mark.parametrize("name", ["h100", "cpu", "h100 without workspaces", "of my own"])
-def test_a_file_from_before_there_were_links(name: str, tmp_path: Path) -> None:
-    import json
-
-    spec = replace(H100, name=name) if name == "of my own" else resolve_device(name)
-    spec.save(tmp_path / "spec.json")
-    data = json.loads((tmp_path / "spec.json").read_text())
-    for what in ("inner_link", "outer_link", "ranks_per_node"):
-        del data["spec"][what]
-    (tmp_path / "spec.json").write_text(json.dumps(data))
-    read = DeviceSpec.load(tmp_path / "spec.json")
-    if name == "of my own":
-        assert read.ranks_per_node == 8
-        assert (read.inner_link, read.outer_link) == (LINKS["PCIe 4.0"], LINKS["Ethernet 10 Gbit"])
-    else:
-        assert read == spec
-
-
 # --- links of axes ------------------------------------------------------------------------------------
 
 

@@ -203,18 +203,3 @@ def test_a_mean_over_labels_that_are_left_out_reduces_their_weight() -> None:
     strategy = strategy_of(nll(ignored(6, 8)), cut(0), cut(0))
     assert (strategy.outputs, strategy.inside_bytes) == ((P, R), 8)
     assert not any(s.inside_bytes for s in offered(nll(below(6, 8), reduction=2), 2))
-
-
-def test_descriptions_of_tensors_are_enough() -> None:
-    """As a recorded program has them: shapes, and dtypes by name."""
-    described = [Described(t.shape, str(t.dtype).removeprefix("torch.")) for t in (x(4, 6), x(6, 8), x(4, 8))]
-    found = axis_strategies(Call(aten.mm.default, described[:2], {}, described[2]), 2, [[R], [R]])
-    whole = Call(aten.mm.default, (x(4, 6), x(6, 8)), {}, x(4, 8))
-    assert found == axis_strategies(whole, 2, [[R], [R]])
-
-
-class Described:
-    """A tensor's shape and type."""
-
-    def __init__(self, shape: Sequence[int], dtype: str) -> None:
-        self.shape, self.dtype = tuple(shape), dtype

@@ -35,25 +35,6 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def parallel_llama(model: nn.Module, mesh: Any, head: bool = False) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    columns = [*(f"self_attn.{n}_proj" for n in "qkv"), "mlp.gate_proj", "mlp.up_proj"]
-    styles: dict[str, Any] = {name: ColwiseParallel() for name in columns}
-    styles |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        parallelize_module(layer, mesh, styles)
-    if head:
-        parallelize_module(
-            model, mesh,
-            {
-                "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-                "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-            },
-        )  # fmt: skip
-
-
 def parallel_sequences(model: nn.Module, mesh: Any) -> None:
     """The stream of activations is cut over the sequence; norms and dropout run on a part of it."""
     from torch.distributed.tensor import Replicate, Shard
@@ -81,10 +62,6 @@ def parallel_sequences(model: nn.Module, mesh: Any) -> None:
 def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     out: Any = model(x)
     return out.to_local().square().mean()
-
-
-def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=tokens, labels=tokens).loss
 
 
 class ByHeads(nn.Module):
