@@ -109,7 +109,7 @@ def test_the_bound_within_backward_is_attained(layers: int, share: float) -> Non
     assert run.recompute_ms / graph.forward_ms == pytest.approx(found.bound, rel=2e-4)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.8, 0.6, 0.5])
+@pytest.mark.parametrize("share", [0.8, 0.5])
 def test_no_plan_is_under_the_bounds(share: float) -> None:
     graph = gpt(3)
     budget = int(share * graph.store_all_peak)

@@ -118,7 +118,7 @@ def weighted_bce(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(model(x), targets, pos_weight=torch.full((VOCAB,), 3.0))
 
 
-@pytest.mark.parametrize("slices", [4, 16])
+@pytest.mark.parametrize("slices", [4])
 def test_a_formula_that_is_sliced_in_part(model: LM, slices: int) -> None:
     batch = tokens(2, 64, VOCAB)
     profile = sacplan.profile(model, batch, weighted_bce, device="cpu")

@@ -172,7 +172,7 @@ def planned() -> tuple[nn.Module, sacplan.Plan]:
     return model, sacplan.plan(profile, share(profile, 0.5))
 
 
-@pytest.mark.parametrize("shape", [(1, 48, 32), (3, 48, 32), (1, 20, 32), (2, 7, 32), (1, 1, 32)])
+@pytest.mark.parametrize("shape", [(3, 48, 32), (2, 7, 32), (1, 1, 32)])
 def test_other_sizes(planned: tuple[nn.Module, sacplan.Plan], shape: tuple[int, ...]) -> None:
     model, plan = planned
     x = torch.randn(shape)
@@ -402,7 +402,7 @@ def _with_decision(plan: sacplan.Plan, profile: sacplan.Profile, decision: Chunk
     )
 
 
-@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("affine", slow_after(1, [True, False]))
 def test_an_instance_norm_without_statistics(affine: bool) -> None:
     """It is a batch norm that trains, and writes no statistics: it runs in slices like another."""
     torch.manual_seed(0)

@@ -456,17 +456,15 @@ def test_certify(place: Path) -> None:
     assert shown.exit_code == 0, shown.stderr
     assert "no plan is needed" in shown.stderr
     assert shown.stdout.startswith("GPT2LMHeadModel on cpu: 4 batches of ")
-    assert run(f"certify hf:config.json lengths.txt {line} --budget 1GiB").stdout == shown.stdout
     found = json.loads(run(f"certify hf:config.json lengths.json {line} --budget 1GiB --json").stdout)
     most = found["rows"][0]["allocated_bytes"]
     assert found["fits"]
-    asked = f"certify hf:config.json lengths.json {line} --budget {most - 1}B --buckets 2 -o runs.json"
+    asked = f"certify hf:config.json lengths.txt {line} --budget {most - 1}B --buckets 2 -o runs.json"
     tight = run(f"{asked} --json")
     assert tight.exit_code == 3
     found = json.loads(tight.stdout)
     plans = [sacplan.Plan.load(f"runs-{k}.json") for k in (1, 2)]
     assert [plan.peak_bytes for plan in plans] == [one["plan"]["peak_bytes"] for one in found["plans"]]
-    assert "plan written to runs-2.json" in run(asked).stderr
     assert run("verify hf:config.json runs-2.json").exit_code == 0  # with the batch that the plan is for
     assert found["largest"] == 1
     assert [row["fits"] for row in found["rows"]] == [False, True, True]

@@ -38,7 +38,7 @@ class Costs(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["h100", "a100-80gb", "t4", "cpu"])
+@pytest.mark.parametrize("device", ["h100", "cpu"])
 def test_layer_flops_equal_flop_counter(device: str, dtype: torch.dtype) -> None:
     with fake_device(device):
         layer = nn.TransformerEncoderLayer(

@@ -15,6 +15,7 @@ from sacplan.core.liveness import Fold
 from sacplan.core.program import Event, Phase, Program
 from sacplan.device.caching_allocator import MIB, CachingAllocator
 from sacplan.device.device_memory import device_memory, peaks_on
+from tests.support.slow import slow_after
 
 
 def mlp(width: int = 512) -> nn.Module:
@@ -53,7 +54,7 @@ def peak_of_later_steps(program: Program) -> int:
     return peak
 
 
-@pytest.mark.parametrize("seed", range(0, 60, 10))
+@pytest.mark.parametrize("seed", slow_after(2, range(0, 60, 10)))
 def test_blocks_of_expandable_segments_add_up_to_the_tensors(seed: int) -> None:
     """With expandable segments every remainder is split off. So what is allocated is what is alive, to the byte."""
     program = random_programs.make_program(seed)

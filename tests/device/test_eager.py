@@ -12,6 +12,7 @@ import sacplan
 from sacplan.core.program import Phase
 from sacplan.device import eager
 from sacplan.device.eager import eager_ms
+from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 
@@ -94,13 +95,16 @@ def test_a_plan_says_how_long_the_gpu_waits() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "techniques", "solver"),
-    [
-        ("train", ("recompute",), "milp"),
-        ("train", ("recompute",), "rotor"),
-        ("train", ("chunk",), "best"),
-        ("train", ("recompute", "chunk"), "best"),
-        ("inference", ("chunk",), "best"),
-    ],
+    slow_after(
+        3,
+        [
+            ("train", ("recompute",), "milp"),
+            ("train", ("recompute",), "rotor"),
+            ("inference", ("chunk",), "best"),
+            ("train", ("chunk",), "best"),
+            ("train", ("recompute", "chunk"), "best"),
+        ],
+    ),
 )
 @pytest.mark.usefixtures("no_cublas_workspaces")
 def test_a_recorded_step_with_a_plan_says_what_ran_again(

@@ -16,6 +16,7 @@ from sacplan.record.step import Step, default_loss
 from sacplan.running.measure import measured_step
 from sacplan.torch_compat.allocations import allocation_events
 from sacplan.torch_compat.ops import tensors_in
+from tests.support.slow import slow_after
 from tests.zoo.convnets import BasicBlock, Depthwise, Inverted
 
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ def test_a_convolutional_step_is_predicted_to_half_a_percent(name, optimizer):
     assert profile.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.005)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_after(1, MODELS))
 def test_a_planned_convolutional_step_keeps_its_promise(name):
     torch.manual_seed(0)
     model, batch = MODELS[name](), torch.randn(4, 3, 64, 64)

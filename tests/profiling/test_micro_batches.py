@@ -66,7 +66,7 @@ def peaks_of_a_loop(model: nn.Module, batch: Any, steps: int, updates: int = 3) 
     return found
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 3])
 def test_the_recorded_step_is_the_worst_of_a_real_loop(steps: int) -> None:
     """Also in the first update, whose optimizer has no state yet, and when gradients were just dropped."""
     model = MODEL()

@@ -20,6 +20,7 @@ from sacplan.profiling.optimizer_names import OPTIMIZERS, named_optimizer
 from sacplan.profiling.optimizer_table import BY_NAME, AdamW8bitSizes
 from sacplan.profiling.optimizers import recorded_step, state_bytes
 from sacplan.record.host_state import PAGED_FROM
+from tests.support.slow import slow_after
 
 GPU = "rtx-4090"
 
@@ -98,7 +99,7 @@ OF_THE_TRAINER = """
 """
 
 
-@pytest.mark.parametrize("name", OF_THE_TRAINER.split())
+@pytest.mark.parametrize("name", slow_after(5, OF_THE_TRAINER.split()))
 def test_a_name_of_the_trainer_is_its_optimizer(name: str, tmp_path: Any) -> None:
     """Peak, state and bytes on the host are those of the class and arguments that the Trainer chooses."""
     transformers = pytest.importorskip("transformers")

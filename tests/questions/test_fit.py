@@ -442,7 +442,9 @@ def test_a_host_that_is_too_small_for_the_shards() -> None:
     assert row.over_host_bytes == row.host_bytes - 2**20
 
 
-@pytest.mark.parametrize("techniques", [("recompute",), ("recompute", "chunk")])
+@pytest.mark.parametrize(
+    "techniques", [("recompute",), pytest.param(("recompute", "chunk"), marks=pytest.mark.slow)]
+)
 def test_the_peak_at_any_size_is_that_of_the_program_there(techniques: tuple[str, ...]) -> None:
     """With sums over all rows, which take more inside as the batch grows, until they have enough blocks."""
     at = {n: recording(n, 50, "h100", 64, 4, 128) for n in (2, 4)}

@@ -15,6 +15,7 @@ from sacplan.errors import PlanError
 from sacplan.planning.meshes import spreads
 from sacplan.profiling.optimizer_table import BY_NAME
 from sacplan.questions.on_ranks import read_devices
+from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 UNITS = ("layers.*", "")
@@ -23,8 +24,8 @@ BUDGET = "5MiB"
 SMALLER = "2.5MiB"
 NOTHING = "1.2MiB"
 SPREADS = [
-    ("DDP", "4.3MiB"),
     ("FSDP2", BUDGET),
+    ("DDP", "4.3MiB"),
     ("FSDP2, bfloat16", SMALLER),
     ("FSDP2, CPU offload", SMALLER),
 ]
@@ -90,7 +91,7 @@ def test_layers_are_the_units() -> None:
     assert alone.ranks.fsdp_units == ("",)
 
 
-@pytest.mark.parametrize(("spread", "budget"), SPREADS)
+@pytest.mark.parametrize(("spread", "budget"), slow_after(2, SPREADS))
 def test_rows_are_what_profile_and_plan_say(spread: str, budget: str) -> None:
     rows = [row for row in found(budget).rows if row.spread == spread]
     profile = profiled(**ranks_of(spread))
@@ -127,7 +128,7 @@ def test_a_mesh_gets_the_batch_of_all_devices() -> None:
     )  # a search may have found another sharding with a lower one
 
 
-@pytest.mark.parametrize(("spread", "budget"), SPREADS)
+@pytest.mark.parametrize(("spread", "budget"), slow_after(2, SPREADS))
 def test_the_largest_batch_is_that_of_a_rank(spread: str, budget: str) -> None:
     row = next(row for row in found(budget).rows if row.spread == spread and row.way == "as it is")
     limit = parse_budget(budget, 0)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import sacplan
 from sacplan.profiling.remarks import types_of_shards
-from tests.ranks.test_fully_shard_options import in_4_bits, scales_bytes
+from tests.ranks.test_fully_shard import in_4_bits, scales_bytes
 from tests.support.processes import gloo, run_ranks
 from tests.support.ranks import RankMemory, fully_sharded, optimizer_of, patient_collectives
 from tests.support.steps import bit_equal, mean_square

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 import sacplan
 from sacplan.techniques.recompute.executor.recipes import PlannedForward
 from tests.support.plans import discarding
+from tests.support.slow import slow_after
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FeedForward, FromFunction
@@ -152,7 +153,7 @@ def planned(model: nn.Module, plan: sacplan.Plan) -> nn.Module:
     return copied
 
 
-@pytest.mark.parametrize("partition", [min_cut_rematerialization_partition, default_partition])
+@pytest.mark.parametrize("partition", slow_after(1, [min_cut_rematerialization_partition, default_partition]))
 def test_what_is_saved_and_recomputed_is_what_the_plan_says(
     tokens: torch.Tensor, partition: Callable[..., Any]
 ) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 import sacplan
 from sacplan.core.program import Event
 from sacplan.report.snapshot import snapshot_of
+from tests.support.slow import slow_after
 from tests.support.steps import grads_of, mean_square
 from tests.zoo.layers import FromFunction
 
@@ -66,8 +67,8 @@ def _model(how: str, parts: int = 2) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*model), torch.randn(128, 16)
 
 
+@pytest.mark.parametrize("how", slow_after(3, FILLED))
 @pytest.mark.parametrize("trace", ["fake", "real"])
-@pytest.mark.parametrize("how", FILLED)
 def test_memory_that_a_resize_takes_is_planned_for(how: str, trace: Any) -> None:
     model, x = _model(how)
     profile = sacplan.profile(model, x, mean_square, device="cpu", trace=trace)
