@@ -165,7 +165,7 @@ def transposed(leaf: Any) -> Any:
 def test_what_is_not_run_allocates_nothing_inside() -> None:
     mode = NotRun()
     for op in (op for op in database()[::30] if torch.float32 in op.supported_dtypes("cpu")):
-        samples = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+        samples = op.sample_inputs_func(op, "cpu", torch.float32, op.supports_autograd)
         for sample in itertools.islice(samples, 3):
             for given in (sample, sample.transform(transposed)):
                 try:

@@ -102,7 +102,7 @@ def test_all_ops_of_the_op_database_write_through_views(view: str) -> None:
         if torch.float32 not in op.supported_dtypes("cpu"):
             continue
         torch.manual_seed(0)
-        samples = op.sample_inputs("cpu", torch.float32, requires_grad=False)
+        samples = op.sample_inputs_func(op, "cpu", torch.float32, False)
         # The first one with dimensions, and without arguments that hold tensors in lists.
         for sample in samples:
             lists = any(isinstance(a, (list, tuple)) for a in sample.args)
