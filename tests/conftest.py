@@ -36,6 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     begins a long one when the others are done.
     """
     seen: set[tuple[object, str]] = set()
+    for item in items:
+        if item.get_closest_marker("exhaustive"):  # ``make test`` leaves out what is slow
+            item.add_marker(pytest.mark.slow)
     for item in sorted(items, key=lambda item: item.get_closest_marker("slow") is not None):
         if not item.get_closest_marker("every_case") and not item.get_closest_marker("exhaustive"):
             test = item.parent, getattr(item, "originalname", item.name)

@@ -87,7 +87,7 @@ def test_half_precision_gradients_are_added_in_float32_without_a_temporary_of_th
     products = [op for op in wide.program.ops if op.name == "aten.mm.default" and op.writes]
     sizes = [max(wide.program.storage_bytes[s] for s in op.writes) for op in products]
     assert max(sizes) < weight_bytes / 3
-    assert wide.peak_bytes == pytest.approx(measured(model, batch, [Chunk("head", "rest", 16, 1)]), rel=0.005)
+    assert wide.peak_bytes == measured(model, batch, [Chunk("head", "rest", 16, 1)])
 
 
 @pytest.mark.parametrize("n_slices", [64])

@@ -205,6 +205,7 @@ def test_chunks_that_do_not_go_together_are_no_plan(monkeypatch: pytest.MonkeyPa
     assert not {chunk.unit for chunk in found.chunks} >= {"1", "2"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ def check_predicted(case: Case, plan: sacplan.Plan, *, real: bool = True) -> Non
     if real:
         seen = sacplan.verify(case.model, case.batch, plan, run="real", **how)
         assert seen.within_budget
-        assert seen.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+        assert seen.peak_bytes == plan.peak_bytes
 
 
 def check_gradients(case: Case, plan: sacplan.Plan, elsewhere: float = 0.0) -> None:
@@ -139,6 +139,7 @@ def test_budgets_that_recomputation_cannot_hold(name: str) -> None:
     check_gradients(case, between)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINING)
 def test_the_smallest_peak_holds(name: str) -> None:
@@ -368,6 +369,7 @@ def test_steps_of_many_kinds_on_a_gpu(name: str) -> None:
     check_predicted(case, least(case, "h100"), real=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [in_bfloat16, model_in_bfloat16])
 def test_autocast(loss_fn: Loss) -> None:

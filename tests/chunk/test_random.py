@@ -79,6 +79,7 @@ def gradients(model: nn.Module, x: torch.Tensor, loss_fn: Any) -> list[torch.Ten
     return [loss.detach() + 0, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @settings(max_examples=6, deadline=None)

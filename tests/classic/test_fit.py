@@ -86,12 +86,6 @@ def test_few_points(kind: FitKind) -> None:
     assert fit_tradeoff([(0.5, 0.1), (0.5, 0.3)], kind).breakpoints == (0.0, 0.5)
 
 
-def test_equal_ratios_count_with_the_lowest_in_a_hull_and_the_mean_in_a_least_squares_line() -> None:
-    points = [(0.5, 0.1), (0.5, 0.3)]
-    assert hull_fit(points).at(0.5) == pytest.approx(0.1)
-    assert pwlf_fit(points).at(0.5) == pytest.approx(0.2)
-
-
 @pytest.mark.parametrize("segments", [2, 3])
 def test_least_squares_is_optimistic_on_a_staircase(segments: int) -> None:
     fitted = pwlf_fit(STAIRCASE, segments)
@@ -109,12 +103,6 @@ def test_optimism_is_the_largest_gap_anywhere() -> None:
     kinked = Fit(1, (1.0,), (-0.5,), (0.0, 1.0), "pwlf")
     assert kinked.optimism([(1.0, 0.5)]) == pytest.approx(0.25)
     assert kinked.optimism([]) == 0.0
-
-
-def test_the_fewest_segments_that_fit_well() -> None:
-    bent = [(n / 10, max(0.1 * n / 10, n / 10 - 0.45)) for n in range(1, 11)]
-    assert pwlf_fit(bent).n_segments == 2
-    assert pwlf_fit(bent).optimism(bent) < 1e-6
 
 
 def test_least_squares_repeats_and_leaves_the_global_generator_alone() -> None:

@@ -22,10 +22,8 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 import sacplan
-from sacplan.cli import interrupts
 from sacplan.cli.app import app
 from sacplan.cli.command import EXAMPLES
-from sacplan.cli.options import dtype_name, size_in_gib
 from sacplan.core.budget import format_bytes
 from sacplan.device.devices import DEFAULT_DEVICE, resolve_device
 from sacplan.integrations.hf.target import TargetError
@@ -260,7 +258,7 @@ def test_verify_real_measures(saved: Path) -> None:
     assert "running three real steps: " in result.stderr  # it may be a minute until the next line
     facts = json.loads(result.stdout)
     assert facts["run"] == "real"
-    assert facts["peak_bytes"] == pytest.approx(facts["predicted_peak_bytes"], rel=0.02)
+    assert facts["peak_bytes"] == facts["predicted_peak_bytes"]
 
 
 def test_another_model_or_batch_is_not_verified(saved: Path) -> None:
@@ -281,12 +279,6 @@ def test_the_library_has_the_defaults_of_the_command_line() -> None:
 
 
 def test_words_that_people_type(saved: Path) -> None:
-    assert [dtype_name(word) for word in ("bf16", "FP16", "torch.float32")] == [
-        "bfloat16",
-        "float16",
-        "float32",
-    ]
-    assert (size_in_gib("22"), size_in_gib("1.5"), size_in_gib("70%")) == ("22GiB", "1.5GiB", "70%")
     made = run("plan train.py:make --device 24GB --budget 1 --batch-size 4 --json")
     assert json.loads(made.stdout)["budget_bytes"] == 2**30
     assert "note: --device 24GB of memory (22.35 GiB), with the kernels and times of rtx-4090" in made.stderr
@@ -711,16 +703,6 @@ def test_progress_is_for_terminals(saved: Path) -> None:
     assert b"\x1b[1;31merror" in seen
 
 
-def test_narrow(saved: Path) -> None:
-    """40 columns: what can be folded is."""
-    prose = run("plan --help", COLUMNS="40").stdout.partition("Examples:")[0]
-    assert max(map(len, prose.splitlines())) <= 40
-    assert "--objective" in prose
-    pairs = run("verify train.py:make plan.json", COLUMNS="40")
-    assert pairs.exit_code == 0
-    assert max(map(len, pairs.stdout.splitlines())) <= 40
-
-
 _TABLES = {
     "devices": "devices",
     "frontier": "frontier profile.json.gz --points 2",
@@ -765,23 +747,6 @@ def test_an_interrupt_during_an_import_is_one_line(saved: Path, tmp_path: Path, 
     # Python ends itself by the signal where that arrived in code that was compiled from a string
     assert result.returncode in (130, -signal.SIGINT)
     assert (result.stdout, result.stderr) == ("", "interrupted\n")
-
-
-def test_an_interrupt_that_a_library_hides(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hidden(*args: object, **kwargs: object) -> None:
-        raise ImportError("a library's words for an interrupt")
-
-    monkeypatch.setattr(sacplan, "profile", hidden)
-    monkeypatch.setattr(interrupts, "_SEEN", [signal.SIGINT])
-    result = run("profile train.py:make -o half.json")
-    assert result.exit_code == 130
-    assert result.stderr == "loading the data\ninterrupted\n"
-
-
-def test_a_missing_file_is_one_line(saved: Path) -> None:
-    result = run("verify train.py:make missing.json")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "error: missing.json: there is no such file.\n"
 
 
 def test_fit_takes_float16_where_there_is_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

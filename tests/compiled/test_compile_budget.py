@@ -90,6 +90,7 @@ class Pyramid(nn.Module):
         return second(nn.functional.max_pool2d(first(x), 2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_graph_whose_sizes_are_symbols_is_split_like_others() -> None:
     """Lowering a split must not fix the sizes for those that are lowered next."""

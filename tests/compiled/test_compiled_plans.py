@@ -29,7 +29,7 @@ def test_a_plan_holds_its_budget_compiled(blocks: bool) -> None:
     assert plan.peak_bytes <= plan.budget_bytes == int(0.8 * profile.peak_bytes)
     assert sacplan.verify(model(), BATCH, plan, cross_entropy).peak_bytes == plan.peak_bytes
     real = sacplan.verify(model(), BATCH, plan, cross_entropy, run="real")
-    assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+    assert real.peak_bytes == plan.peak_bytes
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_blocks_are_partitioned_and_the_loss_outside_of_them_runs_in_slices() ->
     assert sacplan.verify(found, batch, plan, cross_entropy).peak_bytes == plan.peak_bytes
     real = sacplan.verify(found, batch, plan, cross_entropy, run="real")
     assert real.peak_bytes <= plan.budget_bytes
-    assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+    assert real.peak_bytes == plan.peak_bytes
     eager = grads_of(found, batch, cross_entropy)
     for layer in found.layers:
         layer.compile(backend="inductor")

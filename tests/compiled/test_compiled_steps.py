@@ -71,7 +71,7 @@ def test_the_peak_with_inductor_and_an_optimizer_is_what_its_allocator_sees(modu
     adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
     found = sacplan.profile(model(), BATCH, cross_entropy, adamw, device="cpu", compile=how)
     assert any(op.name.startswith("inductor.cpp_fused") for op in found.program.ops)
-    assert found.peak_bytes == pytest.approx(measured_peak(how, adamw), rel=0.005)
+    assert found.peak_bytes == measured_peak(how, adamw)
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_blocks_of_other_sizes_are_compiled_with_symbols_for_sizes() -> None:
     how = {"modules": ["?"], **EAGERLY}
     plan = sacplan.plan(sacplan.profile(blocks, x, device="cpu", compile=how), "100%")
     real = sacplan.verify(blocks, x, plan, run="real")
-    assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+    assert real.peak_bytes == plan.peak_bytes
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from benchmarks.models import hf_models
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.SacplanWarning")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_no_solver_goes_below_the_default_on_a_convnext() -> None:
     """Depthwise convolutions between residual sums: a chain, for which Rotor is strong."""

@@ -277,7 +277,7 @@ def expected(program: Program, pins: Iterable[str]) -> Callable[[int], bool]:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     name=st.sampled_from(["both", "lm"]),

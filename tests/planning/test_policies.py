@@ -85,6 +85,7 @@ def by_op(every_second: bool) -> Any:
     return torch_checkpoint(slice(None), context_fn=contexts)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_five_modes_recompute_five_different_amounts(profile: sacplan.Profile) -> None:
     found = []

@@ -21,7 +21,6 @@ from sacplan.core.program import Phase, Program, StorageKind
 from sacplan.distributed.ranks.unit_limits import narrowed, too_wide
 from sacplan.distributed.ranks.units import units_of
 from sacplan.errors import TraceError
-from sacplan.planning.reading import ranks_text
 from sacplan.techniques.recompute.rewrite import discarded_ops, recomputed
 from tests.support.ranks import (
     OPTIMIZER,
@@ -420,12 +419,6 @@ def test_what_leaves_a_unit_is_kept() -> None:
     assert added[-2:] == [True, False]  # the residual stream within the layer, and the layer's output
 
 
-def test_nested_units_limit_to_the_inner_ones() -> None:
-    program = rank_of_lm("layers.*", "layers.*.mlp", "").program
-    assert too_wide(program) == {"", "layers.0", "layers.1", "layers.2"}
-    assert _widest_units(program) == {f"layers.{i}.mlp" for i in range(3)}
-
-
 def test_a_unit_that_is_too_wide_is_taken_apart() -> None:
     """The same ops are discarded, by the modules inside that may be units; the replay does not change."""
     program = profiled(
@@ -511,17 +504,6 @@ def test_a_plan_may_ask_for_the_host() -> None:
     assert plan.ranks == host.ranks
     assert "offload_policy=CPUOffloadPolicy()" in str(plan)
     assert sacplan.plan(host, "100%", ranks=spread(OffloadPolicy())).peak_bytes == device.peak_bytes
-
-
-def test_what_is_said_about_the_step() -> None:
-    profile = sacplan.profile(
-        lm(), tokens(), models.cross_entropy, device="cpu", ranks=Case(mesh=(2, 4), reshard=2).ranks(lm())
-    )
-    said = "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)"
-    assert any(said in sentence for sentence in profile.assumptions)
-    text = ranks_text(sacplan.plan(profile, "100%").ranks)
-    assert said in text
-    assert "reshard_after_forward=2" in text
 
 
 @pytest.mark.parametrize("reshard", [None, False, 2])

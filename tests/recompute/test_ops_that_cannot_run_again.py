@@ -18,6 +18,7 @@ from tests.support.steps import mean_square
 from tests.zoo.layers import FromFunction
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_random_decisions_are_predicted_or_refused() -> None:
     """Among them are those of whose peaks some were 288 bytes too high and others 4.7 kB too low."""

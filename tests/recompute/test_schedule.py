@@ -152,7 +152,7 @@ def test_recomputed_values_are_gone_when_the_step_has_its_next_peak() -> None:
     training = TrainingStep(model, x, lambda m, b: m(b).sum(), None)
     for _ in range(3):
         measured = measured_step(training, [x]).peak_bytes
-        assert measured == pytest.approx(plan.peak_bytes, rel=0.005)
+        assert measured == plan.peak_bytes
     assert plan.peak_bytes < 0.9 * profile.peak_bytes
 
 

@@ -105,7 +105,7 @@ def test_mixtral_in_its_worst_case() -> None:
     batch = {"input_ids": ids, "labels": ids}
     record = functools.partial(profile_of, model, batch, None)
     worst = trace_step(model, batch, None, None, "cpu", "cost-model", "fake", routing="worst")
-    assert worst.peak_bytes == pytest.approx(record(trace="real").peak_bytes, rel=0.001)
+    assert worst.peak_bytes == record(trace="real").peak_bytes
     # Experts that no token comes to do nothing here, and have no gradients either: balanced routing takes more.
     assert worst.peak_bytes < record().peak_bytes == record(routing="worst").peak_bytes
 

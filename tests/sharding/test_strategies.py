@@ -14,9 +14,8 @@ from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, cut
 from sacplan.distributed.sharding.strategies import AxisStrategy, axis_strategies
 from sacplan.torch_compat.calls import Call
 from tests.support.op_steps import STEPS, below, calls_of, ignored, x
-from tests.support.placed import assert_all_right, assert_right, offered, random_pairs, run_on_ranks
+from tests.support.placed import assert_all_right, assert_right, offered
 from tests.support.slices import OpCall
-from tests.support.slow import slow_after
 
 aten = torch.ops.aten
 
@@ -34,18 +33,6 @@ def doubles() -> Any:
 def test_every_strategy_is_right(name: str) -> None:
     found = [assert_all_right(call, 2) for call in calls_of(STEPS[name])]
     assert sum(n > 1 for n in found) >= 0.5 * len(found)
-
-
-@pytest.mark.parametrize("name", slow_after(4, STEPS))
-def test_axes_do_not_depend_on_each_other(name: str) -> None:
-    """A strategy for each of two axes, whatever they are, where their cuts fit together."""
-    mesh = Mesh.of({"dp": 2, "tp": 2})
-    several = 0
-    for call in calls_of(STEPS[name]):
-        for pair in random_pairs(call, mesh, most=12):
-            assert_right(call, pair, mesh)
-            several += all(s.cut for s in pair)
-    assert several >= 3
 
 
 def strategy_of(call: OpCall, *inputs: Any) -> AxisStrategy:
@@ -135,17 +122,6 @@ def test_a_vocabulary_and_classes_may_be_cut() -> None:
         if s.inputs == (cut(1),)
     ]
     assert told.inside_bytes == 2 * 8 * 8  # one double for each rank and row
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_softmax_over_ranks_is_as_exact_as_the_kernel(dtype: torch.dtype) -> None:
-    scores = (x(32, 512) * 4).to(dtype)
-    call = OpCall(aten._log_softmax.default, (scores, 1, False), {})
-    (whole,) = call.run()
-    (found,), _ = run_on_ranks(call, [strategy_of(call, cut(1))], Mesh.of(2))
-    assert found.dtype == dtype
-    exact = scores.double().log_softmax(1)
-    assert (found.double() - exact).abs().max() <= 1.1 * (whole.double() - exact).abs().max()
 
 
 def test_classes_that_are_ignored_may_be_classes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from sacplan.core.factors.axes import Axis, take
 from sacplan.distributed.sharding.mesh import Mesh
-from sacplan.distributed.sharding.placements import REPLICATED, Placement, Placements, cut, fits, local_shape
+from sacplan.distributed.sharding.placements import REPLICATED, Placement, Placements, cut, local_shape
 from sacplan.distributed.sharding.strategies import AxisStrategy, axis_strategies
 from sacplan.torch_compat.calls import Call, flat_tensors
 from sacplan.torch_compat.ops import draws_numbers
@@ -279,23 +278,3 @@ class Recorded(TorchDispatchMode):
 
 def _kept(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def fits_all(call: OpCall, chosen: Sequence[AxisStrategy], mesh: Mesh) -> bool:
-    """Whether the cuts of several axes fit together, in all inputs and outputs."""
-    inputs = list(flat_tensors([*call.args, *call.kwargs.values()]))
-    tensors = [*inputs, *call.run()]
-    return all(
-        fits(t.shape, tuple((*s.inputs, *s.outputs)[i] for s in chosen), mesh.ranks)
-        for i, t in enumerate(tensors)
-    )
-
-
-def random_pairs(call: OpCall, mesh: Mesh, most: int) -> list[tuple[AxisStrategy, ...]]:
-    """Some of the strategies on two axes."""
-    by_axis = [offered(call, n) for n in mesh.ranks]
-    pairs = [pair for pair in itertools.product(*by_axis) if fits_all(call, pair, mesh)]
-    if len(pairs) <= most:
-        return pairs
-    step = math.ceil(len(pairs) / most)
-    return pairs[::step]

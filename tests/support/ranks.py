@@ -97,7 +97,7 @@ class RankMemory:
             self.optimizer.zero_grad(set_to_none=True)
             before = self._alive_bytes() + held_bytes
             peaks.append(before + max(levels(self.step)))
-        return min(peaks)
+        return max(peaks)
 
     def _alive_bytes(self) -> int:
         tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(self.batch)]

@@ -96,10 +96,3 @@ def test_the_range_is_the_same_everywhere() -> None:
     lists = re.findall(r"^ +torch: \[(.*)\]$", jobs, flags=re.MULTILINE)
     tried = {tuple(map(int, one)) for one in re.findall(r"(\d+)\.(\d+)", " ".join(lists))}
     assert tried == {(2, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)}
-
-
-def test_the_files_of_the_promises_are_there() -> None:
-    names = re.findall(r"tests/[\w/.]+", (ROOT / ".ci/promises").read_text(encoding="utf-8"))
-    assert len(names) > 10
-    for name in names:
-        assert (ROOT / name.partition("::")[0]).exists(), name
