@@ -289,7 +289,9 @@ class MoreOfAnOp:
     def supported_dtypes(self, device: str) -> tuple[torch.dtype, ...]:
         return (torch.float32,)
 
-    def sample_inputs(self, device: str, dtype: torch.dtype, requires_grad: bool) -> Iterator[Sample]:
+    def sample_inputs_func(
+        self, op: Any, device: str, dtype: torch.dtype, requires_grad: bool
+    ) -> Iterator[Sample]:
         for shape in self.shapes:
             yield Sample(torch.rand(shape, device=device, dtype=dtype, requires_grad=requires_grad))
 
@@ -309,7 +311,7 @@ MORE = (
 
 def samples(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Any]:
     grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    found = ((s.input, s.args, s.kwargs) for s in op.sample_inputs("cpu", dtype, requires_grad=grad))
+    found = ((s.input, s.args, s.kwargs) for s in op.sample_inputs_func(op, "cpu", dtype, grad))
     kept = (s for s in itertools.islice(found, SAMPLES_LOOKED_AT) if all(t.numel() for t in tensors_in(s)))
     yield from itertools.islice(kept, limit)
 

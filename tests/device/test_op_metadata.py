@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,127 +15,53 @@ import torch.nn.functional as F
 import sacplan
 from benchmarks.harness.steps import real_step
 from benchmarks.op_metadata import (
-    LAYOUTS,
     LEFT,
     MORE,
     CompareMetadata,
     MoreOfAnOp,
-    laid_out,
-    run_with_backward,
     sweep,
 )
-from sacplan.device.kernels import device_kernels, fake_device
+from sacplan.device.kernels import fake_device
 from sacplan.device.layouts import quick_kernels
 from sacplan.torch_compat.fake_kernels import elementwise_ops, is_structured, run_in_cpp, torchs_own_fake
-from sacplan.torch_compat.ops import tensors_in
 from tests.support.chunks import allocations
 from tests.zoo.layers import FromFunction
 
 aten = torch.ops.aten
 
 
-SOME = ("contiguous", "transposed", "expanded", "first transposed", "others outer transposed")
-FORMATS = ("contiguous", "transposed", "channels last", "sliced")
-
-
-def compared(run: Callable[..., Any], *inputs: Any, layouts: Sequence[str] = SOME) -> CompareMetadata:
-    """Forward and backward on arguments of these layouts."""
-    compare = CompareMetadata()
-    with device_kernels("cpu"):
-        for layout in layouts:
-            given, _ = laid_out(LAYOUTS[layout], inputs)
-            with compare:
-                run_with_backward(lambda: run(*given), list(tensors_in(given)))  # noqa: B023
-    return compare
-
-
 def rand(*shape: int) -> torch.Tensor:
     return torch.rand(shape).mul(0.8).add(0.1).requires_grad_()
 
 
-LOSSES = {
-    "mse": F.mse_loss,
-    "smooth_l1": F.smooth_l1_loss,
-    "huber": F.huber_loss,
-    "l1": F.l1_loss,
-    "soft_margin": F.soft_margin_loss,
-    "bce": F.binary_cross_entropy,
-    "bce_with_logits": F.binary_cross_entropy_with_logits,
-    "kl": F.kl_div,
-}
+NAMES = """nn.functional.embedding_bag nn.functional.max_unpool2d nn.functional.threshold select_scatter
+    diagonal_scatter as_strided_scatter slice_scatter nn.functional.batch_norm nn.functional.group_norm
+    nn.functional.layer_norm nn.functional.mse_loss nn.functional.smooth_l1_loss nn.functional.huber_loss
+    nn.functional.l1_loss nn.functional.soft_margin_loss nn.functional.binary_cross_entropy
+    nn.functional.binary_cross_entropy_with_logits nn.functional.kl_div xlogy special.xlog1py copysign floor_divide
+    heaviside logaddexp logical_and ldexp normal nn.functional.relu nn.functional.leaky_relu nn.functional.hardtanh
+    nn.functional.hardswish nn.functional.logsigmoid logit log_softmax nn.functional.pad nn.functional.channel_shuffle
+    nn.functional.unfold"""
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses(loss: str) -> None:
-    for reduction in ("none", "mean", "sum"):
-        compare = compared(
-            lambda x, y: LOSSES[loss](x, y.detach(), reduction=reduction),  # noqa: B023
-            rand(6, 3, 5),
-            rand(6, 3, 5),
-        )
-        assert not compare.found()
-        assert compare.calls
+@pytest.mark.filterwarnings("ignore")  # those of torch's own samples
+@pytest.mark.parametrize("limit", [1, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
+def test_ops_of_the_database(limit: int) -> None:
+    """The ops with rules and their relatives, in all layouts, as PyTorch's own tests call them."""
+    pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
+    from torch.testing._internal.common_methods_invocations import op_db
 
-
-@pytest.mark.parametrize(("training", "affine"), [(True, True), (False, False)])
-@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 5), (6, 4, 5, 3), (2, 4, 3, 5, 3)])
-def test_batch_norm(shape: tuple[int, ...], affine: bool, training: bool) -> None:
-    weight, bias = (rand(4), rand(4)) if affine else (None, None)
-    mean, var = torch.zeros(4), torch.ones(4)
-    compare = compared(
-        lambda x: F.batch_norm(x, mean, var, weight, bias, training), rand(*shape), layouts=FORMATS
-    )
-    assert not compare.found()
-    assert compare.calls["aten.native_batch_norm.default"] > 1
-
-
-@pytest.mark.parametrize("shape", [(6, 4, 5), (6, 4, 5, 3), (2, 4, 3, 5, 3)])
-def test_group_norm(shape: tuple[int, ...]) -> None:
-    compare = compared(lambda x: F.group_norm(x, 2), rand(*shape), layouts=FORMATS)
-    assert not compare.found()
-    assert compare.calls["aten.native_group_norm.default"]
-
-
-BINARY = {
-    "xlogy": torch.xlogy,
-    "xlog1py": torch.special.xlog1py,
-    "copysign": torch.copysign,
-    "floor_divide": lambda x, y: torch.floor_divide(x.detach(), y.detach()),
-    "floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
-    "heaviside": lambda x, y: torch.heaviside(x.detach(), y.detach()),
-    "logaddexp": torch.logaddexp,
-    "logical_and": torch.logical_and,
-    "ldexp": torch.ldexp,
-    "normal": lambda x, y: torch.normal(x.detach(), y.detach()),
-}
-
-
-@pytest.mark.parametrize("op", BINARY)
-def test_elementwise_ops_of_mixed_layouts(op: str) -> None:
-    for shapes in (((4, 3, 5), (3, 5)), ((4, 1, 5), (4, 3, 5)), ((3, 5), ())):
-        assert not compared(BINARY[op], *(rand(*shape) for shape in shapes)).found()
-
-
-UNARY = {
-    "relu": F.relu,
-    "leaky_relu": F.leaky_relu,
-    "hardtanh": F.hardtanh,
-    "hardswish": F.hardswish,
-    "logsigmoid": F.logsigmoid,
-    "logit": torch.logit,
-    "log_softmax": lambda x: F.log_softmax(x, 1),
-    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
-    "power of a number": lambda x: 2.0**x,
-    "reflection": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
-    "replication": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
-    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
-    "slice_scatter": lambda x: x.slice_scatter(x[1:2] * 2, 0, 1, 2),
-}
-
-
-@pytest.mark.parametrize("op", UNARY)
-def test_ops_whose_gradient_has_another_layout(op: str) -> None:
-    assert not compared(UNARY[op], rand(3, 4, 5, 6), layouts=FORMATS).found()
+    ops = [op for op in op_db if op.name in NAMES.split()]
+    assert {op.name for op in ops} == set(NAMES.split())
+    compare = CompareMetadata()
+    assert not sweep(compare, ops, [torch.float32], limit)
+    assert set(compare.found()) <= set(LEFT)
+    assert {
+        "aten.native_batch_norm.default",
+        "aten.native_group_norm.default",
+        "aten.col2im.default",
+    } <= compare.calls.keys()
+    assert len(compare.calls) > 80
 
 
 # --- answers that are torch's own, sooner
@@ -235,21 +161,6 @@ def arguments_of(op: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     ]
 
 
-@pytest.mark.slow
-def test_ops_of_the_database() -> None:
-    """The ops with rules and their relatives, as PyTorch's own tests call them."""
-    pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    names = """nn.functional.embedding_bag nn.functional.max_unpool2d nn.functional.threshold select_scatter
-        diagonal_scatter as_strided_scatter nn.functional.batch_norm nn.functional.mse_loss"""
-    compare = CompareMetadata()
-    failed = sweep(compare, [op for op in op_db if op.name in names.split()], [torch.float32], limit=3)
-    assert not failed
-    assert set(compare.found()) <= set(LEFT)
-    assert len(compare.calls) > 20
-
-
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_reduced_losses_keep_their_storage_every_time(device: str) -> None:
     """On GPUs too: the function that makes the output is the same. Torch's cache of fake results forgets it."""
@@ -268,14 +179,14 @@ def convolution() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.Sigmoid())
 
 
-@pytest.mark.parametrize("loss", ["mse", "smooth_l1", "bce"])
-def test_steps_with_reduced_losses(loss: str) -> None:
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy])
+def test_steps_with_reduced_losses(loss: Any) -> None:
     """Predicted as measured, without a plan and with one, and as the fake step with the plan says."""
     torch.manual_seed(0)
     model, batch = convolution(), torch.rand(2, 3, 64, 64)
 
     def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return LOSSES[loss](model(batch), batch)
+        return loss(model(batch), batch)
 
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     plain = real_step(model, batch, loss_fn)
@@ -333,23 +244,6 @@ def test_batch_norm_of_a_transposed_input() -> None:
     planned = real_step(model, batch, plan=plan)
     assert plan.peak_bytes == planned.peak_bytes
     assert planned.same_bits(plain)
-
-
-FOLDS = {
-    "fold": (lambda x: F.fold(x, (6, 6), 3), ((2, 18, 16), (18, 16))),
-    "unfold": (lambda x: F.unfold(x, 3), ((2, 2, 6, 6), (2, 6, 6))),
-    "one column": (lambda x: F.unfold(x, 2, stride=8), ((2, 3, 9, 9),)),  # smaller than what it is made of
-    "few columns": (lambda x: F.fold(x, (5, 5), 2, dilation=2, stride=2), ((2, 12, 4),)),
-}
-
-
-@pytest.mark.parametrize("name", FOLDS)
-def test_columns_keep_the_storage_that_they_are_resized_from(name: str) -> None:
-    run, shapes = FOLDS[name]
-    for shape in shapes:
-        compare = compared(run, rand(*shape))
-        assert not compare.found()
-        assert compare.calls["aten.col2im.default"]
 
 
 def folded(self: FromFunction, x: torch.Tensor) -> torch.Tensor:

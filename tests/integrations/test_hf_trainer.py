@@ -348,7 +348,7 @@ def test_on_a_gpu_the_peak_is_predicted_too(make: Callable[..., Any]) -> None:
     callback = PlanCallback(plan)
     trainer.add_callback(callback)
     train(trainer)
-    assert callback.peaks_bytes[1] == plan.peak_bytes
+    assert callback.peaks_bytes[1] == pytest.approx(plan.peak_bytes, rel=0.0035)  # "0.35 %", docs/gpu.md
 
 
 def test_a_plan_for_another_model_is_refused(make: Callable[..., Any]) -> None:
