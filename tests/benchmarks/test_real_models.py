@@ -33,7 +33,7 @@ NEEDS = {
     [
         pytest.param("timm/resnet", marks=NEEDS["timm"]),
         pytest.param("torchvision/mobilenetv2", marks=NEEDS["torchvision"]),
-        pytest.param("diffusers/DiTTransformer2DModel", marks=NEEDS["diffusers"]),
+        pytest.param("diffusers/DiTTransformer2DModel", marks=[NEEDS["diffusers"], pytest.mark.slow]),
         pytest.param("torch_geometric/GCN", marks=NEEDS["torch_geometric"]),
         pytest.param("peft/lora", marks=NEEDS["peft"]),
         pytest.param("torch_geometric/GCN+inference", marks=NEEDS["torch_geometric"]),

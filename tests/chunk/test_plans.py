@@ -153,6 +153,7 @@ def test_the_smallest_peak_holds(name: str) -> None:
     assert error.value.smallest_feasible_bytes == smallest.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_costs_no_more_than_it_needs() -> None:
     """Half way down little is recomputed: slices are nearly enough, and few of them."""
     _, _, smallest, between = planned("gemma2")

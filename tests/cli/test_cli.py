@@ -435,6 +435,7 @@ def test_fit(saved: Path) -> None:
     assert "make_batch" in error_line(run("fit train.py:wider --device cpu --budget 1MiB"))
 
 
+@pytest.mark.slow
 def test_certify(place: Path) -> None:
     """The run is that of the library; lengths are read from each kind of file."""
     lengths = [9, 40, 17, 64, 30, 12, 55, 8]
@@ -465,6 +466,7 @@ def test_certify(place: Path) -> None:
     assert "hf: target" in error_line(run("certify train.py:make lengths.npy --device cpu"))
 
 
+@pytest.mark.slow
 def test_fit_on_several_devices(saved: Path) -> None:
     asked = "fit train.py:make --no-sizes --headroom 79.1GiB --device"
     several = json.loads(run(f"{asked} h100,h200 --json").stdout)["answers"]

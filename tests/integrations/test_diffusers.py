@@ -42,7 +42,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("name", "lora"),
-    slow_after(2, [("FLUX.1-dev", None), *((name, "r=2") for name in sorted(SMALL, key="LTX-Video".__ne__))]),
+    slow_after(1, [*((name, "r=2") for name in sorted(SMALL, key="LTX-Video".__ne__)), ("FLUX.1-dev", None)]),
 )
 def test_small_ones_take_what_is_predicted(
     name: str, lora: str | None, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_the_peak_of_a_whole_run_is_that_of_a_real_loop(n_steps: int) -> None:
     assert not found.plans
 
 
+@pytest.mark.slow
 def test_what_to_do_if_a_run_does_not_fit() -> None:
     lengths, how = drawn(48), {"loss_fn": cross_entropy, "optimizer": ADAMW}
     whole = certify(model(), make_batch, lengths, "cpu", batch=4, **how).rows[0]

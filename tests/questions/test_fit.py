@@ -388,6 +388,7 @@ def test_what_is_on_the_host_is_in_the_verdict_and_its_code() -> None:
     assert any("Times are not predicted" in sentence for sentence in paged.computed)
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_do_not_fit_leave_the_device() -> None:
     model = wide()
     for parameter in model.parameters():
@@ -431,6 +432,7 @@ def test_a_host_that_is_too_small_for_the_optimizer() -> None:
         sacplan.plan(profile, "2GiB", host_budget="40MiB")
 
 
+@pytest.mark.slow
 def test_a_host_that_is_too_small_for_the_shards() -> None:
     """With ``CPUOffloadPolicy`` shards, gradients and the optimizer are there."""
     found = sacplan.fit(

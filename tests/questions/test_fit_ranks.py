@@ -108,6 +108,7 @@ def test_rows_are_what_profile_and_plan_say(spread: str, budget: str) -> None:
         assert row.step_ms == pytest.approx(plan.planned_ms)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_steps_whole_parameters_has_rows_where_they_are_whole() -> None:
     pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
     verdict = sacplan.fit(
@@ -118,6 +119,7 @@ def test_an_optimizer_that_steps_whole_parameters_has_rows_where_they_are_whole(
     assert any(row.spread == "FSDP2" for row in verdict.rows)
 
 
+@pytest.mark.slow
 def test_a_mesh_gets_the_batch_of_all_devices() -> None:
     row = row_on_mesh()
     rank = sacplan.plan(wide_profile(4), "100%", mesh={"tp": 2})

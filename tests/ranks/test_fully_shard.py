@@ -477,6 +477,7 @@ def test_a_plan_may_ask_for_other_ranks_than_the_profile() -> None:
     assert peak({"replicate": 4, "shard": 2}) > peak(8)
 
 
+@pytest.mark.slow
 def test_a_plan_on_ranks_is_that_of_a_profile_on_them(tmp_path: Path) -> None:
     step: Any = (lm(1), tokens(), models.cross_entropy, optimizer_of, "cpu")
     mixed, plain = sacplan.FSDP2(8, UNITS, usual()), sacplan.FSDP2(8, UNITS)
