@@ -88,8 +88,7 @@ class RankMemory:
     def peak_bytes(self, held_bytes: int = 0) -> int:
         """Of a second step, or a third; ``held_bytes``: alive all the time, not the model's, optimizer's or batch's.
 
-        With threads, which a fake group has not, the less of two: of some 500 steps on a busy machine one had a tensor
-        too many, for a reason not found.
+        With threads, which a fake group has not, the larger of two.
         """
         self.step()  # makes the optimizer's state
         peaks = []
