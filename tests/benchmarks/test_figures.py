@@ -98,14 +98,6 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
     page = compiled.PAGE.read_text(encoding="utf-8")
     off = {row["model"] for row in measured if abs(row["predicted"] / row["measured"] - 1) > 0.005}
     assert all(f"`{model}`" in page for model in off)
-    for row in (row for row in COMPILED if "bits" in row):
-        assert row["bits"] or row["backend"] != "aot_eager", row["case"]
-        # Two orders of the same sums are both right: one may be a little farther from eager mode than the other.
-        assert row["planned"] <= 2 * row["alone"] + 1e-6 or not row["same_loss"], row["case"]
-        without = max(row["slope_eager"], row["slope_alone"])
-        # With the same bits there is nothing to compare; a slope is as rough as the loss is curved there.
-        assert without < 1e-3 or row["bits"], row["case"]  # "0.1 %"
-        assert row["slope_planned"] <= 2 * without + 1e-4, row["case"]
     budgets = _rows("compiled_budgets")
     assert {*compiled_budgets.SETTINGS, *compiled_budgets.LAYERS} == {row["setting"] for row in budgets}
     budgets = [row for row in budgets if "raised" not in row]
