@@ -10,6 +10,7 @@ import torch
 import sacplan
 from benchmarks.harness.mixed_plans import in_one_place
 from sacplan.techniques.registry import rewritten
+from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 
@@ -30,7 +31,7 @@ def planned(device: str, share: str, techniques: tuple[str, ...] = BOTH) -> sacp
 
 
 @pytest.mark.parametrize("techniques", [("offload",), BOTH], ids=["alone", "with recomputation"])
-@pytest.mark.parametrize("share", ["80%", "45%"])
+@pytest.mark.parametrize("share", slow_after(1, ["45%", "80%"]))
 def test_the_prediction_is_the_fake_step_and_the_measured_one(
     techniques: tuple[str, ...], share: str
 ) -> None:

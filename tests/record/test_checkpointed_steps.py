@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan.core.decisions import Recompute
+from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of, mean_square
 
 
@@ -66,7 +67,7 @@ def _holds(model: nn.Module, batch: Any, loss_fn: Any, plan: sacplan.Plan) -> No
         assert bit_equal(grads_of(model, batch, loss_fn), expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", slow_after(1, [False, True]))
 @pytest.mark.parametrize("how", ["each", "nested", "function"])
 def test_profiled_as_it_is_and_planned_around(how: str, reentrant: bool) -> None:
     model, batch = Model(how, reentrant), torch.randn(128, 32)

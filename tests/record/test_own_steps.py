@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, vmap
 
 import sacplan
 from sacplan.errors import TraceError
+from tests.support.slow import slow_after
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -87,7 +88,7 @@ _PAIR = (torch.randn(128, 64), torch.randn(128, 16))
 _CHAIN = nn.Sequential(*(_network(64, 64) for _ in range(3)))
 
 
-@pytest.mark.parametrize("trace", ["fake", "real"])
+@pytest.mark.parametrize("trace", slow_after(1, ["fake", "real"]))
 @pytest.mark.parametrize(
     ("model", "batch", "step", "over", "least"),
     [
