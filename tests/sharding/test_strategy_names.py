@@ -149,9 +149,3 @@ def test_thousands_of_ways_are_refused() -> None:
     many = FromFunction(lambda self, x: [w * 2 for w in self.weights], weights=weights)
     with pytest.raises(sacplan.errors.PlanError, match="smaller module"):
         sacplan.strategies(many, torch.empty(4), 2)
-
-
-@pytest.mark.parametrize("mesh", [{}, {"dp": 0}, 0, "8"])
-def test_wrong_meshes(mesh: object) -> None:
-    with pytest.raises(sacplan.errors.PlanError, match="mesh"):
-        sacplan.strategies(nn.Linear(4, 4), torch.empty(4, 4), mesh)
