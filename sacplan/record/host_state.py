@@ -82,6 +82,11 @@ def host_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     return sum(t.nbytes for t in paged_state(optimizer)) + int(getattr(optimizer, "host_bytes", 0))
 
 
+def stepped_on_host(optimizer: torch.optim.Optimizer | None) -> frozenset[int]:
+    """Return the identities of the parameters that a fake optimizer updates on the host, and keeps no gradient of."""
+    return frozenset(map(id, optimizer.without_gradients)) if isinstance(optimizer, CPUOffloadSizes) else frozenset()
+
+
 def shards_host_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Return the bytes of the host's memory that shards take with a ``CPUOffloadPolicy``, between two steps.
 
@@ -173,6 +178,7 @@ class CPUOffloadSizes(torch.optim.Optimizer):
 
     Attributes:
         host_bytes: of parameters, gradients and state on the host.
+        without_gradients: the parameters whose gradients leave the device at once.
     """
 
     stands_for = "CPUOffloadOptimizer"
@@ -196,9 +202,9 @@ class CPUOffloadSizes(torch.optim.Optimizer):
         if self._small is not None:
             # All state on the device is that of the small parameters.
             self.state = self._small.state
-        if offload_gradients:
-            for p in self._offloaded:
-                p.register_post_accumulate_grad_hook(_drop_gradient)
+        self.without_gradients = self._offloaded if offload_gradients else []
+        for p in self.without_gradients:
+            p.register_post_accumulate_grad_hook(_drop_gradient)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

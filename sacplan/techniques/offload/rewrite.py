@@ -40,6 +40,9 @@ TO_HOST, WAIT_OUT = "sacplan.copy_to_host", "sacplan.wait_for_copy_to_host"
 TO_DEVICE, WAIT_BACK = "sacplan.copy_to_device", "sacplan.wait_for_copy_to_device"
 """The names of the ops that a rewrite adds. Those that wait have the time that computation waits."""
 
+FROM_HOST = "sacplan.from_host_.default"
+"""The name of the op in which an optimizer updates parameters on the host (``record/host_state.py``)."""
+
 
 class Move(NamedTuple):
     """A storage that is away, by places in the recorded program.
@@ -60,7 +63,7 @@ class Move(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A frozen parameter that stays on the host, and its visits on the device, by places in the recorded program.
+    """A parameter that stays on the host, and its visits on the device, by places in the recorded program.
 
     Attributes:
         storage: that of the parameter.
@@ -348,7 +351,7 @@ class _Journey:
 
 
 class _Visits(_Journey):
-    """Follows a frozen parameter: its storage is on the host, and each visit on the device is a storage of its own.
+    """Follows a parameter: its storage is on the host, and each visit on the device is a storage of its own.
 
     In the executor, what autograd and recipes hold lets go of the first visit when the module's call ends, and shares
     the second one. So it lives from where it is needed, or fetched, to the end of the last of them.
