@@ -14,11 +14,11 @@ import sacplan
 from benchmarks.harness.mixed_plans import mixed_plan
 from sacplan.errors import OffloadError
 from sacplan.torch_compat.host_memory import is_for_host
+from tests.support.on_host import MINIMAL, OnHost, optimizer_bytes
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal, mean_square, peaks_of_steps
 
 OPTIMIZER = "adamw-offload-gradients"
-MINIMAL = 4096  # elements of a parameter from which on torchao updates it on the host
 TOKENS = torch.arange(64).reshape(2, 32) % 64
 
 
@@ -52,37 +52,6 @@ class Net(nn.Module):
             x = block(x)
         out: torch.Tensor = self.head(x)
         return out
-
-
-class OnHost(torch.optim.Optimizer):
-    """What torchao's ``CPUOffloadOptimizer`` does with ``offload_gradients=True``, which asks for a GPU.
-
-    A copy of each large parameter, its gradient and its state are on the host; the device has no gradient of it once it
-    is copied, and gets the updated parameter back.
-    """
-
-    def __init__(self, params: Any, **kwargs: Any) -> None:
-        trained = [p for p in params if p.requires_grad]
-        self.copies = {p: p.detach().clone() for p in trained if p.numel() >= MINIMAL}
-        for p, copy in self.copies.items():
-            copy.grad = torch.empty_like(copy)
-            p.register_post_accumulate_grad_hook(self._to_host)
-        self.inner = [torch.optim.AdamW([copy], **kwargs) for copy in self.copies.values()]
-        self.inner.append(torch.optim.AdamW([p for p in trained if p.numel() < MINIMAL], **kwargs))
-
-    def _to_host(self, p: torch.Tensor) -> None:
-        self.copies[p].grad.copy_(p.grad)
-        p.grad = None
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for each in self.inner:
-            each.step()
-        for p, copy in self.copies.items():
-            p.copy_(copy)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner[-1].zero_grad(set_to_none)
 
 
 def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> Iterator[list[torch.Tensor]]:
@@ -120,9 +89,6 @@ def test_predicted_is_fake_is_measured_and_bits_are_equal(techniques: tuple[str,
     how = {"lr": 1e-2, "fused": True}
     plain = Net()
     wanted = list(trained(plain, torch.optim.AdamW(plain.parameters(), **how)))
-    large = [p for p in Net().parameters() if p.requires_grad and p.numel() >= MINIMAL]
-    # The copy, its gradient, two moments and a count of steps.
-    of_optimizer = sum(4 * p.nbytes + 4 for p in large)
     for plan in plans:
         fake = sacplan.verify(Net(), TOKENS, plan, mean_square, OPTIMIZER)
         assert fake.peak_bytes == plan.peak_bytes == profile.footprint(plan).peak_bytes
@@ -135,7 +101,7 @@ def test_predicted_is_fake_is_measured_and_bits_are_equal(techniques: tuple[str,
 
         # A CPU has one memory, and the peaks of both parts may be at different times.
         both = max(one.live_bytes + one.host_bytes for one in profile.with_plan(plan).liveness.moments)
-        assert peaks_of_steps(build, 3)[-1] == both + of_optimizer
+        assert peaks_of_steps(build, 3)[-1] == both + optimizer_bytes(Net())
         model = Net()
         handle = sacplan.apply(model, plan)
         found = list(trained(model, OnHost(model.parameters(), **how)))

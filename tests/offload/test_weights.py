@@ -19,6 +19,7 @@ from sacplan.core.decisions import OffloadWeight, SeenTensor
 from sacplan.errors import PlanError, SacplanError, SacplanWarning
 from sacplan.techniques.offload.sites import sites_of, weight_of, weights_asked_for
 from sacplan.techniques.offload.weights import homes_of
+from tests.support.on_host import Int8
 from tests.support.slow import slow_after
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal, grads_of, mean_square
@@ -36,19 +37,6 @@ class Lora(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x) + self.b(self.a(x))
         return out
-
-
-class Int8(nn.Module):
-    """A layer that dequantizes its weight, and a scale for each output."""
-
-    def __init__(self, fan_in: int, fan_out: int) -> None:
-        super().__init__()
-        weight = torch.randint(-127, 127, (fan_out, fan_in), dtype=torch.int8)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = nn.Parameter(torch.rand(fan_out, 1) / 1000)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
 
 
 class Block(nn.Module):

@@ -292,9 +292,19 @@ class _Journey:
     def _let_go(self, position: int) -> None:
         if self.host < 0 or not self.held:
             return  # nobody holds it any more
+        # At one op memory is let go of first, and copies out begin behind it.
+        begun = 0
+        while begun < len(self.out) and self._begins_out(*self.out[-1 - begun]):
+            begun += 1
+        waiting = self.out[len(self.out) - begun :]
+        del self.out[len(self.out) - begun :]
         self._wait_out(position)
         self.out += [(_RELEASE, handle) for handle in self.held]
+        self.out += waiting
         self.gone, self.held = self.held, {}
+
+    def _begins_out(self, code: int, arg: int) -> bool:
+        return code == _OP and self.draft.ops[arg].name == TO_HOST
 
     def _drop(self, position: int) -> None:
         """Give up a copy for which nobody has a handle when the call is over."""
