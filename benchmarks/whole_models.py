@@ -3,9 +3,9 @@
     python -m benchmarks.whole_models
     python -m benchmarks.whole_models --table      # puts the table on docs/offload.md
 
-A row is a step of one sequence in bfloat16 on one GPU, with torchao's optimizer on the host, to which gradients leave at
-once (``adamw-offload-gradients``). The plan may recompute, slice and offload, weights included, and has to fit the GPU.
-``PUBLISHED`` has what others report of such steps, and what is not known of these.
+A row is a step of one sequence in bfloat16 on one GPU, with torchao's optimizer on the host, to which gradients leave
+at once (``adamw-offload-gradients``). The plan may recompute, slice and offload, weights included, and has to fit the
+GPU.
 """
 
 from __future__ import annotations
@@ -82,7 +82,15 @@ def _line(row: Row) -> str:
 def table(rows: Iterable[Row]) -> str:
     """Return the table of the page."""
     lines = markdown_head(
-        ("model", "weights", "as it is", "with the plan", "on the host: plan, optimizer", "tokens/s", "TFLOP/s")
+        (
+            "model",
+            "weights",
+            "as it is",
+            "with the plan",
+            "on the host: plan, optimizer",
+            "tokens/s",
+            "TFLOP/s",
+        )
     )
     for row in rows:
         cells = [f"`{row['case']}`", f"{row['weights_bytes'] / GIB:.1f} GiB"]

@@ -40,7 +40,7 @@ from sacplan.distributed.ranks.ranks import FSDP2
 from sacplan.errors import PlanError, SacplanWarning
 from sacplan.planning.infeasible import looking_for_plans
 from sacplan.planning.limits import OF_DEVICE, Limit, limit_of_device
-from sacplan.profiling.optimizer_table import BY_NAME, COMPARED_ON_HOST, candidate_named
+from sacplan.profiling.optimizer_table import COMPARED_ON_HOST, candidate_named
 from sacplan.profiling.optimizers import with_optimizer
 from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
 from sacplan.questions.asked import Asked
@@ -287,7 +287,7 @@ class Sweep(Asked):
 
     def _with_state_on_host(self) -> list[FitRow]:
         """Return rows of optimizers whose state is on the host, each up to the first way that fits."""
-        found = []
+        found: list[FitRow] = []
         accumulates = self.recordings.options["accumulation_steps"] > 1
         for name in self.hosted:
             # One that lets gradients go cannot add to them, and is tried where nothing else fits.
@@ -313,7 +313,9 @@ class Sweep(Asked):
                 found.append(case.row(way))
                 if found[-1].fits:
                     break
-        if untimed := [name for name in dict.fromkeys(row.optimizer for row in found) if not self.whole(name)]:
+        if untimed := [
+            name for name in dict.fromkeys(row.optimizer for row in found) if not self.whole(name)
+        ]:
             self.notes.append(
                 f"Times are not predicted for {', '.join(untimed)}: their state or parameters cross the link."
             )

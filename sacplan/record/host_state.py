@@ -90,7 +90,11 @@ def host_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 
 def stepped_on_host(optimizer: torch.optim.Optimizer | None) -> frozenset[int]:
     """Return the identities of the parameters that a fake optimizer updates on the host, and keeps no gradient of."""
-    return frozenset(map(id, optimizer.without_gradients)) if isinstance(optimizer, CPUOffloadSizes) else frozenset()
+    return (
+        frozenset(map(id, optimizer.without_gradients))
+        if isinstance(optimizer, CPUOffloadSizes)
+        else frozenset()
+    )
 
 
 def shards_host_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
@@ -212,7 +216,9 @@ class CPUOffloadSizes(torch.optim.Optimizer):
         self._stream = torch.cpu.Stream()
         for p in self._offloaded:
             # Not a method of its own: that of a parameter's hook would hold the parameter.
-            p.register_post_accumulate_grad_hook(functools.partial(_copy_gradient, self._stream, offload_gradients))
+            p.register_post_accumulate_grad_hook(
+                functools.partial(_copy_gradient, self._stream, offload_gradients)
+            )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -15,13 +15,12 @@ pytest.importorskip("diffusers")
 from tests.support.denoisers import SMALL, small_denoiser
 from tests.support.slow import slow_after
 
+
 @pytest.mark.parametrize(
     ("name", "lora"),
     slow_after(2, [("FLUX.1-dev", None), *((name, "r=2") for name in sorted(SMALL, key="LTX-Video".__ne__))]),
 )
-def test_small_ones_take_what_is_predicted(
-    name: str, lora: str | None
-) -> None:
+def test_small_ones_take_what_is_predicted(name: str, lora: str | None) -> None:
     made, size = small_denoiser(name, ModelOptions(dtype="float32", lora=lora)), SMALL[name][0]
     asked = (made.model, made.batch, made.loss_fn, made.optimizer)
     plan = sacplan.plan(sacplan.profile(*asked, device="cpu"), "smallest")

@@ -58,9 +58,7 @@ def after_steps(model: nn.Module, batch: Any, loss_fn: Any, optimizer: Any) -> l
     return [*losses, *(t.clone() for t in model.state_dict().values())]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), slow_after(1, [(name, kind) for name in NAMES for kind in KINDS])
-)
+@pytest.mark.parametrize(("name", "kind"), slow_after(1, [(name, kind) for name in NAMES for kind in KINDS]))
 def test_peaks_and_bits(name: str, kind: str) -> None:
     model, batch, loss_fn = build(name, kind)
     profile = sacplan.profile(model, batch, loss_fn, OPTIMIZERS[kind], device="cpu")

@@ -40,5 +40,5 @@ def small_denoiser(name: str, options: ModelOptions) -> Target:
     table = copy.deepcopy(diffusers.known())
     (spec,) = (spec for full, spec in table.items() if full.endswith(f"/{name}"))
     spec["config"] |= config
-    with mock.patch.object(diffusers, "known", lambda: table):
+    with mock.patch.object(diffusers, "known", return_value=table):
         return load_target(f"diffusers:{name}@{size}", options, "cpu")

@@ -2,8 +2,8 @@
 
     home = homes_of(program)[storage]  # the module call in which a forward pass needs the parameter
 
-A parameter may leave if the device never changes it: it is frozen, or its optimizer updates it on the host and keeps its
-gradient there. And each use of it has to be one that the executor serves:
+A parameter may leave if the device never changes it: it is frozen, or its optimizer updates it on the host and keeps
+its gradient there. And each use of it has to be one that the executor serves:
 
 - In the forward pass, one module call runs all ops that read it, and its module is called once: the executor brings the
   parameter when that call begins, and takes it away when it ends.
@@ -115,8 +115,8 @@ def visits_of(program: Program, decisions: Sequence[OffloadWeight]) -> list[Visi
         if storage is None or home is None or program.scopes[home.call].fqn != one.module:
             return (
                 f"the plan leaves parameter {one.parameter!r} on the host but for the call of module {one.module!r}, "
-                "and it is changed on the device, shared, or used elsewhere as well. Leave out this decision, or have sacplan.plan "
-                "make the plan."
+                "and it is changed on the device, shared, or used elsewhere as well. Leave out this decision, or have "
+                "sacplan.plan make the plan."
             )
         calls = program.calls.get(one.begin, ())
         if len(calls) != 1 or program.liveness.entered[calls[0]] > program.liveness.entered[home.call]:
