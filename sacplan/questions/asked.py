@@ -106,7 +106,7 @@ class Asked:
 
     @derived
     def step_of(self, name: str) -> OptimizerStep | None:
-        """Record the step of an optimizer by its name, on the whole model; None without one, and for a ``whole`` one."""
+        """Record the step of an optimizer by its name, on the whole model; None: there is none, or it is ``whole``."""
         base, make = self.base, self.make_of(name)
         if make is None:
             return None
