@@ -51,6 +51,7 @@ def fit(
         o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
     ] = True,
     routing: o.Routed = None,
+    host_budget: o.HostBudget = None,
     hf: o.HfOptions,
 ) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
@@ -59,7 +60,7 @@ def fit(
     targets than hf: need make_batch.
     """
     answers = [
-        _answer(target, device.strip(), asked, devices, sizes, routing, hf)
+        _answer(target, device.strip(), asked, devices, sizes, routing, host_budget, hf)
         for device in (asked.device or o.DEFAULT_DEVICE).split(",")
     ]
     if len(answers) == 1:
@@ -96,6 +97,7 @@ def _answer(
     devices: int | None,
     sizes: bool,
     routing: o.Routed,
+    host_budget: str | None,
     hf: o.HfOptions,
 ) -> _Answer:
     import sacplan
@@ -137,6 +139,7 @@ def _answer(
             seq=seq,
             accumulation_steps=asked.grad_accum or 1,
             routing=routing or "balanced",
+            host_budget=host_budget,
             longest=most,
             name=_named(target, hf),
             sizes=sizes,
@@ -145,6 +148,7 @@ def _answer(
         )
     more = [] if routing is None else ["--routing", routing]
     more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
+    more += [] if host_budget is None else ["--host-budget", host_budget]
     line = _command(target, found, hf, more)
     return _Answer(found, fit_answer(found, loaded, line), line, most)
 

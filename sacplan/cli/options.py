@@ -95,6 +95,14 @@ Headroom = Annotated[
         "Default on a CPU: 15%.",
     ),
 ]
+HostBudget = Annotated[
+    str | None,
+    option(
+        metavar="SIZE",
+        parser=size_in_gib,
+        help="Memory of the host for each device, 200GiB or a share. Default: that of common machines with the device.",
+    ),
+]
 Solver = Annotated[str, typer.Option(metavar="NAME", help="best, milp, greedy, uniform or rotor.")]
 Techniques = Annotated[
     list[str] | None,

@@ -74,6 +74,7 @@ def plan(
     *,
     budget: o.Budget = None,
     headroom: o.Headroom = None,
+    host_budget: o.HostBudget = None,
     output: Annotated[Path | None, o.output("the plan (.json)")] = None,
     solver: o.Solver = "best",
     objective: o.Objective = "time",
@@ -94,7 +95,7 @@ def plan(
     allowed = sources.check_early(budget, solver, technique, headroom)
     read = sources.profile_of(source, step, hf)
     pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
-    how = {"headroom": headroom, **allowed, **sources.mesh_of(mesh, allowed)}
+    how = {"headroom": headroom, "host_budget": host_budget, **allowed, **sources.mesh_of(mesh, allowed)}
     made = sources.planned(read, budget, solver, objective=objective, **pins, **how)
     return _plan_made("plan", made, read, output)
 

@@ -183,7 +183,7 @@ class Offload(SiteDecision, frozen=True, kw_only=True, tag="offload", omit_defau
 
 
 class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight", omit_defaults=True):
-    """Leave a frozen parameter on the host, and copy it to the device for each use; it is never copied back.
+    """Leave a parameter on the host, and copy it to the device for each use; it is never copied back.
 
     In the forward pass it is on the device while one module runs, in the backward pass as long as autograd needs it.
 
@@ -194,6 +194,7 @@ class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight"
         begin: fqn of the module whose call begins the copy for the forward pass: ``module``, or one that runs before.
         fetch: the copy for the backward pass begins when autograd first asks for this tensor. None: when the parameter
             itself is needed.
+        trained: whether it may be trained, by an optimizer that updates it on the host and keeps its gradient there.
     """
 
     unit: str
@@ -201,6 +202,7 @@ class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight"
     module: str
     begin: str
     fetch: SeenTensor | None = None
+    trained: bool = False
 
     @property
     def units(self) -> tuple[str, ...]:

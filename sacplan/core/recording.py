@@ -38,7 +38,8 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
             was too small, ``UntypedStorage.resize_``).
         streams: for storages that are allocated on another stream than the default one, its number from 1 on.
         gathering: modules on which ``fully_shard`` was called, and that gather parameters.
-        frozen: storage of a parameter without gradients to its name, if it has one name and a storage to itself.
+        fixed: storage of a parameter that no op of the device changes to its name, if it has one name and a storage to
+            itself: it is frozen, or an optimizer updates it on the host and keeps its gradient there.
     """
 
     storage_bytes: tuple[Count, ...]
@@ -60,7 +61,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
     resizes: tuple[tuple[Count, Count, Count], ...] = ()
     streams: dict[Count, Count] = {}
     gathering: frozenset[str] = frozenset()
-    frozen: dict[Count, Name] = {}
+    fixed: dict[Count, Name] = {}
 
     @cached_property
     def writer(self) -> dict[int, int]:

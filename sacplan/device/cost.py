@@ -264,7 +264,7 @@ def _matrix_dtype(func: torch._ops.OpOverload, args: Sequence[Any]) -> torch.dty
     return next((arg.dtype for arg in operands if isinstance(arg, torch.Tensor)), torch.float32)
 
 
-_FROM_HOST = "sacplan::from_host_"
+_FROM_HOST, _GRADIENT_TO_HOST = "sacplan::from_host_", "sacplan::gradient_to_host"
 
 
 class CostModel:
@@ -312,6 +312,8 @@ class CostModel:
             return 0, update_and_copy_ms(
                 zip(map(tensor_bytes, parameters), read_bytes, strict=True), self.spec
             )
+        if func._schema.name == _GRADIENT_TO_HOST:
+            return 0, copy_ms(tensor_bytes(args[0]), False, self.spec)
         if func in (TO_DEVICE, TO_HOST):
             return 0, copy_ms(tensor_bytes(out), args[1], self.spec)
         if self.spec.kind == "cuda":

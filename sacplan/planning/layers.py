@@ -170,7 +170,7 @@ def _away(plan: PlanValue) -> dict[str, tuple[str, ...]]:
         layer, inner = _layer_of(owner)
         weights[layer].append(f"{inner}.{name}".strip("."))
     for layer, names in weights.items():
-        texts[layer] = (*texts.get(layer, ()), f"frozen parameters: {', '.join(names)}")
+        texts[layer] = (*texts.get(layer, ()), f"parameters: {', '.join(names)}")
     return texts
 
 

@@ -55,7 +55,7 @@ def kept_sections(layers: Sequence[LayerReading]) -> list[Section]:
 
 def host_text(plan: PlanValue) -> str:
     """Return what a plan has in the memory of the host; ``""`` for nothing."""
-    counts = (len(plan.offloaded), "tensors"), (len(plan.offloaded_weights), "frozen parameters")
+    counts = (len(plan.offloaded), "tensors"), (len(plan.offloaded_weights), "parameters")
     there = " and ".join(f"{n} {what}" for n, what in counts if n)
     if not there:
         return ""

@@ -200,7 +200,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
 
     @property
     def offloaded_weights(self) -> tuple[OffloadWeight, ...]:
-        """The decisions to leave frozen parameters on the host."""
+        """The decisions to leave parameters on the host."""
         return tuple(one for one in self.decisions if isinstance(one, OffloadWeight))
 
     @property

@@ -206,7 +206,7 @@ def _is_without_data(parameter: Any) -> bool:
 BY_NAME = {named.name: OptimizerCandidate.of(named) for named in OPTIMIZERS}
 COMPARED = ("adamw-fused", "adamw-8bit")
 """Those that a verdict compares with Adam and AdamW."""
-COMPARED_ON_HOST = ("paged-adamw-8bit", "adamw-offload")
+COMPARED_ON_HOST = ("paged-adamw-8bit", "adamw-offload", "adamw-offload-gradients")
 """Those that it adds where these do not fit: their state is on the host."""
 
 

@@ -107,8 +107,11 @@ def trained(program: Program) -> tuple[int, ...]:
     return tuple(sorted(program.gradients))
 
 
-def recorded_step(of: Profile, make: Factory) -> OptimizerStep:
-    """Record an optimizer's step on the parameters of a profile that get a gradient."""
+def recorded_step(of: Profile, make: Factory) -> OptimizerStep | None:
+    """Record an optimizer's step on the parameters of a profile that get a gradient.
+
+    None: it lets gradients go in the backward pass, so that only a whole step can be recorded with it.
+    """
     # Shapes and types are those of the gradients, in the order of ``trained``.
     gradients = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
     like = [(t.shape, t.stride, getattr(torch, t.dtype)) for t in gradients]
@@ -117,12 +120,7 @@ def recorded_step(of: Profile, make: Factory) -> OptimizerStep:
         found.recorded, trained(found.recorded), found.fingerprint.setup.optimizer_host_bytes, make
     )
     # A hook has dropped gradients in the backward pass, such as that of an optimizer which offloads them.
-    if len(step.parameters) < len(like):
-        raise TraceError(
-            "the optimizer lets gradients go in the backward pass, so its step cannot be put behind that of another. "
-            "Record the whole step with it: sacplan.profile(..., optimizer=...)."
-        )
-    return step
+    return None if len(step.parameters) < len(like) else step
 
 
 # --- taking one out of a step, and putting one in
@@ -161,8 +159,18 @@ def is_replaceable(of: Profile) -> bool:
 
 
 def with_other_optimizer(of: Profile, make: Factory) -> Profile:
-    """Return a step with another optimizer in the place of its own."""
-    return with_optimizer(without_optimizer(of), recorded_step(of, make))
+    """Return a step with another optimizer in the place of its own.
+
+    Raises:
+        TraceError: the optimizer lets gradients go in the backward pass.
+    """
+    step = recorded_step(of, make)
+    if step is None:
+        raise TraceError(
+            "the optimizer lets gradients go in the backward pass, so its step cannot be put behind that of another. "
+            "Record the whole step with it: sacplan.profile(..., optimizer=...)."
+        )
+    return with_optimizer(without_optimizer(of), step)
 
 
 def program_with_optimizer(program: Program, step: OptimizerStep) -> Program:

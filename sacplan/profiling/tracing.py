@@ -47,7 +47,7 @@ from sacplan.record.fake_copy import FakeCopier
 from sacplan.record.fake_data import DataRules, data_rules
 from sacplan.record.fake_values import is_worst
 from sacplan.record.gradient_hooks import has_gradient_hooks, optimizers_in_backward
-from sacplan.record.host_state import host_bytes, shards_host_bytes
+from sacplan.record.host_state import host_bytes, shards_host_bytes, stepped_on_host
 from sacplan.record.largest_step import before_largest_step
 from sacplan.record.limits import WITHOUT_HOOKS, explained_limits, refuses_hooks
 from sacplan.record.model_inputs import recorded_inputs
@@ -596,6 +596,7 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
             step.model
         )  # its first step may lay parameters out anew, and so replace their memory
 
+    recorder.note_stepped_on_host(stepped_on_host(optimizer))
     # The first name that a storage gets stays: parameters before the batch, and the batch before caches.
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))

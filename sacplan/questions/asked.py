@@ -66,9 +66,9 @@ class Asked:
         return self.room.is_reserved
 
     @derived
-    def at(self, batch: int, seq: int | None) -> Profile:
-        """Return the step at a size, on one device and without an optimizer."""
-        return self.recordings.at(batch, seq)
+    def at(self, batch: int, seq: int | None, name: str | None = None) -> Profile:
+        """Return the step at a size, on one device: with the optimizer of a name, or without one."""
+        return self.recordings.at(batch, seq, **({} if name is None else {"optimizer": self.make_of(name)}))
 
     @cached_property
     def base(self) -> Profile:
@@ -100,14 +100,22 @@ class Asked:
         """By name, what makes each optimizer; None stands for no optimizer."""
         return {one.name: one.make for one in self.candidates.values()} or {"no optimizer": None}
 
+    def make_of(self, name: str) -> Factory | None:
+        """Return what makes an optimizer, by its name: one that is compared, or any of the table."""
+        return self.makes[name] if name in self.makes else BY_NAME[name].make
+
     @derived
     def step_of(self, name: str) -> OptimizerStep | None:
-        """Record the step of an optimizer by its name, on the whole model; None for no optimizer."""
-        base, make = self.base, self.makes[name]
+        """Record the step of an optimizer by its name, on the whole model; None: there is none, or it is ``whole``."""
+        base, make = self.base, self.make_of(name)
         if make is None:
             return None
         begins(f"the step of {name}")
         return recorded_step(base, make)
+
+    def whole(self, name: str) -> str | None:
+        """Return the name again if only a whole step can be recorded with an optimizer; else None."""
+        return name if self.make_of(name) is not None and self.step_of(name) is None else None
 
     # --- sizes
 

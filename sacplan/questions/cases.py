@@ -231,8 +231,9 @@ class Case:
     def row(self, way: Way) -> FitRow:
         """Return the row of one way, at the asked size."""
         begins(f"{self.name}, {way.name}")
-        # Its plan takes no more of the host than the optimizer leaves.
-        way = self._ways[way.name] = way.within(max(1, self.host_room_bytes - self.host_bytes))
+        # Its plan takes no more of the host than an optimizer behind the step leaves.
+        left = max(1, self.step.unplanned_host_bytes, self.host_room_bytes - self._behind_host_bytes)
+        way = self._ways[way.name] = way.within(left)
         found = self.found(way)
         made, taken = found.made, self._measure(found.made)
         host_bytes = self.host_bytes + made.host_bytes

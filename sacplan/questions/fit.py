@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from sacplan.core.arguments import checked
 from sacplan.core.budget import format_bytes, format_difference, parse_budget
+from sacplan.core.derived import derived
 from sacplan.core.progress import begins
 from sacplan.core.setup import Routing
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, devices, resolve_device
@@ -39,13 +40,8 @@ from sacplan.distributed.ranks.ranks import FSDP2
 from sacplan.errors import PlanError, SacplanWarning
 from sacplan.planning.infeasible import looking_for_plans
 from sacplan.planning.limits import OF_DEVICE, Limit, limit_of_device
-from sacplan.profiling.optimizer_table import (
-    BY_NAME,
-    COMPARED_ON_HOST,
-    OptimizerCandidate,
-    candidate_named,
-)
-from sacplan.profiling.optimizers import OptimizerStep, recorded_step, with_optimizer
+from sacplan.profiling.optimizer_table import COMPARED_ON_HOST, candidate_named
+from sacplan.profiling.optimizers import with_optimizer
 from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
 from sacplan.questions.asked import Asked
 from sacplan.questions.batch_sizes import Recordings, batches_of
@@ -62,9 +58,6 @@ from sacplan.record.step import LossFn
 _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
 _RUN = (
     "Peaks and largest sizes follow from dry runs of the compiled step at these sizes, and of the optimizers."
-)
-_NOT_TIMED = (
-    "Times are not predicted for optimizers on the host, whose state crosses the link, or which step there."
 )
 _TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
 
@@ -176,20 +169,19 @@ class Sweep(Asked):
     remarks: list[str] = field(default_factory=list)
 
     @property
-    def hosted(self) -> list[OptimizerCandidate]:
+    def hosted(self) -> list[str]:
         """Optimizers with their state on the host that are worth comparing with the one that was asked for."""
         is_adam = next(iter(self.candidates), "").startswith("adam")
-        return [
-            BY_NAME[name] for name in (COMPARED_ON_HOST if is_adam else ()) if name not in self.candidates
-        ]
+        return [name for name in (COMPARED_ON_HOST if is_adam else ()) if name not in self.candidates]
 
     @cached_property
     def cases(self) -> dict[str, Case]:
         """By name, the step with each optimizer."""
-        return {name: self._case(name, self.step_of(name)) for name in self.makes}
+        return {name: self._case(name) for name in self.makes}
 
-    def _case(self, name: str, step: OptimizerStep | None) -> Case:
-        return Case(name, self.base, step, self.limit, self.host_budget_bytes)
+    def _case(self, name: str) -> Case:
+        step = self.at(self.batch, self.seq, self.whole(name))
+        return Case(name, step, self.step_of(name), self.limit, self.host_budget_bytes)
 
     # --- ways
 
@@ -207,10 +199,10 @@ class Sweep(Asked):
 
     # --- sizes
 
-    @cached_property
-    def axes(self) -> tuple[SizeAxis, SizeAxis | None]:
-        """The batch sizes, and the sequence lengths; None for models without."""
-        by_batch = self.batch_axis(lambda n: self.at(n, self.seq))
+    @derived
+    def axes(self, whole: str | None) -> tuple[SizeAxis, SizeAxis | None]:
+        """Return the batch sizes, and the sequence lengths; None for models without. ``whole``: as for ``at``."""
+        by_batch = self.batch_axis(lambda n: self.at(n, self.seq, whole))
         if self.seq is None:
             return by_batch, None
         # Half the length is quicker to record. But it has to be a multiple of ``_TOKENS`` as well, since
@@ -224,13 +216,13 @@ class Sweep(Asked):
         unit = _TOKENS if self.seq % _TOKENS == 0 else 1
         most = {} if self.longest is None else {"most": self.longest // unit}
         return by_batch, SizeAxis(
-            "sequence", self.seq, sizes, lambda n: self.at(self.batch, n), self.notes, unit, **most
+            "sequence", self.seq, sizes, lambda n: self.at(self.batch, n, whole), self.notes, unit, **most
         )
 
     def with_sizes(self, row: FitRow) -> FitRow:
         """Return the row with its largest batch and sequence."""
         begins(f"largest sizes: {row.optimizer}, {row.way}")
-        case, (by_batch, by_seq) = self.cases[row.optimizer], self.axes
+        case, (by_batch, by_seq) = self.cases[row.optimizer], self.axes(self.whole(row.optimizer))
         longest = None if by_seq is None else case.largest(row, by_seq)
         return replace(row, largest_batch=case.largest(row, by_batch), longest_seq=longest)
 
@@ -295,10 +287,14 @@ class Sweep(Asked):
 
     def _with_state_on_host(self) -> list[FitRow]:
         """Return rows of optimizers whose state is on the host, each up to the first way that fits."""
-        found = []
-        for one in self.hosted:
-            step = recorded_step(self.base, one.make)
-            if step.host_bytes > self.host_budget_bytes:
+        found: list[FitRow] = []
+        accumulates = self.recordings.options["accumulation_steps"] > 1
+        for name in self.hosted:
+            # One that lets gradients go cannot add to them, and is tried where nothing else fits.
+            if self.whole(name) and (accumulates or any(row.fits for row in found)):
+                continue
+            case = self._case(name)
+            if case.host_bytes > self.host_budget_bytes:
                 # The default is no promise: other machines have another share of the host for each device.
                 kind = (
                     "common machines have"
@@ -306,17 +302,23 @@ class Sweep(Asked):
                     else "there are"
                 )
                 self.notes.append(
-                    f"{one.name} would take {format_bytes(step.host_bytes)} of the host's memory, of which {kind} "
+                    f"{name} would take {format_bytes(case.host_bytes)} of the host's memory, of which {kind} "
                     f"{format_bytes(self.host_budget_bytes)} for each {self.spec.name}."
                 )
                 continue
-            case = self.cases[one.name] = self._case(one.name, step)
-            for way in self.ways:
+            self.cases[name] = case
+            # Where gradients leave as well, so may weights.
+            more = host_ways(self.ways) if self.whole(name) else ()
+            for way in (*self.ways, *filter(case.may_fit, more)):
                 found.append(case.row(way))
                 if found[-1].fits:
                     break
-        if found:
-            self.notes.append(_NOT_TIMED)
+        if untimed := [
+            name for name in dict.fromkeys(row.optimizer for row in found) if not self.whole(name)
+        ]:
+            self.notes.append(
+                f"Times are not predicted for {', '.join(untimed)}: their state or parameters cross the link."
+            )
         return found
 
     def _rows_on_ranks(self) -> tuple[list[FitRow], Callable[[FitRow], FitRow]]:

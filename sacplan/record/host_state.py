@@ -38,6 +38,7 @@ PAGED_FROM = 100_000
 _LIBRARY = torch.library.Library("sacplan", "FRAGMENT")
 _LIBRARY.define("fused_update_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states) -> ()")
 _LIBRARY.define("from_host_(Tensor(a!)[] parameters, int[] read_bytes) -> ()")
+_LIBRARY.define("gradient_to_host(Tensor gradient) -> ()")
 
 
 @torch.library.impl(_LIBRARY, "fused_update_", "Meta")
@@ -51,6 +52,11 @@ def _copied(parameters: Any, read_bytes: Any) -> None:
 
     ``read_bytes`` is what the update of each reads on the host; its time depends on it (``device/host_step.py``).
     """
+
+
+@torch.library.impl(_LIBRARY, "gradient_to_host", "Meta")
+def _left(gradient: Any) -> None:
+    """Allocate nothing: the memory on the host is there."""
 
 
 # --- what is on the host
@@ -80,6 +86,15 @@ def host_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None:
         return 0
     return sum(t.nbytes for t in paged_state(optimizer)) + int(getattr(optimizer, "host_bytes", 0))
+
+
+def stepped_on_host(optimizer: torch.optim.Optimizer | None) -> frozenset[int]:
+    """Return the identities of the parameters that a fake optimizer updates on the host, and keeps no gradient of."""
+    return (
+        frozenset(map(id, optimizer.without_gradients))
+        if isinstance(optimizer, CPUOffloadSizes)
+        else frozenset()
+    )
 
 
 def shards_host_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
@@ -173,6 +188,7 @@ class CPUOffloadSizes(torch.optim.Optimizer):
 
     Attributes:
         host_bytes: of parameters, gradients and state on the host.
+        without_gradients: the parameters whose gradients leave the device at once.
     """
 
     stands_for = "CPUOffloadOptimizer"
@@ -196,20 +212,29 @@ class CPUOffloadSizes(torch.optim.Optimizer):
         if self._small is not None:
             # All state on the device is that of the small parameters.
             self.state = self._small.state
-        if offload_gradients:
-            for p in self._offloaded:
-                p.register_post_accumulate_grad_hook(_drop_gradient)
+        self.without_gradients = self._offloaded if offload_gradients else []
+        self._stream = torch.cpu.Stream()
+        for p in self._offloaded:
+            # Not a method of its own: that of a parameter's hook would hold the parameter.
+            p.register_post_accumulate_grad_hook(
+                functools.partial(_copy_gradient, self._stream, offload_gradients)
+            )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Write the host's copies over the parameters; update the small ones."""
+        """Write the host's copies over the parameters, when all gradients are there; update the small ones."""
+        torch.cpu.current_stream().wait_stream(self._stream)
         torch.ops.sacplan.from_host_(self._offloaded, self._read_bytes)
         if self._small is not None:
             self._small.step()
 
 
-def _drop_gradient(p: torch.Tensor) -> None:
-    p.grad = None
+def _copy_gradient(stream: Any, drops: bool, p: torch.Tensor) -> None:
+    stream.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(stream):
+        torch.ops.sacplan.gradient_to_host(p.grad)
+    if drops:
+        p.grad = None
 
 
 def _bytes_on_host(

@@ -186,6 +186,10 @@ class Recorder(Watching):
         self._calls.name(unwrapped(model))
         self._training.track_model(model)
 
+    def note_stepped_on_host(self, parameters: frozenset[int]) -> None:
+        """Note, before they are tracked, the identities of parameters that an optimizer updates on the host."""
+        self._training.stepped_on_host = parameters
+
     def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
         """Count the optimizer's state, the one that is there and the one that it will make.
 
@@ -552,7 +556,7 @@ class Recorder(Watching):
             resizes=tuple((same[s], before, after) for s, before, after in storages.resizes),
             streams={} if self._streams is None else {same[s]: n for s, n in self._streams.side.items()},
             gathering=self._calls.gathering(),
-            frozen=storages.frozen,
+            fixed=storages.fixed,
         )
         named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
         recorded = only_filled(recorded)

@@ -152,8 +152,8 @@ class SavedTensors:
         return handle
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
-        """Whether a plan may have the storage wait on the host: a frozen parameter. No clones are taken of those."""
-        return self._how == "virtual" and self._storages.is_frozen(tensor.untyped_storage())
+        """Whether a plan may have the storage wait on the host: a parameter. No clones are taken of those."""
+        return self._how == "virtual" and self._storages.is_fixed(tensor.untyped_storage())
 
     def _clone(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
         """Return a copy of the part of the storage that the tensor spans; handles on the same part share one.

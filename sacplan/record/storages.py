@@ -116,19 +116,19 @@ class Storages:
             self.kinds[known] = kind
 
     def name_fixed(self, tensor: torch.Tensor, name: str, *, alone: bool) -> None:
-        """Note a name of a parameter or buffer; ``alone``: it is frozen, so that it may be one of ``frozen``."""
+        """Note a name of a parameter or buffer; ``alone``: the device does not change it, so it may be ``fixed``."""
         if is_plain(tensor):
             storage = tensor.untyped_storage()
             names = self._names.setdefault(storage_key(storage), set())
             filled = tensor.numel() * tensor.element_size() == storage.nbytes()
             names.update((name,) if alone and filled else ("", name))
 
-    def is_frozen(self, storage: Any) -> bool:
-        """Whether a storage is that of a single frozen parameter, which fills it."""
+    def is_fixed(self, storage: Any) -> bool:
+        """Whether a storage is that of a single parameter that the device does not change, which fills it."""
         return len(self._names.get(storage_key(storage), ())) == 1
 
     @property
-    def frozen(self) -> dict[int, str]:
+    def fixed(self) -> dict[int, str]:
         """The names of such parameters by storage, of those that were there before the step."""
         named = ((self.ids.get(key), names) for key, names in self._names.items())
         return {at: next(iter(names)) for at, names in named if at in self.initial and len(names) == 1}

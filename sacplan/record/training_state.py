@@ -29,6 +29,7 @@ class TrainingState:
     Attributes:
         gradients: storage of a parameter to the tensor that is its gradient.
         runs_closure: whether the last of these steps got a closure, which runs the step with gradients.
+        stepped_on_host: identities of the parameters that an optimizer updates on the host, and keeps no gradient of.
         in_optimizer_step: how many steps of optimizers run, one inside of another: of a wrapper, and what it wraps.
     """
 
@@ -41,6 +42,7 @@ class TrainingState:
         on_gpu: bool = False,
     ) -> None:
         self.gradients: dict[int, int] = {}
+        self.stepped_on_host: frozenset[int] = frozenset()
         self.in_optimizer_step = 0
         self.runs_closure = False
         self._is_paused = is_paused
@@ -82,7 +84,7 @@ class TrainingState:
     def track_model(self, model: torch.nn.Module) -> None:
         """Count parameters, buffers and gradients."""
         for name, p in model.named_parameters(remove_duplicate=False):
-            self._storages.name_fixed(p, name, alone=not p.requires_grad)
+            self._storages.name_fixed(p, name, alone=not p.requires_grad or id(p) in self.stepped_on_host)
         for name, b in model.named_buffers(remove_duplicate=False):
             self._storages.name_fixed(b, name, alone=False)
         for p in model.parameters():

@@ -25,6 +25,7 @@ from benchmarks import (
     published_ops,
     swapping,
     verdicts,
+    whole_models,
     zoo,
 )
 from benchmarks.harness.results import GIB, RESULTS, ROOT, Row, read_results
@@ -75,6 +76,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
         lambda: published.offloading_table(published.read_page_rows()[0]),
     ),
     "swapping": (ROOT / "docs/offload.md", lambda: swapping.table(SWAPPING)),
+    "whole models": (whole_models.PAGE, lambda: whole_models.table(_rows("whole_models"))),
     "verdicts": (verdicts.PAGE, lambda: verdicts.markdown(VERDICTS)),
 }
 

@@ -19,6 +19,7 @@ from sacplan.core.decisions import OffloadWeight, SeenTensor
 from sacplan.errors import PlanError, SacplanError, SacplanWarning
 from sacplan.techniques.offload.sites import sites_of, weight_of, weights_asked_for
 from sacplan.techniques.offload.weights import homes_of
+from tests.support.on_host import Int8
 from tests.support.slow import slow_after
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal, grads_of, mean_square
@@ -36,19 +37,6 @@ class Lora(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x) + self.b(self.a(x))
         return out
-
-
-class Int8(nn.Module):
-    """A layer that dequantizes its weight, and a scale for each output."""
-
-    def __init__(self, fan_in: int, fan_out: int) -> None:
-        super().__init__()
-        weight = torch.randint(-127, 127, (fan_out, fan_in), dtype=torch.int8)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = nn.Parameter(torch.rand(fan_out, 1) / 1000)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
 
 
 class Block(nn.Module):
@@ -165,7 +153,7 @@ def test_a_parameter_leaves_only_if_each_of_its_uses_is_served() -> None:
             return self.head(x) * self.blocks[1].down.base.weight.sum()
 
     program = sacplan.profile(Uses(), TOKENS, mean_square, SGD, device="cpu").program
-    names = {program.frozen[s]: program.scopes[home.call].fqn for s, home in homes_of(program).items()}
+    names = {program.fixed[s]: program.scopes[home.call].fqn for s, home in homes_of(program).items()}
     large = {name: call for name, call in names.items() if name.endswith("weight") and "norm" not in name}
     assert large == {
         "blocks.0.down.base.weight": "blocks.0.down.base",
@@ -294,7 +282,7 @@ def test_no_dearer_than_the_best_number_of_blocks_by_hand(tokens: tuple[int, int
     program = profile.program
     by_block: dict[str, list[OffloadWeight]] = {}
     for s, home in homes_of(program).items():
-        name, module = program.frozen[s], program.scopes[home.call].fqn
+        name, module = program.fixed[s], program.scopes[home.call].fqn
         if name.startswith("blocks."):
             block = ".".join(name.split(".")[:2])
             # Each block comes when the one before it begins, forward and backward, as trainers do it.
@@ -333,10 +321,10 @@ def test_plans_and_profiles_are_files(planned: sacplan.Plan, tmp_path: Any) -> N
     assert sacplan.Plan.load(tmp_path / "plan.json") == planned
     profile = profiled()
     profile.save(tmp_path / "profile.json")
-    assert sacplan.Profile.load(tmp_path / "profile.json").program.frozen == profile.program.frozen
+    assert sacplan.Profile.load(tmp_path / "profile.json").program.fixed == profile.program.fixed
     words = str(planned)
-    assert f"{len(planned.offloaded_weights)} frozen parameters; with waits" in words
-    assert "on the host  frozen parameters: weight\n" in words  # of the embedding
+    assert f"{len(planned.offloaded_weights)} parameters; with waits" in words
+    assert "on the host  parameters: weight\n" in words  # of the embedding
     # Reports are about the device.
     assert int(sacplan.Report(profile, planned).alive_at_peak()["bytes"].sum()) == planned.peak_bytes
     assert profile.timeline(planned)["total_bytes"].max() == planned.peak_bytes
@@ -346,8 +334,8 @@ def test_errors(planned: sacplan.Plan) -> None:
     profile = profiled()
     one = planned.offloaded_weights[-1]
     for changed, said in (
-        ({"parameter": "blocks.0.up.a.weight"}, "is trained, shared, or used elsewhere"),
-        ({"module": "blocks.0"}, "is trained, shared, or used elsewhere"),
+        ({"parameter": "blocks.0.up.a.weight"}, "is changed on the device, shared, or used elsewhere"),
+        ({"module": "blocks.0"}, "is changed on the device, shared, or used elsewhere"),
         ({"begin": "nowhere"}, "does not run once before"),
     ):
         with pytest.raises(PlanError, match=said):

@@ -458,3 +458,16 @@ def test_the_peak_at_any_size_is_that_of_the_program_there(techniques: tuple[str
         exact = found.at(n)
         margin = len(exact.program.storage_bytes) * 512
         assert abs(peaks.at(n) - exact.footprint(plan.decisions).peak_bytes) <= margin
+
+
+def test_where_only_weights_on_the_host_fit() -> None:
+    """With the optimizer that the row names, ``profile`` and ``plan`` say the same."""
+    found = on_gpu("22MiB", "adamw", 2)
+    (row,) = (row for row in found.rows if row.fits)
+    assert (row.optimizer, row.way) == ("adamw-offload-gradients", "plan + chunked loss + offload")
+    profile = profiled_on_gpu(row.optimizer, 2)
+    plan = sacplan.plan(profile, "22MiB", techniques=row.techniques)
+    assert any(one.trained for one in plan.offloaded_weights)
+    assert (row.peak_bytes, row.step_ms) == (plan.peak_bytes, plan.planned_ms)
+    assert row.host_bytes == plan.host_bytes + profile.optimizer_host_bytes
+    assert "offload_gradients=True" in found.code

@@ -35,7 +35,7 @@ def bit_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def peaks_of_steps(build: Any, steps: int) -> list[int]:
+def peaks_of_steps(build: Any, steps: int, loss_fn: Any = mean_square) -> list[int]:
     """Return the peaks of the first steps of a training loop, by the allocator's events alone.
 
     ``build()`` returns a model, a batch and an optimizer. It runs under the profiler, so that all they hold is counted.
@@ -46,7 +46,7 @@ def peaks_of_steps(build: Any, steps: int) -> list[int]:
         for name in names:
             with torch.profiler.record_function(name):
                 pass
-            loss = mean_square(model, batch)
+            loss = loss_fn(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

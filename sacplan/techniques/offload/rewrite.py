@@ -40,6 +40,9 @@ TO_HOST, WAIT_OUT = "sacplan.copy_to_host", "sacplan.wait_for_copy_to_host"
 TO_DEVICE, WAIT_BACK = "sacplan.copy_to_device", "sacplan.wait_for_copy_to_device"
 """The names of the ops that a rewrite adds. Those that wait have the time that computation waits."""
 
+FROM_HOST = "sacplan.from_host_.default"
+"""The name of the op in which an optimizer updates parameters on the host (``record/host_state.py``)."""
+
 
 class Move(NamedTuple):
     """A storage that is away, by places in the recorded program.
@@ -60,7 +63,7 @@ class Move(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A frozen parameter that stays on the host, and its visits on the device, by places in the recorded program.
+    """A parameter that stays on the host, and its visits on the device, by places in the recorded program.
 
     Attributes:
         storage: that of the parameter.
@@ -289,9 +292,19 @@ class _Journey:
     def _let_go(self, position: int) -> None:
         if self.host < 0 or not self.held:
             return  # nobody holds it any more
+        # At one op memory is let go of first, and copies out begin behind it.
+        begun = 0
+        while begun < len(self.out) and self._begins_out(*self.out[-1 - begun]):
+            begun += 1
+        waiting = self.out[len(self.out) - begun :]
+        del self.out[len(self.out) - begun :]
         self._wait_out(position)
         self.out += [(_RELEASE, handle) for handle in self.held]
+        self.out += waiting
         self.gone, self.held = self.held, {}
+
+    def _begins_out(self, code: int, arg: int) -> bool:
+        return code == _OP and self.draft.ops[arg].name == TO_HOST
 
     def _drop(self, position: int) -> None:
         """Give up a copy for which nobody has a handle when the call is over."""
@@ -348,7 +361,7 @@ class _Journey:
 
 
 class _Visits(_Journey):
-    """Follows a frozen parameter: its storage is on the host, and each visit on the device is a storage of its own.
+    """Follows a parameter: its storage is on the host, and each visit on the device is a storage of its own.
 
     In the executor, what autograd and recipes hold lets go of the first visit when the module's call ends, and shares
     the second one. So it lives from where it is needed, or fetched, to the end of the last of them.

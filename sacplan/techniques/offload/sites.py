@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from sacplan.core.decisions import Offload, SeenTensor, Site
@@ -80,24 +80,27 @@ def weights_asked_for(program: Program, unit: str) -> Mapping[int, int]:
     Only a weight that the unit uses once tells for which of its uses it is asked for.
     """
     uses: Counter[int] = Counter(s for op in sites_of(program, unit) for s in set(tensors_of(program, op)))
-    first = _first_backward_ops(program)
+    backward = _backward_ops(program)
     found = {}
     for op in sites_of(program, unit):
-        if program.ops[op].name in _WEIGHTS and op in first:
+        if program.ops[op].name in _WEIGHTS and op in backward:
             # The executor learns of the backward pass only where autograd asks for what it saved.
             weight = tensors_of(program, op)[weight_of(program, op)]
-            if weight >= 0 and program.storage_kinds[weight] == StorageKind.PARAMETER and uses[weight] == 1:
-                found[int(program.liveness.op_events[first[op]])] = op
+            is_parameter = weight >= 0 and program.storage_kinds[weight] == StorageKind.PARAMETER
+            # A product whose other factor needs no gradient does not save it.
+            asked = any(weight in program.ops[one].reads for one in backward[op])
+            if is_parameter and asked and uses[weight] == 1:
+                found[int(program.liveness.op_events[backward[op][0]])] = op
     return dict(sorted(found.items()))
 
 
 @derived
-def _first_backward_ops(program: Program) -> dict[int, int]:
-    """Return by forward op the first op of its gradient that runs."""
-    found: dict[int, int] = {}
+def _backward_ops(program: Program) -> dict[int, list[int]]:
+    """Return by forward op the ops of its gradient, in the order in which they run."""
+    found: dict[int, list[int]] = defaultdict(list)
     for code, arg in program.events:
         if code == Event.OP and program.ops[arg].phase == Phase.BACKWARD and program.ops[arg].forward_of >= 0:
-            found.setdefault(program.ops[arg].forward_of, arg)
+            found[program.ops[arg].forward_of].append(arg)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The technique "offload": what is kept for the backward pass waits on the host, and so do frozen parameters."""
+"""The technique "offload": what is kept for the backward pass waits on the host, and so do parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sacplan.techniques.offload.weights import visits_of
 
 
 class Offloading(Technique):
-    """Copies of saved tensors wait on the host between the passes, and frozen parameters but for their uses."""
+    """Copies of saved tensors wait on the host between the passes, and parameters but for their uses."""
 
     name = "offload"
     row = "offload"
@@ -37,7 +37,7 @@ class Offloading(Technique):
     frees_otherwise = True
 
     def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
-        """Return regions of frozen parameters, whose options leave these on the host. They have no ops."""
+        """Return regions of parameters, whose options leave these on the host. They have no ops."""
         return weight_regions(step)
 
     def leaving_bytes(self, step: PlanStep) -> int:

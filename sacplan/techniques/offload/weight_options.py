@@ -1,4 +1,4 @@
-"""Regions whose options leave frozen parameters on the host, one for each unit that uses some.
+"""Regions whose options leave parameters on the host, one for each unit that uses some.
 
     for region in weight_regions(step): region.options
 
@@ -23,7 +23,7 @@ from sacplan.distributed.ranks.unit_limits import too_wide
 from sacplan.techniques.base.regions import Option, Reach, Region
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.offload.options import LARGEST, ROUNDED, SMALLEST, TIE, Offloads
-from sacplan.techniques.offload.rewrite import Visit
+from sacplan.techniques.offload.rewrite import Visit, last_writes
 from sacplan.techniques.offload.sites import sites_of, weight_of, weights_asked_for
 from sacplan.techniques.offload.timing import copy_ms
 from sacplan.techniques.offload.weights import homes_of
@@ -63,7 +63,7 @@ def leaving_bytes(step: PlanStep) -> int:
 
 
 class _Weights(Offloads):
-    """The frozen parameters of a step, by unit."""
+    """The parameters of a step that may leave, by unit."""
 
     def __init__(self, step: PlanStep, spec: DeviceSpec) -> None:
         super().__init__(step, spec)
@@ -205,8 +205,9 @@ def weight_decisions(
             home.asked,
             OffloadWeight(
                 unit=outer[left.unit],
-                parameter=program.frozen[visit.storage],
+                parameter=program.fixed[visit.storage],
                 module=program.scopes[visit.call].fqn,
+                trained=visit.storage in last_writes(program),
                 begin=program.scopes[visit.begin].fqn,
                 fetch=fetch,
             ),

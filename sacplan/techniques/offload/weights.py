@@ -1,8 +1,9 @@
-"""Frozen parameters that may wait on the host between their uses, and decisions about them as visits.
+"""Parameters that may wait on the host between their uses, and decisions about them as visits.
 
     home = homes_of(program)[storage]  # the module call in which a forward pass needs the parameter
 
-A parameter may leave if each use of it is one that the executor serves:
+A parameter may leave if the device never changes it: it is frozen, or its optimizer updates it on the host and keeps
+its gradient there. And each use of it has to be one that the executor serves:
 
 - In the forward pass, one module call runs all ops that read it, and its module is called once: the executor brings the
   parameter when that call begins, and takes it away when it ends.
@@ -19,12 +20,12 @@ from typing import NamedTuple
 from sacplan.core.decisions import OffloadWeight
 from sacplan.core.derived import derived
 from sacplan.core.program import ROOT_SCOPE, CallSite, Event, Phase, Program, StorageKind
-from sacplan.techniques.offload.rewrite import Visit, last_writes
+from sacplan.techniques.offload.rewrite import FROM_HOST, Visit, last_writes
 from sacplan.techniques.offload.sites import sites_of, weights_asked_for
 
 
 class Home(NamedTuple):
-    """Where a frozen parameter is used.
+    """Where a parameter is used.
 
     Attributes:
         call: the innermost module call that runs all ops of the forward pass that read it.
@@ -37,11 +38,11 @@ class Home(NamedTuple):
 
 @derived
 def homes_of(program: Program) -> Mapping[int, Home]:
-    """Return by storage where the frozen parameters are used that may wait on the host."""
+    """Return by storage where the parameters are used that may wait on the host."""
     # Parameters that are gathered from shards are others in each step.
     if program.gathering or program.on_dtensors:
         return {}
-    found = {s: _home(program, s) for s in program.frozen}
+    found = {s: _home(program, s) for s in program.fixed}
     return {s: home for s, home in found.items() if home is not None}
 
 
@@ -54,7 +55,7 @@ def _home(program: Program, storage: int) -> Home | None:
         program.storage_kinds[storage] != StorageKind.PARAMETER
         or call == ROOT_SCOPE
         or program.calls.get(program.scopes[call].fqn) != (call,)
-        or storage in last_writes(program)
+        or (storage in (written := last_writes(program)) and program.ops[written[storage]].name != FROM_HOST)
         or storage in program.gradients
         # The kernel of a GPU wants the weights of a recurrent layer in one piece of memory, of which each is a part.
         or any(part in program.ops[op].name for op in forward for part in ("lstm", "gru", "rnn"))
@@ -93,10 +94,10 @@ class _Uses(NamedTuple):
 
 @derived
 def _uses(program: Program) -> Mapping[int, _Uses]:
-    """Return the uses of the frozen parameters, in any phase."""
-    found = {s: _Uses([], [], []) for s in program.frozen}
+    """Return the uses of the parameters that may leave, in any phase; an update on the host is none."""
+    found = {s: _Uses([], [], []) for s in program.fixed}
     for code, arg in program.events:
-        if code == Event.OP:
+        if code == Event.OP and program.ops[arg].name != FROM_HOST:
             for s in found.keys() & program.ops[arg].reads:
                 found[s].readers.append(arg)
         elif code in (Event.PACK, Event.UNPACK) and (s := program.storage_of(code, arg)) in found:
@@ -106,7 +107,7 @@ def _uses(program: Program) -> Mapping[int, _Uses]:
 
 def visits_of(program: Program, decisions: Sequence[OffloadWeight]) -> list[Visit] | str:
     """Return the visits that decisions stand for, or why one of them cannot be carried out on this step."""
-    storages = {name: s for s, name in program.frozen.items()}
+    storages = {name: s for s, name in program.fixed.items()}
     found: list[Visit] = []
     for one in decisions:
         storage = storages.get(one.parameter)
@@ -114,8 +115,8 @@ def visits_of(program: Program, decisions: Sequence[OffloadWeight]) -> list[Visi
         if storage is None or home is None or program.scopes[home.call].fqn != one.module:
             return (
                 f"the plan leaves parameter {one.parameter!r} on the host but for the call of module {one.module!r}, "
-                "and it is trained, shared, or used elsewhere as well. Leave out this decision, or have sacplan.plan "
-                "make the plan."
+                "and it is changed on the device, shared, or used elsewhere as well. Leave out this decision, or have "
+                "sacplan.plan make the plan."
             )
         calls = program.calls.get(one.begin, ())
         if len(calls) != 1 or program.liveness.entered[calls[0]] > program.liveness.entered[home.call]:

@@ -1,19 +1,23 @@
-"""Frozen parameters that lie on the host: each is on the device while its module runs, and for the backward pass.
+"""Parameters that lie on the host: each is on the device while its module runs, and for the backward pass.
 
 ``parameter.data`` is memory of the host between the uses, so ``state_dict``, ``named_parameters`` and whoever loads
 into the parameter find the weights there. It is swapped for a copy on the device while the module runs. What autograd,
 and recipes, have saved of that copy lets go of it when the call ends, and shares a second copy when it is asked for.
+
+One that is trained is updated where it lies. Its optimizer moves the gradient to the host as soon as it is there, as
+torchao's ``CPUOffloadOptimizer`` does with ``offload_gradients=True``.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sacplan.core.decisions import OffloadWeight
 from sacplan.core.places import StepDifference
@@ -41,14 +45,17 @@ class HostWeight:
         unit: in which what autograd saves is seen.
         number: that of the decision.
         board: knows what has been taken away in the forward pass that runs.
+        trained: whether it may be trained.
 
     Raises:
         PlanError: the memory of the parameter is not its own.
     """
 
-    def __init__(self, module: torch.nn.Module, name: str, unit: str, number: int, board: Board) -> None:
+    def __init__(
+        self, module: torch.nn.Module, name: str, unit: str, number: int, board: Board, *, trained: bool
+    ) -> None:
         self._module, self._name, self._unit = module, name, unit
-        self._number, self._board = number, board
+        self._number, self._board, self._trained = number, board, trained
         parameter = module._parameters[name]
         if parameter is None or not _fills_storage(parameter):
             raise PlanError(
@@ -106,7 +113,7 @@ class HostWeight:
         """Have the parameter on the device.
 
         Raises:
-            PlanError: it is trained by now.
+            PlanError: it is trained by now, and was not when the plan was made.
         """
         with _switching:
             self._inside += 1
@@ -117,7 +124,7 @@ class HostWeight:
         parameter = self._parameter
         if parameter is None:
             return
-        if parameter.requires_grad:
+        if parameter.requires_grad and not self._trained:
             raise PlanError(
                 f"{self} is trained by now, and the plan leaves it on the host, never to be copied back. Freeze it, "
                 "requires_grad_(False); or remove the plan, and make one from a profile of the model as it is."
@@ -164,6 +171,16 @@ class HostWeight:
                 f"{self} was written in place between the forward "
                 "and the backward pass that needs it. Load or change weights before the forward pass, or after the "
                 "backward pass."
+            )
+
+    def check_gradient(self, optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> None:
+        """Raise ``OffloadError`` if an optimizer of these parameters, by identity, would step it on the device."""
+        parameter = self._parameter
+        if parameter is not None and parameter.grad is not None and id(parameter) in parameters:
+            raise OffloadError(
+                f"{self} lies on the host, and its gradient is on the device, where {type(optimizer).__name__} would "
+                "update it. Train with the kind of optimizer that the plan was made for, which updates it on the host: "
+                "torchao.optim.CPUOffloadOptimizer(params, offload_gradients=True, ...)."
             )
 
     def restore(self) -> None:
@@ -251,10 +268,12 @@ class InstalledWeights:
         self._marked = marked
         self._forwards: dict[str, WeightForward] = {}
         self._weights: list[HostWeight] = []
+        self._watched: Any = None
         parameters = dict(model.named_parameters(remove_duplicate=False))
         try:
             for number, one in weights.items():
-                if one.parameter not in parameters or parameters[one.parameter].requires_grad:
+                given = parameters.get(one.parameter)
+                if given is None or (given.requires_grad and not one.trained):
                     raise PlanError(
                         f"the plan leaves parameter {one.parameter!r} on the host, which the model does not have, or "
                         "trains. Freeze it, requires_grad_(False); or profile the model as it is, and plan again."
@@ -265,13 +284,22 @@ class InstalledWeights:
                         "the plan leaves them. Take it off; or plan with other techniques than offload."
                     )
                 owner, _, name = one.parameter.rpartition(".")
-                weight = HostWeight(model.get_submodule(owner), name, one.unit, number, board)
+                weight = HostWeight(
+                    model.get_submodule(owner), name, one.unit, number, board, trained=one.trained
+                )
                 self._weights.append(weight)
                 self._forward_of(model, one.begin).begins.append(weight)
                 self._forward_of(model, one.module).own.append(weight)
+            if any(one.trained for one in weights.values()):
+                self._watched = register_optimizer_step_pre_hook(self._check_gradients)
         except Exception:
             self.remove()
             raise
+
+    def _check_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for weight in self._weights:
+            weight.check_gradient(optimizer, parameters)
 
     def _forward_of(self, model: torch.nn.Module, fqn: str) -> WeightForward:
         if fqn not in self._forwards:
@@ -306,6 +334,8 @@ class InstalledWeights:
 
     def remove(self) -> None:
         """Bring the parameters back, and give every module its own forward back."""
+        if self._watched is not None:
+            self._watched.remove()
         for found in self._forwards.values():
             above = found.module.__dict__.get("forward")
             if above is found:

@@ -1,0 +1,123 @@
+"""What does a step cost that trains all weights of a model which the GPU does not hold?
+
+    python -m benchmarks.whole_models
+    python -m benchmarks.whole_models --table      # puts the table on docs/offload.md
+
+A row is a step of one sequence in bfloat16 on one GPU, with torchao's optimizer on the host, to which gradients leave
+at once (``adamw-offload-gradients``). The plan may recompute, slice and offload, weights included, and has to fit the
+GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import sacplan
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import GIB, RESULTS, ROOT, Row, read_results
+from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
+from sacplan.cli.targets import load_target
+from sacplan.integrations.hf.target import ModelOptions
+
+FIGURES = RESULTS / "whole_models.json"
+PAGE = ROOT / "docs" / "offload.md"
+CASES = {
+    "Llama-3-8B on 24GB": ("meta-llama/Meta-Llama-3-8B", 8192, "24GB", "128GiB"),
+    "Qwen2.5-7B on h100": ("Qwen/Qwen2.5-7B", 8192, "h100", "256GiB"),
+    "Llama-3-70B on h100": ("meta-llama/Meta-Llama-3-70B", 8192, "h100", "1024GiB"),
+    "Llama-3-70B on 24GB": ("meta-llama/Meta-Llama-3-70B", 8192, "24GB", "1024GiB"),
+}
+"""Model, tokens, GPU, and memory of the host."""
+
+
+def row_of(case: str) -> Row:
+    """Return the row of a model on a GPU."""
+    model, tokens, device, host = CASES[case]
+    options = ModelOptions(dtype="bfloat16", seq=tokens, batch=1, optimizer="adamw-offload-gradients")
+    target = load_target(f"hf:{model}", options)
+    profile = sacplan.profile(target.model, target.batch, target.loss_fn, target.optimizer, device=device)
+    parameters = list(target.model.parameters())
+    row: Row = {
+        "case": case,
+        "tokens": tokens,
+        "parameters": sum(p.numel() for p in parameters),
+        "weights_bytes": sum(p.nbytes for p in parameters),
+        "plain_peak_bytes": profile.peak_bytes,
+        "plain_step_ms": profile.step_ms,
+        "host_budget": host,
+        "optimizer_host_bytes": profile.optimizer_host_bytes,
+    }
+    began = time.process_time()
+    try:
+        plan = sacplan.plan(profile, techniques=("recompute", "chunk", "offload"), host_budget=host)
+    except sacplan.InfeasibleBudget as error:
+        return row | {"held": False, "smallest_bytes": error.smallest_feasible_bytes}
+    return row | {
+        "held": True,
+        "planning_cpu_s": time.process_time() - began,
+        "peak_bytes": plan.peak_bytes,
+        "step_ms": plan.planned_ms,
+        "host_bytes": plan.host_bytes,
+        "weights_on_host": len(plan.offloaded_weights),
+    }
+
+
+def tflops(row: Row) -> float:
+    """Return the rate as it is usually published: six FLOPs for each parameter and token."""
+    return float(6e-9 * row["parameters"] * row["tokens"] / row["step_ms"])
+
+
+def _line(row: Row) -> str:
+    said = f"{row['case']}: {row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.0f} ms"
+    if not row["held"]:
+        return f"{said}; smallest {row['smallest_bytes'] / GIB:.2f} GiB"
+    on_host = (row["host_bytes"] + row["optimizer_host_bytes"]) / GIB
+    return (
+        f"{said}; plan {row['peak_bytes'] / GIB:.2f} GiB, {row['step_ms']:.0f} ms, {tflops(row):.0f} TFLOP/s, "
+        f"{on_host:.1f} GiB on the host; planned in {row['planning_cpu_s']:.0f} s"
+    )
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the table of the page."""
+    lines = markdown_head(
+        (
+            "model",
+            "weights",
+            "as it is",
+            "with the plan",
+            "on the host: plan, optimizer",
+            "tokens/s",
+            "TFLOP/s",
+        )
+    )
+    for row in rows:
+        cells = [f"`{row['case']}`", f"{row['weights_bytes'] / GIB:.1f} GiB"]
+        cells.append(f"{row['plain_peak_bytes'] / GIB:.1f} GiB, {row['plain_step_ms'] / 1e3:.2f} s")
+        if row["held"]:
+            cells += [
+                f"{row['peak_bytes'] / GIB:.1f} GiB, {row['step_ms'] / 1e3:.2f} s",
+                f"{row['host_bytes'] / GIB:.1f}, {row['optimizer_host_bytes'] / GIB:.1f} GiB",
+                f"{1e3 * row['tokens'] / row['step_ms']:,.0f}",
+                f"{tflops(row):.0f}",
+            ]
+        else:
+            cells += [f"smallest {row['smallest_bytes'] / GIB:.1f} GiB", *["-"] * 3]
+        lines.append(markdown_line(cells))
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = Parser(__doc__, "whole_models.json")
+    parser.add_argument("--table", action="store_true", help="only put the file's figures on the page")
+    parser.choice("--cases", CASES)
+    arguments = parser.begin(silence=True)
+    if arguments.table:
+        put_on_page(PAGE, "python -m benchmarks.whole_models", table(read_results(arguments.json)[1]))
+        return
+    run_cases(arguments.cases, lambda case: [row_of(case)], _line, arguments.json, key="case")
+
+
+if __name__ == "__main__":
+    main()
