@@ -264,8 +264,15 @@ class Sweep(Asked):
         for way in filter(self._could_fit, host_ways(self.ways)):
             found += self._on_the_host_with(way, names, rows, cheapest)
         # State on the host is a last resort: its way over the link costs time that is not predicted.
-        fits = cheapest is not None or any(row.fits for row in found)
-        return found if fits else found + self._with_state_on_host()
+        if cheapest is not None or any(row.fits for row in found):
+            return found
+        found += self._with_state_on_host()
+        if not any(row.fits for row in found):
+            self.notes.append(
+                f"Plans and optimizers may take {format_bytes(self.host_budget_bytes)} of the host's memory. If there is "
+                "more, say so: host_budget (--host-budget)."
+            )
+        return found
 
     def _on_the_host_with(
         self, way: Way, names: list[str], rows: list[FitRow], cheapest: FitRow | None

@@ -471,3 +471,16 @@ def test_where_only_weights_on_the_host_fit() -> None:
     assert (row.peak_bytes, row.step_ms) == (plan.peak_bytes, plan.planned_ms)
     assert row.host_bytes == plan.host_bytes + profile.optimizer_host_bytes
     assert "offload_gradients=True" in found.code
+
+
+def test_memory_of_the_host_may_be_what_is_missing() -> None:
+    """Where weights have to leave and the host has no room for them, a sentence says what may help."""
+    assert not any("host_budget" in sentence for sentence in on_gpu("22MiB", "adamw", 2).computed)
+    optimizer_bytes = profiled_on_gpu("adamw-offload-gradients", 2).optimizer_host_bytes
+    made = lambda n: tokens(n, 256, 4096)  # noqa: E731
+    found = sacplan.fit(
+        wide(), made, "h100 without workspaces", cross_entropy, "adamw", "22MiB", batch=2, sizes=False,
+        host_budget=f"{optimizer_bytes + 2**20}B",
+    )  # fmt: skip
+    assert found.recommended is None
+    assert any("host_budget" in sentence for sentence in found.computed)
