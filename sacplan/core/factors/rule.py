@@ -195,6 +195,31 @@ def register(*names: str) -> Callable[[FormulaT], FormulaT]:
     return add
 
 
+def register_both_ways(
+    there: str, back: str
+) -> Callable[[Callable[[RuleBuilder, Any, Any], tuple[Dims, Dims]]], None]:
+    """Register a formula for ops that make one tensor of another, and for those that go back: their gradients.
+
+    It gets the call, the one tensor and the other, and returns the factors of both.
+    """
+
+    def add(formula: Callable[[RuleBuilder, Any, Any], tuple[Dims, Dims]]) -> None:
+        def forward(call: RuleBuilder) -> Rule:
+            dims, made = formula(call, call.inputs[0], call.outputs[0])
+            return call.rule([dims], [made])
+
+        def backward(call: RuleBuilder) -> Rule:
+            dims, made = formula(call, call.outputs[0], call.inputs[0])
+            if "input_sizes" in call.arguments:
+                call.resize_all("input_sizes", dims)
+            return call.rule([made], [dims])
+
+        register(there)(forward)
+        register(back)(backward)
+
+    return add
+
+
 @functools.cache
 def formula_of(func: torch._ops.OpOverload) -> Formula | None:
     """Return the formula of an op; None if it has none.
