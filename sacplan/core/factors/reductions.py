@@ -67,16 +67,14 @@ def blocked_at(call: RuleBuilder, shape: Sequence[int], whole: frozenset[int]) -
 )
 def along_a_dimension(call: RuleBuilder) -> Rule:
     """All tensors have the same dimensions, but for the one that is worked along: it may be shorter, or missing."""
-    shape = tuple(max((t.shape for t in (*call.inputs, *call.outputs)), key=len))
+    shape = max((tuple(t.shape) for t in (*call.inputs, *call.outputs)), key=len)
     dim = call["dim"] % max(len(shape), 1)
     dims = blocked_at(call, shape, frozenset([dim]))
     others = shape[:dim] + shape[dim + 1 :]
 
     def dims_of(t: Any) -> Dims:
-        if tuple(t.shape) == shape:
-            return dims
         if len(t.shape) == len(shape):
-            return (*dims[:dim], *call.blocked(t.shape[dim : dim + 1]), *dims[dim + 1 :])
+            return call.of_length(dims, shape, t.shape)
         if tuple(t.shape) == others:
             return (*dims[:dim], *dims[dim + 1 :])
         return call.blocked(t.shape)  # empty, of one dimension, which ``cat`` leaves out
@@ -90,11 +88,6 @@ def along_a_dimension(call: RuleBuilder) -> Rule:
 @register("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def _fft(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
-    whole = reduced_dims(call, len(x.shape))
-    dims = blocked_at(call, x.shape, whole)
+    dims = blocked_at(call, x.shape, reduced_dims(call, len(x.shape)))
     # Transforms between real and complex numbers store about half of the last dimension.
-    changed = {d for d in whole if x.shape[d] != out.shape[d]}
-    return call.rule(
-        [dims],
-        [tuple(call.factor(out.shape[d], Kind.BLOCK) if d in changed else f for d, f in enumerate(dims))],
-    )
+    return call.rule([dims], [call.of_length(dims, x.shape, out.shape)])

@@ -131,6 +131,13 @@ class RuleBuilder(Call):
         """Make factors for dimensions that must be whole."""
         return self.dims(shape, Kind.BLOCK)
 
+    def of_length(self, dims: Dims, shape: Sequence[int], other: Sequence[int]) -> Dims:
+        """Return the factors ``dims`` of a shape for one whose dimensions of other lengths must be whole."""
+        return tuple(
+            f if n == length else self.factor(length, Kind.BLOCK)
+            for f, n, length in zip(dims, shape, other, strict=True)
+        )
+
     def becomes(self, factors: Collection[int], kind: Kind, *outputs: int) -> None:
         """Set the kind of factors in these outputs; in all, if none are given."""
         for factor in factors:

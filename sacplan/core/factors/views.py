@@ -165,7 +165,7 @@ def _slice(call: RuleBuilder, x: Any, part: Any) -> tuple[Dims, Dims]:
     dim = call["dim"] % len(x.shape)
     if x.shape[dim] != part.shape[dim]:
         dims = blocked_at(call, x.shape, frozenset([dim]))
-        return dims, (*dims[:dim], call.factor(part.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
+        return dims, call.of_length(dims, x.shape, part.shape)
     # The whole dimension: a view of everything, as ``x[:]`` leaves it. An ``end`` that is the size shrinks with a
     # slice; a larger one, which stands for "to the end", stays.
     dims = call.dims(x.shape)
@@ -220,17 +220,10 @@ def _triangle(call: RuleBuilder) -> Rule:
 @register("constant_pad_nd")
 def _pad(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
-    padding = call["pad"]
-    padded = frozenset(
-        len(x.shape) - 1 - i // 2
-        for i, n in enumerate(padding)
-        if n  # pairs, from the last dimension
-    )
+    # The argument has pairs, from the last dimension on.
+    padded = frozenset(len(x.shape) - 1 - i // 2 for i, n in enumerate(call["pad"]) if n)
     dims = blocked_at(call, x.shape, padded)
-    return call.rule(
-        [dims],
-        [tuple(call.factor(n, Kind.BLOCK) if d in padded else dims[d] for d, n in enumerate(out.shape))],
-    )
+    return call.rule([dims], [call.of_length(dims, x.shape, out.shape)])
 
 
 @register_both_ways("pixel_shuffle", "pixel_unshuffle")
