@@ -322,25 +322,28 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
 
 def scripted_inside(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the outermost modules made by ``torch.jit.script`` or ``torch.jit.trace``; "" is the model itself."""
-    found: list[str] = []
-    for fqn, module in model.named_modules():
-        # ``named_modules`` yields a module before those inside of it, so the outer one is known by then.
-        if isinstance(module, torch.jit.ScriptModule) and not any(fqn.startswith(f"{o}.") for o in found):
-            found.append(fqn)
-    return tuple(found)
+    return _outermost(model, lambda module: isinstance(module, torch.jit.ScriptModule))
 
 
 def compiled_inside(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the outermost modules, except for the model itself, that are compiled on their own."""
+    return _outermost(model, lambda module: module is not model and _is_compiled(module))
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    # ``module.compile()``, a module in ``torch.compile(module)``'s wrapper, and ``torch.compile(module.forward)``.
+    return (
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def _outermost(model: torch.nn.Module, of_kind: Callable[[torch.nn.Module], bool]) -> tuple[str, ...]:
     found: list[str] = []
     for fqn, module in model.named_modules():
-        # ``module.compile()``, a module in ``torch.compile(module)``'s wrapper, and ``torch.compile(module.forward)``.
-        compiled = (
-            module._compiled_call_impl is not None
-            or "_orig_mod" in module._modules
-            or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-        )
-        if fqn and compiled and not any(fqn.startswith(f"{outer}.") for outer in found):
+        # ``named_modules`` yields a module before those inside of it, so the outer one is known by then.
+        if of_kind(module) and not any(is_inside(fqn, outer) for outer in found):
             found.append(fqn)
     return tuple(found)
 

@@ -121,14 +121,13 @@ def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
 def _register_layouts(stack: ExitStack) -> None:
     # The kernels that are entered last are asked first. So those for sizes of 1 come before a CPU's own, and these
     # before those for every device. Those that are only quick come first, and leave what is not plain to the others.
-    on_any = {op: _where(_is_any, kernel) for op, kernel in kernels_for("all devices").items()}
-    on_cpu = {op: _where(_is_cpu, kernel) for op, kernel in kernels_for("CPU").items()}
-    stack.enter_context(fake_kernels(on_any))
-    stack.enter_context(fake_kernels(on_cpu))
-    sizes_of_one = {op: _where(_is_any, kernel) for op, kernel in elementwise_kernels().items()}
-    stack.enter_context(fake_kernels(sizes_of_one))
-    quick = {op: _where(_is_any, kernel) for op, kernel in quick_kernels().items()}
-    stack.enter_context(fake_kernels(quick))
+    for is_active, table in (
+        (_is_any, kernels_for("all devices")),
+        (_is_cpu, kernels_for("CPU")),
+        (_is_any, elementwise_kernels()),
+        (_is_any, quick_kernels()),
+    ):
+        stack.enter_context(fake_kernels({op: _where(is_active, kernel) for op, kernel in table.items()}))
 
 
 def _register_cuda_kernels(stack: ExitStack) -> None:
