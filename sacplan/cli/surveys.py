@@ -209,7 +209,7 @@ def _plan_to_show(
     return made
 
 
-_FIGURES = ("memory", "frontier", "tradeoffs")
+_FIGURES = ("memory", "frontier")
 _FORMATS = ("png", "svg")
 
 

@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -186,16 +187,14 @@ def _where(error: Exception) -> str | None:
     skipped = [ours, contextlib.__file__, "<frozen", str(importlib.__file__)]
     skipped += [] if torch is None else [str(Path(torch).parent)]
     found = module = None
-    trace = error.__traceback__
     # From the outermost frame inwards: the last match is the innermost.
-    while trace is not None:
-        code = trace.tb_frame.f_code
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
         # A model of a library that is in torch has no frame of the user's; its class is the next best.
-        if code.co_name == "forward" and "self" in trace.tb_frame.f_locals:
-            module = f"in {type(trace.tb_frame.f_locals['self']).__name__}"
+        if code.co_name == "forward" and "self" in frame.f_locals:
+            module = f"in {type(frame.f_locals['self']).__name__}"
         if not code.co_filename.startswith(tuple(skipped)):
-            found = f"{code.co_filename}:{trace.tb_lineno}, in {code.co_name}"
-        trace = trace.tb_next
+            found = f"{code.co_filename}:{line}, in {code.co_name}"
     return found or module
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sacplan.core.elements import CallSite
 
@@ -89,11 +90,7 @@ class CallSites:
         # Keys tell a new call of the same module from the one before, so calls get their numbers here: those that are
         # common with the last op keep theirs, the others are new.
         if keys != self._keys:
-            common = 0
-            for key, known in zip(keys, self._keys, strict=False):
-                if key != known:
-                    break
-                common += 1
+            common = _n_common(keys, self._keys)
             new = tuple((name, self._seen[name]) for _, name in keys[common:])
             self._move((*self.calls[:common], *new))
             self._keys = keys
@@ -114,11 +111,7 @@ class CallSites:
             yield tuple(likely)
         # From no call ended to all of them: the calls around the last op that are kept, outermost first, and the rest
         # begun anew.
-        common = 0
-        for name, (known, _) in zip(names, self.calls, strict=False):
-            if name != known:
-                break
-            common += 1
+        common = _n_common(names, [name for name, _ in self.calls])
         for same in range(common, -1, -1):
             yield (*self.calls[:same], *((name, self._seen[name]) for name in names[same:]))
 
@@ -129,7 +122,7 @@ class CallSites:
         """
         if calls == self.calls:
             return self.place
-        common = self._common(calls)
+        common = _n_common(calls, self.calls)
         return _named(calls[-1]) if common < len(calls) else f"after {_named(self.calls[common])}"
 
     def resume(self, around: Sequence[tuple[Hashable, str]], calls: tuple[Call, ...]) -> None:
@@ -137,22 +130,24 @@ class CallSites:
         self.follow(calls)
         self._keys = tuple(around)
 
-    def _common(self, calls: tuple[Call, ...]) -> int:
-        common = 0
-        for call, known in zip(calls, self.calls, strict=False):
-            if call != known:
-                break
-            common += 1
-        return common
-
     def _move(self, calls: tuple[Call, ...]) -> None:
         # The place first: it is told by where the last op was. Then the numbers of the calls that are entered, so that
         # the next call of the same module gets the next one.
         self.place = self.place_in(calls)
-        for name, number in calls[self._common(calls) :]:
+        for name, number in calls[_n_common(calls, self.calls) :]:
             self._seen[name] = max(self._seen[name], number + 1)
         self.caller = _named(calls[-1]) if calls else ""
         self.calls = calls
+
+
+def _n_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items two sequences have in common at their beginning."""
+    n = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        n += 1
+    return n
 
 
 def _named(call: Call) -> str:

@@ -129,79 +129,58 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     def model_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
         """Return differences in the configuration of the model, which ``apply`` can see."""
         # A setting that one of the two does not have is not compared.
-        found = []
-        if None not in (self.use_cache, here.use_cache) and self.use_cache != here.use_cache:
+        found: tuple[SetupDifference, ...] = ()
+        if None not in (self.use_cache, here.use_cache):
             advice = (
                 "What the cache holds is alive until the step is over: set model.config.use_cache = False, or plan "
                 "the model as it is. (Nothing to do if each call passes use_cache=False.)"
             )
             # Only a cache that is on here takes more than was planned. The other way round the peak can only be lower.
-            found.append(
-                SetupDifference(
-                    "key-value cache",
-                    _on(self.use_cache),
-                    _on(here.use_cache),
-                    advice if here.use_cache else "",
-                )
+            found += _differing(
+                "key-value cache", _on(self.use_cache), _on(here.use_cache), advice if here.use_cache else ""
             )
-        if self.attention and here.attention and self.attention != here.attention:
+        if self.attention and here.attention:
             advice = "Other kernels keep other tensors: use the same attn_implementation, or plan the model as it is."
-            found.append(
-                SetupDifference("attention", ", ".join(self.attention), ", ".join(here.attention), advice)
-            )
-        return tuple(found)
+            found += _differing("attention", ", ".join(self.attention), ", ".join(here.attention), advice)
+        return found
 
     def mode_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
         """Return differences in training and eval mode, which are known once a step runs."""
-        found = []
-        if self.dropout != here.dropout:
-            # A probability changes no shape: what matters is a module that drops values, and dropped none.
-            # Of modes that are mixed a loop may make others before each step.
-            more = "mixed" not in (self.modules, here.modules) and here.dropout.keys() - self.dropout.keys()
-            advice = "Dropout keeps a mask of what it drops: call model.train() before sacplan.profile too."
-            found.append(
-                SetupDifference(
-                    "dropout",
-                    _probabilities(self.dropout),
-                    _probabilities(here.dropout),
-                    advice if more else "",
-                )
-            )
-        if (self.modules, self.in_eval) != (here.modules, here.in_eval):
-            found.append(SetupDifference("modules", self._modes(), here._modes()))
-        return tuple(found)
+        # A probability changes no shape: what matters is a module that drops values, and dropped none.
+        # Of modes that are mixed a loop may make others before each step.
+        more = "mixed" not in (self.modules, here.modules) and here.dropout.keys() - self.dropout.keys()
+        advice = "Dropout keeps a mask of what it drops: call model.train() before sacplan.profile too."
+        modules = _differing("modules", self._modes(), here._modes())
+        if self.dropout == here.dropout:  # by module: two that read the same may differ
+            return modules
+        dropout = (_probabilities(self.dropout), _probabilities(here.dropout))
+        return (SetupDifference("dropout", *dropout, advice if more else ""), *modules)
 
     def step_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
         """Return differences in the loss, the optimizer and autocast."""
-        found = []
-        if self.loss != here.loss:
-            # Two names may stand for the same loss, but no loss_fn that is given sums all outputs.
-            advice = "Give the loss_fn that was profiled." if SUM_OF_OUTPUTS in (self.loss, here.loss) else ""
-            found.append(SetupDifference("loss", self.loss, here.loss, advice))
-        found.extend(self.optimizer_difference(here.optimizer))
-        if self.autocast != here.autocast:
-            advice = "Enter the same torch.autocast as around sacplan.profile."
-            found.append(SetupDifference("autocast", self.autocast or "off", here.autocast or "off", advice))
-        found.extend(self.accumulation_difference(here.accumulation_steps))
-        return tuple(found)
+        # Two names may stand for the same loss, but no loss_fn that is given sums all outputs.
+        loss = "Give the loss_fn that was profiled." if SUM_OF_OUTPUTS in (self.loss, here.loss) else ""
+        autocast = "Enter the same torch.autocast as around sacplan.profile."
+        return (
+            *_differing("loss", self.loss, here.loss, loss),
+            *self.optimizer_difference(here.optimizer),
+            *_differing("autocast", self.autocast or "off", here.autocast or "off", autocast),
+            *self.accumulation_difference(here.accumulation_steps),
+        )
 
     def accumulation_difference(self, here: int) -> tuple[SetupDifference, ...]:
         """Return the difference in the number of micro-batches, if there is one."""
-        if self.accumulation_steps == here:
-            return ()
         # How many there are beyond the second changes no peak.
         advice = f"Gradients of earlier micro-batches are alive in each later one: plan with accumulation_steps={here}."
-        planned, now = (_micro_batches(n) for n in (self.accumulation_steps, here))
         more = self.accumulation_steps == 1
-        return (SetupDifference("accumulation", planned, now, advice if more else ""),)
+        planned, now = (_micro_batches(n) for n in (self.accumulation_steps, here))
+        return _differing("accumulation", planned, now, advice if more else "")
 
     def optimizer_difference(self, here: str | None) -> tuple[SetupDifference, ...]:
         """Return the difference in the optimizer, if there is one (see ``optimizer_name``)."""
-        if self.optimizer == here:
-            return ()
         advice = "The optimizer's state and its step's temporaries are part of the peak: give the one that trains to "
         where = "sacplan.profile." if self.optimizer is None else "both sacplan.profile and this step."
-        return (SetupDifference("optimizer", self.optimizer or "none", here or "none", advice + where),)
+        return _differing("optimizer", self.optimizer or "none", here or "none", advice + where)
 
     def __str__(self) -> str:
         """Return one line: ``cache off, dropout 0.1, sdpa attention, the model's own loss, AdamW(fused=True)``."""
@@ -226,6 +205,11 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             return f"{self.modules} mode"
         names = [fqn or "the model itself" for fqn in self.in_eval]
         return f"{', '.join(names[:3])}{', ...' if names[3:] else ''} in eval mode"
+
+
+def _differing(what: str, planned: str, here: str, advice: str = "") -> tuple[SetupDifference, ...]:
+    """Return the difference of two values in words; nothing where they read the same."""
+    return () if planned == here else (SetupDifference(what, planned, here, advice),)
 
 
 def _micro_batches(n: int) -> str:
@@ -338,25 +322,28 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
 
 def scripted_inside(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the outermost modules made by ``torch.jit.script`` or ``torch.jit.trace``; "" is the model itself."""
-    found: list[str] = []
-    for fqn, module in model.named_modules():
-        # ``named_modules`` yields a module before those inside of it, so the outer one is known by then.
-        if isinstance(module, torch.jit.ScriptModule) and not any(fqn.startswith(f"{o}.") for o in found):
-            found.append(fqn)
-    return tuple(found)
+    return _outermost(model, lambda module: isinstance(module, torch.jit.ScriptModule))
 
 
 def compiled_inside(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the outermost modules, except for the model itself, that are compiled on their own."""
+    return _outermost(model, lambda module: module is not model and _is_compiled(module))
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    # ``module.compile()``, a module in ``torch.compile(module)``'s wrapper, and ``torch.compile(module.forward)``.
+    return (
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def _outermost(model: torch.nn.Module, of_kind: Callable[[torch.nn.Module], bool]) -> tuple[str, ...]:
     found: list[str] = []
     for fqn, module in model.named_modules():
-        # ``module.compile()``, a module in ``torch.compile(module)``'s wrapper, and ``torch.compile(module.forward)``.
-        compiled = (
-            module._compiled_call_impl is not None
-            or "_orig_mod" in module._modules
-            or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-        )
-        if fqn and compiled and not any(fqn.startswith(f"{outer}.") for outer in found):
+        # ``named_modules`` yields a module before those inside of it, so the outer one is known by then.
+        if of_kind(module) and not any(is_inside(fqn, outer) for outer in found):
             found.append(fqn)
     return tuple(found)
 

@@ -58,16 +58,10 @@ flops: RuleTable[Callable[[Arguments], int]] = RuleTable()
 
 
 # torch's own formulas for attention refuse grouped queries before 2.12: ours take precedence.
-_ATTENTION = [
-    f"aten::_scaled_dot_product_{kernel}"
-    for kernel in (
-        "flash_attention",
-        "efficient_attention",
-        "cudnn_attention",
-        "flash_attention_for_cpu",
-        "fused_attention_overrideable",
-    )
-]
+_ATTENTION = aten_names("""
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
+""")
 
 
 @flops(*_ATTENTION)
@@ -170,47 +164,19 @@ _FREE = aten_names("""
 _FREE_NAMESPACES = ("prim", "profiler", "inductor")
 # Read no more of their first argument than they write.
 _GATHERS = aten_names("embedding index _unsafe_index index_select gather take")
-# The index of a matrix operand where it is not the first argument.
-_MATRIX_ARG = {
-    "aten::addmm": 1,
-    "aten::addmm_": 1,
-    "aten::baddbmm_": 1,
-    "aten::baddbmm": 1,
-    "aten::addbmm": 1,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _CostTraits:
-    """Facts about an op that its cost depends on, looked up once."""
-
-    free: bool
-    counts_flops: bool
-    overwrites: bool
-    gathers: bool
-    matrix_arg: int
+# Products whose first argument is the summand.
+_WITH_SUMMAND = aten_names("addmm addmm_ baddbmm baddbmm_ addbmm")
 
 
 @functools.cache
-def _cost_traits(func: torch._ops.OpOverload) -> _CostTraits:
+def is_free(func: torch._ops.OpOverload) -> bool:
+    """Whether an op launches no kernel: a view, a metadata query, a bare allocation."""
     schema = func._schema
-    name = schema.name
     views = bool(schema.returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
     )
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-    return _CostTraits(
-        free=name in _FREE or name.split("::")[0] in _FREE_NAMESPACES or (views and not writes),
-        counts_flops=func._overloadpacket in flop_counter.flop_registry or name in flops,
-        overwrites=name in OVERWRITES,
-        gathers=name in _GATHERS,
-        matrix_arg=_MATRIX_ARG.get(name, 0),
-    )
-
-
-def is_free(func: torch._ops.OpOverload) -> bool:
-    """Whether an op launches no kernel: a view, a metadata query, a bare allocation."""
-    return _cost_traits(func).free
+    return schema.name in _FREE or func.namespace in _FREE_NAMESPACES or (views and not writes)
 
 
 def _bytes_in(tree: Any) -> int:
@@ -219,20 +185,20 @@ def _bytes_in(tree: Any) -> int:
 
 def op_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Return the bytes that one op reads and writes; 0 for views, metadata queries and bare allocations."""
-    traits = _cost_traits(func)
-    if traits.free:
+    if is_free(func):
         return 0
+    name = func._schema.name
     # An op that writes in place may return nothing (``_foreach_add_``): what it wrote is then among its arguments.
     written = _bytes_in(out) or _bytes_in(op_traits(func).written(args, kwargs))
     read = 0
     for i, arg in enumerate(args):
-        if i == 0 and traits.overwrites:
+        if i == 0 and name in OVERWRITES:
             continue
         nbytes = _bytes_in(arg)
         # Of a table it reads the rows that it looks up, not all.
-        read += min(nbytes, written) if i == 0 and traits.gathers else nbytes
+        read += min(nbytes, written) if i == 0 and name in _GATHERS else nbytes
     outs = op_traits(func).written_names  # among the keyword arguments: ``out=``, which is not read
-    read += sum(_bytes_in(value) for name, value in kwargs.items() if name not in outs)
+    read += sum(_bytes_in(value) for key, value in kwargs.items() if key not in outs)
     return read + written
 
 
@@ -260,7 +226,7 @@ def _conv_tf32_allowed() -> bool:
 
 def _matrix_dtype(func: torch._ops.OpOverload, args: Sequence[Any]) -> torch.dtype:
     """Return the type that the matrix units work on: that of the first matrix operand."""
-    operands = args[_cost_traits(func).matrix_arg :]
+    operands = args[1:] if func._schema.name in _WITH_SUMMAND else args
     return next((arg.dtype for arg in operands if isinstance(arg, torch.Tensor)), torch.float32)
 
 
@@ -289,7 +255,7 @@ class CostModel:
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> tuple[int, float]:
         """Return (FLOPs, milliseconds) of one call of ``func`` that returned ``out``."""
-        if _cost_traits(func).free:
+        if is_free(func):
             return 0, 0.0
         # The output is in the key: where its size depends on data, equal arguments may give another one.
         key = (func, signature(args), signature(kwargs) if kwargs else None, signature(out), _repeats(args))
@@ -304,7 +270,7 @@ class CostModel:
     def _compute(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> tuple[int, float]:
-        count = op_flops(func, args, kwargs, out) if _cost_traits(func).counts_flops else 0
+        count = op_flops(func, args, kwargs, out)
         peak = self.flops_per_s(func, args) if count else 0.0
         if func._schema.name == _FROM_HOST:
             # An update that another processor makes: no kernel of the device, and no FLOPs of it.

@@ -47,7 +47,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from sacplan.device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan.device.foreach import foreach_by_default
-from sacplan.device.layouts import cpu_kernels, elementwise_kernels, quick_kernels, shared_kernels
+from sacplan.device.layouts import elementwise_kernels, kernels_for, quick_kernels
 from sacplan.device.overrides import fake_kernel, override
 from sacplan.torch_compat.fake_kernels import FakeKernel, fake_kernels, forget_kernels
 from sacplan.torch_compat.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
@@ -121,14 +121,13 @@ def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
 def _register_layouts(stack: ExitStack) -> None:
     # The kernels that are entered last are asked first. So those for sizes of 1 come before a CPU's own, and these
     # before those for every device. Those that are only quick come first, and leave what is not plain to the others.
-    on_any = {op: _where(_is_any, kernel) for op, kernel in shared_kernels().items()}
-    on_cpu = {op: _where(_is_cpu, kernel) for op, kernel in cpu_kernels().items()}
-    stack.enter_context(fake_kernels(on_any))
-    stack.enter_context(fake_kernels(on_cpu))
-    sizes_of_one = {op: _where(_is_any, kernel) for op, kernel in elementwise_kernels().items()}
-    stack.enter_context(fake_kernels(sizes_of_one))
-    quick = {op: _where(_is_any, kernel) for op, kernel in quick_kernels().items()}
-    stack.enter_context(fake_kernels(quick))
+    for is_active, table in (
+        (_is_any, kernels_for("all devices")),
+        (_is_cpu, kernels_for("CPU")),
+        (_is_any, elementwise_kernels()),
+        (_is_any, quick_kernels()),
+    ):
+        stack.enter_context(fake_kernels({op: _where(is_active, kernel) for op, kernel in table.items()}))
 
 
 def _register_cuda_kernels(stack: ExitStack) -> None:

@@ -23,14 +23,15 @@ its input in the L2 cache, which is faster. Uncoalesced reads of a true transpos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 
-from sacplan.torch_compat.ops import RuleTable, arguments_by_name, aten_names, op_traits, tensors_in
+from sacplan.torch_compat.calls import Call as AnyCall
+from sacplan.torch_compat.ops import RuleTable, aten_names, op_traits, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,44 +57,35 @@ class Kernel:
     launches: int = 1
 
 
-class Call:
+@dataclass(eq=False)
+class Call(AnyCall):
     """One call of an op, with its operands sorted.
 
     Attributes:
-        func, args, kwargs, out: the call.
-        reads: tensors that it reads, each once, even if it is given twice.
-        writes: tensors that it writes.
         flops: by the op's formula; 0 without one.
     """
 
-    __slots__ = ("args", "flops", "func", "kwargs", "out", "reads", "writes")
+    flops: int = 0
 
-    def __init__(
-        self,
-        func: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        flops: int = 0,
-    ) -> None:
-        self.func, self.args, self.kwargs, self.out, self.flops = func, args, kwargs, out, flops
-        name = func._schema.name
+    @cached_property
+    def writes(self) -> list[torch.Tensor]:
+        """The tensors that it writes."""
         # An op that writes in place may return nothing (``_foreach_add_``): what it wrote is among its arguments.
-        self.writes = list(tensors_in(out)) or list(tensors_in(op_traits(func).written(args, kwargs)))
-        given = list(tensors_in(args[1:] if name in OVERWRITES else args))
-        outs = op_traits(func).written_names
-        given += [t for key, value in kwargs.items() if key not in outs for t in tensors_in(value)]
-        self.reads = list({id(t): t for t in given}.values())
+        written = op_traits(self.func).written(self.args, self.kwargs)
+        return list(tensors_in(self.returned)) or list(tensors_in(written))
+
+    @cached_property
+    def reads(self) -> list[torch.Tensor]:
+        """The tensors that it reads, each once, even if it is given twice."""
+        given = list(tensors_in(self.args[1:] if self.func._schema.name in OVERWRITES else self.args))
+        outs = op_traits(self.func).written_names
+        given += [t for key, value in self.kwargs.items() if key not in outs for t in tensors_in(value)]
+        return list({id(t): t for t in given}.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all operands, each moved once."""
-        return sum(map(tensor_bytes, self.reads)) + sum(map(tensor_bytes, self.writes))
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of the operands that are read."""
-        return sum(map(tensor_bytes, self.reads))
+        return sum(map(tensor_bytes, self.reads)) + self.written_bytes
 
     @property
     def written_bytes(self) -> int:
@@ -245,7 +237,7 @@ def _foreach(call: Call) -> tuple[Kernel, ...]:
     tensors = max(map(len, lists), default=1)
     elements = max((sum(t.numel() for t in a) for a in lists), default=0)
     # What comes back is a list more where the op is not in place.
-    depth = min(len(lists) + (call.out is not None), len(_TENSORS_AT_ONCE))
+    depth = min(len(lists) + (call.returned is not None), len(_TENSORS_AT_ONCE))
     at_once = _TENSORS_AT_ONCE[max(depth, 1) - 1]
     launches = max(-(-tensors // at_once), -(-elements // _ELEMENTS_AT_ONCE), 1)
     return (Kernel("foreach", call.nbytes, launches=launches),)
@@ -271,10 +263,13 @@ def _matrix_product(call: Call) -> tuple[Kernel, ...]:
     if out is None or out.dim() < 2 or not out.numel() or out.layout is not torch.strided:
         return (Kernel("matmul", call.nbytes, flops=call.flops),)
     rows, columns = out.shape[-2:]
-    inner = call.flops / (2 * out.numel())
+    return (_tiled(call, call.nbytes, rows, columns, call.flops / (2 * out.numel())),)
+
+
+def _tiled(call: Call, nbytes: float, rows: int, columns: int, inner: float) -> Kernel:
     padded = _up(rows, _LEAST_TILE) * _up(columns, _LEAST_TILE) / (rows * columns)
     per_tile = 2 * _TILE * _TILE * min(inner, _SPLIT)
-    return (Kernel("matmul", call.nbytes, flops=call.flops * padded, block_flops=per_tile),)
+    return Kernel("matmul", nbytes, flops=call.flops * padded, block_flops=per_tile)
 
 
 @kernels("bitsandbytes::gemm_4bit")
@@ -284,18 +279,15 @@ def _product_4bit(call: Call) -> tuple[Kernel, ...]:
     See ``kernel_workspaces.py`` for when that runs. bitsandbytes 0.50, ``backends/cuda/ops.py``.
     """
     activations, packed = call.args[0], call.args[1]
-    given = arguments_by_name(call.func, call.args, call.kwargs)
-    weight = given["shapeB"][0] * given["shapeB"][1]
+    weight = call["shapeB"][0] * call["shapeB"][1]
     dequantized = weight * activations.element_size()
     kernels_found = [Kernel("pointwise", tensor_bytes(packed) + dequantized, weight)]
-    scales = given["absmax_8bit"]
+    scales = call["absmax_8bit"]
     if scales is not None:  # one kernel dequantizes them to float32, and one adds the offset
         kernels_found += [Kernel("pointwise", n_bytes * scales.numel()) for n_bytes in (1 + 4, 4 + 4)]
     moved = tensor_bytes(activations) + dequantized + call.written_bytes
-    rows, columns = activations.numel() // activations.shape[-1], given["shapeB"][0]
-    padded = _up(rows, _LEAST_TILE) * _up(columns, _LEAST_TILE) / (rows * columns)
-    per_tile = 2 * _TILE * _TILE * min(activations.shape[-1], _SPLIT)
-    return (*kernels_found, Kernel("matmul", moved, flops=call.flops * padded, block_flops=per_tile))
+    inner = activations.shape[-1]
+    return *kernels_found, _tiled(call, moved, activations.numel() // inner, call["shapeB"][0], inner)
 
 
 def _up(size: int, step: int) -> int:

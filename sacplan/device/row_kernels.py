@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sacplan.device.op_kernels import Call, Kernel, kernels, tensor_bytes
-from sacplan.torch_compat.ops import arguments_by_name, aten_names
+from sacplan.torch_compat.ops import aten_names
 
 # ---------------------------------------------------------------------------------------------------------
 # Reductions (Reduce.cuh) and scans (ScanUtils.cuh)
@@ -105,7 +105,7 @@ def _layer_norm(call: Call) -> tuple[Kernel, ...]:
 def _layer_norm_backward(call: Call) -> tuple[Kernel, ...]:
     """Two kernels that read gradient and input: for the input's gradient, and for those of weight and bias."""
     grad, x = tensor_bytes(call.args[0]), tensor_bytes(call.args[1])
-    mask = arguments_by_name(call.func, call.args, call.kwargs)["output_mask"]
+    mask = call["output_mask"]
     found = []
     if mask[0]:
         found.append(Kernel("norm_backward", grad + 2 * x))
@@ -151,8 +151,7 @@ def _batch_norm(call: Call) -> tuple[Kernel, ...]:
     """
     x = call.args[0]
     nbytes = tensor_bytes(x)
-    training = arguments_by_name(call.func, call.args, call.kwargs).get("training", True)
-    if not training:
+    if not call.arguments.get("training", True):
         return (Kernel("pointwise", nbytes + call.written_bytes),)
     moments = _moments_of_channels(call, x, nbytes, passes=1) or Kernel("reduction", nbytes)
     return moments, Kernel("norm", nbytes + call.written_bytes)
@@ -189,8 +188,7 @@ _QUERY_TILE = 128
     _scaled_dot_product_fused_attention_overrideable
 """))  # fmt: skip
 def _attention(call: Call) -> tuple[Kernel, ...]:
-    a = arguments_by_name(call.func, call.args, call.kwargs)
-    return (_attention_kernel(call, a["query"], a["key"], bool(a["is_causal"]), backward=False),)
+    return (_attention_kernel(call, backward=False),)
 
 
 @kernels(*aten_names("""
@@ -199,22 +197,19 @@ def _attention(call: Call) -> tuple[Kernel, ...]:
 """))  # fmt: skip
 def _attention_backward(call: Call) -> tuple[Kernel, ...]:
     """The row sums of gradient times output; the gradients of keys and values; the query's gradient, from float32."""
-    a = arguments_by_name(call.func, call.args, call.kwargs)
-    query, grad = a["query"], call.args[0]
+    query, grad = call["query"], call.args[0]
     return (
         Kernel("pointwise", 2 * tensor_bytes(grad)),
-        _attention_kernel(call, query, a["key"], bool(a["is_causal"]), backward=True),
+        _attention_kernel(call, backward=True),
         Kernel("pointwise", 4 * query.numel() + tensor_bytes(query)),
     )
 
 
-def _attention_kernel(
-    call: Call, query: torch.Tensor, key: torch.Tensor, causal: bool, *, backward: bool
-) -> Kernel:
+def _attention_kernel(call: Call, *, backward: bool) -> Kernel:
     """Return the kernel of a call. Under a causal mask blocks above the diagonal are left out, about half of all."""
-    name = call.func._schema.name
-    kind = next((k for k in ("cudnn", "efficient") if k in name), "flash") + "_attention"
-    share = 0.5 + 0.5 / max(1, key.shape[-2] / _QUERY_TILE) if causal else 1.0
+    query, key = call["query"], call["key"]
+    kind = next((k for k in ("cudnn", "efficient") if k in call.name), "flash") + "_attention"
+    share = 0.5 + 0.5 / max(1, key.shape[-2] / _QUERY_TILE) if call["is_causal"] else 1.0
     flops = call.flops * share
     # A block works on some queries, in the backward pass on some keys, of one head.
     length = key.shape[-2] if backward else query.shape[-2]
@@ -243,7 +238,7 @@ def _convolution(call: Call) -> tuple[Kernel, ...]:
     Matrix units take half types channels last; others are transposed before and after ("Data and Filter Formats" in
     the guide of cuDNN). Depthwise convolutions of contiguous tensors are PyTorch's own.
     """
-    a = arguments_by_name(call.func, call.args, call.kwargs)
+    a = call.arguments
     x, weight = a["input"] if "input" in a else a["self"], a["weight"]
     wanted = a.get("output_mask", (True, False, False))
     y = a["grad_output"] if "output_mask" in a else call.writes[0]

@@ -130,17 +130,9 @@ class Capacity:
         return Section(title, tuple(row for row in rows if row[1]))
 
     def __repr__(self) -> str:
-        at_most = " (at_most)" if self.bounded_by == "at_most" else ""
-        chunked = f" and {self.plan.added_ms:+.2f} ms for slices" if self.plan.chunks else ""
-        return (
-            f"Capacity({self.plan.fingerprint.model_class} on {self.device}: batch size {self.batch_size}, "
-            f"{self.samples_per_s:.2f} samples/s, step {self.step_ms:.2f} ms with {self.plan.recompute_ms:.2f} ms "
-            f"recomputed{chunked}, peak {format_bytes(self.plan.peak_bytes)}{self.reserved and f', {self.reserved},'} "
-            f"of {format_bytes(self.budget_bytes)}, {self.left}; largest without a plan {self.unplanned_batch_size}, "
-            f"with one {self.largest_batch_size}{at_most}; {len(self.points)} sizes looked at"
-            + (f"; {self.faster}, see sacplan.throughput" if self.faster else "")
-            + ")"
-        )
+        told = self.in_words()
+        figures = "; ".join(f"{label} {said}" for label, said in told.rows)
+        return f"Capacity({told.title}; {figures})"
 
 
 class SearchOptions(TypedDict, total=False):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from sacplan.core.program import ROOT_SCOPE, Event, Scope
 from sacplan.errors import TraceError
@@ -30,18 +30,6 @@ def other_thread(what: str) -> TraceError:
         "modes and saved-tensor hooks belong to one thread, so neither a recording nor a plan would see what it runs. "
         "Call the parts of the model one after the other, in the thread that calls the model."
     )
-
-
-@dataclass(slots=True)
-class _ModuleCall:
-    """A ``Scope`` while it is recorded."""
-
-    fqn: str
-    parent: int
-    first_op: int
-    end_op: int
-    input_bytes: int
-    output_bytes: int = 0
 
 
 class ModuleCalls:
@@ -79,7 +67,7 @@ class ModuleCalls:
         self._track_model = track_model
         self._fqns: dict[int, str] = {}
         self._modules: dict[int, torch.nn.Module] = {}
-        self._calls: list[_ModuleCall] = []
+        self._calls: list[Scope] = []  # the end and the output of one that runs are not known yet
         self._stack: list[int] = []
         self._marks: list[
             tuple[int, int]
@@ -158,9 +146,8 @@ class ModuleCalls:
             self._track_model(module)  # nobody named a model: the first module that is called is it
         call = len(self._calls)
         n_ops = self._n_ops()
-        self._calls.append(
-            _ModuleCall(self._fqns[id(module)], self.current, n_ops, n_ops, self._bytes_of(args))
-        )
+        fqn = self._fqns[id(module)]
+        self._calls.append(Scope(fqn, self.current, n_ops, n_ops, self._bytes_of(args), 0))
         self._stack.append(call)
         self._marks.append((autograd_sequence_number(), call))
         self._events.append((_ENTER, call))
@@ -172,9 +159,8 @@ class ModuleCalls:
         if threading.get_ident() != self._thread:
             return
         index = self._stack.pop()
-        call = self._calls[index]
-        call.end_op = self._n_ops()
-        call.output_bytes = self._bytes_of(output)
+        end, nbytes = self._n_ops(), self._bytes_of(output)
+        self._calls[index] = structs.replace(self._calls[index], end_op=end, output_bytes=nbytes)
         self._marks.append((autograd_sequence_number(), self.current))
         self._events.append((_EXIT, index))
 
@@ -213,9 +199,7 @@ class ModuleCalls:
 
     def scopes(self) -> tuple[Scope, ...]:
         """Return the calls as plain values."""
-        return tuple(
-            Scope(c.fqn, c.parent, c.first_op, c.end_op, c.input_bytes, c.output_bytes) for c in self._calls
-        )
+        return tuple(self._calls)
 
     def leaf_fqns(self) -> frozenset[str]:
         """Modules without modules in them."""

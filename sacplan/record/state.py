@@ -169,6 +169,7 @@ class Snapshot:
             self._look_at(value)
 
     def _look_at(self, value: Any) -> None:
+        self._pending.extend(_parts(value))
         # Special kinds before general ones: a tensor or a container may also have attributes, and a module is an
         # object. What no branch takes (classes, Python modules, objects of the standard library) is left alone.
         if isinstance(value, torch.Tensor):
@@ -177,8 +178,6 @@ class Snapshot:
             self._dict(value)
         elif isinstance(value, (list, collections.deque, set)):
             self._container(value)
-        elif isinstance(value, (tuple, frozenset)):
-            self._pending.extend(_entries(value))
         elif isinstance(value, np.ndarray):
             self._array(value)
         elif isinstance(value, torch.Generator):
@@ -187,20 +186,15 @@ class Snapshot:
             self._undo.append(functools.partial(value.setstate, value.getstate()))
         elif isinstance(value, (np.random.Generator, np.random.BitGenerator, np.random.RandomState)):
             self._numpy_generator(value)
-        elif isinstance(value, types.MethodType):
-            self._pending.append(value.__self__)
-        elif isinstance(value, functools.partial):
-            self._pending.extend((value.func, value.args, value.keywords))
         elif isinstance(value, types.FunctionType):
             self._pending.extend((vars(value), *held_by_function(value)))
-        elif not isinstance(value, (type, types.ModuleType)) and _is_followed(type(value)):
+        elif _has_attributes(value):
             self._object(value)
 
     def _dict(self, value: dict[Any, Any]) -> None:
         # The methods of ``dict`` itself here and below: a subclass may do anything in its own.
         kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
         items = list(kind.items(value))
-        self._pending.extend(v for pair in items for v in pair)
 
         # Only if something changed: others may watch a dictionary, and an unchanged one costs nothing. Order counts,
         # since ``parameters()`` follows it.
@@ -217,7 +211,6 @@ class Snapshot:
     def _container(self, value: Any) -> None:
         kind: Any = _kind_of_container(value)
         items = _entries(value)
-        self._pending.extend(items)
 
         def restore() -> None:
             now = _entries(value)
@@ -246,10 +239,6 @@ class Snapshot:
         self._undo.append(functools.partial(setattr, bits, "state", bits.state))
 
     def _object(self, value: Any) -> None:
-        with contextlib.suppress(AttributeError):
-            attributes = object.__getattribute__(value, "__dict__")
-            if isinstance(attributes, dict):
-                self._pending.append(attributes)
         for slot in _slots(type(value)):
             self._slot(value, slot)
         if isinstance(value, torch.jit.ScriptModule):
@@ -261,7 +250,6 @@ class Snapshot:
         except AttributeError:  # not set
             self._undo.append(lambda: descriptor.__set__(value, None) or descriptor.__delete__(value))  # type: ignore[func-returns-value]
             return
-        self._pending.append(old)
         self._undo.append(lambda: descriptor.__set__(value, old))
 
     def _script_module(self, module: torch.nn.Module) -> None:
@@ -384,13 +372,28 @@ def _slots(cls: type) -> Iterator[types.MemberDescriptorType]:
             yield from (d for d in vars(base).values() if isinstance(d, types.MemberDescriptorType))
 
 
-def _attributes(value: Any) -> Iterator[Any]:
-    """Yield the dictionary of an object, and what is in its slots."""
-    with contextlib.suppress(AttributeError):
-        yield object.__getattribute__(value, "__dict__")
-    for slot in _slots(type(value)):
-        with contextlib.suppress(AttributeError):  # not set
-            yield slot.__get__(value)
+def _has_attributes(value: Any) -> bool:
+    """Whether a value is an object whose attributes are followed."""
+    kinds = (torch.Tensor, types.FunctionType, types.MethodType, type, types.ModuleType)
+    return not isinstance(value, kinds) and _is_followed(type(value))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what a value refers to: the entries of containers, the attributes of objects. Of tensors, nothing."""
+    if isinstance(value, dict):
+        yield from (v for pair in dict.items(value) for v in pair)
+    elif isinstance(value, (list, collections.deque, set, tuple, frozenset)):
+        yield from _entries(value)
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif _has_attributes(value):
+        with contextlib.suppress(AttributeError):
+            yield object.__getattribute__(value, "__dict__")
+        for slot in _slots(type(value)):
+            with contextlib.suppress(AttributeError):  # not set
+                yield slot.__get__(value)
 
 
 def reachable(*roots: Any, seen: dict[int, Any] | None = None, but: tuple[type, ...] = ()) -> Iterator[Any]:
@@ -407,16 +410,8 @@ def reachable(*roots: Any, seen: dict[int, Any] | None = None, but: tuple[type, 
             continue
         seen[id(value)] = value
         yield value
-        if isinstance(value, dict):
-            pending.extend(v for pair in dict.items(value) for v in pair)
-        elif isinstance(value, (list, collections.deque, set, tuple, frozenset)):
-            pending.extend(_entries(value))
-        elif isinstance(value, types.MethodType):
-            pending.append(value.__self__)
-        elif isinstance(value, functools.partial):
-            pending.extend((value.func, value.args, value.keywords))
-        elif not isinstance(value, (torch.Tensor, types.FunctionType, *but)) and _is_followed(type(value)):
-            pending.extend(_attributes(value))
+        if not isinstance(value, but):
+            pending.extend(_parts(value))
 
 
 def kept_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

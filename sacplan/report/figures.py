@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from sacplan.profiling.profile import Profile
 from sacplan.report.palette import (
     DASHES,
     FAINT,
-    GRID,
     INK,
     MARK,
     PAGE,
@@ -44,28 +44,6 @@ _FONT = 8.5
 _MARKS = ("x", "^", "s", "v", "D", "P", "*", "<", ">")  # of policies
 _HANDLE = 7  # width, in letters, of the line or mark beside a name in a legend
 _ABOVE = 10.0  # points from a peak up to its name, since the line of a budget may touch the peak
-_STYLE: dict[Any, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": FAINT,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.labelcolor": FAINT,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
-    "font.size": _FONT,
-    "grid.color": GRID,
-    "legend.columnspacing": 1.2,
-    "legend.fontsize": _FONT,
-    "legend.frameon": False,
-    "legend.labelcolor": INK,
-    "text.color": INK,
-    "text.parse_math": False,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-}
 
 
 def check_frontier(frame: pd.DataFrame) -> pd.DataFrame:
@@ -234,10 +212,10 @@ def need_matplotlib() -> None:
 def _style() -> Iterator[type[Figure]]:
     """Yield matplotlib's class of figures, with our style in force."""
     need_matplotlib()
-    import matplotlib
+    import matplotlib.style
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.style.context(Path(__file__).with_name("figures.mplstyle")):
         yield Figure
 
 

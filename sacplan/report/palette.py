@@ -6,29 +6,18 @@ Blue, orange and yellow stay apart for colour-blind readers, and in lightness wh
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from sacplan.core.program import StorageKind
 
-COLOURS = {
-    "page": ("#ffffff", "#15181c"),
-    "ink": ("#1d2329", "#e4e7ea"),
-    "faint": ("#5d6670", "#9aa3ad"),
-    "rule": ("#dde1e6", "#333a42"),
-    "grid": ("#e9ecef", "#262b31"),
-    "mark": ("#b3261e", "#ff8a80"),
-    "parameter": ("#8a929c", "#626b76"),
-    "optimizer-state": ("#aab1b9", "#4f5761"),
-    "buffer": ("#737b85", "#747d88"),
-    "other": ("#c6cbd1", "#3f464e"),
-    "gradient": ("#d9772b", "#e08a45"),
-    "activation": ("#3a78b5", "#5a96d0"),
-    "temporary": ("#ecc65a", "#d9b650"),
-    "green": ("#3d8f6f", "#5cb392"),
-    "purple": ("#8d6bb0", "#b094d4"),
-}
+COLOURS: dict[str, tuple[str, str]] = json.loads(
+    Path(__file__).with_name("palette.json").read_text(encoding="utf-8")
+)
 """By name, on a light page and on a dark one. Figures use the light ones. No two of those are equal, so that the page
 can find the name of each colour in a figure."""
 
-PAGE, INK, FAINT, GRID, MARK = (COLOURS[name][0] for name in ("page", "ink", "faint", "grid", "mark"))
+PAGE, INK, FAINT, MARK = (COLOURS[name][0] for name in ("page", "ink", "faint", "mark"))
 SERIES = tuple(COLOURS[name][0] for name in ("activation", "gradient", "green", "purple", "buffer"))
 """For curves that are told apart by their labels and dashes as well."""
 

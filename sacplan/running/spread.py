@@ -10,22 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sacplan.core.places import StepDifference
 from sacplan.distributed.sharding.process_groups import device_mesh_of
 from sacplan.errors import PlanError, PlanMismatch
 from sacplan.planning.plan import Plan
+from sacplan.techniques.base.technique import Installed
 
 
-class SpreadModel:
+class SpreadModel(Installed):
     """A model that PyTorch has spread over a mesh, as a plan says. PyTorch has no call that undoes this.
 
     Raises:
         PlanError: there is no process group, or it has another number of ranks.
         PlanMismatch: ranks have other plans, or parameters of other values.
     """
-
-    units: tuple[str, ...] = ()
-    differences: tuple[StepDifference, ...] = ()
 
     def __init__(self, model: torch.nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
         assert plan.ranks.sharding is not None
@@ -45,12 +42,6 @@ class SpreadModel:
     def spread_data(self) -> None:
         """Shard or replicate the model, which comes after all that a plan installs."""
         self._ranks.spread_data(self._model, self._mesh)
-
-    def forget_differences(self) -> None:
-        """Do nothing: it makes none."""
-
-    def check_removable(self) -> None:
-        """Do nothing: see ``remove``."""
 
     def remove(self) -> None:
         """Leave the model spread."""

@@ -18,6 +18,7 @@ from sacplan.core.model_calls import Shapes, larger_than, shapes_of
 from sacplan.core.setup import compiled_inside
 from sacplan.errors import SacplanWarning
 from sacplan.planning.plan import Plan
+from sacplan.techniques.base.technique import Installed
 from sacplan.techniques.registry import why_uncompiled
 from sacplan.techniques.runtime.stand_ins import cannot_be_scripted
 from sacplan.torch_compat.compiling import warn_compiling
@@ -155,23 +156,14 @@ def _some_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
             return
 
 
-class Watched:
+class Watched(Installed):
     """The hook as a part of a plan that is installed on a model, see ``Installed``."""
-
-    units: tuple[str, ...] = ()
-    differences: tuple[Any, ...] = ()
 
     def __init__(self, model: torch.nn.Module, *plans: Plan) -> None:
         self.watch = InputWatch(*plans)
         # TorchScript compiles hooks, and cannot compile this one.
         scripted = isinstance(model, torch.jit.ScriptModule)
         self._hook = None if scripted else model.register_forward_pre_hook(self.watch, with_kwargs=True)
-
-    def forget_differences(self) -> None:
-        """Do nothing: there are none."""
-
-    def check_removable(self) -> None:
-        """Do nothing: the hook can be removed at any time."""
 
     def remove(self) -> None:
         """Take the hook off."""

@@ -52,6 +52,7 @@ def attention_calls() -> Iterator[OpCall]:
 def other_calls() -> Iterator[OpCall]:
     """Calls of ops that the database does not run on a CPU, or whose samples have nothing to slice."""
     yield from attention_calls()
+    yield OpCall(aten.diagonal_backward.default, (normal(2, 3), (3, 4, 2), 0, 0, 1), {})
     for dim in (0, 2):
         v, g = normal(2, 3, 5), normal(*(n if i == dim else 1 for i, n in enumerate((2, 3, 5))))
         yield OpCall(aten._weight_norm_interface.default, (v, g, dim), {})

@@ -130,7 +130,7 @@ def test_points_are_what_planning_gives() -> None:
     frame = found.to_frame()
     assert list(frame.index) == sizes
     assert ["batch_size", *frame.columns] == list(CapacityPoint.shown)
-    assert f"batch size {found.batch_size}," in repr(found)
+    assert f"Batch of {found.batch_size}:" in repr(found)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.batch_size = 1  # type: ignore[misc]
 
@@ -298,7 +298,7 @@ def test_a_batch_that_is_not_the_fastest_says_which_is() -> None:
     best = found.to_frame()["samples_per_s"].idxmax()
     more = found.to_frame()["samples_per_s"].max() / one.samples_per_s - 1
     assert answer.fastest.batch_size == best != one.batch_size
-    assert f"fastest of those looked at: {best}, {more:.1%} more samples/s, see sacplan.throughput" in repr(
+    assert f"fastest of those looked at: {best}, {more:.1%} more samples/s; see sacplan.throughput" in repr(
         answer
     )
 

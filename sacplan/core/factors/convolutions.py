@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
+from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register, register_both_ways
 
 
 class _Convolution:
@@ -64,26 +65,15 @@ def _convolution_backward(call: RuleBuilder) -> Rule:
     return call.rule([made.output(call, tuple(grad.shape[2:])), made.input, made.weight], outputs)
 
 
-@register("im2col")
-def _im2col(call: RuleBuilder) -> Rule:
+@register_both_ways("im2col", "col2im")
+def _im2col(call: RuleBuilder, x: Any, copied: Any) -> tuple[Dims, Dims]:
     """Copy windows: (samples, channels, height, width) to (samples, channels x window, windows).
 
     The dimension of samples may be missing.
     """
-    x, out = call.inputs[0], call.outputs[0]
     planes = call.dims(x.shape[:-2])
-    window = call.factor(out.shape[-2] // x.shape[-3], Kind.BLOCK)
-    windows = call.factor(out.shape[-1], Kind.BLOCK)
-    return call.rule([planes + call.blocked(x.shape[-2:])], [(*planes[:-1], planes[-1] + window, windows)])
-
-
-@register("col2im")
-def _col2im(call: RuleBuilder) -> Rule:
-    x, out = call.inputs[0], call.outputs[0]
-    planes = call.dims(out.shape[:-2])
-    window = call.factor(x.shape[-2] // out.shape[-3], Kind.BLOCK)
-    windows = call.factor(x.shape[-1], Kind.BLOCK)
-    return call.rule([(*planes[:-1], planes[-1] + window, windows)], [planes + call.blocked(out.shape[-2:])])
+    window, windows = call.blocked((copied.shape[-2] // x.shape[-3], copied.shape[-1]))
+    return planes + call.blocked(x.shape[-2:]), (*planes[:-1], planes[-1] + window, windows)
 
 
 @register("grid_sampler_2d", "grid_sampler_3d")

@@ -61,10 +61,7 @@ def _scatter(call: RuleBuilder) -> Rule:
     def dims_of(t: Any) -> Dims:
         if len(t.shape) != rank:
             return call.blocked(t.shape)
-        return tuple(
-            call.factor(n, Kind.BLOCK) if d in whole and n != x.shape[d] else dims[d]
-            for d, n in enumerate(t.shape)
-        )
+        return call.of_length(dims, x.shape, t.shape)
 
     return call.rule([dims_of(t) for t in call.inputs], [dims])
 
@@ -97,7 +94,7 @@ def _index_add(call: RuleBuilder) -> Rule:
         if name == "self":
             return dims
         if name == "source" and x.shape and len(t.shape) == len(x.shape):
-            return (*dims[:dim], call.factor(t.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
+            return call.of_length(dims, x.shape, t.shape)
         return call.blocked(t.shape)
 
     return call.rule([dims_of(name, t) for name, t in call.named_inputs], [dims])

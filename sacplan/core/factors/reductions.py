@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sacplan.core.factors.rule import Dims, Kind, Rule, RuleBuilder, register
 
@@ -59,57 +60,34 @@ def blocked_at(call: RuleBuilder, shape: Sequence[int], whole: frozenset[int]) -
 
 
 @register(
-    """_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data argsort cummax cummin
-    cumprod cumsum kthvalue logcumsumexp sort topk"""
+    """_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data argsort cat chunk cummax
+    cummin cumprod cumsum glu glu_backward kthvalue logcumsumexp narrow select.int select_backward select_copy.int
+    select_scatter slice_scatter sort split.Tensor split_with_sizes stack topk unbind.int unbind_copy.int unsafe_split
+    unsafe_split_with_sizes"""
 )
 def along_a_dimension(call: RuleBuilder) -> Rule:
-    """All tensors have the same dimensions, but for the one that is worked along, whose length may change."""
-    shape = call.inputs[0].shape
+    """All tensors have the same dimensions, but for the one that is worked along: it may be shorter, or missing."""
+    shape = max((tuple(t.shape) for t in (*call.inputs, *call.outputs)), key=len)
     dim = call["dim"] % max(len(shape), 1)
     dims = blocked_at(call, shape, frozenset([dim]))
+    others = shape[:dim] + shape[dim + 1 :]
 
-    def with_length(n: int) -> Dims:
-        return (*dims[:dim], call.factor(n, Kind.BLOCK), *dims[dim + 1 :])
+    def dims_of(t: Any) -> Dims:
+        if len(t.shape) == len(shape):
+            return call.of_length(dims, shape, t.shape)
+        if tuple(t.shape) == others:
+            return (*dims[:dim], *dims[dim + 1 :])
+        return call.blocked(t.shape)  # empty, of one dimension, which ``cat`` leaves out
 
-    outputs = []
-    for o in call.outputs:
-        # ``kthvalue`` drops the dimension. ``topk`` returns fewer elements along it.
-        if len(o.shape) < len(shape):
-            outputs.append((*dims[:dim], *dims[dim + 1 :]))
-        elif tuple(o.shape) == tuple(shape):
-            outputs.append(dims)
-        else:
-            outputs.append(with_length(o.shape[dim]))
-    return call.rule([dims] * len(call.inputs), outputs)
-
-
-@register("glu")
-def _glu(call: RuleBuilder) -> Rule:
-    """Multiply one half of a dimension by the gate of the other half: a slice would pair other elements."""
-    x, out = call.inputs[0], call.outputs[0]
-    dim = call["dim"] % len(x.shape)
-    dims = blocked_at(call, x.shape, frozenset([dim]))
-    return call.rule([dims], [(*dims[:dim], call.factor(out.shape[dim], Kind.BLOCK), *dims[dim + 1 :])])
-
-
-@register("glu_backward")
-def _glu_backward(call: RuleBuilder) -> Rule:
-    grad, x = call.inputs
-    dim = call["dim"] % len(x.shape)
-    dims = blocked_at(call, x.shape, frozenset([dim]))
-    return call.rule(
-        [(*dims[:dim], call.factor(grad.shape[dim], Kind.BLOCK), *dims[dim + 1 :]), dims], [dims]
-    )
+    outputs = [dims_of(o) for o in call.outputs]
+    if "input_sizes" in call.arguments:
+        call.resize_all("input_sizes", outputs[0])
+    return call.rule([dims_of(t) for t in call.inputs], outputs)
 
 
 @register("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def _fft(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
-    whole = reduced_dims(call, len(x.shape))
-    dims = blocked_at(call, x.shape, whole)
+    dims = blocked_at(call, x.shape, reduced_dims(call, len(x.shape)))
     # Transforms between real and complex numbers store about half of the last dimension.
-    changed = {d for d in whole if x.shape[d] != out.shape[d]}
-    return call.rule(
-        [dims],
-        [tuple(call.factor(out.shape[d], Kind.BLOCK) if d in changed else f for d, f in enumerate(dims))],
-    )
+    return call.rule([dims], [call.of_length(dims, x.shape, out.shape)])

@@ -131,6 +131,13 @@ class RuleBuilder(Call):
         """Make factors for dimensions that must be whole."""
         return self.dims(shape, Kind.BLOCK)
 
+    def of_length(self, dims: Dims, shape: Sequence[int], other: Sequence[int]) -> Dims:
+        """Return the factors ``dims`` of a shape for one whose dimensions of other lengths must be whole."""
+        return tuple(
+            f if n == length else self.factor(length, Kind.BLOCK)
+            for f, n, length in zip(dims, shape, other, strict=True)
+        )
+
     def becomes(self, factors: Collection[int], kind: Kind, *outputs: int) -> None:
         """Set the kind of factors in these outputs; in all, if none are given."""
         for factor in factors:
@@ -191,6 +198,31 @@ def register(*names: str) -> Callable[[FormulaT], FormulaT]:
                 raise ValueError(f"{name} has a formula already")
             _FORMULAS[name] = formula
         return formula
+
+    return add
+
+
+def register_both_ways(
+    there: str, back: str
+) -> Callable[[Callable[[RuleBuilder, Any, Any], tuple[Dims, Dims]]], None]:
+    """Register a formula for ops that make one tensor of another, and for those that go back: their gradients.
+
+    It gets the call, the one tensor and the other, and returns the factors of both.
+    """
+
+    def add(formula: Callable[[RuleBuilder, Any, Any], tuple[Dims, Dims]]) -> None:
+        def forward(call: RuleBuilder) -> Rule:
+            dims, made = formula(call, call.inputs[0], call.outputs[0])
+            return call.rule([dims], [made])
+
+        def backward(call: RuleBuilder) -> Rule:
+            dims, made = formula(call, call.outputs[0], call.inputs[0])
+            if "input_sizes" in call.arguments:
+                call.resize_all("input_sizes", dims)
+            return call.rule([made], [dims])
+
+        register(there)(forward)
+        register(back)(backward)
 
     return add
 

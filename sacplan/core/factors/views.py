@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from sacplan.core.factors.pointwise import pointwise
 from sacplan.core.factors.reductions import blocked_at
-from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
+from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register, register_both_ways
 
 # --- other sizes for the same elements
 
@@ -89,16 +90,10 @@ def _view_as_type(call: RuleBuilder) -> Rule | None:
     return pointwise(call) if tuple(call.inputs[0].shape) == tuple(call.outputs[0].shape) else None
 
 
-@register("view_as_real")
-def _view_as_real(call: RuleBuilder) -> Rule:
-    dims = call.dims(call.inputs[0].shape)
-    return call.rule([dims], [(*dims, call.factor(2, Kind.BLOCK))])
-
-
-@register("view_as_complex")
-def _view_as_complex(call: RuleBuilder) -> Rule:
-    dims = call.dims(call.outputs[0].shape)
-    return call.rule([(*dims, call.factor(2, Kind.BLOCK))], [dims])
+@register_both_ways("view_as_real", "view_as_complex")
+def _view_as_real(call: RuleBuilder, x: Any, pairs: Any) -> tuple[Dims, Dims]:
+    dims = call.dims(x.shape)
+    return dims, (*dims, call.factor(2, Kind.BLOCK))
 
 
 @register("expand", "expand_copy")
@@ -165,135 +160,41 @@ def _squeeze(call: RuleBuilder) -> Rule:
 # --- parts of a dimension
 
 
-@register("select.int", "select_copy.int", "unbind.int", "unbind_copy.int")
-def _select(call: RuleBuilder) -> Rule:
-    shape = call.inputs[0].shape
-    dim = call["dim"] % len(shape)
-    dims = blocked_at(call, shape, frozenset([dim]))
-    return call.rule([dims], [(*dims[:dim], *dims[dim + 1 :])] * len(call.outputs))
-
-
-@register("split.Tensor", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "narrow")
-def _split(call: RuleBuilder) -> Rule:
-    shape = call.inputs[0].shape
-    dim = call["dim"] % len(shape)
-    dims = blocked_at(call, shape, frozenset([dim]))
-    outputs = [(*dims[:dim], call.factor(o.shape[dim], Kind.BLOCK), *dims[dim + 1 :]) for o in call.outputs]
-    return call.rule([dims], outputs)
-
-
-@register("slice.Tensor", "slice_copy.Tensor")
-def _slice(call: RuleBuilder) -> Rule:
-    x, out = call.inputs[0], call.outputs[0]
+@register_both_ways("slice.Tensor slice_copy.Tensor", "slice_backward")
+def _slice(call: RuleBuilder, x: Any, part: Any) -> tuple[Dims, Dims]:
     dim = call["dim"] % len(x.shape)
+    if x.shape[dim] != part.shape[dim]:
+        dims = blocked_at(call, x.shape, frozenset([dim]))
+        return dims, call.of_length(dims, x.shape, part.shape)
     # The whole dimension: a view of everything, as ``x[:]`` leaves it. An ``end`` that is the size shrinks with a
     # slice; a larger one, which stands for "to the end", stays.
-    if x.shape[dim] == out.shape[dim]:
-        dims = call.dims(x.shape)
-        if call["end"] == x.shape[dim]:
-            call.resize("end", None, dims[dim])
-        return call.rule([dims], [dims])
-    return _split(call)
+    dims = call.dims(x.shape)
+    if call["end"] == x.shape[dim]:
+        call.resize("end", None, dims[dim])
+    return dims, dims
 
 
-@register("slice_backward")
-def _slice_backward(call: RuleBuilder) -> Rule:
-    grad, out = call.inputs[0], call.outputs[0]
-    dim = call["dim"] % len(out.shape)
-    if grad.shape[dim] == out.shape[dim]:
-        dims = call.dims(out.shape)
-        call.resize_all("input_sizes", dims)
-        if call["end"] == out.shape[dim]:
-            call.resize("end", None, dims[dim])
-        return call.rule([dims], [dims])
-    dims = blocked_at(call, out.shape, frozenset([dim]))
-    call.resize_all("input_sizes", dims)
-    given = (*dims[:dim], call.factor(grad.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
-    return call.rule([given], [dims])
-
-
-@register("select_backward")
-def _select_backward(call: RuleBuilder) -> Rule:
-    shape = call.outputs[0].shape
-    dim = call["dim"] % len(shape)
-    dims = blocked_at(call, shape, frozenset([dim]))
-    call.resize_all("input_sizes", dims)
-    return call.rule([(*dims[:dim], *dims[dim + 1 :])], [dims])
-
-
-@register("slice_scatter", "select_scatter")
-def _scatter_part(call: RuleBuilder) -> Rule:
-    x, part = call.inputs
-    dim = call["dim"] % len(x.shape)
-    dims = blocked_at(call, x.shape, frozenset([dim]))
-    # The part lacks the dimension if it is selected, and has it shorter if it is a slice.
-    cut = () if call.name == "select_scatter" else (call.factor(part.shape[dim], Kind.BLOCK),)
-    return call.rule([dims, (*dims[:dim], *cut, *dims[dim + 1 :])], [dims])
-
-
-@register("diagonal", "diagonal_copy", "diagonal_backward")
-def _diagonal(call: RuleBuilder) -> Rule:
+@register_both_ways("diagonal diagonal_copy", "diagonal_backward")
+def _diagonal(call: RuleBuilder, square: Any, line: Any) -> tuple[Dims, Dims]:
     """The dimensions of the diagonal must be whole; the others come first in what it returns."""
-    x, out = call.inputs[0], call.outputs[0]
-    square, line = (out, x) if call.name == "diagonal_backward" else (x, out)
     rank = len(square.shape)
     whole = frozenset((call["dim1"] % rank, call["dim2"] % rank))
     dims = blocked_at(call, square.shape, whole)
     others = tuple(f for d, f in enumerate(dims) if d not in whole)
-    diagonal = (*others, call.factor(line.shape[-1], Kind.BLOCK))
-    if call.name == "diagonal_backward":
-        call.resize_all("input_sizes", dims)
-        return call.rule([diagonal], [dims])
-    return call.rule([dims], [diagonal])
+    return dims, (*others, call.factor(line.shape[-1], Kind.BLOCK))
 
 
-@register("unfold")
-def _unfold(call: RuleBuilder) -> Rule:
-    x, out = call.inputs[0], call.outputs[0]
+@register_both_ways("unfold", "unfold_backward")
+def _unfold(call: RuleBuilder, x: Any, windows: Any) -> tuple[Dims, Dims]:
     if not x.shape:
-        return call.rule([()], [call.blocked(out.shape)])
-    dim = call["dimension"] % len(x.shape)
+        return (), call.blocked(windows.shape)
+    dim = call["dimension" if "dimension" in call.arguments else "dim"] % len(x.shape)
     dims = blocked_at(call, x.shape, frozenset([dim]))
-    windows = (*dims[:dim], call.factor(out.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
-    return call.rule([dims], [(*windows, call.factor(out.shape[-1], Kind.BLOCK))])
-
-
-@register("unfold_backward")
-def _unfold_backward(call: RuleBuilder) -> Rule:
-    grad, out = call.inputs[0], call.outputs[0]
-    if not out.shape:
-        return call.rule([call.blocked(grad.shape)], [()])
-    dim = call["dim"] % len(out.shape)
-    dims = blocked_at(call, out.shape, frozenset([dim]))
-    call.resize_all("input_sizes", dims)
-    windows = (*dims[:dim], call.factor(grad.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
-    return call.rule([(*windows, call.factor(grad.shape[-1], Kind.BLOCK))], [dims])
+    at, along = call.blocked((windows.shape[dim], windows.shape[-1]))
+    return dims, (*dims[:dim], at, *dims[dim + 1 :], along)
 
 
 # --- joined, moved, padded, masked by position
-
-
-@register("cat")
-def _cat(call: RuleBuilder) -> Rule:
-    out = call.outputs[0]
-    dim = call["dim"] % len(out.shape)
-    dims = blocked_at(call, out.shape, frozenset([dim]))
-    inputs = [
-        (*dims[:dim], call.factor(t.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
-        if len(t.shape) == len(out.shape)
-        else call.blocked(t.shape)  # empty, of one dimension
-        for t in call.inputs
-    ]
-    return call.rule(inputs, [dims])
-
-
-@register("stack")
-def _stack(call: RuleBuilder) -> Rule:
-    shape = call.inputs[0].shape
-    at = call["dim"] % (len(shape) + 1)
-    dims = call.dims(shape)
-    joined = call.factor(len(call.inputs), Kind.BLOCK)
-    return call.rule([dims] * len(call.inputs), [(*dims[:at], joined, *dims[at:])])
 
 
 @register("roll", "flip")
@@ -319,36 +220,19 @@ def _triangle(call: RuleBuilder) -> Rule:
 @register("constant_pad_nd")
 def _pad(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
-    padding = call["pad"]
-    padded = frozenset(
-        len(x.shape) - 1 - i // 2
-        for i, n in enumerate(padding)
-        if n  # pairs, from the last dimension
-    )
+    # The argument has pairs, from the last dimension on.
+    padded = frozenset(len(x.shape) - 1 - i // 2 for i, n in enumerate(call["pad"]) if n)
     dims = blocked_at(call, x.shape, padded)
-    return call.rule(
-        [dims],
-        [tuple(call.factor(n, Kind.BLOCK) if d in padded else dims[d] for d, n in enumerate(out.shape))],
-    )
+    return call.rule([dims], [call.of_length(dims, x.shape, out.shape)])
 
 
-def _shuffled(call: RuleBuilder, shape: Sequence[int], r: int) -> tuple[Dims, Dims]:
-    """Return the factors of (..., channels r r, height, width) and of (..., channels, height r, width r)."""
-    *front, channels, height, width = shape
+@register_both_ways("pixel_shuffle", "pixel_unshuffle")
+def _pixel_shuffle(call: RuleBuilder, x: Any, shuffled: Any) -> tuple[Dims, Dims]:
+    """From (..., channels r r, height, width) to (..., channels, height r, width r)."""
+    *front, channels, height, width = x.shape
+    r = shuffled.shape[-1] // width
     before = call.dims(front)
-    c, h, w = call.factor(channels // (r * r)), call.factor(height), call.factor(width)
+    c, h, w = call.dims((channels // (r * r), height, width))
     # The blocks must be whole, since their side is an argument of the op and stays as it is.
-    down, across = call.factor(r, Kind.BLOCK), call.factor(r, Kind.BLOCK)
+    down, across = call.blocked((r, r))
     return (*before, c + down + across, h, w), (*before, c, h + down, w + across)
-
-
-@register("pixel_shuffle")
-def _pixel_shuffle(call: RuleBuilder) -> Rule:
-    dims, shuffled = _shuffled(call, call.inputs[0].shape, call["upscale_factor"])
-    return call.rule([dims], [shuffled])
-
-
-@register("pixel_unshuffle")
-def _pixel_unshuffle(call: RuleBuilder) -> Rule:
-    dims, shuffled = _shuffled(call, call.outputs[0].shape, call["downscale_factor"])
-    return call.rule([shuffled], [dims])

@@ -42,25 +42,25 @@ class ToInstall:
 
 
 class Installed(Protocol):
-    """The decisions of one technique, in force on a model."""
+    """The decisions of one technique, in force on a model. What derives from it may leave out what it has not."""
 
     @property
     def units(self) -> tuple[str, ...]:
         """The fully qualified names of the modules whose forward is replaced."""
-        ...
+        return ()
 
     @property
     def differences(self) -> tuple[StepDifference, ...]:
         """For each unit that departed from the recorded step, its first difference."""
-        ...
+        return ()
 
     def forget_differences(self) -> None:
         """Start a new step: drop the differences so far."""
-        ...
+        return
 
     def check_removable(self) -> None:
         """Raise ``PlanError`` if the model has changed since, so that ``remove`` would undo somebody else's work."""
-        ...
+        return
 
     def remove(self) -> None:
         """Give every module its own forward back."""
