@@ -68,15 +68,15 @@ def no_fake_tensors_left(
 
     Whatever such a tensor came into gets its entries of before: the globals beside the model's classes, beside
     ``loss_fn``, beside hooks and in what they import, attributes of these classes, variables of outer functions, and
-    the containers in all of these. Of anything else that holds one a ``SacplanWarning`` tells. The step's own objects
-    must be gone on exit, and the garbage collector be off: this looks at what was made since, and further only if
-    something is left.
+    the containers in all of these. From anything else it is taken out, and a ``SacplanWarning`` says from where. The
+    step's own objects must be gone on exit, and the garbage collector be off: this looks at what was made since, and
+    further only if something is left.
     """
     # Three rounds, each only if the one before has left something. A mode dies with its last fake tensor, so a weak
     # reference to the mode tells at no cost that none is left:
     # 1. collect cycles that were made since the garbage collector was switched off;
     # 2. put the entries of namespaces and containers back to what they were;
-    # 3. ask the garbage collector who holds what is left.
+    # 3. ask the garbage collector who holds what is left, and take it out.
     before = _Namespaces(model, loss_fn)
     modes: list[weakref.ref[FakeTensorMode]] = []
     try:
@@ -93,11 +93,11 @@ def no_fake_tensors_left(
     for mode in filter(None, (ref() for ref in modes)):
         before.put_back(mode)
     gc.collect()
-    holders = [name for mode in filter(None, (ref() for ref in modes)) for name in _holders(mode)]
-    if holders:
+    taken = [name for mode in filter(None, (ref() for ref in modes)) for name in _take_out(mode)]
+    if taken:
         warnings.warn(
-            f"the fake step left fake tensors outside of the model, in {', '.join(dict.fromkeys(holders))}, which a "
-            "real step cannot use. Keep what a step caches in the model.",
+            f"the fake step left fake tensors outside of the model, in {', '.join(dict.fromkeys(taken))}; they were "
+            "taken out, since a real step cannot use them. Keep what a step caches in the model.",
             SacplanWarning,
             stacklevel=4,
         )
@@ -193,17 +193,80 @@ def _holds(value: Any, mode: FakeTensorMode) -> bool:
     return False
 
 
-def _holders(mode: FakeTensorMode) -> Iterator[str]:
-    """Yield names for what holds fake tensors of a mode: an object by its class, all else by its type."""
-    left = [o for o in gc.get_objects() if issubclass(type(o), FakeTensor) and o.fake_mode is mode]
-    for holder in (holder for value in left for holder in gc.get_referrers(value)):
-        # Attributes may lie in a dictionary, which the object itself refers to.
-        owners = gc.get_referrers(holder) if isinstance(holder, dict) else []
-        objects = [o for o in (holder, *owners) if type(getattr(o, "__dict__", None)) is dict]
-        if objects:
-            yield f"attributes of a {type(objects[0]).__qualname__}"
-        elif holder is not left and not isinstance(holder, types.FrameType | types.GeneratorType):
-            yield f"a {type(holder).__qualname__}"
+def _take_out(mode: FakeTensorMode) -> list[str]:
+    """Remove the fake tensors of a mode from whatever holds them; return the names of the holders.
+
+    ``gc.get_referrers`` tells the holders. A tuple cannot be changed, so the next level looks for what holds the tuple.
+    """
+    left: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), FakeTensor) and o.fake_mode is mode]
+    own = {id(left)}  # our own lists hold them, too
+    names: list[str] = []
+    for _ in range(_LEVELS):
+        outer: list[Any] = []
+        own.add(id(outer))
+        for value in left:
+            for holder in gc.get_referrers(value):
+                if id(holder) in own:
+                    continue
+                if isinstance(holder, _CONTAINERS):
+                    name, attributes = _name_of(holder)
+                    names.append(name)
+                    _remove(holder, value, attributes)
+                elif isinstance(holder, functools._lru_cache_wrapper):
+                    names.append(f"the cache of {holder.__qualname__}")
+                    holder.cache_clear()
+                elif isinstance(holder, types.CellType):
+                    names.append("a variable of an outer function")
+                    holder.cell_contents = None
+                elif isinstance(holder, tuple):
+                    outer.append(holder)
+                elif _has_attribute(holder, value):
+                    names.append(f"attributes of a {type(holder).__qualname__}")
+                    _remove(vars(holder), value, True)
+        left = outer
+    return names
+
+
+_LEVELS = 4  # of tuples in tuples that hold a fake tensor
+
+
+def _has_attribute(holder: Any, value: Any) -> bool:
+    return any(v is value for v in getattr(holder, "__dict__", {}).values())
+
+
+def _remove(container: Any, value: Any, attributes: bool) -> None:
+    """Remove a value from a container.
+
+    Attributes and globals become None instead, as most of those that are filled late were before.
+    """
+    if isinstance(container, dict):
+        for key in [k for k, v in container.items() if v is value]:
+            if attributes:
+                container[key] = None
+            else:
+                del container[key]
+    elif isinstance(container, set):
+        container.discard(value)
+    else:
+        kept = [v for v in container if v is not value]
+        container.clear()
+        container.extend(kept)
+
+
+def _name_of(container: Any) -> tuple[str, bool]:
+    """Return a name for a container, and whether it holds the attributes of an object or the globals of a module."""
+    # The first referrer that can name it. Our own frames and lists refer to it, too, and match none of these.
+    kind = type(container).__name__
+    for holder in gc.get_referrers(container):
+        if isinstance(holder, types.ModuleType) and vars(holder) is container:
+            return f"module {holder.__name__}", True
+        if getattr(holder, "__dict__", None) is container:
+            return f"attributes of a {type(holder).__qualname__}", True
+        if isinstance(holder, dict):
+            for name, value in holder.items():
+                if value is container and isinstance(name, str):
+                    return f"the {kind} {name!r}", False
+    return f"a {kind}", False
 
 
 def _code_of(model: torch.nn.Module) -> list[Any]:

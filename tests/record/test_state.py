@@ -299,8 +299,8 @@ def test_no_fake_tensor_stays_after_an_error():
     clear_caches()
 
 
-def test_of_fake_tensors_in_other_objects_a_warning_tells():
-    """What the loss function holds itself gets its entries of before; what that holds in turn is left."""
+def test_fake_tensors_in_other_objects_are_taken_out_with_a_warning():
+    """What the loss function holds itself gets its entries of before; what that holds in turn is only taken out."""
 
     class Registry:
         last = None
@@ -318,6 +318,8 @@ def test_of_fake_tensors_in_other_objects_a_warning_tells():
 
     with pytest.warns(sacplan.SacplanWarning, match="attributes of a .*Registry"):
         sacplan.profile(nn.Linear(4, 4), torch.randn(2, 4), loss_fn, device="cpu")
+    assert registry.inner.last is None
+    assert registry.inner.kept == []
     assert vars(outer) == {"kept": []}
 
 
