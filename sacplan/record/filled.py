@@ -1,6 +1,6 @@
-"""Memory that is empty at first, and filled in slices: ``out = empty_like(x); out[..., 0::2] = a; out[..., 1::2] = b``.
+"""Memory of a factory that is filled in slices: ``out = empty_like(x); out[..., 0::2] = a; out[..., 1::2] = b``.
 
-A kernel that no dispatch mode sees may fill what ``empty_like`` returns, so by itself that op must not run again. But
+A kernel that no dispatch mode sees may fill what a factory returns, so by itself that op must not run again. But
 where copies have written every element before anything reads one, nothing else is left in it, and all of them may run
 again together (``in_place_versions.py``).
 """
@@ -15,14 +15,14 @@ from sacplan.core.program import Program, Tensor
 from sacplan.torch_compat.ops import EMPTY
 
 _COPY = "aten.copy_.default"
-"""The op that counts. Memory with a constant in it is what ``zeros_like`` returns, which a kernel may fill as well."""
+"""The op that counts. A constant is no filling: a kernel may add to zeros unseen."""
 
 
 def only_filled(program: Program) -> Program:
     """Return the program in which empty memory may be made again only where ops fill it."""
     ops = tuple(
         msgspec.structs.replace(op, recomputable=False)
-        if op.recomputable and op.name == EMPTY and not _is_filled(program, program.tensors[op.outputs[0]])
+        if op.recomputable and op.name in EMPTY and not _is_filled(program, program.tensors[op.outputs[0]])
         else op
         for op in program.ops
     )

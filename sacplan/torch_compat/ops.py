@@ -58,8 +58,14 @@ _BITS_VARY = aten_names("""
     _ctc_loss _cudnn_ctc_loss _embedding_bag _index_put_impl bincount cumsum histc index_add index_put
     index_reduce kthvalue median mkldnn_rnn_layer nanmedian put scatter scatter_add scatter_reduce segment_reduce
 """)
-EMPTY = "aten.empty_like.default"
-"""The factory that may run again where ops are seen to fill what it returns (``record/filled.py``)."""
+EMPTY = frozenset(
+    f"aten.{name}"
+    for name in (
+        "empty.memory_format", "empty_like.default", "new_empty.default",
+        "zeros.default", "zeros_like.default", "new_zeros.default",
+    )
+)  # fmt: skip
+"""Factories that may run again where ops are seen to fill what they return (``record/filled.py``)."""
 _FACTORIES = ("_empty", "empty", "full", "lift", "new_", "ones", "resize", "set_", "zeros")
 
 
@@ -210,9 +216,9 @@ def op_traits(func: Any) -> OpTraits:
         (func.namespace in ("aten", "prims") or str(func) in _COLLECTIVES | _COMPUTES_ONLY)
         and (not names or batch_norm or in_place)
         and (not aliases or in_place)
-        and reads_tensors
+        and (reads_tensors or str(func) in EMPTY)
         and schema.name.removesuffix("_") not in _BITS_VARY
-        and (str(func) == EMPTY or not schema.name.removeprefix("aten::").startswith(_FACTORIES))
+        and (str(func) in EMPTY or not schema.name.removeprefix("aten::").startswith(_FACTORIES))
         and any("Tensor" in str(r.type) for r in schema.returns)
     )
     # Statistics are written in training only, so whether such an op writes is a question of each call.
