@@ -12,6 +12,7 @@ import torch
 from sacplan.core.decisions import Partition
 from sacplan.core.places import StepDifference
 from sacplan.errors import SacplanWarning
+from sacplan.techniques.base.technique import Installed
 from sacplan.torch_compat.partitioning import (
     as_partitioner,
     as_pytorch,
@@ -25,14 +26,13 @@ from sacplan.torch_compat.partitioning import (
 class InstalledPartitions:
     """What inductor asks for a partition of each graph, until it is removed.
 
-    What was compiled before is compiled again, now and when it is removed. A graph that the plan does not know is
+    Beside them are the recipes of units that run eagerly. What was compiled before is compiled again, now and when it is removed. A graph that the plan does not know is
     partitioned as PyTorch does it, with a warning.
     """
 
-    differences: tuple[StepDifference, ...] = ()  # a graph is known as a whole, or not at all
-
-    def __init__(self, decisions: Sequence[Partition]) -> None:
-        self.units = tuple(dict.fromkeys(one.unit for one in decisions))
+    def __init__(self, decisions: Sequence[Partition], recipes: Installed) -> None:
+        self.units = (*dict.fromkeys(one.unit for one in decisions), *recipes.units)
+        self._recipes = recipes
         # Of a graph with other sizes than any that was planned for, the ops decide.
         self._saved = {one.graph.partition("-")[0]: one.saved for one in decisions}
         self._saved |= {one.graph: one.saved for one in decisions}
@@ -59,14 +59,22 @@ class InstalledPartitions:
             return self._before(module, inputs, **arguments)
         return partitioned(module, inputs, arguments, as_pytorch)
 
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """Those of the recipes: a graph is known as a whole, or not at all."""
+        return self._recipes.differences
+
     def forget_differences(self) -> None:
-        """Do nothing: there are none."""
+        """Forget those of the recipes."""
+        self._recipes.forget_differences()
 
     def check_removable(self) -> None:
-        """Do nothing: no module is changed."""
+        """Check the recipes: partitions change no module."""
+        self._recipes.check_removable()
 
     def remove(self) -> None:
-        """Have PyTorch choose again."""
+        """Have PyTorch choose again, and remove the recipes."""
+        self._recipes.remove()
         torch.compiler.reset()
         self._saved = {}
         now = swap_partitioner(self._before)
