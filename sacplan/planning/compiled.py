@@ -27,6 +27,7 @@ from sacplan.core.budget import exact_bytes, format_bytes
 from sacplan.core.decisions import Partition
 from sacplan.core.liveness import bytes_at_ops
 from sacplan.core.pins import resolve_pins
+from sacplan.core.program import StorageKind
 from sacplan.device.device_memory import device_memory
 from sacplan.errors import InfeasibleBudget, PlanError
 from sacplan.planning.limits import ROUNDS, Limit, Room
@@ -46,7 +47,7 @@ from sacplan.planning.request import Request
 from sacplan.planning.value import UnitPlan
 from sacplan.profiling.profile import Profile
 from sacplan.record.compiled import compiler_for
-from sacplan.techniques.registry import TECHNIQUES
+from sacplan.techniques.registry import TECHNIQUES, by_technique, rewritten
 
 _CLOSE = 0.01
 """Share of the budget that a plan may leave unused without a cheaper one being sought."""
@@ -125,7 +126,7 @@ def compiled_plan(
             tries += _eager_plans(request, profile, room, over, planned)
     if not fitting():
         return _infeasible(profile, room, tries)
-    best = min(fitting(), key=lambda one: one.seen.step_ms)
+    best = min(fitting(), key=lambda one: _computing_ms(one.seen) + _waits_ms(one.plan, profile))
     found = structs.replace(
         best.plan,
         budget_bytes=room.for_peak(best.seen.program),
@@ -238,7 +239,7 @@ class _Partitions:
             status="feasible",
         )
         seen = self._profile.run_with(plan)
-        again_ms = max(0.0, seen.step_ms - self._profile.step_ms)
+        again_ms = max(0.0, _computing_ms(seen) - _computing_ms(self._profile))
         return structs.replace(plan, units={**plan.units, self._unit: UnitPlan(ratio, again_ms)}), seen
 
     def _saved_bytes(self, splits: Splits) -> int:
@@ -264,7 +265,7 @@ class _Partitions:
         def left() -> list[Splits]:
             tried = [one.splits for one in tries]
             fit = (ms_of(one.splits) for one in tries if one.needs <= room.n_bytes)
-            most_ms = min(fit, default=math.inf) - _WORTH * self._profile.step_ms
+            most_ms = min(fit, default=math.inf) - _WORTH * self._profile.step_ms / self._calls
             return [one for one in self._options() if one not in tried and ms_of(one) < most_ms]
 
         while len(tries) <= ROUNDS and left():
@@ -410,12 +411,12 @@ def as_compiled(plan: Plan, profile: Profile) -> Plan:
         "peak_bytes": seen.peak_bytes,
         "baseline_peak_bytes": profile.peak_bytes,
         # What the compiler recomputes has no place in the plan; what it adds to the step has.
-        "recompute_ms": max(0.0, seen.step_ms - profile.step_ms),
+        "recompute_ms": max(0.0, _computing_ms(seen) - _computing_ms(profile)),
         "recompute_flops": max(0, seen.program.flops - profile.program.flops),
         "step_ms": profile.step_ms,
         "step_flops": profile.program.flops,
         "lower_bound_ms": 0.0,
-        "added_ms": 0.0,
+        "added_ms": _waits_ms(plan, profile),
         "waits_ms": 0.0,
         "gap": None,
         "device_memory": device_memory(seen.program) if profile.spec.kind == "cuda" else None,
@@ -423,6 +424,23 @@ def as_compiled(plan: Plan, profile: Profile) -> Plan:
         "fingerprint": profile.fingerprint,
     }
     return structs.replace(plan, **figures)
+
+
+def _computing_ms(seen: Profile) -> float:
+    """Return the time of a dry run without copies to the host and back: on a device they run beside computation."""
+    ops, kinds = seen.program.ops, seen.program.storage_kinds
+    copies = (op for op in ops if any(kinds[s] == StorageKind.HOST for s in (*op.reads, *op.writes)))
+    return seen.step_ms - sum(op.time_ms for op in copies)
+
+
+def _waits_ms(plan: Plan, profile: Profile) -> float:
+    """Return how long computation waits for copies to the host and back, by the clocks of the recorded step."""
+    here = [one for technique, own in by_technique(plan.decisions) if not technique.takes_host for one in own]
+    if len(here) == len(plan.decisions):
+        return 0.0
+    program = (profile if plan.partitions else profile.uncompiled).program
+    steps = (rewritten(program, decisions, profile.spec) for decisions in (plan.decisions, here))
+    return next(steps).step_ms - next(steps).step_ms
 
 
 def _infeasible(profile: Profile, room: Room, tries: Sequence[_Try]) -> InfeasibleBudget:
