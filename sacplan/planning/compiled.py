@@ -116,10 +116,12 @@ def compiled_plan(
 
     if not over:
         tries = [_Try(profile.peak_bytes, unplanned, profile.peak_bytes, profile, room.n_bytes)]
-    elif splits:
-        tries = _partitions(request, profile, room, planned, unplanned)
     else:
-        tries = _eager_plans(request, profile, room, over, planned)
+        eagerly = _runs_eagerly(request, profile)
+        if splits:
+            tries = _partitions(request, profile, room, planned if eagerly else None, unplanned)
+        else:
+            tries = _eager_plans(request, profile, room, over, planned)
     if not fitting():
         tries = [_tried(room, *small) for small in _small(request, profile, smallest, unplanned)]
         if splits and min(one.needs for one in tries) <= (1 + _UNSURE) * room.n_bytes:
@@ -148,29 +150,36 @@ def splits_graphs(request: Request, profile: Profile) -> bool:
     )
 
 
+def works_nowhere(techniques: Sequence[str], profile: Profile) -> str:
+    """Return why some of the techniques have no place in a step, because all of it is compiled; empty if they have."""
+    how = profile.fingerprint.setup.compiled
+    why = " ".join(filter(None, (TECHNIQUES[name].uncompiled for name in techniques)))
+    return f"this step is compiled as a whole. {why}" if why and how is not None and "" in how.modules else ""
+
+
 def _runs_eagerly(request: Request, profile: Profile) -> bool:
     """Whether anything runs eagerly beside what is compiled.
 
     Raises:
         PlanError: nothing does, and a technique that is asked for works nowhere else.
     """
+    if why := works_nowhere(request.techniques_for(profile), profile):
+        raise PlanError(why)
     how: Any = profile.fingerprint.setup.compiled
-    why = " ".join(TECHNIQUES[name].uncompiled for name in request.techniques_for(profile)).strip()
-    if why and "" in how.modules:
-        raise PlanError(f"this step is compiled as a whole. {why}")
     return "" not in how.modules
 
 
 def _partitions(
-    request: Request, profile: Profile, room: Room, planned: Planned, unplanned: Plan
+    request: Request, profile: Profile, room: Room, planned: Planned | None, unplanned: Plan
 ) -> list[_Try]:
     """Return partitions that were run, alone, and beside what is planned for the step as it is, or with the smallest.
 
-    What is beside them may hold the room by itself, or leave more of it to them.
+    What is beside them may hold the room by itself, or leave more of it to them. ``planned``: plans it; None: there is
+    nothing.
     """
     partitions = _Partitions(profile, unplanned)
     tries = partitions.within(room)
-    if not _runs_eagerly(request, profile):
+    if planned is None:
         return tries
     for step in dict.fromkeys((tries[0], min(tries, key=lambda one: one.needs))):
         beside = _beside(request, step.seen, room, planned)
