@@ -156,9 +156,7 @@ def resolve_pins(
     how = fingerprint.setup.compiled
     calls = frozenset(_scopes_of(program, () if how is None else how.modules))
     inside = frozenset(i for i, op in enumerate(program.ops) if op.scope in calls)
-    found = Pins(
-        keep, never, frozenset(kept_ops), widest_units, frozenset(named_ops), inside, calls
-    )
+    found = Pins(keep, never, frozenset(kept_ops), widest_units, frozenset(named_ops), inside, calls)
     # A compiled graph runs as it was recorded: nothing of it is rewritten.
     return found.outside if how is not None and how.recorded else found
 

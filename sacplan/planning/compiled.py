@@ -69,25 +69,21 @@ class _Try:
     """A plan, and the step with it as it runs compiled.
 
     Attributes:
-        asked: the budget of the proposal.
         plan: the proposal.
-        reached: its peak as the proposal has it.
         seen: the step with it.
         needs: what of it is compared with the room.
         splits: how it splits compiled graphs.
     """
 
-    asked: int
     plan: Plan
-    reached: int
     seen: Profile
     needs: int
     splits: Splits = ()
 
-
-def _tried(room: Room, plan: Plan, seen: Profile, splits: Splits = ()) -> _Try:
-    """Return a plan of the compiled step itself, whose peak is that of its run."""
-    return _Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program), splits)
+    @property
+    def asked(self) -> int:
+        """The budget of a proposal that was planned for the eager step."""
+        return self.plan.budget_bytes or 0
 
 
 def compiled_plan(
@@ -115,15 +111,14 @@ def compiled_plan(
         return [one for one in tries if one.needs <= room.n_bytes]
 
     if not over:
-        tries = [_Try(profile.peak_bytes, unplanned, profile.peak_bytes, profile, room.n_bytes)]
+        tries = [_Try(unplanned, profile, room.n_bytes)]
+    elif splits:
+        tries = _partitions(request, profile, room, planned, unplanned)
     else:
-        eagerly = _runs_eagerly(request, profile)
-        if splits:
-            tries = _partitions(request, profile, room, planned if eagerly else None, unplanned)
-        else:
-            tries = _eager_plans(request, profile, room, over, planned)
+        tries = _eager_plans(request, profile, room, over, planned)
     if not fitting():
-        tries = [_tried(room, *small) for small in _small(request, profile, smallest, unplanned)]
+        small = _small(request, profile, smallest, unplanned)
+        tries = [_Try(plan, seen, room.needs(seen.program)) for plan, seen in small]
         if splits and min(one.needs for one in tries) <= (1 + _UNSURE) * room.n_bytes:
             tries += _eager_plans(request, profile, room, over, planned)
     if not fitting():
@@ -139,15 +134,10 @@ def compiled_plan(
 
 def splits_graphs(request: Request, profile: Profile) -> bool:
     """Whether plans for a compiled step are partitions of its graphs."""
-    how = profile.fingerprint.setup.compiled
+    how: Any = profile.fingerprint.setup.compiled
     chosen = request.keep or request.never or request.solver not in ("best", "milp")
-    return (
-        how is not None
-        and how.backend == "inductor"
-        and profile.mode == "train"
-        and "recompute" in request.techniques_for(profile)
-        and not chosen
-    )
+    recomputes = profile.mode == "train" and "recompute" in request.techniques_for(profile)
+    return recomputes and not chosen and how.backend == "inductor"
 
 
 def works_nowhere(techniques: Sequence[str], profile: Profile) -> str:
@@ -170,18 +160,15 @@ def _runs_eagerly(request: Request, profile: Profile) -> bool:
 
 
 def _partitions(
-    request: Request, profile: Profile, room: Room, planned: Planned | None, unplanned: Plan
+    request: Request, profile: Profile, room: Room, planned: Planned, unplanned: Plan
 ) -> list[_Try]:
     """Return partitions that were run, alone, and beside what is planned for the step as it is, or with the smallest.
 
-    What is beside them may hold the room by itself, or leave more of it to them. ``planned``: plans it; None: there is
-    nothing.
+    What is beside them may hold the room by itself, or leave more of it to them.
     """
-    partitions = _Partitions(profile, unplanned)
+    eagerly, partitions = _runs_eagerly(request, profile), _Partitions(profile, unplanned)
     tries = partitions.within(room)
-    if planned is None:
-        return tries
-    for step in dict.fromkeys((tries[0], min(tries, key=lambda one: one.needs))):
+    for step in dict.fromkeys((tries[0], min(tries, key=lambda one: one.needs)) if eagerly else ()):
         beside = _beside(request, step.seen, room, planned)
         if beside.decisions:
             tries += partitions.within(room, beside, step.splits)
@@ -269,7 +256,7 @@ class _Partitions:
         """
         start = start or tuple(graph.own for graph in self._graphs.values())
         ran = (self._unplanned, self._profile) if beside is None else self.run(start, beside)
-        tries = [_tried(room, *ran, start)]
+        tries = [_Try(*ran, room.needs(ran[1].program), start)]
 
         def left() -> list[Splits]:
             tried = [one.splits for one in tries]
@@ -280,14 +267,17 @@ class _Partitions:
         while len(tries) <= ROUNDS and left():
             expected, unsure = self._expected(tries[-1]), int((1 + _UNSURE) * room.n_bytes)
             splits = fastest(left, expected, room.n_bytes)
-            if splits is None and all(one.needs > room.n_bytes for one in tries):  # none should fit, and none does
+            if splits is None and all(
+                one.needs > room.n_bytes for one in tries
+            ):  # none should fit, and none does
                 splits = smallest(left, expected)
                 if (beside or len(tries) > 1) and expected(splits) > unsure:
                     break  # nor will any, by what the runs so far were off
             splits = splits or fastest(left, expected, unsure)
             if splits is None:  # one fits, and what is faster is too large by far
                 break
-            tries.append(_tried(room, *self.run(splits, beside), splits))
+            plan, seen = self.run(splits, beside)
+            tries.append(_Try(plan, seen, room.needs(seen.program), splits))
         return tries
 
     def _expected(self, ran: _Try) -> Callable[[Splits], int]:
@@ -371,7 +361,9 @@ def _small(
     partitions = _Partitions(profile, unplanned)
     for splits in partitions.small:
         plan, seen = partitions.run(splits)
-        beside = smallest(dataclasses.replace(request, beside_compiled=True), seen) if runs_eagerly else unplanned
+        beside = (
+            smallest(dataclasses.replace(request, beside_compiled=True), seen) if runs_eagerly else unplanned
+        )
         found.append((plan, seen))
         if beside.decisions:
             found.append(partitions.run(splits, beside))
@@ -379,6 +371,7 @@ def _small(
 
 
 def _eager_plans(request: Request, profile: Profile, room: Room, over: int, planned: Planned) -> list[_Try]:
+    _runs_eagerly(request, profile)  # or a technique has no place
     most = profile.uncompiled.peak_bytes
     tries: list[_Try] = []
     budget: int | None = most - over
@@ -392,7 +385,7 @@ def _eager_plans(request: Request, profile: Profile, room: Room, over: int, plan
                 break
             budget = error.smallest_feasible_bytes
             continue
-        tries.append(_Try(budget, plan, plan.peak_bytes, seen, room.needs(seen.program)))
+        tries.append(_Try(plan, seen, room.needs(seen.program)))
         budget = _next_budget(room, tries, most)
     return tries
 
@@ -405,7 +398,7 @@ def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
     left = room.n_bytes - last.needs
     if fits is None:
         # Peaks of plans lie below their budgets: the next one must do better than this plan did.
-        return min(last.reached, last.asked) + left
+        return min(last.plan.peak_bytes, last.asked) + left
     if left >= 0 and (left <= _CLOSE * room.n_bytes or last.asked >= most or not last.plan.decisions):
         return None
     if over is None:

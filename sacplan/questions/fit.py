@@ -54,7 +54,7 @@ from sacplan.questions.batch_sizes import Recordings, batches_of
 from sacplan.questions.cases import Case, SizeAxis
 from sacplan.questions.on_ranks import RankRows, read_devices
 from sacplan.questions.verdict import FitRow, Verdict, cheapest_of, is_same_training, recommended
-from sacplan.questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
+from sacplan.questions.ways import Way, host_ways, long_ways, quick_ways
 from sacplan.record.compiled import CompileModules
 from sacplan.record.fake_rules import CHOICES
 from sacplan.record.fake_values import is_balanced

@@ -273,7 +273,9 @@ def test_graphs_are_partitioned_and_what_runs_eagerly_beside_them_is_planned(
 def test_tags_in_compiled_blocks_go_with_every_technique_outside_of_them() -> None:
     found, batch, profile = between(256, "aot_eager")
     plan = sacplan.plan(profile, "60%", techniques=["recompute", "offload"])
-    units = {type(one).__name__: {d.unit for d in plan.decisions if type(d) is type(one)} for one in plan.decisions}
+    units = {
+        type(one).__name__: {d.unit for d in plan.decisions if type(d) is type(one)} for one in plan.decisions
+    }
     assert units == {"Recompute": {"layers.0", "layers.1"}, "Offload": {"stem"}}
     real = sacplan.verify(found, batch, plan, cross_entropy, run="real").peak_bytes
     assert real - plan.host_bytes <= plan.peak_bytes <= plan.budget_bytes

@@ -190,7 +190,9 @@ def module_chunks(
         units = (
             unit
             for unit, calls in program.calls.items()
-            if len(calls) == 1 and _name_in_layer(unit) == name and len(program.ops_in(calls[0])) == n_ops
+            if len(calls) == 1
+            and _name_in_layer(unit) == name
+            and len(program.ops_in(calls[0])) == n_ops
             and pins.may_be_a_unit(program, unit)
         )
         # With all numbers of slices, since those of the first one serve for all that are alike.

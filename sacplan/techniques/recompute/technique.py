@@ -79,8 +79,8 @@ class Recomputation(Technique):
 
         partitions = [one for one in wanted.decisions if isinstance(one, Partition)]
         discarded = discarded_by(wanted.decisions)
-        recipes = InstalledRecipes(wanted.model, discarded, wanted.recorded, wanted.check)
-        return InstalledPartitions(partitions, recipes) if partitions else recipes
+        recipes = wanted.model, discarded, wanted.recorded, wanted.check
+        return InstalledPartitions(partitions, *recipes) if partitions else InstalledRecipes(*recipes)
 
 
 @derived

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from sacplan.core.decisions import Partition
-from sacplan.core.places import StepDifference
 from sacplan.errors import SacplanWarning
-from sacplan.techniques.base.technique import Installed
+from sacplan.techniques.recompute.executor.install import InstalledRecipes
 from sacplan.torch_compat.partitioning import (
     as_partitioner,
     as_pytorch,
@@ -23,16 +22,16 @@ from sacplan.torch_compat.partitioning import (
 )
 
 
-class InstalledPartitions:
-    """What inductor asks for a partition of each graph, until it is removed.
+class InstalledPartitions(InstalledRecipes):
+    """What inductor asks for a partition of each graph, and recipes of units that run eagerly, until it is removed.
 
-    Beside them are the recipes of units that run eagerly. What was compiled before is compiled again, now and when it is removed. A graph that the plan does not know is
+    What was compiled before is compiled again, now and when it is removed. A graph that the plan does not know is
     partitioned as PyTorch does it, with a warning.
     """
 
-    def __init__(self, decisions: Sequence[Partition], recipes: Installed) -> None:
-        self.units = (*dict.fromkeys(one.unit for one in decisions), *recipes.units)
-        self._recipes = recipes
+    def __init__(self, decisions: Sequence[Partition], *recipes: Any) -> None:
+        super().__init__(*recipes)
+        self._split = dict.fromkeys(one.unit for one in decisions)
         # Of a graph with other sizes than any that was planned for, the ops decide.
         self._saved = {one.graph.partition("-")[0]: one.saved for one in decisions}
         self._saved |= {one.graph: one.saved for one in decisions}
@@ -60,21 +59,13 @@ class InstalledPartitions:
         return partitioned(module, inputs, arguments, as_pytorch)
 
     @property
-    def differences(self) -> tuple[StepDifference, ...]:
-        """Those of the recipes: a graph is known as a whole, or not at all."""
-        return self._recipes.differences
-
-    def forget_differences(self) -> None:
-        """Forget those of the recipes."""
-        self._recipes.forget_differences()
-
-    def check_removable(self) -> None:
-        """Check the recipes: partitions change no module."""
-        self._recipes.check_removable()
+    def units(self) -> tuple[str, ...]:
+        """The modules that are compiled, and those with recipes."""
+        return (*self._split, *super().units)
 
     def remove(self) -> None:
         """Have PyTorch choose again, and remove the recipes."""
-        self._recipes.remove()
+        super().remove()
         torch.compiler.reset()
         self._saved = {}
         now = swap_partitioner(self._before)
