@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from sacplan.core.elements import names_module
@@ -46,7 +46,7 @@ class Pins:
         named_ops: of these, those that the patterns themselves name.
         widest_units: by scope, the outermost module call, itself or around it, that may be a unit; ``ROOT_SCOPE`` where
             there is none. None where all may: nothing is in ``never``, and no module was compiled on its own.
-        last_compiled: the last forward op in a module that is compiled on its own; -1 if there is none.
+        compiled_ops, compiled_calls: ops and calls in modules that are compiled on their own.
     """
 
     keep: tuple[str, ...] = ()
@@ -54,7 +54,8 @@ class Pins:
     kept_ops: frozenset[int] = frozenset()
     widest_units: tuple[int, ...] | None = None
     named_ops: frozenset[int] = frozenset()
-    last_compiled: int = -1
+    compiled_ops: frozenset[int] = frozenset()
+    compiled_calls: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.keep) or self.widest_units is not None
@@ -75,6 +76,18 @@ class Pins:
     def key(self) -> tuple[frozenset[int], tuple[int, ...] | None]:
         """Equal for pins that leave the same ops and modules alone."""
         return self.kept_ops, self.widest_units
+
+    @property
+    def outside(self) -> Pins:
+        """The pins of a technique that works only outside of what is compiled, which it leaves alone."""
+        if self.widest_units is None or not self.compiled_calls:
+            return self
+        widest = tuple(
+            ROOT_SCOPE if scope in self.compiled_calls else unit
+            for scope, unit in enumerate(self.widest_units)
+        )
+        kept, named = self.kept_ops | self.compiled_ops, self.named_ops | self.compiled_ops
+        return replace(self, kept_ops=kept, named_ops=named, widest_units=widest)
 
     def widest_unit(self, scope: int) -> int:
         """Return the widest unit of a scope, or ``ROOT_SCOPE`` where there is none or every module may be a unit."""
@@ -140,14 +153,12 @@ def resolve_pins(
         # No unit holds these ops, so nothing could run them again.
         scopes = ((i, program.ops[i].scope) for i in forward)
         kept_ops.update(i for i, s in scopes if s == ROOT_SCOPE or widest_units[s] == ROOT_SCOPE)
-    return Pins(
-        keep,
-        never,
-        frozenset(kept_ops),
-        widest_units,
-        frozenset(named_ops),
-        last_compiled(program, fingerprint),
-    )
+    how = fingerprint.setup.compiled
+    calls = frozenset(_scopes_of(program, () if how is None else how.modules))
+    inside = frozenset(i for i, op in enumerate(program.ops) if op.scope in calls)
+    found = Pins(keep, never, frozenset(kept_ops), widest_units, frozenset(named_ops), inside, calls)
+    # A compiled graph runs as it was recorded: nothing of it is rewritten.
+    return found.outside if how is not None and how.recorded else found
 
 
 def _patterns(argument: str, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -291,15 +302,6 @@ def _compiled(program: Program, fingerprint: Fingerprint) -> set[int]:
     # What a broken module calls lies in a graph of its own: no unit is around that.
     scopes = program.scopes
     return found | {i for i, s in enumerate(scopes) if s.parent >= 0 and scopes[s.parent].fqn in how.broken}
-
-
-def last_compiled(program: Program, fingerprint: Fingerprint) -> int:
-    """Return the last forward op in a module that is compiled on its own; -1: there is none, or the model is one."""
-    how = fingerprint.setup.compiled
-    if how is None or "" in how.modules:
-        return -1
-    ops = (i for call in _compiled(program, fingerprint) for i in program.ops_in(call))
-    return max((i for i in ops if program.ops[i].phase == Phase.FORWARD), default=-1)
 
 
 def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tuple[int, ...]:

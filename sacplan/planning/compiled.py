@@ -3,8 +3,9 @@
 The compiler saves less than an eager step, or more; it recomputes what fuses for nothing, and reuses buffers. None of
 that is modelled here. There are two kinds of proposals, and one search, whose budget moves by what is left, or over:
 
-- With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest; and if slices are
-  asked for, beside the loss in slices outside of what is compiled.
+- With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest. What runs eagerly
+  beside compiled modules is planned like any step: with a partition, the dry run is the recording, in which the
+  compiled modules stay as they are. Both together are run again.
 - With another backend, and where the user has a say in what is recomputed: plans for the eager step, whose ops are
   tags in the graph. With inductor, too, if no partition holds the budget, and the smallest plan is not far from it.
 
@@ -23,10 +24,12 @@ from typing import Any
 from msgspec import structs
 
 from sacplan.core.budget import exact_bytes, format_bytes
-from sacplan.core.decisions import Decision, Partition
-from sacplan.core.pins import last_compiled
+from sacplan.core.decisions import Partition
+from sacplan.core.liveness import bytes_at_ops
+from sacplan.core.pins import resolve_pins
+from sacplan.core.program import StorageKind
 from sacplan.device.device_memory import device_memory
-from sacplan.errors import InfeasibleBudget
+from sacplan.errors import InfeasibleBudget, PlanError
 from sacplan.planning.limits import ROUNDS, Limit, Room
 from sacplan.planning.partitions import (
     JointGraph,
@@ -44,7 +47,7 @@ from sacplan.planning.request import Request
 from sacplan.planning.value import UnitPlan
 from sacplan.profiling.profile import Profile
 from sacplan.record.compiled import compiler_for
-from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
+from sacplan.techniques.registry import TECHNIQUES, by_technique, rewritten
 
 _CLOSE = 0.01
 """Share of the budget that a plan may leave unused without a cheaper one being sought."""
@@ -61,28 +64,26 @@ Planned = Callable[[Request, Profile], Plan]
 """Plans a step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Try:
     """A plan, and the step with it as it runs compiled.
 
     Attributes:
-        asked: the budget of the proposal.
         plan: the proposal.
-        reached: its peak as the proposal has it.
         seen: the step with it.
         needs: what of it is compared with the room.
+        splits: how it splits compiled graphs.
     """
 
-    asked: int
     plan: Plan
-    reached: int
     seen: Profile
     needs: int
+    splits: Splits = ()
 
-
-def _tried(room: Room, plan: Plan, seen: Profile) -> _Try:
-    """Return a plan of the compiled step itself, whose peak is that of its run."""
-    return _Try(seen.peak_bytes, plan, seen.peak_bytes, seen, room.needs(seen.program))
+    @property
+    def asked(self) -> int:
+        """The budget of a proposal that was planned for the eager step."""
+        return self.plan.budget_bytes or 0
 
 
 def compiled_plan(
@@ -93,12 +94,13 @@ def compiled_plan(
     Args:
         request: what is asked for.
         profile: of the compiled step.
-        planned: plans an eager step, or raises ``InfeasibleBudget``.
-        smallest: returns the plan with the smallest peak of an eager step, whatever the limit.
+        planned: plans an eager step, or what runs eagerly in a compiled one, or raises ``InfeasibleBudget``.
+        smallest: returns that plan with the smallest peak, whatever the limit.
         unplanned: the compiled step without a plan.
 
     Raises:
-        PlanError: the profile cannot run again, or a proposal cannot run compiled.
+        PlanError: the profile cannot run again, a technique leaves what is compiled alone, and that is the whole model;
+            or a proposal cannot run compiled.
     """
     room = request.limit.room_of(profile)
     over = max(0, room.needs(profile.program) - room.n_bytes)
@@ -109,19 +111,19 @@ def compiled_plan(
         return [one for one in tries if one.needs <= room.n_bytes]
 
     if not over:
-        tries = [_Try(profile.peak_bytes, unplanned, profile.peak_bytes, profile, room.n_bytes)]
+        tries = [_Try(unplanned, profile, room.n_bytes)]
     elif splits:
-        for outside in _outside(request, profile):
-            tries += _Partitions(profile, unplanned, outside).within(room, over)
+        tries = _partitions(request, profile, room, planned, unplanned)
     else:
         tries = _eager_plans(request, profile, room, over, planned)
     if not fitting():
-        tries = [_tried(room, *small) for small in _small(request, profile, smallest, unplanned)]
+        small = _small(request, profile, smallest, unplanned)
+        tries = [_Try(plan, seen, room.needs(seen.program)) for plan, seen in small]
         if splits and min(one.needs for one in tries) <= (1 + _UNSURE) * room.n_bytes:
             tries += _eager_plans(request, profile, room, over, planned)
     if not fitting():
         return _infeasible(profile, room, tries)
-    best = min(fitting(), key=lambda one: one.seen.step_ms)
+    best = min(fitting(), key=lambda one: _computing_ms(one.seen) + _waits_ms(one.plan, profile))
     found = structs.replace(
         best.plan,
         budget_bytes=room.for_peak(best.seen.program),
@@ -132,46 +134,64 @@ def compiled_plan(
 
 def splits_graphs(request: Request, profile: Profile) -> bool:
     """Whether plans for a compiled step are partitions of its graphs."""
-    how = profile.fingerprint.setup.compiled
+    how: Any = profile.fingerprint.setup.compiled
     chosen = request.keep or request.never or request.solver not in ("best", "milp")
-    techniques = request.techniques is None or {"recompute"} <= set(request.techniques) <= {
-        "recompute",
-        "chunk",
-    }
-    return (
-        how is not None
-        and how.backend == "inductor"
-        and profile.mode == "train"
-        and techniques
-        and not chosen
-    )
+    recomputes = profile.mode == "train" and "recompute" in request.techniques_for(profile)
+    return recomputes and not chosen and how.backend == "inductor"
 
 
-def _outside(request: Request, profile: Profile) -> list[tuple[Decision, ...]]:
-    """Return what may run in slices outside of what is compiled, if that is asked for: nothing, and the loss.
+def works_nowhere(techniques: Sequence[str], profile: Profile) -> str:
+    """Return why some of the techniques have no place in a step, because all of it is compiled; empty if they have."""
+    how = profile.fingerprint.setup.compiled
+    why = " ".join(filter(None, (TECHNIQUES[name].uncompiled for name in techniques)))
+    return f"this step is compiled as a whole. {why}" if why and how is not None and "" in how.modules else ""
 
-    Of the numbers of slices, the smallest that is about as good as any for the eager step, and the largest, are tried.
+
+def _runs_eagerly(request: Request, profile: Profile) -> bool:
+    """Whether anything runs eagerly beside what is compiled.
+
+    Raises:
+        PlanError: nothing does, and a technique that is asked for works nowhere else.
     """
-    found: list[tuple[Decision, ...]] = [()]
-    if "chunk" not in (request.techniques or ()):
-        return found
-    eager = profile.uncompiled
-    after = last_compiled(eager.program, eager.fingerprint)
-    loss = loss_chunks(eager.program, eager.spec, request.accumulate, after)
-    if after < 0 or not isinstance(loss, ChunkOptions):
-        return found
-    peaks = {chunk: eager.footprint((chunk,)).peak_bytes for chunk in loss.chunks}
-    few = next(chunk for chunk, peak in peaks.items() if peak <= (1 + _CLOSE) * min(peaks.values()))
-    return [*found, *((chunk,) for chunk in dict.fromkeys((few, loss.chunks[-1])))]
+    if why := works_nowhere(request.techniques_for(profile), profile):
+        raise PlanError(why)
+    how: Any = profile.fingerprint.setup.compiled
+    return "" not in how.modules
+
+
+def _partitions(
+    request: Request, profile: Profile, room: Room, planned: Planned, unplanned: Plan
+) -> list[_Try]:
+    """Return partitions that were run, alone, and beside what is planned for the step as it is, or with the smallest.
+
+    What is beside them may hold the room by itself, or leave more of it to them.
+    """
+    eagerly, partitions = _runs_eagerly(request, profile), _Partitions(profile, unplanned)
+    tries = partitions.within(room)
+    for step in dict.fromkeys((tries[0], min(tries, key=lambda one: one.needs)) if eagerly else ()):
+        beside = _beside(request, step.seen, room, planned)
+        if beside.decisions:
+            tries += partitions.within(room, beside, step.splits)
+    return tries
+
+
+def _beside(request: Request, step: Profile, room: Room, planned: Planned) -> Plan:
+    """Return the cheapest plan for what runs eagerly in a compiled step; if none holds the room, about the smallest."""
+    limit = request.limit if room.is_reserved else Limit.exactly(room.n_bytes)
+    asked = dataclasses.replace(request, limit=limit, beside_compiled=True)
+    try:
+        return planned(asked, step)
+    except InfeasibleBudget as error:
+        near = Limit.exactly(int((1 + _CLOSE) * error.smallest_feasible_bytes))
+        return planned(dataclasses.replace(asked, limit=near), step)
 
 
 class _Partitions:
-    """Proposals for a compiled step that split its graphs otherwise, beside decisions outside of what is compiled."""
+    """Proposals for a compiled step that split its graphs otherwise, alone or beside a plan for what runs eagerly."""
 
-    def __init__(self, profile: Profile, unplanned: Plan, outside: tuple[Decision, ...]) -> None:
+    def __init__(self, profile: Profile, unplanned: Plan) -> None:
         how: Any = profile.fingerprint.setup.compiled
         self._profile = profile
-        self._outside = outside
         self._unplanned = unplanned
         self._unit = how.modules[0]
         self._calls = len(how.modules)  # alike modules share a graph, which each of them calls
@@ -197,8 +217,9 @@ class _Partitions:
                 graph.world = functools.partial(compiler_for, profile.spec)
         self._graphs = graphs
 
-    def run(self, splits: Splits) -> tuple[Plan, Profile]:
+    def run(self, splits: Splits, beside: Plan | None = None) -> tuple[Plan, Profile]:
         """Return the plan with one split of each graph, and the step with it."""
+        beside = beside or self._unplanned
         decisions = tuple(
             Partition(self._unit, key, tuple(sorted(split.saved)))
             for key, split in zip(self._graphs, splits, strict=True)
@@ -208,67 +229,86 @@ class _Partitions:
         ratio = max(0.0, 1 - left / max(1, before))
         plan = structs.replace(
             self._unplanned,
-            decisions=(*decisions, *self._outside),
-            units=self._units(ratio, 0.0),
+            decisions=(*decisions, *beside.decisions),
+            units={self._unit: UnitPlan(ratio, 0.0), **beside.units},
+            sequences=beside.sequences,
             status="feasible",
         )
         seen = self._profile.run_with(plan)
-        again_ms = max(0.0, seen.step_ms - self._profile.step_ms)
-        return structs.replace(plan, units=self._units(ratio, again_ms)), seen
+        again_ms = max(0.0, _computing_ms(seen) - _computing_ms(self._profile))
+        return structs.replace(plan, units={**plan.units, self._unit: UnitPlan(ratio, again_ms)}), seen
 
-    def _units(self, ratio: float, ms: float) -> dict[str, UnitPlan]:
-        beside = {unit: UnitPlan(0.0, 0.0) for one in self._outside for unit in one.units}
-        return {self._unit: UnitPlan(ratio, ms), **beside}
+    def _saved_bytes(self, splits: Splits) -> int:
+        return self._calls * sum(split.expected.saved_bytes for split in splits)
 
     def n_bytes(self, splits: Splits) -> int:
-        """Return about what graphs take that are split so, without all else that is there."""
-        figures = [split.expected for split in splits]
-        return self._calls * sum(f.saved_bytes for f in figures) + max(f.needs_bytes(0) for f in figures)
+        """Return about what graphs take while they run that are split so, without all else that is there."""
+        most = max((split.expected.needs_bytes(0) for split in splits), default=0)
+        return self._saved_bytes(splits) + most
 
-    def within(self, room: Room, over: int) -> list[_Try]:
-        """Return those that were run to find the fastest within some room; ``over``: what the step takes too much."""
-        own = tuple(graph.own for graph in self._graphs.values())
-        beside = room.n_bytes + over - self.n_bytes(own)  # what is there besides, corrected by each run
-        tries: list[_Try] = []
-        tried: list[Splits] = []
-        most_ms = math.inf  # what is worth a run once one fits
-        if self._outside:  # what that takes shows in a run
-            tries.append(_tried(room, *self.run(own)))
-            tried.append(own)
-            beside = tries[0].needs - self.n_bytes(own)
-            if tries[0].needs <= room.n_bytes:
-                most_ms = ms_of(own) - _WORTH * self._profile.step_ms
+    def within(self, room: Room, beside: Plan | None = None, start: Splits | None = None) -> list[_Try]:
+        """Return those that were run to find the fastest within some room.
+
+        Args:
+            room: it is too small for the step as it is.
+            beside: a plan for what runs eagerly.
+            start: what is run first with it; by default, what PyTorch does by itself.
+        """
+        start = start or tuple(graph.own for graph in self._graphs.values())
+        ran = (self._unplanned, self._profile) if beside is None else self.run(start, beside)
+        tries = [_Try(*ran, room.needs(ran[1].program), start)]
 
         def left() -> list[Splits]:
+            tried = [one.splits for one in tries]
+            fit = (ms_of(one.splits) for one in tries if one.needs <= room.n_bytes)
+            most_ms = min(fit, default=math.inf) - _WORTH * self._profile.step_ms / self._calls
             return [one for one in self._options() if one not in tried and ms_of(one) < most_ms]
 
-        while len(tries) < ROUNDS and left():
-            space = room.n_bytes - beside
-            splits = fastest(left, self.n_bytes, space)
-            if splits is None and most_ms == math.inf:  # none should fit, and none does so far
-                splits = smallest(left, self.n_bytes)
-                if tried and self.n_bytes(splits) > space + int(_UNSURE * room.n_bytes):
+        while len(tries) <= ROUNDS and left():
+            expected, unsure = self._expected(tries[-1]), int((1 + _UNSURE) * room.n_bytes)
+            splits = fastest(left, expected, room.n_bytes)
+            if splits is None and all(
+                one.needs > room.n_bytes for one in tries
+            ):  # none should fit, and none does
+                splits = smallest(left, expected)
+                if (beside or len(tries) > 1) and expected(splits) > unsure:
                     break  # nor will any, by what the runs so far were off
-            splits = splits or fastest(left, self.n_bytes, space + int(_UNSURE * room.n_bytes))
+            splits = splits or fastest(left, expected, unsure)
             if splits is None:  # one fits, and what is faster is too large by far
                 break
-            tries.append(_tried(room, *self.run(splits)))
-            tried.append(splits)
-            beside = tries[-1].needs - self.n_bytes(splits)
-            if tries[-1].needs <= room.n_bytes:
-                most_ms = ms_of(splits) - _WORTH * self._profile.step_ms
+            plan, seen = self.run(splits, beside)
+            tries.append(_Try(plan, seen, room.needs(seen.program), splits))
         return tries
 
+    def _expected(self, ran: _Try) -> Callable[[Splits], int]:
+        """Return about what the step takes with other splits than those of a run.
+
+        Where it peaks while a graph runs, what that has alive counts; elsewhere, only what the graphs save.
+        """
+        program = ran.seen.program
+        inside = resolve_pins(program, ran.seen.fingerprint, (), ()).compiled_ops
+        most = [0, 0]
+        for i, nbytes in enumerate(bytes_at_ops(program)):
+            most[i in inside] = max(most[i in inside], int(nbytes))
+        outside_bytes, inside_bytes = (n + ran.needs - program.footprint.peak_bytes for n in most)
+        saved_bytes, n_bytes = self._saved_bytes(ran.splits), self.n_bytes(ran.splits)
+
+        def expected(splits: Splits) -> int:
+            outside = outside_bytes + self._saved_bytes(splits) - saved_bytes
+            return max(outside, inside_bytes + self.n_bytes(splits) - n_bytes)
+
+        return expected
+
     @property
-    def small(self) -> list[tuple[Plan, Profile]]:
-        """The plans that take least by inductor, and the steps with them: the same for every budget."""
+    def small(self) -> list[Splits]:
+        """Those that take least by inductor: the same for every budget."""
         for graph in self._graphs.values():
             lower(graph.splits)
         options = self._options()
         found = sorted(options, key=lambda one: (self.n_bytes(one), order_of(one)))[:2]
         # Inductor does not count that kernels write where they read, which they may where nothing is saved.
         found.append(min(options, key=lambda one: (sum(s.lowered.saved_bytes for s in one), order_of(one))))
-        return [self.run(splits) for splits in dict.fromkeys(found)]
+        return list(dict.fromkeys(found))
 
     def _options(self) -> list[Splits]:
         """Return some ways to split all graphs: all that there are of a single one.
@@ -277,8 +317,8 @@ class _Partitions:
         byte.
         """
         graphs = [graph.splits for graph in self._graphs.values()]
-        if len(graphs) < 2:
-            return [(split,) for splits in graphs for split in splits]
+        if len(graphs) == 1:
+            return [(split,) for split in graphs[0]]
 
         def needs(split: Split) -> int:
             return split.expected.needs_bytes(self._calls)
@@ -314,13 +354,24 @@ def _small(
     request: Request, profile: Profile, smallest: Planned, unplanned: Plan
 ) -> list[tuple[Plan, Profile]]:
     """Return the plans among which the smallest is looked for, and the steps with them: the same for every budget."""
+    runs_eagerly = _runs_eagerly(request, profile)
     found = [profile.planned_and_run(functools.partial(smallest, request))]
-    for outside in _outside(request, profile) if splits_graphs(request, profile) else ():
-        found += _Partitions(profile, unplanned, outside).small
+    if not splits_graphs(request, profile):
+        return found
+    partitions = _Partitions(profile, unplanned)
+    for splits in partitions.small:
+        plan, seen = partitions.run(splits)
+        beside = (
+            smallest(dataclasses.replace(request, beside_compiled=True), seen) if runs_eagerly else unplanned
+        )
+        found.append((plan, seen))
+        if beside.decisions:
+            found.append(partitions.run(splits, beside))
     return found
 
 
 def _eager_plans(request: Request, profile: Profile, room: Room, over: int, planned: Planned) -> list[_Try]:
+    _runs_eagerly(request, profile)  # or a technique has no place
     most = profile.uncompiled.peak_bytes
     tries: list[_Try] = []
     budget: int | None = most - over
@@ -334,7 +385,7 @@ def _eager_plans(request: Request, profile: Profile, room: Room, over: int, plan
                 break
             budget = error.smallest_feasible_bytes
             continue
-        tries.append(_Try(budget, plan, plan.peak_bytes, seen, room.needs(seen.program)))
+        tries.append(_Try(plan, seen, room.needs(seen.program)))
         budget = _next_budget(room, tries, most)
     return tries
 
@@ -347,7 +398,7 @@ def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
     left = room.n_bytes - last.needs
     if fits is None:
         # Peaks of plans lie below their budgets: the next one must do better than this plan did.
-        return min(last.reached, last.asked) + left
+        return min(last.plan.peak_bytes, last.asked) + left
     if left >= 0 and (left <= _CLOSE * room.n_bytes or last.asked >= most or not last.plan.decisions):
         return None
     if over is None:
@@ -362,12 +413,12 @@ def as_compiled(plan: Plan, profile: Profile) -> Plan:
         "peak_bytes": seen.peak_bytes,
         "baseline_peak_bytes": profile.peak_bytes,
         # What the compiler recomputes has no place in the plan; what it adds to the step has.
-        "recompute_ms": max(0.0, seen.step_ms - profile.step_ms),
+        "recompute_ms": max(0.0, _computing_ms(seen) - _computing_ms(profile)),
         "recompute_flops": max(0, seen.program.flops - profile.program.flops),
         "step_ms": profile.step_ms,
         "step_flops": profile.program.flops,
         "lower_bound_ms": 0.0,
-        "added_ms": 0.0,
+        "added_ms": _waits_ms(plan, profile),
         "waits_ms": 0.0,
         "gap": None,
         "device_memory": device_memory(seen.program) if profile.spec.kind == "cuda" else None,
@@ -375,6 +426,23 @@ def as_compiled(plan: Plan, profile: Profile) -> Plan:
         "fingerprint": profile.fingerprint,
     }
     return structs.replace(plan, **figures)
+
+
+def _computing_ms(seen: Profile) -> float:
+    """Return the time of a dry run without copies to the host and back: on a device they run beside computation."""
+    ops, kinds = seen.program.ops, seen.program.storage_kinds
+    copies = (op for op in ops if any(kinds[s] == StorageKind.HOST for s in (*op.reads, *op.writes)))
+    return seen.step_ms - sum(op.time_ms for op in copies)
+
+
+def _waits_ms(plan: Plan, profile: Profile) -> float:
+    """Return how long computation waits for copies to the host and back, by the clocks of the recorded step."""
+    here = [one for technique, own in by_technique(plan.decisions) if not technique.takes_host for one in own]
+    if len(here) == len(plan.decisions):
+        return 0.0
+    program = (profile if plan.partitions else profile.uncompiled).program
+    steps = (rewritten(program, decisions, profile.spec) for decisions in (plan.decisions, here))
+    return next(steps).step_ms - next(steps).step_ms
 
 
 def _infeasible(profile: Profile, room: Room, tries: Sequence[_Try]) -> InfeasibleBudget:

@@ -84,7 +84,7 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
     A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``looks_further``, a plan with the
     default techniques says what others would save, and the error what else would hold the limit.
     """
-    if profile.runs_compiled:
+    if profile.runs_compiled and not request.beside_compiled:
         return _compiled_outcome(request, profile)
     room = request.limit.room_of(profile)
 
@@ -140,7 +140,7 @@ def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = F
     Rotor may reach a smaller peak than the other solvers, at several times the cost of the step. A comparison or a
     recommendation does not want that plan: ``without_rotor``.
     """
-    if profile.runs_compiled:
+    if profile.runs_compiled and not request.beside_compiled:
         unplanned = _unplanned(request, profile)
         return smallest_compiled(request, profile, smallest_plan, unplanned)
     asked = request.planner(profile)

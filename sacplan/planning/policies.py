@@ -122,7 +122,7 @@ def policy(
         n_slices = _read_slices(slices, layers)
     elif slices is not None:
         raise PlanError(f"mode {mode!r} takes no slices, got {slices!r}. They belong to mode 'chunked-loss'.")
-    pins = resolve_pins(program, profile.fingerprint, keep, never)
+    pins = resolve_pins(program, step.fingerprint, keep, never)
     decisions: tuple[Decision, ...] = ()
     name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
     asked: dict[str, Any] = {"mode": mode, "option": option, "layers": layers}

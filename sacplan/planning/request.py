@@ -40,19 +40,24 @@ class Request:
     techniques: Sequence[str] | None = None
     accumulate: Accumulate = "float32"
     host_budget: float | str | None = None
+    beside_compiled: bool = False
+    """Plan what a recorded compiled step runs eagerly, and leave its compiled modules as they are."""
+
+    def techniques_for(self, profile: Profile) -> tuple[str, ...]:
+        """Return the techniques that are asked for, or those that plans for such a step have by default."""
+        if self.techniques is not None:
+            return resolve_techniques(self.techniques)
+        return INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
 
     def planner(self, profile: Profile) -> Planner:
         """Check the arguments for a step, and return its planner. Errors are those of ``plan``."""
-        if profile.runs_compiled:
+        if profile.runs_compiled and not self.beside_compiled:
             raise PlanError(
                 "this asks what a plan would make of a recorded step, and of a compiled one that shows only when it is "
                 "compiled again. Give a profile that was made with compile=False."
             )
         solvers = tuple(resolve_solver(self.solver))
-        if self.techniques is not None:
-            names = resolve_techniques(self.techniques)
-        else:
-            names = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
+        names = self.techniques_for(profile)
         pins = resolve_pins(profile.program, profile.fingerprint, self.keep, self.never)
         if self.accumulate not in get_args(Accumulate):
             known = " and ".join(map(repr, get_args(Accumulate)))

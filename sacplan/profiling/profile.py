@@ -201,7 +201,9 @@ class Profile:
             raise PlanError(f"this step is compiled as a whole. {why}")
         if plan.decisions not in self._dry_runs:
             put_on = functools.partial(installed_on, plan.decisions, plan.recorded)
-            self._dry_runs[plan.decisions] = self._again(prepare=put_on, saved="observe")
+            # With partitions alone, autograd's hooks are free: what runs eagerly can be planned on the recording.
+            saved = "record" if plan.partitions == plan.decisions else "observe"
+            self._dry_runs[plan.decisions] = self._again(prepare=put_on, saved=saved)
         return self._dry_runs[plan.decisions]
 
     def run_again(self) -> Profile:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from sacplan.core.budget import format_bytes
 from sacplan.core.derived import derived
 from sacplan.core.fingerprint import Fingerprint
+from sacplan.core.pins import resolve_pins
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
 from sacplan.planning.make import Outcome, outcome_of
@@ -287,7 +288,8 @@ def check_batches_differ(sizes: tuple[int, int], made: tuple[Fingerprint, Finger
 @derived
 def leaving_bytes(step: Profile, techniques: tuple[str, ...]) -> int:
     """Return the bytes of the parameters that plans with these techniques may leave on the host."""
-    planned = PlanStep(step.program, device=step.spec, gradients=step.mode == "train")
+    pins = resolve_pins(step.program, step.fingerprint, (), ())
+    planned = PlanStep(step.program, pins=pins, device=step.spec, gradients=step.mode == "train")
     return sum(TECHNIQUES[name].leaving_bytes(planned) for name in techniques)
 
 

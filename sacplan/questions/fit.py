@@ -14,8 +14,9 @@ The peak and time of a row that fits are those of the plan that ``plan`` finds. 
 peak that a quick search finds. The largest batch and sequence are lower bounds: they hold with the decisions that have
 the smallest peak at the asked size, and planning anew at each size might find larger ones.
 
-A compiled step is run with each plan, dry. Its rows are the step as it is and with a plan. A compiler makes another
-program of another size, so no size is computed: those that are tried are run, some four for each largest size.
+A compiled step is run with each plan, dry. Techniques that work only outside of what is compiled have rows if anything
+runs there. A compiler makes another program of another size, so no size is computed: those that are tried are run, some
+four for each largest size.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, devices, resolve_
 from sacplan.device.outside_allocator import outside_allocator
 from sacplan.distributed.ranks.ranks import FSDP2
 from sacplan.errors import PlanError, SacplanWarning
+from sacplan.planning.compiled import works_nowhere
 from sacplan.planning.infeasible import looking_for_plans
 from sacplan.planning.limits import OF_DEVICE, Limit, limit_of_device
 from sacplan.profiling.optimizer_table import COMPARED_ON_HOST, candidate_named
@@ -48,7 +50,7 @@ from sacplan.questions.batch_sizes import Recordings, batches_of
 from sacplan.questions.cases import Case, SizeAxis
 from sacplan.questions.on_ranks import RankRows, read_devices
 from sacplan.questions.verdict import FitRow, Verdict, cheapest_of, is_same_training, recommended
-from sacplan.questions.ways import AS_IT_IS, PLAN, Way, host_ways, long_ways, quick_ways
+from sacplan.questions.ways import Way, host_ways, long_ways, quick_ways
 from sacplan.record.compiled import CompileModules
 from sacplan.record.fake_rules import CHOICES
 from sacplan.record.fake_values import is_balanced
@@ -112,8 +114,7 @@ def fit(
             optimizer's state and gradients, and shards. By default the host's share of common machines with the device.
         name: Name of the model in the answer.
         sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
-        compile: As for ``profile``. Rows of a compiled step are the step as it is and with a plan. Its largest sizes
-            take dry runs at some four sizes each.
+        compile: As for ``profile``. The largest sizes of a compiled step take dry runs at some four sizes each.
         on_verdict: A function that is called with the verdict as soon as it is known, before the largest sizes are.
 
     Returns:
@@ -188,14 +189,15 @@ class Sweep(Asked):
     @cached_property
     def ways(self) -> list[Way]:
         """The ways that are tried with each optimizer; ``found`` adds those that take long or the host's memory."""
-        if self.base.runs_compiled:
-            return [AS_IT_IS, PLAN]
         any_case = next(iter(self.cases.values()))
-        return quick_ways(lambda way: bool(any_case.smallest(way).decisions))
+        return quick_ways(lambda way: self._has_place(way) and bool(any_case.smallest(way).decisions))
+
+    def _has_place(self, way: Way) -> bool:
+        return not works_nowhere(way.techniques, self.base)
 
     def _could_fit(self, way: Way) -> bool:
         """Whether some plan could hold the budget: the memory that no plan reduces is within it."""
-        return not self.base.runs_compiled and any(case.may_fit(way) for case in self.cases.values())
+        return self._has_place(way) and any(case.may_fit(way) for case in self.cases.values())
 
     # --- sizes
 
@@ -244,7 +246,9 @@ class Sweep(Asked):
         rows = [case.row(way) for case in self.cases.values() for way in self.ways]
         self._say_worst_routing()
         # What takes long to search for is tried last, and only if it could help.
-        ways = () if any(row.fits for row in rows) else filter(self._could_fit, long_ways())
+        # A compiled step is run with each plan: there is no longer search.
+        done = self.base.runs_compiled or any(row.fits for row in rows)
+        ways = () if done else filter(self._could_fit, long_ways())
         rows += [case.row(way) for way in ways for case in self.cases.values()]
         return rows + self._on_the_host(rows)
 

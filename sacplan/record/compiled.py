@@ -251,11 +251,7 @@ def _gpu(spec: DeviceSpec) -> SimpleNamespace:
         max_threads_per_multi_processor=1536 if (major, minor) in ((8, 6), (8, 9), (12, 0)) else 2048,
         max_threads_per_block=1024,
         warp_size=32,
-        shared_memory_per_block_optin=232448
-        if major >= 9
-        else 166912
-        if (major, minor) == (8, 0)
-        else 101376,
+        shared_memory_per_block_optin=(227 if major >= 9 else 163 if (major, minor) == (8, 0) else 99) * 1024,
         shared_memory_per_block=49152,
         shared_memory_per_multiprocessor=233472 if major >= 9 else 167936,
         L2_cache_size=50 * 2**20,

@@ -16,6 +16,7 @@ from sacplan.core.places import StepDifference
 from sacplan.errors import PlanError
 from sacplan.running.watch import InputWatch
 from sacplan.techniques.base.technique import Installed
+from sacplan.techniques.recompute.executor.partitions import InstalledPartitions
 from sacplan.techniques.runtime.stand_ins import InstalledStandIns, StandIn
 from sacplan.torch_compat.compiling import stop_compiling
 
@@ -88,7 +89,8 @@ def lifted(installed: Sequence[Installed]) -> tuple[Sequence[Installed], Mapping
     Raises:
         PlanError: a part is more than other forwards.
     """
-    parts = [part for part in installed if isinstance(part, InstalledStandIns)]
+    lifts = [part for part in installed if not isinstance(part, InstalledPartitions)]
+    parts = [part for part in lifts if isinstance(part, InstalledStandIns)]
     if len(parts) < len(installed):
         raise PlanError(
             "a plan that splits compiled graphs or keeps weights on the host cannot be one of several. Apply it alone."

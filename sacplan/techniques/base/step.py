@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -72,6 +72,12 @@ class PlanStep:
         if self.host_budget_bytes is not None:
             return self.host_budget_bytes
         return 0 if self.device is None else self.device.host_memory_bytes
+
+    @cached_property
+    def outside(self) -> PlanStep:
+        """The step for a technique that works only outside of what is compiled."""
+        pins = self.pins.outside
+        return self if pins is self.pins else replace(self, pins=pins)
 
     @cached_property
     def costs(self) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ import msgspec
 from sacplan.core.decisions import Accumulate, Chunk, Decision
 from sacplan.core.derived import derived
 from sacplan.core.elements import is_inside, pattern_of
-from sacplan.core.pins import Pins
+from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import ROOT_SCOPE, Phase, Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.kernels import registered
@@ -171,14 +171,18 @@ def _called_often(program: Program) -> Iterator[Refusal]:
 
 @derived
 def module_chunks(
-    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate = "float32"
+    program: Program,
+    scope: int,
+    device: DeviceSpec,
+    accumulate: Accumulate = "float32",
+    pins: Pins = NO_PINS,
 ) -> tuple[ChunkOptions, ...]:
     """Return the largest module around a module call that can run in slices, and all that are alike; () if none can.
 
-    Worked out once for a program.
+    ``pins``: modules that must not be units are left out. Worked out once for a program.
     """
     with registered(device):  # once for all rehearsals
-        found = _largest(program, scope, device, accumulate)
+        found = _largest(program, scope, device, accumulate, pins)
         if found is None:
             return ()
         n_ops = len(program.ops_in(program.calls[found.unit][0]))
@@ -186,19 +190,26 @@ def module_chunks(
         units = (
             unit
             for unit, calls in program.calls.items()
-            if len(calls) == 1 and _name_in_layer(unit) == name and len(program.ops_in(calls[0])) == n_ops
+            if len(calls) == 1
+            and _name_in_layer(unit) == name
+            and len(program.ops_in(calls[0])) == n_ops
+            and pins.may_be_a_unit(program, unit)
         )
         # With all numbers of slices, since those of the first one serve for all that are alike.
         return tuple(_offered_where_alike(program, found, units, _MODULE_SLICES, device))
 
 
-def _largest(program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate) -> Chunk | None:
+def _largest(
+    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate, pins: Pins
+) -> Chunk | None:
     """Return a chunk of the largest module around a module call that can run in slices; None if none can."""
 
     def may_be_rehearsed(around: int) -> bool:
         # Not the model itself, nor a module that is called several times or has too many ops.
         unit = program.scopes[around].fqn
-        return bool(unit) and len(program.calls[unit]) == 1 and len(program.ops_in(around)) <= _MOST_OPS
+        if not unit or len(program.calls[unit]) != 1 or not pins.may_be_a_unit(program, unit):
+            return False
+        return len(program.ops_in(around)) <= _MOST_OPS
 
     outwards = (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ()
     # The largest first: it takes one rehearsal if that one works.
@@ -246,8 +257,8 @@ def backward_chunks(
             return ()
         return tuple(msgspec.structs.replace(chunk, slices=slices) for chunk in same)
     taken = any(unit == chunk.unit or is_inside(unit, chunk.unit) for chunk in known)
-    if len(program.calls[unit]) != 1 or taken:
-        return ()  # called several times, or in slices as part of another module
+    if len(program.calls[unit]) != 1 or taken or not pins.may_be_a_unit(program, unit):
+        return ()  # called several times, in slices as part of another module, or left alone
     try:
         found = _first_axis(program, unit, "backward", device, accumulate)
     except CannotChunk:

@@ -43,22 +43,20 @@ class Chunking(Technique):
             return ()  # inference has a solver of its own; no chunk lowers a peak in the optimizer
         if steps_in_backward(step.program):
             return ()  # slices add up the gradients of a parameter, whose hook would run for each of them
-        program, device, accumulate = step.program, step.device, step.accumulate
+        program, device, accumulate, pins = step.program, step.device, step.accumulate, step.pins.outside
         if peak is not None:
-            if step.pins.last_compiled >= 0:
-                return ()  # nothing inside of what is compiled runs in slices
-            return [each.offer(step) for each in module_chunks(program, peak.peak_scope, device, accumulate)]
-        loss = loss_chunks(program, device, accumulate, step.pins.last_compiled)
+            found = module_chunks(program, peak.peak_scope, device, accumulate, pins)
+            return [each.offer(step) for each in found]
+        forward = (i for i in pins.compiled_ops if program.ops[i].phase == Phase.FORWARD)
+        loss = loss_chunks(program, device, accumulate, max(forward, default=-1))
         return [loss.offer(step)] if isinstance(loss, ChunkOptions) else []
 
     def settled(self, step: PlanStep, peak: Footprint, decisions: Sequence[Decision]) -> Sequence[Decision]:
         """Run the backward pass of the module at the peak, and of all that are alike, in slices."""
         if not step.gradients or step.device is None or peak.peak_phase != Phase.BACKWARD:
             return ()
-        if step.pins.last_compiled >= 0:
-            return ()
-        known = [one for one in decisions if isinstance(one, Chunk)]
-        return backward_chunks(step.program, peak.peak_scope, step.device, step.accumulate, step.pins, known)
+        known, pins = [one for one in decisions if isinstance(one, Chunk)], step.pins.outside
+        return backward_chunks(step.program, peak.peak_scope, step.device, step.accumulate, pins, known)
 
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
         """Return the path through stretches of ops if there are no gradients."""

@@ -38,17 +38,17 @@ class Offloading(Technique):
 
     def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
         """Return regions of parameters, whose options leave these on the host. They have no ops."""
-        return weight_regions(step)
+        return weight_regions(step.outside)
 
     def leaving_bytes(self, step: PlanStep) -> int:
         """Return the bytes of the parameters that may be on the host."""
-        return leaving_bytes(step)
+        return leaving_bytes(step.outside)
 
     def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
         """Return options in which what the region keeps waits on the host. In inference nothing is kept."""
         if not step.gradients or step.device is None:
             return ()
-        return list(offloads(step).options(region))
+        return list(offloads(step.outside).options(region))
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """Return the patch that discards the option's ops, and moves tensors."""

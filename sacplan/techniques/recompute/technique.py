@@ -78,12 +78,9 @@ class Recomputation(Technique):
         from sacplan.techniques.recompute.executor.partitions import InstalledPartitions
 
         partitions = [one for one in wanted.decisions if isinstance(one, Partition)]
-        if partitions and len(partitions) < len(wanted.decisions):
-            raise PlanError("a plan recomputes call sites or splits compiled graphs; this one is to do both.")
-        if partitions:
-            return InstalledPartitions(partitions)
-
-        return InstalledRecipes(wanted.model, discarded_by(wanted.decisions), wanted.recorded, wanted.check)
+        discarded = discarded_by(wanted.decisions)
+        recipes = wanted.model, discarded, wanted.recorded, wanted.check
+        return InstalledPartitions(partitions, *recipes) if partitions else InstalledRecipes(*recipes)
 
 
 @derived

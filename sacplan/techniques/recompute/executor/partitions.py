@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sacplan.core.decisions import Partition
-from sacplan.core.places import StepDifference
 from sacplan.errors import SacplanWarning
+from sacplan.techniques.recompute.executor.install import InstalledRecipes
 from sacplan.torch_compat.partitioning import (
     as_partitioner,
     as_pytorch,
@@ -22,17 +22,16 @@ from sacplan.torch_compat.partitioning import (
 )
 
 
-class InstalledPartitions:
-    """What inductor asks for a partition of each graph, until it is removed.
+class InstalledPartitions(InstalledRecipes):
+    """What inductor asks for a partition of each graph, and recipes of units that run eagerly, until it is removed.
 
     What was compiled before is compiled again, now and when it is removed. A graph that the plan does not know is
     partitioned as PyTorch does it, with a warning.
     """
 
-    differences: tuple[StepDifference, ...] = ()  # a graph is known as a whole, or not at all
-
-    def __init__(self, decisions: Sequence[Partition]) -> None:
-        self.units = tuple(dict.fromkeys(one.unit for one in decisions))
+    def __init__(self, decisions: Sequence[Partition], *recipes: Any) -> None:
+        super().__init__(*recipes)
+        self._split = dict.fromkeys(one.unit for one in decisions)
         # Of a graph with other sizes than any that was planned for, the ops decide.
         self._saved = {one.graph.partition("-")[0]: one.saved for one in decisions}
         self._saved |= {one.graph: one.saved for one in decisions}
@@ -59,14 +58,14 @@ class InstalledPartitions:
             return self._before(module, inputs, **arguments)
         return partitioned(module, inputs, arguments, as_pytorch)
 
-    def forget_differences(self) -> None:
-        """Do nothing: there are none."""
-
-    def check_removable(self) -> None:
-        """Do nothing: no module is changed."""
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules that are compiled, and those with recipes."""
+        return (*self._split, *super().units)
 
     def remove(self) -> None:
-        """Have PyTorch choose again."""
+        """Have PyTorch choose again, and remove the recipes."""
+        super().remove()
         torch.compiler.reset()
         self._saved = {}
         now = swap_partitioner(self._before)
