@@ -515,7 +515,7 @@ def _record_settled_step(
     """Record a step that is like all later ones, in which caches are filled.
 
     A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
-    attributes as they were. Otherwise steps are recorded until two in a row run the same ops of the forward pass,
+    attributes as they were. Otherwise steps are recorded until two in a row run the same ops before the optimizer's,
     at most four times. With accumulation, or an optimizer that steps in the backward pass or lays parameters out anew,
     one more is recorded: the first one makes the gradients, the state or the layouts that later ones find.
     """
@@ -544,17 +544,18 @@ def _record_settled_step(
         with preserved_rng(), recorded_inputs(step.model) as calls:
             program = _record(step, recording, rules)
         step.forget_gradients_of_batch()
-        left = recording.storages.left_behind()
-        if left:
-            gc.collect(
-                0
-            )  # frees tensors that only reference cycles hold; the collector is off, so all are young
-            left = [ref for ref in left if ref() is not None]
+        new = recording.storages.left_behind()
+        if new:
+            # Frees tensors that only reference cycles hold; the collector is off, so all are young.
+            gc.collect(0)
+            new = [ref for ref in new if ref() is not None]
+        # A step may also find what one before the last has left.
+        left = [*(ref for ref in left if ref() is not None), *new]
         # Optimizers that step in the backward pass have made their state: the next step finds it.
         laid_out = strides == [p.stride() for p in step.model.parameters()]
         is_usual = is_usual and laid_out and step.state_made_inside == kept
         is_usual = is_usual and (compiled is None or compiled == compiled_so_far())
-        if is_usual and not left and plain_attributes(step.model) == plain:
+        if is_usual and not new and plain_attributes(step.model) == plain:
             return program, tuple(calls), recording.checkpointed
         # Tensors are left at every step (a running average, say), but the ops have settled.
         if is_usual and before is not None and _ops_run(before) == _ops_run(program):
@@ -576,9 +577,10 @@ def _record_settled_step(
 
 
 def _ops_run(program: Program) -> list[tuple[str, int]]:
-    # Views are left out, since they make no values.
-    forward = (op for op in program.ops if op.phase == Phase.FORWARD)
-    return [(op.name, op.scope) for op in forward if is_computation(op.name)]
+    # Views are left out, since they make no values. Backward ops are those of communication hooks, too, which may begin
+    # to do something else, and keep what it needs.
+    before = (op for op in program.ops if op.phase != Phase.OPTIMIZER)
+    return [(op.name, op.scope) for op in before if is_computation(op.name)]
 
 
 def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:

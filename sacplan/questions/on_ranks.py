@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from sacplan.core.budget import format_bytes
+from sacplan.core.elements import StorageKind
+from sacplan.core.program import Patch
 from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 from sacplan.planning.meshes import names_on, resolve_mesh, way
 from sacplan.profiling.optimizer_table import BY_NAME
-from sacplan.profiling.optimizers import recorded_on, with_optimizer
+from sacplan.profiling.optimizers import recorded_on, state_bytes, with_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.questions.asked import Asked
 from sacplan.questions.cases import Case
@@ -32,6 +34,7 @@ from sacplan.questions.ways import AS_IT_IS, PLAN
 
 _LARGEST = 2**16  # the largest batch of a device to try
 _PLAN = dataclasses.replace(PLAN, long=True)  # as ``plan`` searches
+_OF_SHARDS = (StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
 _MOST_DEVICES = 2**16  # more is a slip of the pen
 
 
@@ -127,35 +130,58 @@ class RankRows:
         return [bare, planned]
 
     def _is_hopeless(self, one: Arrangement, name: str) -> bool:
-        """Whether something fits without a plan, and DDP needs more than there is: one device's step, and buckets."""
-        if not any(row.fits and not row.techniques for row in self._rows):
+        """Whether something fits, and DDP needs more than there is; without a plan, if what fits needs none."""
+        fitting = [row for row in self._rows if row.fits]
+        if not fitting:
             return False
+        as_it_is = any(not row.techniques for row in fitting)
         # DDP holds a copy of all gradients during the whole step.
         trained = [p for p in self.asked.recordings.model.parameters() if p.requires_grad]
         buckets = sum(p.nbytes for p in trained)
         room = self.asked.limit.room(self.asked.spec, one.ranks.communicators)
+        update = self._update(name, trained)
         # The optimizer's step alone is recorded sooner than the whole one, and mostly is too large already.
-        for least in (self._update_bytes, self._whole_bytes):
-            needs = least(name, trained) + buckets
+        for least in (self._update_bytes, self._whole_bytes if as_it_is else self._floor_bytes):
+            needs = least(name, update) + buckets
             if needs > room.n_bytes:
+                plan = "without a plan" if as_it_is else "with any plan"
                 self.asked.notes.append(
-                    f"{one.name} without a plan needs at least {format_bytes(needs)} on each device."
+                    f"{one.name} {plan} needs at least {format_bytes(needs)} on each device."
                 )
                 return True
         return False
 
-    def _update_bytes(self, name: str, trained: Sequence[torch.nn.Parameter]) -> int:
-        """Return the peak of an optimizer's step on whole parameters; 0 if not all that are trained get gradients."""
+    def _update(self, name: str, trained: Sequence[torch.nn.Parameter]) -> Profile | None:
+        """Record an optimizer's step on whole parameters; None if not all that are trained get gradients."""
         make = self.asked.makes[name]
         if make is None or len(self.any_step.recorded.gradients) < len(trained):
-            return 0
+            return None
         like = [(p.shape, p.stride(), p.dtype) for p in trained]
-        return recorded_on(like, make, self.asked.spec).peak_bytes
+        return recorded_on(like, make, self.asked.spec)
 
-    def _whole_bytes(self, name: str, _: Sequence[torch.nn.Parameter]) -> int:
+    def _update_bytes(self, _: str, update: Profile | None) -> int:
+        """Return the peak of the optimizer's step, which no plan of a rank lowers."""
+        return 0 if update is None else update.peak_bytes
+
+    def _whole_bytes(self, name: str, _: Profile | None) -> int:
         """Return the peak of the step on one device."""
         whole, step = self.asked.base, self.asked.step_of(name)
         return (whole if step is None else with_optimizer(whole, step)).peak_bytes
+
+    def _floor_bytes(self, _: str, update: Profile | None) -> int:
+        """Return a peak that no plan for whole parameters goes below.
+
+        Of a recorded rank's shards nothing counts, nor what it gathers and reduces. All else is there with whole
+        parameters, too; a plan lets go of no more of it than autograd keeps.
+        """
+        program = self.any_step.recorded
+        shards = {s for s, kind in enumerate(program.storage_kinds) if kind in _OF_SHARDS}
+        for op in program.ops:
+            if op.name.startswith(("c10d.", "_c10d_functional.", "fsdp.")):
+                shards.update((*op.reads, *op.writes, *op.mutates))
+        whole = sum(p.nbytes for p in self.asked.recordings.model.parameters())
+        state = 0 if update is None else state_bytes(update.recorded)
+        return whole + state + program.with_(Patch(resized=dict.fromkeys(shards, 0))).liveness.floor_bytes
 
     @property
     def any_step(self) -> Profile:

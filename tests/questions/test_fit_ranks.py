@@ -265,3 +265,18 @@ def test_ddp_that_cannot_fit_is_not_recorded() -> None:
     assert {row.spread for row in verdict.rows} == {"FSDP2"}
     peak = format_bytes(profiled(ranks=sacplan.DDP(2)).peak_bytes)
     assert f"DDP without a plan needs at least {peak} on each device." in verdict.computed
+
+
+def test_ddp_that_no_plan_makes_fit_is_not_recorded() -> None:
+    """FSDP2 fits with a plan; with whole parameters, what no plan lowers is too much already."""
+    budget = "3.9MiB"
+    verdict = sacplan.fit(
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", budget, batch=4, sizes=False
+    )  # fmt: skip
+    assert [(row.spread, row.way, row.fits) for row in verdict.rows] == [
+        ("FSDP2", "as it is", False),
+        ("FSDP2", "plan", True),
+    ]
+    (note,) = [note for note in verdict.computed if note.startswith("DDP with any plan needs at least ")]
+    smallest = sacplan.plan(profiled(ranks=sacplan.DDP(2)), "smallest").peak_bytes
+    assert parse_budget(budget, 0) < parse_budget(note.split("least ")[1].split(" on")[0], 0) <= smallest

@@ -102,6 +102,26 @@ def compressed(model: nn.Module, mesh: Any) -> nn.Module:
     return wrapped
 
 
+HOOK_STATES: list[Any] = []
+"""Of ``low_rank``; the last one is that of the model that runs."""
+
+
+def low_rank(model: nn.Module, mesh: Any) -> nn.Module:
+    """Gradients as products of thin matrices: from the third step on, the hook keeps these, and what they lack."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    HOOK_STATES.append(PowerSGDState(None, start_powerSGD_iter=2))
+    wrapped.register_comm_hook(HOOK_STATES[-1], powerSGD_hook)
+    return wrapped
+
+
+def kept_by_hook() -> int:
+    state = HOOK_STATES[-1]
+    kept = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
+    return sum(t.nbytes for tensors in kept for t in tensors.values())
+
+
 class Exchanged(nn.Module):
     """A layer that runs on what all ranks send each other, as experts do that are spread over ranks."""
 
@@ -137,6 +157,7 @@ class Case:
     same_batch: bool = False  # on all ranks
     buckets: bool = False  # there are buckets of gradients between steps, which no tensor of Python refers to
     marks: int = 0  # bytes a parameter that say which are used, in C++ too
+    kept: Callable[[], int] | None = None  # bytes that a hook keeps, once some steps have run
 
     def made(self) -> tuple[nn.Module, Any]:
         names = tuple(self.mesh)
@@ -156,6 +177,7 @@ CASES = {
     "gradients in buckets": Case(gradients_in_buckets, buckets=True),
     "unused": Case(with_unused, buckets=True, marks=8),
     "compressed": Case(compressed, buckets=True),
+    "low rank": Case(low_rank, buckets=True, kept=kept_by_hook),
     "experts": Case(exchanged),
     "tensors": Case(lambda m, mesh: parallel_lm(m, mesh, head=False), {"tp": 2}, same_batch=True),
     "tensors and loss": Case(parallel_lm, **TENSORS),  # type: ignore[arg-type]
@@ -191,8 +213,13 @@ def check(name: str, directory: Path) -> None:
         if predicted == plan.peak_bytes:
             handle = sacplan.apply(model, plan)
         found = values_of(model, called, batch)
+        memory = RankMemory(called, batch, loss_fn)
+        if case.kept is not None:
+            for _ in range(3):
+                memory.step()
+            held += case.kept()
         with patient_collectives():
-            measured = RankMemory(called, batch, loss_fn).peak_bytes(held)
+            measured = memory.peak_bytes(held)
         assert measured == predicted, f"{name}: {measured - predicted:+} bytes of {predicted}"
         if not expected:
             expected = found
@@ -215,7 +242,7 @@ def on_rank(rank: int, ranks: int, names: Sequence[str], directory: str) -> None
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ("fully_shard", "DDP", "tensors and loss", "unused", "compressed", "experts")),
+        (2, ("fully_shard", "DDP", "tensors and loss", "unused", "compressed", "low rank", "experts")),
         (2, ("compiled",)),
         pytest.param(
             2, ("bfloat16", "replicate", "gradients in buckets", "tensors"), marks=pytest.mark.exhaustive
