@@ -273,8 +273,8 @@ class Sweep(Asked):
         found += self._with_state_on_host()
         if not any(row.fits for row in found):
             self.notes.append(
-                f"Plans and optimizers may take {format_bytes(self.host_budget_bytes)} of the host's memory. If there is "
-                "more, say so: host_budget (--host-budget)."
+                f"Plans and optimizers may take {format_bytes(self.host_budget_bytes)} of the host's memory. If there "
+                "is more, say so: host_budget (--host-budget)."
             )
         return found
 
