@@ -157,7 +157,7 @@ def test_larger_batches_fit_with_chunks(model: LM) -> None:
     assert point.added_ms == plan.added_ms
     assert chunked.step_ms == plan.planned_ms
     assert all(p.floor_bytes <= p.peak_bytes for p in chunked.points if p.peak_bytes is not None)
-    assert "ms for slices" in repr(chunked)
+    assert "ms for chunks" in repr(chunked)
     with pytest.raises(PlanError, match="unknown technique 'slice'"):
         sacplan.max_batch(model, make, "2.5MiB", techniques=("slice",), device="cpu")
 
