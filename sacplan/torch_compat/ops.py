@@ -58,13 +58,7 @@ _BITS_VARY = aten_names("""
     _ctc_loss _cudnn_ctc_loss _embedding_bag _index_put_impl bincount cumsum histc index_add index_put
     index_reduce kthvalue median mkldnn_rnn_layer nanmedian put scatter scatter_add scatter_reduce segment_reduce
 """)
-EMPTY = frozenset(
-    f"aten.{name}"
-    for name in (
-        "empty.memory_format", "empty_like.default", "new_empty.default",
-        "zeros.default", "zeros_like.default", "new_zeros.default",
-    )
-)  # fmt: skip
+EMPTY = frozenset(f"aten.{name}.default" for name in ("empty_like", "new_empty", "zeros_like", "new_zeros"))
 """Factories that may run again where ops are seen to fill what they return (``record/filled.py``)."""
 _FACTORIES = ("_empty", "empty", "full", "lift", "new_", "ones", "resize", "set_", "zeros")
 
@@ -216,7 +210,7 @@ def op_traits(func: Any) -> OpTraits:
         (func.namespace in ("aten", "prims") or str(func) in _COLLECTIVES | _COMPUTES_ONLY)
         and (not names or batch_norm or in_place)
         and (not aliases or in_place)
-        and (reads_tensors or str(func) in EMPTY)
+        and reads_tensors
         and schema.name.removesuffix("_") not in _BITS_VARY
         and (str(func) in EMPTY or not schema.name.removeprefix("aten::").startswith(_FACTORIES))
         and any("Tensor" in str(r.type) for r in schema.returns)

@@ -18,7 +18,7 @@ from sacplan.device.devices import resolve_device
 from sacplan.device.links import Link
 from sacplan.profiling.optimizer_names import OPTIMIZERS, named_optimizer
 from sacplan.profiling.optimizer_table import BY_NAME, AdamW8bitSizes
-from sacplan.profiling.optimizers import recorded_step, state_bytes
+from sacplan.profiling.optimizers import recorded_step, state_bytes, with_other_optimizer
 from sacplan.record.host_state import PAGED_FROM
 from tests.support.slow import slow_after
 
@@ -165,10 +165,11 @@ def test_an_optimizer_on_the_host() -> None:
     assert dropped.optimizer_host_bytes == profile.optimizer_host_bytes
     assert profile.fingerprint.setup.optimizer == "CPUOffloadOptimizer"
     # Its gradients go one by one, in a backward pass that the step of another optimizer does not have.
+    make = BY_NAME["adamw-offload-gradients"].make
+    bare = sacplan.profile(net(), batch(), loss, None, GPU)
+    assert recorded_step(bare, make) is None
     with pytest.raises(sacplan.errors.TraceError, match="Record the whole step"):
-        recorded_step(
-            sacplan.profile(net(), batch(), loss, None, GPU), BY_NAME["adamw-offload-gradients"].make
-        )
+        with_other_optimizer(bare, make)
 
 
 @pytest.mark.parametrize("link_bytes_per_s", [1e8, 1e12])

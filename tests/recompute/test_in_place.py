@@ -231,8 +231,6 @@ FACTORIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "aten.zeros_like.default": torch.zeros_like,
     "aten.new_empty.default": lambda x: x.new_empty(x.shape),
     "aten.new_zeros.default": lambda x: x.new_zeros(x.shape),
-    "aten.empty.memory_format": lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device),
-    "aten.zeros.default": lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device),
 }
 
 
