@@ -276,6 +276,17 @@ def test_graphs_are_partitioned_and_what_runs_eagerly_beside_them_is_planned(
 
 
 @pytest.mark.slow
+def test_compiled_blocks_without_gradients_have_nothing_to_plan() -> None:
+    found = TokenModel([Wide(), Wide()], 64, 256).requires_grad_(False)
+    found.head.requires_grad_(True)
+    compile = {"modules": ["layers.*"], "backend": "inductor"}
+    profile = sacplan.profile(found, tokens(8, 64, vocab=256), cross_entropy, device="cpu", compile=compile)
+    with pytest.raises(sacplan.InfeasibleBudget) as error:
+        sacplan.plan(profile, "50%")
+    assert error.value.smallest_feasible_bytes == profile.peak_bytes
+
+
+@pytest.mark.slow
 def test_tags_in_compiled_blocks_go_with_every_technique_outside_of_them() -> None:
     found, batch, profile = between(256, "aot_eager")
     plan = sacplan.plan(profile, "60%", techniques=["recompute", "offload"])
