@@ -25,7 +25,7 @@ from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 from sacplan.planning.meshes import names_on, resolve_mesh, way
 from sacplan.profiling.optimizer_table import BY_NAME
-from sacplan.profiling.optimizers import recorded_on, state_bytes, with_optimizer
+from sacplan.profiling.optimizers import recorded_on, state_bytes
 from sacplan.profiling.profile import Profile
 from sacplan.questions.asked import Asked
 from sacplan.questions.cases import Case
@@ -130,58 +130,41 @@ class RankRows:
         return [bare, planned]
 
     def _is_hopeless(self, one: Arrangement, name: str) -> bool:
-        """Whether something fits, and DDP needs more than there is; without a plan, if what fits needs none."""
+        """Whether something fits, and DDP needs more than there is; without a plan, if what fits needs none.
+
+        What it needs at least follows from the rank that has been recorded. Of that one's shards nothing counts, nor
+        what it gathers and reduces. All else is there with whole parameters, too, and a plan lets go of no more of it
+        than autograd keeps.
+        """
         fitting = [row for row in self._rows if row.fits]
         if not fitting:
             return False
         as_it_is = any(not row.techniques for row in fitting)
-        # DDP holds a copy of all gradients during the whole step.
-        trained = [p for p in self.asked.recordings.model.parameters() if p.requires_grad]
-        buckets = sum(p.nbytes for p in trained)
-        room = self.asked.limit.room(self.asked.spec, one.ranks.communicators)
-        update = self._update(name, trained)
-        # The optimizer's step alone is recorded sooner than the whole one, and mostly is too large already.
-        for least in (self._update_bytes, self._whole_bytes if as_it_is else self._floor_bytes):
-            needs = least(name, update) + buckets
-            if needs > room.n_bytes:
-                plan = "without a plan" if as_it_is else "with any plan"
-                self.asked.notes.append(
-                    f"{one.name} {plan} needs at least {format_bytes(needs)} on each device."
-                )
-                return True
-        return False
-
-    def _update(self, name: str, trained: Sequence[torch.nn.Parameter]) -> Profile | None:
-        """Record an optimizer's step on whole parameters; None if not all that are trained get gradients."""
-        make = self.asked.makes[name]
-        if make is None or len(self.any_step.recorded.gradients) < len(trained):
-            return None
-        like = [(p.shape, p.stride(), p.dtype) for p in trained]
-        return recorded_on(like, make, self.asked.spec)
-
-    def _update_bytes(self, _: str, update: Profile | None) -> int:
-        """Return the peak of the optimizer's step, which no plan of a rank lowers."""
-        return 0 if update is None else update.peak_bytes
-
-    def _whole_bytes(self, name: str, _: Profile | None) -> int:
-        """Return the peak of the step on one device."""
-        whole, step = self.asked.base, self.asked.step_of(name)
-        return (whole if step is None else with_optimizer(whole, step)).peak_bytes
-
-    def _floor_bytes(self, _: str, update: Profile | None) -> int:
-        """Return a peak that no plan for whole parameters goes below.
-
-        Of a recorded rank's shards nothing counts, nor what it gathers and reduces. All else is there with whole
-        parameters, too; a plan lets go of no more of it than autograd keeps.
-        """
-        program = self.any_step.recorded
+        program, make = self.any_step.recorded, self.asked.makes[name]
         shards = {s for s, kind in enumerate(program.storage_kinds) if kind in _OF_SHARDS}
         for op in program.ops:
             if op.name.startswith(("c10d.", "_c10d_functional.", "fsdp.")):
                 shards.update((*op.reads, *op.writes, *op.mutates))
-        whole = sum(p.nbytes for p in self.asked.recordings.model.parameters())
-        state = 0 if update is None else state_bytes(update.recorded)
-        return whole + state + program.with_(Patch(resized=dict.fromkeys(shards, 0))).liveness.floor_bytes
+        rest = program.with_(Patch(resized=dict.fromkeys(shards, 0)))
+        parameters = list(self.asked.recordings.model.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        gradients = sum(p.nbytes for p in trained)
+        needs = rest.footprint.peak_bytes if as_it_is else rest.liveness.floor_bytes
+        # Not all that are trained may get gradients.
+        if make is not None and len(program.gradients) == len(trained):
+            like = [(p.shape, p.stride(), p.dtype) for p in trained]
+            update = recorded_on(like, make, self.asked.spec)
+            temporary = update.peak_bytes - update.baseline.end_bytes
+            needs = max(needs, gradients + rest.footprint.end_bytes + temporary) + state_bytes(
+                update.recorded
+            )
+        # DDP holds a copy of all gradients during the whole step.
+        needs += sum(p.nbytes for p in parameters) + gradients
+        if needs <= self.asked.limit.room(self.asked.spec, one.ranks.communicators).n_bytes:
+            return False
+        plan = "without a plan" if as_it_is else "with any plan"
+        self.asked.notes.append(f"{one.name} {plan} needs at least {format_bytes(needs)} on each device.")
+        return True
 
     @property
     def any_step(self) -> Profile:
@@ -210,12 +193,8 @@ class RankRows:
     def _fsdp(self, name: str, written: str, flags: tuple[str, ...] = (), **more: Any) -> Arrangement:
         """Return an arrangement of FSDP2 with further arguments, and how these are written."""
         options = f"ranks=sacplan.FSDP2({self.asked.devices}, {list(self._units)!r}{written})"
-        return Arrangement(
-            name,
-            options,
-            flags,
-            FSDP2(self.asked.devices, self._units, **more).of((), self.asked.recordings.model),
-        )
+        ranks = FSDP2(self.asked.devices, self._units, **more).of((), self.asked.recordings.model)
+        return Arrangement(name, options, flags, ranks)
 
     def _on_data(self) -> Iterator[Arrangement]:
         """Yield what spreads the batch alone, on the devices alone."""
@@ -285,12 +264,8 @@ def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:
     """
     # In either place: ``devices="8xh100"`` names the device as well. Behind the x is a name or a memory size: 2x24GB.
     for given, other in ((device, devices), (devices, "1")):
-        found = (
-            re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", given.strip())
-            if isinstance(given, str)
-            else None
-        )
-        if found is not None:
+        found = isinstance(given, str) and re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", given.strip())
+        if found:
             # 1 is the default, so it need not have been given. The same number twice is no contradiction.
             if str(other) not in ("1", found[1]):
                 raise PlanError(

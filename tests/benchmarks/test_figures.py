@@ -65,6 +65,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "hf targets": (hf_targets.PAGE, lambda: hf_targets.block(*hf_targets.read())),
     "hf targets, all": (hf_targets.TABLE, lambda: hf_targets.table(*hf_targets.read())),
     "layouts": (ROOT / "docs/which-parallelism.md", lambda: layouts.markdown(_rows("layouts"))),
+    "layouts, 70B": (ROOT / "docs/which-parallelism.md", lambda: layouts.markdown(_rows("layouts"), "70b")),
     "modes": (ROOT / "docs/modes.md", _modes),
     "offload": (ROOT / "docs/offload.md", lambda: offload.table(OFFLOAD)),
     "offloaded sequences": (ROOT / "docs/offload.md", lambda: offloaded_sequences.table(LONG)),

@@ -257,14 +257,20 @@ def test_an_error_at_another_size_is_a_note(asked: dict[str, Any], said: str) ->
     assert said in note
 
 
+def noted_bytes(note: str) -> int:
+    return parse_budget(note.split("least ")[1].split(" on")[0], 0)
+
+
 def test_ddp_that_cannot_fit_is_not_recorded() -> None:
     """The step fits on one device, and not with DDP's copy of all gradients."""
     verdict = sacplan.fit(
         model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", "5.8MiB", batch=4, sizes=False
     )  # fmt: skip
     assert {row.spread for row in verdict.rows} == {"FSDP2"}
-    peak = format_bytes(profiled(ranks=sacplan.DDP(2)).peak_bytes)
-    assert f"DDP without a plan needs at least {peak} on each device." in verdict.computed
+    # What follows from FSDP2's rank lacks the gradients that DDP holds at its peak: some 4 KiB here.
+    (note,) = [note for note in verdict.computed if note.startswith("DDP without a plan needs at least ")]
+    least, peak = noted_bytes(note), profiled(ranks=sacplan.DDP(2)).peak_bytes
+    assert 0.998 * peak < least <= peak
 
 
 def test_ddp_that_no_plan_makes_fit_is_not_recorded() -> None:
@@ -279,4 +285,4 @@ def test_ddp_that_no_plan_makes_fit_is_not_recorded() -> None:
     ]
     (note,) = [note for note in verdict.computed if note.startswith("DDP with any plan needs at least ")]
     smallest = sacplan.plan(profiled(ranks=sacplan.DDP(2)), "smallest").peak_bytes
-    assert parse_budget(budget, 0) < parse_budget(note.split("least ")[1].split(" on")[0], 0) <= smallest
+    assert parse_budget(budget, 0) < noted_bytes(note) <= smallest

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 DIM, ROWS, MICRO = 64, 256, 4
+LOOPED = ("ScheduleInterleaved1F1B",)
+"""Schedules of several stages a rank."""
 OUTPUT = 4 * DIM * ROWS // MICRO
 """Bytes of what a stage sends for a micro-batch."""
 
@@ -40,17 +42,22 @@ def scheduled(rank: int, schedule: str) -> Callable[[nn.Module, Any], None]:
     """What a stage does in a step: the schedule runs the backward passes, too."""
     from torch.distributed import pipelining
 
-    def run(model: nn.Module, given: Any) -> None:
-        sample = torch.empty(ROWS // MICRO, DIM, requires_grad=True)
-        first = torch.empty(ROWS // MICRO, DIM, requires_grad=rank > 0)
-        stage = pipelining.PipelineStage(
-            model, rank, 2, torch.device("cpu"), input_args=(first,), output_args=sample
-        )
-        steps = getattr(pipelining, schedule)(stage, MICRO, loss_fn=nn.functional.mse_loss)
-        if rank == 0:
-            steps.step(given[0])
-        else:
-            steps.step(target=given[1], losses=[])
+    def run(model: Any, given: Any) -> None:
+        # The stages of a loop are a rank's, and the rank's behind all ranks.
+        parts, numbers = (list(model), (rank, rank + 2)) if schedule in LOOPED else ([model], (rank,))
+        last, shape = 2 * len(parts) - 1, (ROWS // MICRO, DIM)
+        stages = [
+            pipelining.PipelineStage(
+                part, n, last + 1, torch.device("cpu"),
+                input_args=(torch.empty(shape, requires_grad=n > 0),),
+                output_args=torch.empty(shape, requires_grad=True),
+            )
+            for n, part in zip(numbers, parts, strict=True)
+        ]  # fmt: skip
+        of_rank: Any = stages if schedule in LOOPED else stages[0]
+        steps = getattr(pipelining, schedule)(of_rank, MICRO, loss_fn=nn.functional.mse_loss)
+        asked = {"target": given[1], "losses": []} if last in numbers else {}
+        steps.step(*given[:1] if 0 in numbers else (), **asked)
 
     return run
 
@@ -81,7 +88,7 @@ def on_rank(rank: int, directory: str, schedule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_stages_are_the_real_ones(schedule: str, tmp_path: Path) -> None:
     for rank in (0, 1):
         with sacplan.ranks(2, rank=rank, device="cpu"):
