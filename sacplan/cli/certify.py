@@ -25,6 +25,9 @@ from sacplan.integrations.hf.target import TargetError
 
 _FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
 _count = functools.partial(o.option, min=1, metavar="N")
+_EVALUATION = o.option(
+    "--eval-lengths", metavar="FILE", help="Tokens in each sample of an evaluation, as LENGTHS."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,14 @@ class RunOptions:
     pack: Annotated[int | None, _count(help="In place of padding: rows of so many tokens.")] = None
     epochs: Annotated[int, _count(help="How often all samples come. Default: 1.")] = 1
     seed: Annotated[int, o.option(min=0, metavar="N", help="Of the loader's shuffle. Default: 0.")] = 0
+    accumulation_steps: Annotated[int, _count("--grad-accum", help=f"{o.ACCUM}.")] = 1
+    evaluation: Annotated[Path | None, _EVALUATION] = None
+    evaluation_batch: Annotated[int | None, _count("--eval-batch", help="Samples in a batch of these.")] = (
+        None
+    )
+    evaluate_every: Annotated[
+        int | None, _count("--eval-every", help="Optimizer steps between evaluations.")
+    ] = None
     buckets: Annotated[int, _count(help="Plans for ranges of lengths, if one is needed. Default: 1.")] = 1
 
 
@@ -86,7 +97,8 @@ def certify(
         found = sacplan.certify(
             loaded.model, functools.partial(of_length, loaded.make_batch, loaded.facts["seq"]), sizes, spec,
             loaded.loss_fn, loaded.optimizer, asked.budget, asked.headroom,
-            batch=int(hf.batch or 1) if run.tokens is None else hf.batch, **dataclasses.asdict(run),
+            batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
+            **dataclasses.asdict(run) | {"evaluation": run.evaluation and _read(run.evaluation)},
             longest=positions(loaded.model), techniques=asked.technique,
         )  # fmt: skip
     written = dict(zip(paths, (plan for _, plan in found.plans), strict=False))
