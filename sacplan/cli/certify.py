@@ -25,9 +25,7 @@ from sacplan.integrations.hf.target import TargetError
 
 _FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
 _count = functools.partial(o.option, min=1, metavar="N")
-_EVALUATION = o.option(
-    "--eval-lengths", metavar="FILE", help="Tokens in each sample of an evaluation, as LENGTHS."
-)
+_EVALUATION = o.option("--eval-lengths", metavar="FILE", help="LENGTHS of an evaluation between steps.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +39,14 @@ class RunOptions:
     seed: Annotated[int, o.option(min=0, metavar="N", help="Of the loader's shuffle. Default: 0.")] = 0
     accumulation_steps: Annotated[int, _count("--grad-accum", help=f"{o.ACCUM}.")] = 1
     evaluation: Annotated[Path | None, _EVALUATION] = None
-    evaluation_batch: Annotated[int | None, _count("--eval-batch", help="Samples in a batch of these.")] = (
-        None
-    )
-    evaluate_every: Annotated[
-        int | None, _count("--eval-every", help="Optimizer steps between evaluations.")
-    ] = None
+    evaluation_batch: Annotated[int | None, _count("--eval-batch", help="Samples in its batches.")] = None
+    evaluate_every: Annotated[int | None, _count("--eval-every", help="Optimizer steps between two.")] = None
     buckets: Annotated[int, _count(help="Plans for ranges of lengths, if one is needed. Default: 1.")] = 1
 
 
 _OUTPUT = o.output("the plan (.json). With --buckets, plan-1.json is the one for the shortest batches")
-_LENGTHS = typer.Argument(
-    metavar="LENGTHS", help="Tokens in each sample: .npy, .json or .txt.", show_default=False
-)
+_FILE = "Tokens in each sample: .npy, .json or .txt."
+_LENGTHS = typer.Argument(metavar="LENGTHS", help=_FILE, show_default=False)
 
 
 @command(
@@ -112,10 +105,9 @@ def certify(
         "rows": [row.figures() for row in found.rows],
         "plans": [{"longest": longest, "plan": plan_facts(plan)} for longest, plan in found.plans],
     }
-    none = (
-        [] if output is None else [f"no plan {'is needed' if found.fits else 'is enough'}: none is written"]
-    )
-    notes = [note for path in written for note in saved("plan", path)] or none
+    notes = [note for path in written for note in saved("plan", path)]
+    if output is not None and not written:
+        notes = [f"no plan {'is needed' if found.fits else 'is enough'}: none is written"]
     return CommandResult(facts, [str(found)], notes, exit_code=0 if found.fits else INFEASIBLE)
 
 

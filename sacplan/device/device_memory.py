@@ -239,11 +239,8 @@ def changes_of(program: Program) -> Changes:
     optimizer_at = reader.begins.get(Phase.OPTIMIZER, end)
     backward_at = min(reader.begins.get(Phase.BACKWARD, end), optimizer_at)
     there = frozenset(initial)
-    left = {  # by storage, its block, when the step is over
-        storage: block
-        for storage, block in reader.block_of.items()
-        if block not in there and block not in reader.workspaces
-    }
+    gone = reader.workspaces | there
+    left = {s: block for s, block in reader.block_of.items() if block not in gone}  # when the step is over
     # A tensor that was there may be replaced by another one: Adafactor makes some of its state anew in each step. It is
     # then what the next step begins with. Where nothing takes its place, it is given to each step, as the batch is.
     changed = {~change for change in reader.changes if change < 0}
@@ -256,25 +253,19 @@ def changes_of(program: Program) -> Changes:
             given.append(old)
         else:
             renewed[left.pop(new)] = old
+    stays = [s for s in initial if s not in given]
     added = _added(program, changed)
     accumulated = frozenset(added.values())
     return Changes(
         sizes=reader.sizes,
         streams=reader.streams,
-        model=[
-            s
-            for s in initial
-            if s not in given and s not in accumulated and kinds[s] != StorageKind.OPTIMIZER_STATE
-        ],
+        model=[s for s in stays if s not in accumulated and kinds[s] != StorageKind.OPTIMIZER_STATE],
         given=given,
-        state=[s for s in initial if s not in given and kinds[s] == StorageKind.OPTIMIZER_STATE],
+        state=[s for s in stays if kinds[s] == StorageKind.OPTIMIZER_STATE],
         forward=reader.changes[:backward_at],
         backward=reader.changes[backward_at:optimizer_at],
         optimizer=reader.changes[optimizer_at:],
-        gradients=[
-            *(block for s, block in left.items() if kinds[s] == StorageKind.GRADIENT),
-            *accumulated,
-        ],
+        gradients=[*(left[s] for s in left if kinds[s] == StorageKind.GRADIENT), *accumulated],
         leftover=[block for s, block in left.items() if kinds[s] != StorageKind.GRADIENT],
         renewed=renewed,
         staying=dict.fromkeys(sorted(reader.workspaces)),
@@ -437,9 +428,10 @@ class TrainingRun:
         if self._evaluation is None:
             self._evaluation = inner = TrainingRun(self.allocator)
             # The model is there, and so are the workspaces that libraries keep.
-            staying = self.changes.staying
-            inner.changes = dataclasses.replace(_NOTHING, staying=staying)
-            inner.blocks = {index: self.blocks[index] for index in staying if index in self.blocks}
+            inner.changes = dataclasses.replace(_NOTHING, staying=self.changes.staying)
+            inner.blocks = {
+                index: self.blocks[index] for index in self.changes.staying if index in self.blocks
+            }
         peaks = self._evaluation.micro_step(changes, updates=False)
         self.between_bytes = self._evaluation.between_bytes
         return peaks
@@ -453,8 +445,8 @@ class TrainingRun:
             updates: Whether the optimizer steps.
         """
         if self._evaluation is not None:
-            held = set(self.blocks.values())
-            self._free(block for block in self._evaluation.blocks.values() if block not in held)
+            ours = set(self.blocks.values())
+            self._free(block for block in self._evaluation.blocks.values() if block not in ours)
             self._evaluation = None
         last, allocator, blocks = self.changes, self.allocator, self.blocks
         self.changes = changes

@@ -34,12 +34,7 @@ import torch
 
 from sacplan.core.arguments import checked
 from sacplan.core.progress import begins
-from sacplan.device.caching_allocator import (
-    CachingAllocator,
-    ExpandableAllocator,
-    NoAllocator,
-    OutOfDeviceMemory,
-)
+from sacplan.device import caching_allocator as allocators
 from sacplan.device.device_memory import Changes, TrainingRun, changes_of, expandable_segments
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan.errors import PlanError
@@ -59,7 +54,7 @@ from sacplan.techniques.registry import resolve_techniques
 
 _TOKEN_STEPS = 64  # budgets of tokens are tried in steps of this share of the one that was asked for
 
-_UNLIMITED: dict[Setting, type[CachingAllocator]] = {"expandable": ExpandableAllocator, "none": NoAllocator}
+_UNLIMITED = {"expandable": allocators.ExpandableAllocator, "none": allocators.NoAllocator}
 
 
 @checked(PlanError, "model", "make_batch", "lengths", "evaluation", "optimizer", "budget", "headroom")
@@ -144,17 +139,14 @@ def certify(
             f"buckets={buckets!r}{f', tokens={tokens}' if tokens else ''}: the number of plans must be 1 or more, and "
             "1 with tokens=, since all batches are about as large then."
         )
-    if (evaluation is None) != (evaluate_every is None) or (
-        evaluate_every is not None and evaluate_every < 1
-    ):
+    every = 1 if evaluate_every is None else evaluate_every
+    if every < 1 or (evaluation is None) != (evaluate_every is None):
         raise PlanError(
             f"evaluate_every={evaluate_every!r}: give the lengths of an evaluation (evaluation=), and after how many "
             "steps it runs each time, 1 or more."
         )
     if evaluation is not None and "offload" in (techniques or ()):
-        raise PlanError(
-            "evaluation= with techniques=offload: weights on the host are not played there. Leave one out."
-        )
+        raise PlanError("evaluation= with techniques=offload: host copies are not played there. Drop one.")
     check_accumulation(accumulation_steps)
     rules = {
         "batch": batch, "tokens": tokens, "pad_to_multiple_of": pad_to_multiple_of, "pack": pack, "seed": seed,
@@ -177,7 +169,7 @@ def certify(
     request = Request(techniques=None if techniques is None else resolve_techniques(techniques))
     return _Runs(
         type(model).__name__, steps, limit.room(spec), shapes, drawing, request, accumulation_steps,
-        evaluate_every or 1, between, evaluations,
+        every, between, evaluations,
     ).certificate(buckets)  # fmt: skip
 
 
@@ -252,30 +244,24 @@ class _Runs:
 
     def _schedule(self, shapes: Sequence[Shape]) -> Iterator[BatchAt]:
         """Yield the batches of training and those of the evaluations, in order."""
-        updates = 0
         for index, shape in enumerate(shapes):
             yield BatchAt(index, *shape)
-            updates += self._updates(index, len(shapes))
-            if self._updates(index, len(shapes)) and updates % self.every == 0:
+            if self._updates(index, len(shapes)) and (index // self.accumulation + 1) % self.every == 0:
                 yield from (BatchAt(index, *one, True) for one in self.between)
 
     # --- one run
 
     def _played(
-        self,
-        shapes: Sequence[Shape],
-        steps: Callable[[BatchAt], _Step],
-        setting: Setting,
-        *,
-        whole: bool = True,
-    ) -> WholeRun:
+        self, shapes: Sequence[Shape], steps: Callable[[BatchAt], _Step], setting: Setting, *, whole: bool = True
+    ) -> WholeRun:  # fmt: skip
         """Play a run up to the batch at which memory runs out.
 
         What torch gives back of expandable segments is not played: there, and where the sum of the tensors decides, the
         first batch over the limit is that batch. The run goes on, if it is to be played as a ``whole``.
         """
         room, reserves = self.room.n_bytes, setting != "none"
-        run = TrainingRun(CachingAllocator(room) if setting == "default" else _UNLIMITED[setting]())
+        allocator = allocators.CachingAllocator(room) if setting == "default" else _UNLIMITED[setting]()
+        run = TrainingRun(allocator)
         # Allocated and reserved bytes, each with the first step that has them.
         most = [(0, BatchAt(0, *shapes[0]))] * 2
         breaks_at, needs = None, 0
@@ -287,7 +273,7 @@ class _Runs:
                 else:
                     adds, updates = at.step % self.accumulation > 0, self._updates(at.step, len(shapes))
                     peaks = run.micro_step(changes, adds=adds, updates=updates)
-            except OutOfDeviceMemory as error:
+            except allocators.OutOfDeviceMemory as error:
                 breaks_at, needs = at, error.needs
                 break
             took = max(peaks.max_memory_allocated, run.between_bytes), peaks.max_memory_reserved
@@ -301,7 +287,7 @@ class _Runs:
         reserved_bytes, reserved_at = reserved if reserves else (None, None)
         return WholeRun(
             allocator=setting, limit_bytes=room, needs=needs, allocated_bytes=allocated[0], allocated_at=allocated[1],
-            reserved_bytes=reserved_bytes, reserved_at=reserved_at, breaks_at=breaks_at, retries=run.allocator.retries,
+            reserved_bytes=reserved_bytes, reserved_at=reserved_at, breaks_at=breaks_at, retries=allocator.retries,
         )  # fmt: skip
 
     def _rows(self, way: str, plans: Sequence[LengthPlan] = ()) -> list[WholeRun]:
@@ -371,8 +357,7 @@ class _Runs:
 
     def _largest_size(self) -> int | None:
         """Return the largest batch, or budget of tokens, with which the run fits as it is; 0 if none does."""
-        drawing = self.drawing
-        if drawing is None:
+        if (drawing := self.drawing) is None:
             return None
         begins("the largest size that fits")
         smallest, unit = 1, 1
@@ -400,18 +385,11 @@ class _Runs:
             plans = self._plans(1)
         if plans is not None:
             rows += self._rows("one plan", plans)
-            several = self._plans(buckets) if buckets > 1 else None
-            if several is not None:
+            if buckets > 1 and (several := self._plans(buckets)) is not None:
                 plans = several
                 rows += self._rows(f"{len(plans)} plans", plans)
+        batch, tokens = (self.drawing.batch, self.drawing.tokens) if self.drawing else (None, None)
         return Certificate(
-            model=self.model,
-            device=self._recorded.device,
-            steps=len(self.shapes),
-            shapes=len(self._distinct),
-            batch=None if self.drawing is None else self.drawing.batch,
-            tokens=None if self.drawing is None else self.drawing.tokens,
-            rows=tuple(rows),
-            largest=size,
-            plans=tuple(plans or ()),
-        )
+            model=self.model, device=self._recorded.device, steps=len(self.shapes), shapes=len(self._distinct),
+            batch=batch, tokens=tokens, rows=tuple(rows), largest=size, plans=tuple(plans or ()),
+        )  # fmt: skip

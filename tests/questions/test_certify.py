@@ -77,7 +77,8 @@ def test_the_peak_of_a_whole_run_is_that_of_a_real_loop(n_steps: int) -> None:
     assert found.shapes == len(set(shapes)) > n_steps / 4
     (row,) = found.rows
     assert row.allocated_bytes == peak
-    assert row.allocated_at == BatchAt(at := row.allocated_at.step, *shapes[at])
+    step = row.allocated_at.step
+    assert row.allocated_at == BatchAt(step, *shapes[step])
     assert found.fits
     assert found.breaks_at is None
     assert not found.plans
@@ -97,7 +98,8 @@ def test_a_run_with_evaluations_and_accumulation(evaluation_batch: int) -> None:
     )  # fmt: skip
     (row,) = found.rows
     assert found.steps == len(shapes) == 61
-    assert (at := row.allocated_at).evaluation == (evaluation_batch == 24)
+    at = row.allocated_at
+    assert at.evaluation == (evaluation_batch == 24)
     # The loop holds the loss of the step before, a float, during an evaluation. A recorded step ends without it.
     assert row.allocated_bytes == peak - 4 * at.evaluation
     if at.evaluation:
@@ -163,8 +165,9 @@ def test_the_allocator_is_played_as_on_recordings_of_each_batch() -> None:
     for row, allocator in zip(found.rows, (CachingAllocator(), ExpandableAllocator()), strict=True):
         reserved, allocated = zip(*by_hand(allocator), strict=True)
         assert (row.reserved_bytes, row.allocated_bytes) == (max(reserved), max(allocated))
-        assert row.reserved_at == BatchAt(index := reserved.index(max(reserved)), *shapes[index])
-        assert row.allocated_at == BatchAt(index := allocated.index(max(allocated)), *shapes[index])
+        for at, peaks in ((row.reserved_at, reserved), (row.allocated_at, allocated)):
+            index = peaks.index(max(peaks))
+            assert at == BatchAt(index, *shapes[index])
         assert row.fits
         assert row.retries == 0
     # A GPU with a page less: the first batch that needs that page.
@@ -305,7 +308,7 @@ def test_a_data_loader_is_read_for_its_shapes() -> None:
         ([4], {"batch": 2, "evaluate_every": 5}, "evaluate_every=5: give the lengths"),
         ([4], {"batch": 2, "evaluation": [4], "evaluate_every": 0}, "1 or more"),
         ([4], {"batch": 2, "evaluation": [4], "evaluate_every": 1, "evaluation_batch": 0}, "batch=0 must be"),
-        ([4], {"batch": 2, "evaluation": [4], "evaluate_every": 1, "techniques": ["offload"]}, "on the host"),
+        ([4], {"batch": 2, "evaluation": [4], "evaluate_every": 1, "techniques": ["offload"]}, "host copies"),
         ([4], {"batch": 1, "rule": "longest"}, "unexpected keyword argument 'rule'"),
     ],
 )
