@@ -107,8 +107,8 @@ class Drawing:
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         samples: Any = lengths  # a sequence is enough of a data set
         loader: DataLoader[int] = DataLoader(
-            samples, self.batch or 256, shuffle=self.seed is not None, generator=generator, collate_fn=list,
-            drop_last=self.drop_last and self.batch is not None,
+            samples, min(self.batch or 256, len(lengths) + 1), shuffle=self.seed is not None, generator=generator,
+            collate_fn=list, drop_last=self.drop_last and self.batch is not None,
         )  # fmt: skip
         found: list[Shape] = []
         for _ in range(self.epochs):
