@@ -144,26 +144,49 @@ def run_peaks(
     optimizer: Any,
     loss_fn: LossFn | None = None,
     plans: Sequence[sacplan.Plan] = (),
+    accumulation: int = 1,
+    evaluations: tuple[int, Sequence[Callable[[], Any]]] = (1, ()),
 ) -> list[int]:
     """Train for real on the CPU, from the first step on, as most loops do it; return the peak of each step.
 
     A batch is made while that of the step before is there, and held with its loss until the next ones are.
+
+    Args:
+        model, batches, steps, optimizer, loss_fn, plans: What runs, for how many batches.
+        accumulation: Batches to a step of the optimizer, which steps after the last one, too.
+        evaluations: Steps of the optimizer from one evaluation to the next, and what makes each of its batches. An
+            evaluation counts as one step.
     """
     gc.collect()
     live = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
     made, held, peaks = optimizer(model.parameters()), [None, None], []
 
-    def step() -> None:
+    def step(first: bool, last: bool) -> None:
         held[0] = next(batches)
-        made.zero_grad()
+        if first:
+            made.zero_grad()
         loss = held[1] = (loss_fn or default_loss)(model, held[0])
         loss.backward()
-        made.step()
+        if last:
+            made.step()
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        model.eval()
+        for make in evaluations[1]:
+            batch = make()
+            _loss = (loss_fn or default_loss)(model, batch)
+        model.train()
 
     with sacplan.apply(model, plans) if plans else contextlib.nullcontext():
-        for _ in range(steps):
-            # The profiler is on whenever memory is allocated or freed, so it knows the size of each block.
-            changes = allocation_deltas(step)
-            peaks.append(max(itertools.accumulate(changes, initial=live)))
-            live += sum(changes)
+        for i in range(1, steps + 1):
+            last = i % accumulation == 0 or i == steps
+            run = [functools.partial(step, i % accumulation == 1 % accumulation, last)]
+            if last and evaluations[1] and -(-i // accumulation) % evaluations[0] == 0:
+                run.append(evaluate)
+            for each in run:
+                # The profiler is on whenever memory is allocated or freed, so it knows the size of each block.
+                changes = allocation_deltas(each)
+                peaks.append(max(itertools.accumulate(changes, initial=live)))
+                live += sum(changes)
     return peaks

@@ -25,6 +25,7 @@ from sacplan.integrations.hf.target import TargetError
 
 _FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
 _count = functools.partial(o.option, min=1, metavar="N")
+_EVALUATION = o.option("--eval-lengths", metavar="FILE", help="LENGTHS of an evaluation between steps.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,16 @@ class RunOptions:
     pack: Annotated[int | None, _count(help="In place of padding: rows of so many tokens.")] = None
     epochs: Annotated[int, _count(help="How often all samples come. Default: 1.")] = 1
     seed: Annotated[int, o.option(min=0, metavar="N", help="Of the loader's shuffle. Default: 0.")] = 0
+    accumulation_steps: Annotated[int, _count("--grad-accum", help=f"{o.ACCUM}.")] = 1
+    evaluation: Annotated[Path | None, _EVALUATION] = None
+    evaluation_batch: Annotated[int | None, _count("--eval-batch", help="Samples in its batches.")] = None
+    evaluate_every: Annotated[int | None, _count("--eval-every", help="Optimizer steps between two.")] = None
     buckets: Annotated[int, _count(help="Plans for ranges of lengths, if one is needed. Default: 1.")] = 1
 
 
 _OUTPUT = o.output("the plan (.json). With --buckets, plan-1.json is the one for the shortest batches")
-_LENGTHS = typer.Argument(
-    metavar="LENGTHS", help="Tokens in each sample: .npy, .json or .txt.", show_default=False
-)
+_FILE = "Tokens in each sample: .npy, .json or .txt."
+_LENGTHS = typer.Argument(metavar="LENGTHS", help=_FILE, show_default=False)
 
 
 @command(
@@ -86,7 +90,8 @@ def certify(
         found = sacplan.certify(
             loaded.model, functools.partial(of_length, loaded.make_batch, loaded.facts["seq"]), sizes, spec,
             loaded.loss_fn, loaded.optimizer, asked.budget, asked.headroom,
-            batch=int(hf.batch or 1) if run.tokens is None else hf.batch, **dataclasses.asdict(run),
+            batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
+            **dataclasses.asdict(run) | {"evaluation": run.evaluation and _read(run.evaluation)},
             longest=positions(loaded.model), techniques=asked.technique,
         )  # fmt: skip
     written = dict(zip(paths, (plan for _, plan in found.plans), strict=False))
@@ -100,10 +105,9 @@ def certify(
         "rows": [row.figures() for row in found.rows],
         "plans": [{"longest": longest, "plan": plan_facts(plan)} for longest, plan in found.plans],
     }
-    none = (
-        [] if output is None else [f"no plan {'is needed' if found.fits else 'is enough'}: none is written"]
-    )
-    notes = [note for path in written for note in saved("plan", path)] or none
+    notes = [note for path in written for note in saved("plan", path)]
+    if output is not None and not written:
+        notes = [f"no plan {'is needed' if found.fits else 'is enough'}: none is written"]
     return CommandResult(facts, [str(found)], notes, exit_code=0 if found.fits else INFEASIBLE)
 
 

@@ -24,6 +24,7 @@ allocator (``outside_allocator.py``); ``record_stream``, which delays frees.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -238,11 +239,8 @@ def changes_of(program: Program) -> Changes:
     optimizer_at = reader.begins.get(Phase.OPTIMIZER, end)
     backward_at = min(reader.begins.get(Phase.BACKWARD, end), optimizer_at)
     there = frozenset(initial)
-    left = {  # by storage, its block, when the step is over
-        storage: block
-        for storage, block in reader.block_of.items()
-        if block not in there and block not in reader.workspaces
-    }
+    gone = reader.workspaces | there
+    left = {s: block for s, block in reader.block_of.items() if block not in gone}  # when the step is over
     # A tensor that was there may be replaced by another one: Adafactor makes some of its state anew in each step. It is
     # then what the next step begins with. Where nothing takes its place, it is given to each step, as the batch is.
     changed = {~change for change in reader.changes if change < 0}
@@ -255,25 +253,19 @@ def changes_of(program: Program) -> Changes:
             given.append(old)
         else:
             renewed[left.pop(new)] = old
+    stays = [s for s in initial if s not in given]
     added = _added(program, changed)
     accumulated = frozenset(added.values())
     return Changes(
         sizes=reader.sizes,
         streams=reader.streams,
-        model=[
-            s
-            for s in initial
-            if s not in given and s not in accumulated and kinds[s] != StorageKind.OPTIMIZER_STATE
-        ],
+        model=[s for s in stays if s not in accumulated and kinds[s] != StorageKind.OPTIMIZER_STATE],
         given=given,
-        state=[s for s in initial if s not in given and kinds[s] == StorageKind.OPTIMIZER_STATE],
+        state=[s for s in stays if kinds[s] == StorageKind.OPTIMIZER_STATE],
         forward=reader.changes[:backward_at],
         backward=reader.changes[backward_at:optimizer_at],
         optimizer=reader.changes[optimizer_at:],
-        gradients=[
-            *(block for s, block in left.items() if kinds[s] == StorageKind.GRADIENT),
-            *accumulated,
-        ],
+        gradients=[*(left[s] for s in left if kinds[s] == StorageKind.GRADIENT), *accumulated],
         leftover=[block for s, block in left.items() if kinds[s] != StorageKind.GRADIENT],
         renewed=renewed,
         staying=dict.fromkeys(sorted(reader.workspaces)),
@@ -403,8 +395,8 @@ class TrainingRun:
     Its steps may be of several programs, if these are of one model and optimizer: other sizes of batches, other plans.
 
     Attributes:
-        between_bytes: the most that was allocated when the last step began: the batch of the step before and its
-            gradients are still there when the next batch is. It is not part of the peak of a step.
+        between_bytes: the most that was allocated when the last step began, of training or of an evaluation: the batch
+            before and the gradients are still there when the next batch is. It is not part of the peak of a step.
     """
 
     def __init__(self, allocator: CachingAllocator, zero_grad: ZeroGrad = "step") -> None:
@@ -413,6 +405,8 @@ class TrainingRun:
         self.zero_grad = zero_grad
         self.blocks: dict[int, Block] = {}
         self.between_bytes = 0
+        self._has_state = False
+        self._evaluation: TrainingRun | None = None
 
     def _allocate(self, indices: Iterable[int]) -> None:
         """Allocate blocks, of which none is held."""
@@ -421,18 +415,52 @@ class TrainingRun:
             self.blocks[index] = allocate(sizes[index], streams.get(index, 0))
 
     def step(self, changes: Changes) -> AllocatorPeaks:
-        """Run one step, and return its peaks; with accumulation two micro-steps and the optimizer's."""
+        """Run one step, and return its peaks; with accumulation two micro-steps, of which the last has all alive."""
+        if changes.added:
+            self.micro_step(changes, updates=False)
+        return self.micro_step(changes, adds=bool(changes.added))
+
+    def evaluate(self, changes: Changes) -> AllocatorPeaks:
+        """Run a step without gradients, and return its peaks. All that training holds stays there.
+
+        Its batch and outputs stay until those of the next one are there, or training goes on.
+        """
+        if self._evaluation is None:
+            self._evaluation = inner = TrainingRun(self.allocator)
+            # The model is there, and so are the workspaces that libraries keep.
+            inner.changes = dataclasses.replace(_NOTHING, staying=self.changes.staying)
+            inner.blocks = {
+                index: self.blocks[index] for index in self.changes.staying if index in self.blocks
+            }
+        peaks = self._evaluation.micro_step(changes, updates=False)
+        self.between_bytes = self._evaluation.between_bytes
+        return peaks
+
+    def micro_step(self, changes: Changes, *, adds: bool = False, updates: bool = True) -> AllocatorPeaks:
+        """Run forward and backward pass, and return their peaks.
+
+        Args:
+            changes: Those of a step. With accumulation, of one that adds to gradients and updates.
+            adds: Whether it adds to the gradients of the micro-step before; else it drops them.
+            updates: Whether the optimizer steps.
+        """
+        if self._evaluation is not None:
+            ours = set(self.blocks.values())
+            self._free(block for block in self._evaluation.blocks.values() if block not in ours)
+            self._evaluation = None
         last, allocator, blocks = self.changes, self.allocator, self.blocks
         self.changes = changes
         if last is _NOTHING:
             self._allocate(changes.model)
+        kept = frozenset(changes.added.values() if adds else ())
         # Out of the way of the blocks of the same names that this step makes. A step may free its own batch.
         given, gradients, leftover = (
-            [blocks.pop(index) for index in indices if index in blocks]
+            [blocks.pop(index) for index in indices if index in blocks and index not in kept]
             for indices in (last.given, last.gradients, last.leftover)
         )
         for new, old in last.renewed.items():
-            blocks[old] = blocks.pop(new)
+            if new in blocks:  # not without the optimizer's step
+                blocks[old] = blocks.pop(new)
         # What a plan adds to the program comes before the workspaces: their indices differ, their order does not.
         held = [blocks.pop(index) for index in last.staying if index in blocks]
         blocks.update(zip(changes.staying, held, strict=False))
@@ -443,25 +471,20 @@ class TrainingRun:
             self._free(gradients)
         self.between_bytes = allocator.peak_allocated_bytes
         allocator.peak_allocated_bytes = allocator.allocated_bytes
-        if changes.added:
-            self._first_micro_step()
         self._change(changes.forward)
         self._free(leftover)
         if self.zero_grad == "backward":
             self._free(gradients)
-        self._change(changes.backward)
-        if last is _NOTHING:
-            self._allocate(changes.state)
-        self._change(changes.optimizer)
+        self._change(changes.backward, {} if adds else changes.added)
+        if updates:
+            if not self._has_state:
+                self._allocate(changes.state)
+                self._has_state = True
+            self._change(changes.optimizer)
+        else:  # what the passes have made goes all the same, such as the loss
+            stays = changes.renewed.values()
+            self._change([i for i in changes.optimizer if i < 0 and ~i in blocks and ~i not in stays])
         return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.reserved_bytes)
-
-    def _first_micro_step(self) -> None:
-        """Run a micro-step that finds no gradients, and leaves those that it makes."""
-        changes, blocks = self.changes, self.blocks
-        self._change(changes.forward)
-        self._change(changes.backward, changes.added)
-        self._free([blocks.pop(index) for index in (*changes.leftover, *changes.given) if index in blocks])
-        self._allocate(changes.given)
 
     def _free(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

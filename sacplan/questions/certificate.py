@@ -21,16 +21,19 @@ class BatchAt(NamedTuple):
     """A batch of a run.
 
     Attributes:
-        step: How many batches came before it.
+        step: How many batches came before it; of an evaluation, the batch after which it runs.
         batch, seq: Its samples, and the tokens of each.
+        evaluation: Whether it is one of an evaluation.
     """
 
     step: int
     batch: int
     seq: int
+    evaluation: bool = False
 
     def __str__(self) -> str:
-        return f"batch {self.step:,} ({self.batch} x {self.seq:,})"
+        where = "evaluation after " if self.evaluation else ""
+        return f"{where}batch {self.step:,} ({self.batch} x {self.seq:,})"
 
 
 class LengthPlan(NamedTuple):
@@ -56,7 +59,7 @@ class WholeRun:
             the first batch over the limit.
         retries: How often torch gives cached segments back, with the default settings. The run goes on, but each time
             costs a synchronization and new segments.
-        run_ms, added_ms: Predicted time of all steps, and what the plans add to it.
+        run_ms, added_ms: Predicted time of all steps, evaluations included, and what the plans add to it.
         run_flops, recompute_flops: FLOPs of all steps without the plans, and of what these run a second time.
     """
 

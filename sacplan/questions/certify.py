@@ -10,7 +10,8 @@ batches of other shapes leave holes in them. So the whole run is played, from th
 3. *Play.* Each step goes through the allocator, with what the steps before it have left there
    (``device_memory.TrainingRun``). Steps of one shape share one list of allocations, so that a step takes milliseconds.
    No step is left out: what the allocator does depends on all steps before. A play ends early only where memory has
-   run out, or where the question is whether it does.
+   run out, or where the question is whether it does. Evaluations are steps without gradients between those of training,
+   and a plan does nothing in them. Saving takes no memory of a GPU: ``state_dict`` shares the tensors that are there.
 4. *Plan.* If the run does not fit, its largest batch is planned for, and the run is played again with the plan. If the
    allocator then reserves too much, the budget is lowered by the excess (``limits.within``).
 
@@ -23,21 +24,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from sacplan.core.arguments import checked
 from sacplan.core.progress import begins
-from sacplan.device.caching_allocator import (
-    CachingAllocator,
-    ExpandableAllocator,
-    NoAllocator,
-    OutOfDeviceMemory,
-)
+from sacplan.device import caching_allocator as allocators
 from sacplan.device.device_memory import Changes, TrainingRun, changes_of, expandable_segments
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan.errors import PlanError
@@ -45,20 +42,22 @@ from sacplan.planning.limits import Limit, Room, limit_of_device, within
 from sacplan.planning.make import outcome_of, smallest_plan
 from sacplan.planning.plan import Plan
 from sacplan.planning.request import Request
+from sacplan.profiling.profile import Profile
 from sacplan.questions.batch_sizes import Recordings
 from sacplan.questions.certificate import BatchAt, Certificate, LengthPlan, Setting, WholeRun
-from sacplan.questions.largest import largest, largest_within
+from sacplan.questions.largest import largest
 from sacplan.questions.lengths import Drawing, Shape, read_shapes
 from sacplan.questions.scaled import SizedBoth
-from sacplan.record.step import LossFn
+from sacplan.record.longest import is_loader
+from sacplan.record.step import LossFn, check_accumulation, loss_or_default
 from sacplan.techniques.registry import resolve_techniques
 
 _TOKEN_STEPS = 64  # budgets of tokens are tried in steps of this share of the one that was asked for
 
-_UNLIMITED: dict[Setting, type[CachingAllocator]] = {"expandable": ExpandableAllocator, "none": NoAllocator}
+_UNLIMITED = {"expandable": allocators.ExpandableAllocator, "none": allocators.NoAllocator}
 
 
-@checked(PlanError, "model", "make_batch", "lengths", "optimizer", "budget", "headroom")
+@checked(PlanError, "model", "make_batch", "lengths", "evaluation", "optimizer", "budget", "headroom")
 def certify(
     model: torch.nn.Module,
     make_batch: Callable[[int, int], Any],
@@ -77,6 +76,10 @@ def certify(
     epochs: int = 1,
     drop_last: bool = False,
     longest: int | None = None,
+    accumulation_steps: int = 1,
+    evaluation: Any = None,
+    evaluation_batch: int | None = None,
+    evaluate_every: int | None = None,
     buckets: int = 1,
     techniques: Sequence[str] | None = None,
 ) -> Certificate:
@@ -107,16 +110,22 @@ def certify(
         epochs: How often all samples come.
         drop_last: As for ``DataLoader``.
         longest: How many tokens the model has positions for, if it has a limit.
+        accumulation_steps: As for ``profile``; batches are micro-batches. The optimizer steps after the last one, too.
+        evaluation: Tokens in each sample of an evaluation, or a ``DataLoader``, as for ``lengths``. Batches are made by
+            the same rules, in order. They run through ``loss_fn`` in eval mode, without gradients, while gradients
+            and batch of the step before are still there. Outputs are not collected.
+        evaluation_batch: Samples in a batch of these. Default: as in training.
+        evaluate_every: Steps of the optimizer from one evaluation to the next.
         buckets: If the run needs a plan: how many plans there may be, each for a range of lengths.
         techniques: As for ``sacplan.plan``.
 
     Figures of shapes that were not recorded are computed, as for ``fit``. They are exact, except that kernels may pad
-    lengths, and that their workspaces need not be linear in the size. Not played: evaluation and saving between steps,
-    gradient accumulation, and what lies outside of the allocator.
+    lengths, and that their workspaces need not be linear in the size. Not played: what lies outside of the allocator.
 
     Raises:
         PlanError: A length is below 1 or above ``longest``, or there is none; neither or both of ``batch`` and
-            ``tokens``; ``buckets`` with ``tokens``; or ``make_batch`` makes batches of one size.
+            ``tokens``; ``buckets`` with ``tokens``; one of ``evaluation`` and ``evaluate_every`` without the other; or
+            ``make_batch`` makes batches of one size.
         BudgetError: As for ``max_batch``.
         TraceError, DeviceError: As for ``profile``.
     """
@@ -130,16 +139,38 @@ def certify(
             f"buckets={buckets!r}{f', tokens={tokens}' if tokens else ''}: the number of plans must be 1 or more, and "
             "1 with tokens=, since all batches are about as large then."
         )
+    every = 1 if evaluate_every is None else evaluate_every
+    if every < 1 or (evaluation is None) != (evaluate_every is None):
+        raise PlanError(
+            f"evaluate_every={evaluate_every!r}: give the lengths of an evaluation (evaluation=), and after how many "
+            "steps it runs each time, 1 or more."
+        )
+    if evaluation is not None and "offload" in (techniques or ()):
+        raise PlanError("evaluation= with techniques=offload: host copies are not played there. Drop one.")
+    check_accumulation(accumulation_steps)
     rules = {
         "batch": batch, "tokens": tokens, "pad_to_multiple_of": pad_to_multiple_of, "pack": pack, "seed": seed,
     }  # fmt: skip
     shapes, drawing = read_shapes(lengths, longest, epochs, **rules, drop_last=drop_last)
+    between: list[Shape] = []
+    if evaluation is not None:
+        own = {} if evaluation_batch is None else {"batch": evaluation_batch, "tokens": None}
+        rules = own if is_loader(evaluation) else {**rules, "seed": None, **own}
+        between, _ = read_shapes(evaluation, longest, 1, **rules)
     spec = resolve_device(device)
     limit = limit_of_device(budget, headroom, spec)
-    recordings = Recordings(model, make_batch, spec, {"loss_fn": loss_fn, "optimizer": optimizer})
-    steps = SizedBoth(recordings.at, max(shape.batch for shape in shapes), max(shape.seq for shape in shapes))
+    how = {"loss_fn": loss_fn, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
+    loss = loss_or_default(loss_fn, "inference")
+    inference = {"mode": "inference", "loss_fn": lambda model, batch: loss(model.eval(), batch)}
+    steps, evaluations = (
+        SizedBoth(Recordings(model, make_batch, spec, options).at, *map(max, zip(*all_of, strict=True)))
+        for all_of, options in ((shapes, how), (between or shapes, inference))
+    )
     request = Request(techniques=None if techniques is None else resolve_techniques(techniques))
-    return _Runs(type(model).__name__, steps, limit.room(spec), shapes, drawing, request).certificate(buckets)
+    return _Runs(
+        type(model).__name__, steps, limit.room(spec), shapes, drawing, request, accumulation_steps,
+        every, between, evaluations,
+    ).certificate(buckets)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +190,13 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of one model that are compared."""
+    """The runs of one model that are compared.
+
+    Attributes:
+        accumulation: Micro-steps to a step of the optimizer.
+        every: Steps of the optimizer from one evaluation to the next.
+        between, evaluations: The batches of an evaluation, and its steps.
+    """
 
     model: str
     steps: SizedBoth
@@ -167,7 +204,11 @@ class _Runs:
     shapes: Sequence[Shape]
     drawing: Drawing | None
     request: Request
-    _known: dict[tuple[Shape, tuple[Any, ...]], _Step] = field(default_factory=dict)
+    accumulation: int = 1
+    every: int = 1
+    between: Sequence[Shape] = ()
+    evaluations: SizedBoth | None = None
+    _known: dict[tuple[Any, ...], _Step] = field(default_factory=dict)
 
     @property
     def _settings(self) -> tuple[Setting, ...]:
@@ -176,10 +217,10 @@ class _Runs:
             return ("none",)
         return ("expandable", "default") if expandable_segments() else ("default", "expandable")
 
-    def _step(self, shape: Shape, plan: Plan | None) -> _Step:
-        key = shape, () if plan is None else plan.decisions
+    def _step(self, shape: Shape, plan: Plan | None, *, evaluation: bool = False) -> _Step:
+        key = shape, evaluation, () if plan is None else plan.decisions
         if key not in self._known:
-            step = self.steps.at(*shape)
+            step = (self.evaluations if evaluation and self.evaluations else self.steps).at(*shape)
             program = step.program if plan is None else step.with_plan(plan.decisions)
             found = program.footprint
             cost = program.step_ms + step.waits_ms(program), program.flops, found.recompute_flops
@@ -187,62 +228,78 @@ class _Runs:
             self._known[key] = _Step(changes_of(program), found.peak_bytes, cost)
         return self._known[key]
 
-    def _of(self, plans: Sequence[LengthPlan] = ()) -> Callable[[Shape], _Step]:
-        """Return a function of a shape: the step with the first of the plans that is for its length."""
+    def _of(self, plans: Sequence[LengthPlan] = ()) -> Callable[[BatchAt], _Step]:
+        """Return a function of a batch: the step with the first of the plans that is for its length."""
 
         @functools.cache
-        def step(shape: Shape) -> _Step:
-            return self._step(shape, next((one.plan for one in plans if shape.seq <= one.longest), None))
+        def step(batch: int, seq: int, evaluation: bool) -> _Step:
+            plan = next((one.plan for one in plans if seq <= one.longest and not evaluation), None)
+            return self._step(Shape(batch, seq), plan, evaluation=evaluation)
 
-        return step
+        return lambda at: step(*at[1:])
+
+    def _updates(self, index: int, n: int) -> bool:
+        """Whether the optimizer steps after one of n batches."""
+        return (index + 1) % self.accumulation == 0 or index + 1 == n
+
+    def _schedule(self, shapes: Sequence[Shape]) -> Iterator[BatchAt]:
+        """Yield the batches of training and those of the evaluations, in order."""
+        for index, shape in enumerate(shapes):
+            yield BatchAt(index, *shape)
+            if self._updates(index, len(shapes)) and (index // self.accumulation + 1) % self.every == 0:
+                yield from (BatchAt(index, *one, True) for one in self.between)
 
     # --- one run
 
     def _played(
-        self,
-        shapes: Sequence[Shape],
-        steps: Callable[[Shape], _Step],
-        setting: Setting,
-        *,
-        whole: bool = True,
-    ) -> WholeRun:
+        self, shapes: Sequence[Shape], steps: Callable[[BatchAt], _Step], setting: Setting, *, whole: bool = True
+    ) -> WholeRun:  # fmt: skip
         """Play a run up to the batch at which memory runs out.
 
         What torch gives back of expandable segments is not played: there, and where the sum of the tensors decides, the
         first batch over the limit is that batch. The run goes on, if it is to be played as a ``whole``.
         """
         room, reserves = self.room.n_bytes, setting != "none"
-        run = TrainingRun(CachingAllocator(room) if setting == "default" else _UNLIMITED[setting]())
-        # Allocated and reserved bytes, each with the complement of the first step that has them: ``max`` prefers it.
-        most = [(0, -1)] * 2
+        allocator = allocators.CachingAllocator(room) if setting == "default" else _UNLIMITED[setting]()
+        run = TrainingRun(allocator)
+        # Allocated and reserved bytes, each with the first step that has them.
+        most = [(0, BatchAt(0, *shapes[0]))] * 2
         breaks_at, needs = None, 0
-        for index, shape in enumerate(shapes):
+        for at in self._schedule(shapes):
+            changes = steps(at).changes
             try:
-                peaks = run.step(steps(shape).changes)
-            except OutOfDeviceMemory as error:
-                breaks_at, needs = BatchAt(index, *shape), error.needs
+                if at.evaluation:
+                    peaks = run.evaluate(changes)
+                else:
+                    adds, updates = at.step % self.accumulation > 0, self._updates(at.step, len(shapes))
+                    peaks = run.micro_step(changes, adds=adds, updates=updates)
+            except allocators.OutOfDeviceMemory as error:
+                breaks_at, needs = at, error.needs
                 break
             took = max(peaks.max_memory_allocated, run.between_bytes), peaks.max_memory_reserved
-            most = [max(one, (n_bytes, ~index)) for one, n_bytes in zip(most, took, strict=True)]
+            most = [max(one, (n, at), key=itemgetter(0)) for one, n in zip(most, took, strict=True)]
             needs = most[reserves][0]
             if breaks_at is None and needs > room:
-                breaks_at = BatchAt(index, *shape)
+                breaks_at = at
                 if not whole:
                     break
-        allocated, reserved = ((n_bytes, BatchAt(~i, *shapes[~i])) for n_bytes, i in most)
+        allocated, reserved = most
         reserved_bytes, reserved_at = reserved if reserves else (None, None)
         return WholeRun(
             allocator=setting, limit_bytes=room, needs=needs, allocated_bytes=allocated[0], allocated_at=allocated[1],
-            reserved_bytes=reserved_bytes, reserved_at=reserved_at, breaks_at=breaks_at, retries=run.allocator.retries,
+            reserved_bytes=reserved_bytes, reserved_at=reserved_at, breaks_at=breaks_at, retries=allocator.retries,
         )  # fmt: skip
 
     def _rows(self, way: str, plans: Sequence[LengthPlan] = ()) -> list[WholeRun]:
         """Return the run with some plans, by setting of the allocator."""
         begins(f"playing {len(self.shapes)} steps: {way}")
-        steps, plain = self._of(plans), self._of()
-        costs = (zip(*(each(shape).cost for shape in self.shapes), strict=True) for each in (steps, plain))
+        steps, played = self._of(plans), [*self._schedule(self.shapes)]
+        costs = (zip(*(each(at).cost for at in played), strict=True) for each in (steps, self._of()))
         (run_ms, _, again), (plain_ms, flops, _) = (map(sum, each) for each in costs)
-        more: Any = {"way": way, "run_ms": run_ms, "added_ms": run_ms - plain_ms}
+        # Recorded steps are such that the optimizer steps in.
+        without = len(self.shapes) + -len(self.shapes) // self.accumulation
+        spared_ms = without * self._recorded.update_ms
+        more: Any = {"way": way, "run_ms": run_ms - spared_ms, "added_ms": run_ms - plain_ms}
         more |= {"run_flops": flops, "recompute_flops": again}
         return [dataclasses.replace(self._played(self.shapes, steps, one), **more) for one in self._settings]
 
@@ -257,6 +314,10 @@ class _Runs:
         step = self.steps.recorded(*shape)
         asked = Request(Limit.exactly(budget_bytes), techniques=self.request.techniques)
         return outcome_of(asked, step).plan or smallest_plan(self.request, step)
+
+    @property
+    def _recorded(self) -> Profile:
+        return self.steps.recorded(*self._largest_of(self._distinct))
 
     def _largest_of(self, shapes: Sequence[Shape]) -> Shape:
         return max(shapes, key=lambda shape: (self._step(shape, None).peak_bytes, shape))
@@ -296,38 +357,24 @@ class _Runs:
 
     def _largest_size(self) -> int | None:
         """Return the largest batch, or budget of tokens, with which the run fits as it is; 0 if none does."""
-        drawing = self.drawing
-        if drawing is None:
+        if (drawing := self.drawing) is None:
             return None
         begins("the largest size that fits")
         smallest, unit = 1, 1
         if drawing.tokens is not None:
             smallest, unit = drawing.longest, max(1, drawing.tokens // _TOKEN_STEPS)
 
-        def shapes(n: int) -> list[Shape]:
-            return drawing.of_size(smallest + (n - 1) * unit).shapes()
-
-        @functools.cache
-        def alone(n: int) -> int:
-            """Return by how much the largest step by itself is too much."""
-            largest_step = max(shapes(n), key=lambda s: (s.batch * s.seq, s.seq))
-            return self._step(largest_step, None).peak_bytes - self.room.n_bytes
-
         def look(n: int) -> None:
-            needs = self._played(shapes(n), self._of(), self._settings[0], whole=False).needs
+            shapes = drawing.of_size(smallest + (n - 1) * unit).shapes()
+            # Runs of small batches are long: none is played whose largest step is too much by itself.
+            needs = self._step(max(shapes, key=lambda s: (s.batch * s.seq, s.seq)), None).peak_bytes
+            if needs <= self.room.n_bytes:
+                needs = self._played(shapes, self._of(), self._settings[0], whole=False).needs
             excess[n] = needs - self.room.n_bytes
 
-        # No run is played whose largest step is too much by itself. From the largest other size, go down by what the
-        # allocator's holes took there: runs of small batches are long.
-        excess: dict[int, int] = {}
-        limit = n = largest_within(alone, max(1, (drawing.size - smallest) // unit))
-        while n:
-            look(n)
-            if excess[n] <= 0:
-                break
-            holes = excess[n] - alone(n)
-            n = largest_within(lambda k, holes=holes: alone(k) + holes, n - 1)  # type: ignore[misc]
-        found = largest(excess, look, limit, lambda over: over <= 0, float) if limit else 0
+        limit, excess = max(1, (drawing.size - smallest) // unit), {0: -self.room.n_bytes}
+        look(limit)  # the search goes down from there, along the line from an empty device
+        found = largest(excess, look, limit, lambda over: over <= 0, float)
         return smallest + (found - 1) * unit if found else 0
 
     def certificate(self, buckets: int) -> Certificate:
@@ -338,18 +385,11 @@ class _Runs:
             plans = self._plans(1)
         if plans is not None:
             rows += self._rows("one plan", plans)
-            several = self._plans(buckets) if buckets > 1 else None
-            if several is not None:
+            if buckets > 1 and (several := self._plans(buckets)) is not None:
                 plans = several
                 rows += self._rows(f"{len(plans)} plans", plans)
+        batch, tokens = (self.drawing.batch, self.drawing.tokens) if self.drawing else (None, None)
         return Certificate(
-            model=self.model,
-            device=self.steps.recorded(*self._largest_of(self._distinct)).device,
-            steps=len(self.shapes),
-            shapes=len(self._distinct),
-            batch=None if self.drawing is None else self.drawing.batch,
-            tokens=None if self.drawing is None else self.drawing.tokens,
-            rows=tuple(rows),
-            largest=size,
-            plans=tuple(plans or ()),
-        )
+            model=self.model, device=self._recorded.device, steps=len(self.shapes), shapes=len(self._distinct),
+            batch=batch, tokens=tokens, rows=tuple(rows), largest=size, plans=tuple(plans or ()),
+        )  # fmt: skip

@@ -6,7 +6,7 @@ read off a ``DataLoader``, of whose batches only the shapes are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -107,12 +107,12 @@ class Drawing:
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         samples: Any = lengths  # a sequence is enough of a data set
         loader: DataLoader[int] = DataLoader(
-            samples, 256, shuffle=self.seed is not None, generator=generator, collate_fn=list
-        )
+            samples, min(self.batch or 256, len(lengths) + 1), shuffle=self.seed is not None, generator=generator,
+            collate_fn=list, drop_last=self.drop_last and self.batch is not None,
+        )  # fmt: skip
         found: list[Shape] = []
         for _ in range(self.epochs):
-            order = [length for some in loader for length in some]
-            batches = self._by_tokens(order) if self.batch is None else self._by_count(order, self.batch)
+            batches = loader if self.batch else self._by_tokens(length for some in loader for length in some)
             found += (Shape(len(batch), self._padded(max(batch))) for batch in batches)
         if not found:
             raise PlanError(f"drop_last=True: {len(lengths)} samples make no batch of {self.batch}.")
@@ -121,12 +121,7 @@ class Drawing:
     def _padded(self, length: int) -> int:
         return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
-    def _by_count(self, order: Sequence[int], n: int) -> Iterator[Sequence[int]]:
-        """Yield batches of so many samples; the last may have fewer."""
-        for first in range(0, len(order) - n + 1 if self.drop_last else len(order), n):
-            yield order[first : first + n]
-
-    def _by_tokens(self, order: Sequence[int]) -> Iterator[list[int]]:
+    def _by_tokens(self, order: Iterable[int]) -> Iterator[list[int]]:
         """Yield batches, each filled until the next sample would make it larger than the budget of tokens."""
         assert self.tokens is not None
         batch: list[int] = []

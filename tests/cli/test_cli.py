@@ -450,6 +450,9 @@ def test_certify(place: Path) -> None:
     found = json.loads(run(f"certify hf:config.json lengths.json {line} --budget 1GiB --json").stdout)
     most = found["rows"][0]["allocated_bytes"]
     assert found["fits"]
+    between = "--grad-accum 2 --eval-lengths lengths.txt --eval-batch 8 --eval-every 1"
+    longer = json.loads(run(f"certify hf:config.json lengths.json {line} {between} --json").stdout)
+    assert longer["rows"][0]["allocated_bytes"] > most
     asked = f"certify hf:config.json lengths.txt {line} --budget {most - 1}B --buckets 2 -o runs.json"
     tight = run(f"{asked} --json")
     assert tight.exit_code == 3

@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader
 import sacplan
 from benchmarks.harness.steps import run_peaks
 from sacplan.device.caching_allocator import CachingAllocator, ExpandableAllocator
-from sacplan.device.device_memory import TrainingRun, changes_of
+from sacplan.device.device_memory import AllocatorPeaks, Changes, TrainingRun, changes_of
 from sacplan.device.devices import resolve_device
 from sacplan.errors import PlanError
 from sacplan.planning.limits import Room
 from sacplan.planning.request import Request
 from sacplan.questions.batch_sizes import Recordings
+from sacplan.questions.certificate import BatchAt
 from sacplan.questions.certify import _Runs, certify
 from sacplan.questions.lengths import Drawing, Shape
 from sacplan.questions.scaled import SizedBoth
@@ -52,7 +53,7 @@ def loader_of(lengths: list[int], generator: torch.Generator) -> DataLoader[torc
     return DataLoader(samples, batch_size=4, shuffle=True, generator=generator, collate_fn=collate)
 
 
-def measured(lengths: list[int], plan: sacplan.Plan | None = None) -> tuple[int, list[Shape]]:
+def measured(lengths: list[int], plan: sacplan.Plan | None = None, **between: Any) -> tuple[int, list[Shape]]:
     """The peak of a real loop on the CPU, from the profiler's allocation events, and the batches that it had."""
     loader = loader_of(lengths, torch.Generator().manual_seed(0))
     shapes = []
@@ -62,7 +63,8 @@ def measured(lengths: list[int], plan: sacplan.Plan | None = None) -> tuple[int,
             shapes.append(Shape(*tokens.shape))
             yield tokens
 
-    peaks = run_peaks(model(), batches(), len(loader), ADAMW, cross_entropy, () if plan is None else [plan])
+    plans = () if plan is None else [plan]
+    peaks = run_peaks(model(), batches(), len(loader), ADAMW, cross_entropy, plans, **between)
     return max(peaks), shapes
 
 
@@ -75,10 +77,35 @@ def test_the_peak_of_a_whole_run_is_that_of_a_real_loop(n_steps: int) -> None:
     assert found.shapes == len(set(shapes)) > n_steps / 4
     (row,) = found.rows
     assert row.allocated_bytes == peak
-    assert shapes[row.allocated_at.step] == row.allocated_at[1:]
+    step = row.allocated_at.step
+    assert row.allocated_at == BatchAt(step, *shapes[step])
     assert found.fits
     assert found.breaks_at is None
     assert not found.plans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evaluation_batch", [4, 24])
+def test_a_run_with_evaluations_and_accumulation(evaluation_batch: int) -> None:
+    """One in which a step of training takes the most, and one in which an evaluation does."""
+    lengths, between = drawn(4 * 61), [96] * 50
+    evaluated = Drawing(tuple(between), evaluation_batch, seed=None).shapes()
+    evaluations = 10, [functools.partial(make_batch, *shape) for shape in evaluated]
+    peak, shapes = measured(lengths, accumulation=2, evaluations=evaluations)
+    found = certify(
+        model(), make_batch, lengths, "cpu", cross_entropy, ADAMW, batch=4, accumulation_steps=2,
+        evaluation=between, evaluation_batch=evaluation_batch, evaluate_every=10,
+    )  # fmt: skip
+    (row,) = found.rows
+    assert found.steps == len(shapes) == 61
+    at = row.allocated_at
+    assert at.evaluation == (evaluation_batch == 24)
+    # The loop holds the loss of the step before, a float, during an evaluation. A recorded step ends without it.
+    assert row.allocated_bytes == peak - 4 * at.evaluation
+    if at.evaluation:
+        step = max((19, 39, 59), key=lambda i: shapes[i].seq)  # its batch is still there
+        assert at == BatchAt(step, 24, 96, True)
+        assert f"allocated from evaluation after batch {step} (24 x 96) on" in str(found)
 
 
 @pytest.mark.slow
@@ -138,8 +165,9 @@ def test_the_allocator_is_played_as_on_recordings_of_each_batch() -> None:
     for row, allocator in zip(found.rows, (CachingAllocator(), ExpandableAllocator()), strict=True):
         reserved, allocated = zip(*by_hand(allocator), strict=True)
         assert (row.reserved_bytes, row.allocated_bytes) == (max(reserved), max(allocated))
-        assert row.reserved_at == (index := reserved.index(max(reserved)), *shapes[index])
-        assert row.allocated_at == (index := allocated.index(max(allocated)), *shapes[index])
+        for at, peaks in ((row.reserved_at, reserved), (row.allocated_at, allocated)):
+            index = peaks.index(max(peaks))
+            assert at == BatchAt(index, *shapes[index])
         assert row.fits
         assert row.retries == 0
     # A GPU with a page less: the first batch that needs that page.
@@ -148,7 +176,40 @@ def test_the_allocator_is_played_as_on_recordings_of_each_batch() -> None:
     spec = dataclasses.replace(resolve_device("h100"), memory_bytes=memory_bytes)
     tight = certify(net, make_batch, lengths, spec, **how)
     index = reserved.index(max(reserved))
-    assert tight.rows[1].breaks_at == (index, *shapes[index])
+    assert tight.rows[1].breaks_at == BatchAt(index, *shapes[index])
+
+
+def test_the_allocator_is_played_with_evaluations_and_accumulation() -> None:
+    net, lengths, between = LM(layers=1, dim=64, heads=2, vocab=1024), [256, 64, 192, 128, 32], [224, 96]
+    kinds: list[tuple[list[int], dict[str, Any]]] = [
+        (lengths, {"loss_fn": cross_entropy, "optimizer": ADAMW, "accumulation_steps": 2}),
+        (between, {"loss_fn": lambda model, x: cross_entropy(model.eval(), x), "mode": "inference"}),
+    ]
+    training, evaluation = (
+        [changes_of(sacplan.profile(net, make_batch(1, n), device="h100", **how).program) for n in all_of]
+        for all_of, how in kinds
+    )
+
+    def by_hand(allocator: CachingAllocator, evaluations: list[Changes]) -> tuple[list[tuple[int, int]], int]:
+        run, found = TrainingRun(allocator), []
+
+        def note(peaks: AllocatorPeaks) -> None:
+            found.append((peaks.max_memory_reserved, max(peaks.max_memory_allocated, run.between_bytes)))
+
+        for index, changes in enumerate(training):  # the last micro-step has no second one
+            note(run.micro_step(changes, adds=index % 2 == 1, updates=index in (1, 3, 4)))
+            for one in evaluations if index == 3 else ():
+                note(run.evaluate(one))
+        return found, allocator.allocated_bytes
+
+    found = certify(
+        net, make_batch, lengths, "h100", cross_entropy, ADAMW, batch=1, seed=None, accumulation_steps=2,
+        evaluation=between, evaluate_every=2,
+    )  # fmt: skip
+    for row, allocator in zip(found.rows, (CachingAllocator, ExpandableAllocator), strict=True):
+        peaks, left = by_hand(allocator(), evaluation)
+        assert (row.reserved_bytes, row.allocated_bytes) == tuple(map(max, zip(*peaks, strict=True)))
+        assert left == by_hand(allocator(), [])[1]  # evaluations leave nothing
 
 
 @pytest.mark.usefixtures("no_cublas_workspaces")
@@ -243,6 +304,11 @@ def test_a_data_loader_is_read_for_its_shapes() -> None:
         ([4], {"batch": 1, "pack": 200, "longest": 100}, "a batch has 200 tokens in a row"),
         ([4], {"batch": 2, "drop_last": True}, "1 samples make no batch of 2"),
         ([4], {"tokens": 8, "buckets": 2}, "buckets=2, tokens=8"),
+        ([4], {"batch": 2, "evaluation": [4]}, "evaluate_every=None"),
+        ([4], {"batch": 2, "evaluate_every": 5}, "evaluate_every=5: give the lengths"),
+        ([4], {"batch": 2, "evaluation": [4], "evaluate_every": 0}, "1 or more"),
+        ([4], {"batch": 2, "evaluation": [4], "evaluate_every": 1, "evaluation_batch": 0}, "batch=0 must be"),
+        ([4], {"batch": 2, "evaluation": [4], "evaluate_every": 1, "techniques": ["offload"]}, "host copies"),
         ([4], {"batch": 1, "rule": "longest"}, "unexpected keyword argument 'rule'"),
     ],
 )
