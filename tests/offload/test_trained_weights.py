@@ -17,6 +17,7 @@ from sacplan.torch_compat.host_memory import is_for_host
 from tests.support.on_host import MINIMAL, OnHost, optimizer_bytes
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal, mean_square, peaks_of_steps
+from tests.zoo.language_models import TokenModel
 
 OPTIMIZER = "adamw-offload-gradients"
 TOKENS = torch.arange(64).reshape(2, 32) % 64
@@ -35,23 +36,13 @@ class Block(nn.Module):
         return out
 
 
-class Net(nn.Module):
-    """An embedding, blocks and a head, all of them trained but for the second block."""
+class Net(TokenModel):
+    """Tokens through four blocks, all of it trained but for the second block."""
 
-    def __init__(self, blocks: int = 4, width: int = 64) -> None:
-        super().__init__()
+    def __init__(self) -> None:
         torch.manual_seed(0)
-        self.embed = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.blocks[1].requires_grad_(False)
-        self.head = nn.Linear(width, 64)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        super().__init__([Block(64) for _ in range(4)], 64, 64)
+        self.layers[1].requires_grad_(False)
 
 
 def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> Iterator[list[torch.Tensor]]:
@@ -128,7 +119,7 @@ def test_only_what_the_device_never_changes_leaves() -> None:
     for optimizer in ("adamw", "adamw-offload"):  # the second keeps gradients on the device
         plan = sacplan.plan(profiled(optimizer), "smallest", techniques=("recompute", "offload"))
         assert plan.offloaded_weights
-        assert all(one.parameter.startswith("blocks.1.") for one in plan.offloaded_weights)
+        assert all(one.parameter.startswith("layers.1.") for one in plan.offloaded_weights)
 
 
 def test_another_optimizer_is_refused_and_changes_nothing(planned: sacplan.Plan) -> None:
