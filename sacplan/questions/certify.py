@@ -50,7 +50,7 @@ from sacplan.questions.lengths import Drawing, Shape, read_shapes
 from sacplan.questions.scaled import SizedBoth
 from sacplan.record.longest import is_loader
 from sacplan.record.step import LossFn, check_accumulation, loss_or_default
-from sacplan.techniques.registry import resolve_techniques
+from sacplan.techniques.registry import TECHNIQUES, resolve_techniques
 
 _TOKEN_STEPS = 64  # budgets of tokens are tried in steps of this share of the one that was asked for
 
@@ -145,8 +145,10 @@ def certify(
             f"evaluate_every={evaluate_every!r}: give the lengths of an evaluation (evaluation=), and after how many "
             "steps it runs each time, 1 or more."
         )
-    if evaluation is not None and "offload" in (techniques or ()):
-        raise PlanError("evaluation= with techniques=offload: host copies are not played there. Drop one.")
+    request = Request(techniques=None if techniques is None else resolve_techniques(techniques))
+    hosted = ", ".join(name for name in request.techniques or () if TECHNIQUES[name].takes_host)
+    if evaluation is not None and hosted:
+        raise PlanError(f"evaluation= with techniques={hosted}: host copies are not played there. Drop one.")
     check_accumulation(accumulation_steps)
     rules = {
         "batch": batch, "tokens": tokens, "pad_to_multiple_of": pad_to_multiple_of, "pack": pack, "seed": seed,
@@ -166,7 +168,6 @@ def certify(
         SizedBoth(Recordings(model, make_batch, spec, options).at, *map(max, zip(*all_of, strict=True)))
         for all_of, options in ((shapes, how), (between or shapes, inference))
     )
-    request = Request(techniques=None if techniques is None else resolve_techniques(techniques))
     return _Runs(
         type(model).__name__, steps, limit.room(spec), shapes, drawing, request, accumulation_steps,
         every, between, evaluations,
