@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import sacplan
 from benchmarks.harness.results import ROOT
 from benchmarks.models import published_networks as networks
+from benchmarks.models.published_prime_rl import prime_rl
 from benchmarks.models.published_step import Built, Fsdp, Point, Step, empty, foreach_adamw
 from sacplan.device.devices import DeviceSpec, resolve_device
 
@@ -246,6 +247,7 @@ _MAKERS = {
     "mpt": _foundry,
     "fms": _fms,
     "hf15026": _t5,
+    "prime": prime_rl,
 }
 
 
