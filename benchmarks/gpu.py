@@ -370,7 +370,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=420.0, help="start no further row after this long")
     parser.add_argument("--table", action="store_true", help="only put the committed figures on the page")
     parser.add_argument("--smoke", action="store_true", help="on the CPU, at tiny sizes")
-    parser.add_argument("--predict", action="store_true", help="predict the committed steps again, with no GPU")
+    parser.add_argument(
+        "--predict", action="store_true", help="predict the committed steps again, with no GPU"
+    )
     options = parser.parse_args(arguments)
     if options.predict:
         about, rows = read_results(FIGURES)

@@ -156,10 +156,12 @@ _PEAKS = """Medians and 90th percentiles of the errors, and the worst figure. Of
 optimizer and the loop around them are published, or follow from published code; of the others, a part is assumed.
 Steps that ran with `torch.compile` are recorded so, without kernels, unless the file says that it is left out."""
 
-_TIMES = """Rates of steps, and times that others have published of steps in eager mode (`benchmarks/data/steps.jsonl`,
+_TIMES = """Rates of steps, and times that others have published (`benchmarks/data/steps.jsonl`,
 `benchmarks/results/published.json`). Where the CPU issues kernels more slowly than the GPU runs them, the GPU waits: 55
 us are taken for an op of a forward pass and 10 for others, fitted to the small steps here and [our own](gpu.md). The
-H100 with 96 GB draws at most 500 W; its rate of matrix products is fitted to `titan822-default`."""
+H100 with 96 GB draws at most 500 W; its rate of matrix products is fitted to `titan822-default`. MPT ran attention in
+Triton, for which the rates of FlashAttention-2's paper are taken. prime-rl's layers are compiled, and recorded so. Its
+short steps take 0.2 to 0.8 s longer than the GPU needs, whatever their length, which we cannot explain."""
 
 _LEFT_OUT = {False: "", True: ", compiled, predicted without"}
 _KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}
