@@ -161,7 +161,7 @@ _TIMES = """Rates of steps, and times that others have published (`benchmarks/da
 us are taken for an op of a forward pass and 10 for others, fitted to the small steps here and [our own](gpu.md). The
 H100 with 96 GB draws at most 500 W; its rate of matrix products is fitted to `titan822-default`. MPT ran attention in
 Triton, for which the rates of FlashAttention-2's paper are taken. prime-rl's layers are compiled, and recorded so. Its
-short steps take 0.2 to 0.8 s longer than the GPU needs, whatever their length, which we cannot explain."""
+short steps on an H100 take 0.2 to 0.8 s longer than the GPU needs, which we cannot explain."""
 
 _LEFT_OUT = {False: "", True: ", compiled, predicted without"}
 _KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}

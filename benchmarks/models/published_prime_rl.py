@@ -3,8 +3,8 @@
 Written down from its code of January 2026: experts, head, loss and calls of ``fully_shard``. A step adds up two
 micro-batches. As many tokens go to each expert. Of the loss of reinforcement learning only the mean is here: its other
 ops read and make a number for each token. Attention is that of transformers; flash attention saves as much. On an H100,
-FlashAttention-3 ran, for which cuDNN's stands here: both take 600 TFLOP/s forward and 500 backward (Shah et al., 2024,
-figures 5 and 6). Offloading has no stream of its own (``use_streams`` is off in ``act_offloading.py``).
+FlashAttention-3 ran, for which cuDNN's stands here. Offloading has no stream of its own (``use_streams`` is off in
+``act_offloading.py``).
 """
 
 from __future__ import annotations
