@@ -39,7 +39,7 @@ from sacplan.techniques.registry import TECHNIQUES
 Bytes = npt.NDArray[np.int64]
 
 _ALIKE = 2e-3  # share of the peak, and of the cost, that dropping near duplicates may lose over all regions together
-_WINDOWS = 16  # of the step, in each of which copies share a link
+_WINDOWS = 64  # of the step, in each of which copies share a link
 _NS = 1e6  # in a millisecond
 _OP, _FREE, _CALLS = int(Event.OP), int(Event.FREE), (int(Event.ENTER), int(Event.EXIT))
 _HANDLES, _INSTANCES = (
