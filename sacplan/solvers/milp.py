@@ -316,11 +316,7 @@ class _Encoding:
         self._problem = problem
         self._blocks = blocks
         self._smallest = smallest
-        firsts = [problem.choices[block[0]] for block in blocks]
-        costs = [
-            first.costs + problem.over_cost(first.uses[:, problem.priced] + problem.limits[problem.priced])
-            for first in firsts
-        ]
+        costs = [problem.choices[block[0]].costs for block in blocks]
         self.cost_scale = max((float(each.max()) for each in costs), default=0.0) or 1.0
         self._variables = [self._variables_of(block) for block in blocks]
         # Where the peak is minimised costs are 0, so what only adds costs is left out.
@@ -365,21 +361,13 @@ class _Encoding:
     def _priced_rows(self) -> None:
         """Let what is over the limit in a priced row cost its price."""
         problem = self._problem
+        columns = [n for own in self._variables for n in own]
         for row in problem.priced:
             scale = float(max(1, problem.limits[row]))
-            uses = [problem.choices[block[0]].uses[1:, row] for block in self._blocks]
-            most = sum(len(block) * max(0, use.max()) for block, use in zip(self._blocks, uses, strict=True))
-            if problem.base[row] + most <= problem.limits[row]:
-                continue
-            terms = [
-                (n, float(use) / scale)
-                for own, by_option in zip(self._variables, uses, strict=True)
-                for n, use in zip(own, by_option, strict=True)
-                if use
-            ]
+            uses = [use for b in self._blocks for use in problem.choices[b[0]].uses[1:, row] / scale]
             over = self.program.variable(cost=self._cost(problem.rows[row].price * scale))
             room = float(problem.limits[row] - problem.base[row]) / scale
-            self.program.row([*terms, (over, -1.0)], upper=room)
+            self.program.row([(over, -1.0), *zip(columns, uses, strict=True)], upper=room)
 
     def _rows(self) -> None:
         """Require that what is freed in each row covers what the row is over its limit."""
