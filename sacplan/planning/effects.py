@@ -32,7 +32,16 @@ import numpy.typing as npt
 from sacplan.core.derived import derived
 from sacplan.core.liveness import Fold
 from sacplan.core.program import Event, Patch, Program
-from sacplan.solvers.problem import DEVICE_MEMORY, HOST_MEMORY, Choice, OnceCost, Picks, Problem, ResourceRow
+from sacplan.solvers.problem import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    Choice,
+    Costs,
+    OnceCost,
+    Picks,
+    Problem,
+    ResourceRow,
+)
 from sacplan.techniques.base.regions import Option, Region
 from sacplan.techniques.registry import TECHNIQUES
 
@@ -144,7 +153,7 @@ def effects_of(
     regions: Sequence[Region],
     wide_cost: float = 0.0,
     host_bytes: int = 0,
-    wait_cost: float = 1.0,
+    wait_cost: float = 1,
 ) -> RegionProblem:
     """Return the problem that the regions pose: the effects of their options, without the dominated ones.
 
@@ -184,11 +193,7 @@ def effects_of(
         base, limits = np.append(base, 0), np.append(limits, host_bytes)
         # Copies hide behind the computation of their window, and what is left of them is waited for.
         windows = np.searchsorted(found.ends, found.edges).tolist()
-        rows += [
-            ResourceRow(link, start, end, wait_cost / _NS)
-            for link in found.links
-            for start, end in pairwise(windows)
-        ]
+        rows += [ResourceRow(link, *at, wait_cost / _NS) for link in found.links for at in pairwise(windows)]
         room = np.tile(np.diff(found.edges) * _NS, len(found.links)).astype(np.int64)
         base, limits = np.append(base, np.zeros_like(room)), np.append(limits, room)
     return RegionProblem(
@@ -292,15 +297,14 @@ class _Effects:
                     self._use_links(option, effect, where, use)
             yield changes, np.rint(uses * _NS).astype(np.int64)
 
-    def _use_links(
-        self, option: Option, effect: _LocalEffect, where: Bytes, use: npt.NDArray[np.float64]
-    ) -> None:
+    def _use_links(self, option: Option, effect: _LocalEffect, where: Bytes, use: Costs) -> None:
         """Add for how many ms an option uses each link (links x windows), evenly from the first copy to the last."""
         for link, begin, end, ms in option.copies:
-            overlap = np.minimum(self.edges[1:], max(end, begin + 1 / _NS)) - np.maximum(
-                self.edges[:-1], begin
+            begun, over = (
+                np.maximum(self.edges[:-1], begin),
+                np.minimum(self.edges[1:], max(end, begin + 1 / _NS)),
             )
-            share = np.maximum(overlap, 0.0)
+            share = np.maximum(over - begun, 0.0)
             use[self.links.index(link)] += ms * share / (share.sum() or 1.0)
         # Copies hide behind ops that run again as well.
         for k, _, ms in effect.again if self.links else ():
@@ -320,7 +324,7 @@ class _Effects:
         share = _ALIKE / len(self.regions) if self.regions else 0.0
         nearly_bytes = int(share * self.base.max())
         nearly_cost = share * sum(self._member_costs())
-        undominated: dict[tuple[Hashable, bytes], list[int]] = {}
+        undominated: dict[tuple[Hashable, ...], list[int]] = {}
         for region, (change, use) in zip(self.regions, self._changes(), strict=True):
             # Dominance is the same on the distinct columns, which are far fewer and equal for regions that look alike.
             distinct = np.unique(change, axis=1)
@@ -530,9 +534,7 @@ class _Effects:
             np.maximum.at(row, intervals, alive)
 
 
-def _undominated(
-    costs: npt.NDArray[np.float64], changes: Bytes, nearly_cost: float, nearly_bytes: npt.NDArray[np.float64]
-) -> list[int]:
+def _undominated(costs: Costs, changes: Bytes, nearly_cost: float, nearly: Costs) -> list[int]:
     """Return the first option and the options that no other one beats, by rising cost.
 
     Options are taken by rising cost, so every option that is already kept costs no more than the one in question.
@@ -542,7 +544,7 @@ def _undominated(
     # the other one is looked at.
     for option in sorted(range(1, len(costs)), key=lambda o: (costs[o], changes[o].sum(), o)):
         better = (changes[keep] <= changes[option]).all(axis=1)
-        nearly = (changes[keep] <= changes[option] + nearly_bytes).all(axis=1)
+        nearly = (changes[keep] <= changes[option] + nearly).all(axis=1)
         same = np.abs(costs[keep] - costs[option]) <= nearly_cost
         if not (better | (nearly & same)).any():
             keep.append(option)

@@ -25,8 +25,7 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
         """Return by other option what moving there costs, once costs aside."""
         costs, uses = problem.choices[choice].costs, problem.choices[choice].uses[:, priced]
         over = problem.over_cost(totals + uses - uses[option]) - problem.over_cost(totals)
-        found: Costs = costs - costs[option] + over
-        return found
+        return np.asarray(costs - costs[option] + over)
 
     moves = sorted(
         (

@@ -166,8 +166,7 @@ class Problem:
 
     def over_cost(self, totals: Amounts) -> Costs:
         """Return the price of uses (... x priced rows) that are over their limits."""
-        over: Costs = np.maximum(totals - self.limits[self.priced], 0) @ self._prices
-        return over
+        return np.asarray(np.maximum(totals - self.limits[self.priced], 0) @ self._prices)
 
     def tightest(self, picks: Picks) -> int:
         """Return the row with the largest excess relative to the scale of its resource."""

@@ -1,4 +1,4 @@
-"""Copies of weights and activations share a slow link: a larger budget costs no more, and no N blocks by hand cost less."""
+"""Copies of weights and activations share a slow link: a larger budget costs no more, and N blocks by hand no less."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.offload.test_weights import Net
 from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 
-CASES = {"few tokens": (6, 256, 8e9), "many tokens": (6, 1024, 8e9), "slower": (8, 512, 3e9)}
+CASES = {"few tokens": (6, 256, 8e9), "many tokens": (6, 1024, 8e9)}
 
 
 @pytest.mark.parametrize("case", slow_after(1, list(CASES)))
@@ -35,5 +35,4 @@ def test_a_larger_budget_costs_no_more_and_no_blocks_by_hand_cost_less(case: str
         costs.append(plan.recompute_ms + plan.added_ms)
         hand = best_by_hand(profile, budget)
         assert hand is None or costs[-1] <= hand["longer_ms"] * (1 + 1e-9)
-    print(case, costs)
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(costs))

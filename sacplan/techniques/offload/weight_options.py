@@ -130,8 +130,8 @@ class _Weights(Offloads):
         unit_of = {op: self.unit_of[op] for op in anchors if op is not None}
         total, again = sum(copies.values()), sum(copies[s] for s in asked)
         late = 0.0 if early else total
-        begins = min(self._time_at(liveness.entered[v.begin]) for v in visits)
-        ends = max(self._time_at(liveness.entered[v.call]) for v in visits)
+        begun = min(self._time_at(liveness.entered[v.begin]) for v in visits)
+        needed = max(self._time_at(liveness.entered[v.call]) for v in visits)
         positions = {liveness.entered[v.begin] for v in visits} | {v.fetch for v in visits if v.fetch >= 0}
         positions |= {at for v in visits for at in (liveness.entered[v.call], liveness.exited[v.call])}
         first = program.scopes[visits[0].call]
@@ -155,7 +155,7 @@ class _Weights(Offloads):
             reach=Reach(tuple(sorted(positions)), tuple(chosen)),
             host_bytes=sum(self.spec.host_bytes(program.storage_bytes[s]) for s in chosen),
             copies=(
-                Copies("back", begins, ends, total - late),
+                Copies("back", begun, needed, total - late),
                 *([self._back(asked, fetch, again - late_back)] if asked else []),
             ),
         )
