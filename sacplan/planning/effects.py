@@ -534,7 +534,7 @@ class _Effects:
             np.maximum.at(row, intervals, alive)
 
 
-def _undominated(costs: Costs, changes: Bytes, nearly_cost: float, nearly: Costs) -> list[int]:
+def _undominated(costs: Costs, changes: Bytes, nearly_cost: float, margins: Costs) -> list[int]:
     """Return the first option and the options that no other one beats, by rising cost.
 
     Options are taken by rising cost, so every option that is already kept costs no more than the one in question.
@@ -544,7 +544,7 @@ def _undominated(costs: Costs, changes: Bytes, nearly_cost: float, nearly: Costs
     # the other one is looked at.
     for option in sorted(range(1, len(costs)), key=lambda o: (costs[o], changes[o].sum(), o)):
         better = (changes[keep] <= changes[option]).all(axis=1)
-        nearly = (changes[keep] <= changes[option] + nearly).all(axis=1)
+        nearly = (changes[keep] <= changes[option] + margins).all(axis=1)
         same = np.abs(costs[keep] - costs[option]) <= nearly_cost
         if not (better | (nearly & same)).any():
             keep.append(option)
