@@ -15,6 +15,14 @@ take the difference. Regions that look alike (the layers of a model) share the r
 technique the option belongs to. If two regions share a storage, the sum may be wrong; the search notices, because it
 measures the rewritten program (``search.py``).
 
+Copies of all options share links. The step is cut into windows of equal time, and in each of them
+
+    wait(link, window) = max(0, copies in the window - computation in the window)
+
+is a cost of the plan (priced rows, ``solvers/problem.py``). Ops that run again add to the computation. A copy counts
+evenly over the time from where it may begin to where it has to be over. Real queues also wait where copies begin late
+in a window, so the model is optimistic, and the clocks of the rewritten program decide.
+
 Options that cost more and save nothing are dropped, and so are those that differ too little to matter. The latter
 may cost the optimum a share of ``_ALIKE``.
 """

@@ -11,9 +11,9 @@ link one after the other, and the places are the first op by which they are out,
 for early enough. So a tensor is on the device no longer than the link needs, and the places are fixed: what an option
 does to memory adds up with that of the other regions.
 
-The price of an option is what computation has to wait where the link is slower than computation: in the region as a
-whole, or at its borders. The copies of other regions are not looked at. The clocks of the rewritten program
-(``timing.py``) say what a plan really waits.
+The price of an option is what computation has to wait at the region's borders, whatever other regions do. All other
+copies hide behind computation together: an option says when they take the link (``Copies``), and a solver adds them up
+(``planning/effects.py``). The clocks of the rewritten program (``timing.py``) say what a plan really waits.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 They are regions of their own, without ops, so that a solver chooses them beside what it does about activations. An
 option leaves the largest parameters of a unit on the host, or all. They come back early enough to be there in time, or
-as late as possible, which takes the least memory. As for activations, the price is what computation has to wait if the
-link is slower than the unit, and the copies of other units are not looked at.
+as late as possible, which takes the least memory. Then computation waits for them, and that is the price; the other
+copies share the link, as those of activations do.
 """
 
 from __future__ import annotations
