@@ -1,6 +1,7 @@
 """Do plans hold on a CUDA device where a step is compiled, offloads on real streams, or needs the whole card?
 
     python -m benchmarks.gpu_plans [--parts compiled offload bits limit] [--names llama ...] [--json FILE]
+    python -m benchmarks.gpu_plans --predict    # today's time of the whole card's step, with no GPU
 
 A row is a model in bfloat16 with AdamW and a plan, or with none. Its peak, what the allocator reports and its time are
 predicted and measured as in ``gpu.py``. ``bits``: whether loss and gradients are those of the step without the plan,
@@ -32,7 +33,7 @@ import sacplan
 from benchmarks import gpu
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import as_budget, budget_at
-from benchmarks.harness.results import MIB, RESULTS, Row
+from benchmarks.harness.results import MIB, RESULTS, Row, read_results, write_results
 from benchmarks.harness.table import Table
 from benchmarks.models import cases, gpu_models
 from benchmarks.models.cases import Case
@@ -41,6 +42,7 @@ from sacplan.device.timing import run_seconds
 from sacplan.record.compiled import really_compiled
 from sacplan.record.step import Step, default_loss
 
+FIGURES = RESULTS / "gpu_plans_h100.json"
 COMPILED = ("gpt2", "llama", "bert", "t5", "vit", "resnet50", "mamba")
 BITS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "resnet50")
 OFFLOADED = ("llama", "gpt2", "vit")
@@ -118,10 +120,8 @@ def bits(name: str) -> Iterator[Row]:
     yield {"case": name, "deterministic": gpu.equal(plain, again), "bits": gpu.equal(plain, planned)}
 
 
-def limit(name: str) -> Iterator[Row]:
-    """Yield the row of Llama-3-8B, whose plan is for all that the card has."""
+def _llama_3_8b(device: str) -> Case:
     transformers: Any = importlib.import_module("transformers")
-    own = gpu.memory_before("cuda")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -130,17 +130,32 @@ def limit(name: str) -> Iterator[Row]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
+        with torch.device(device):
             model = transformers.LlamaForCausalLM(config).train()
             batch = cases.text(128256, 1, 8192)
     finally:
         torch.set_default_dtype(before)
-    case = Case(model, batch, None, cases.fused_adamw)
+    return Case(model, batch, None, cases.fused_adamw)
+
+
+def limit(name: str) -> Iterator[Row]:
+    """Yield the row of Llama-3-8B, whose plan is for all that the card has."""
+    own = gpu.memory_before("cuda")
+    case = _llama_3_8b("cuda")
     profile = case.profile("cuda")
     plan = sacplan.plan(profile)
     yield {"case": name, "unplanned_bytes": profile.peak_bytes, **_predicted(profile, plan)} | _measured(
         case, plan, own
     )
+
+
+def predict_again() -> None:
+    """Write today's time of a plan for as many bytes as the whole card's plan took into the committed row."""
+    about, rows = read_results(FIGURES)
+    (whole,) = (row for row in rows if row["part"] == "limit")
+    profile = _llama_3_8b("meta").profile("h100")
+    whole["predicted_ms"] = sacplan.plan(profile, as_budget(whole["predicted_peak_bytes"])).planned_ms
+    write_results(FIGURES, rows, row_a_line=True, **about)
 
 
 PARTS: dict[str, Any] = {
@@ -221,7 +236,13 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.choice("--parts", PARTS)
     parser.add_argument("--names", nargs="+", help="default: all of a part")
+    parser.add_argument(
+        "--predict", action="store_true", help="predict the committed step again, with no GPU"
+    )
     arguments = parser.begin(silence=True)
+    if arguments.predict:
+        predict_again()
+        return
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")
     about: dict[str, Any] = {

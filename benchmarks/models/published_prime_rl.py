@@ -1,14 +1,16 @@
-"""Published steps of prime-rl's trainers on eight GPUs: Qwen3-30B-A3B, all parameters trained.
+"""Published steps of prime-rl's trainers, all parameters trained: Qwen3-30B-A3B on eight GPUs, Qwen3-0.6B on one.
 
 Written down from its code of January 2026: experts, head, loss and calls of ``fully_shard``. A step adds up two
 micro-batches. As many tokens go to each expert. Of the loss of reinforcement learning only the mean is here: its other
-ops read and make a number for each token. Attention is that of transformers; flash attention saves as much.
+ops read and make a number for each token. Attention is that of transformers; flash attention saves as much. On an H100,
+FlashAttention-3 ran, for which cuDNN's stands here. Offloading has no stream of its own (``use_streams`` is off in
+``act_offloading.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +20,15 @@ from torch.nn import functional as F
 import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB
-from benchmarks.models.published_step import COMPILE, Built, Point, Step, empty, foreach_adamw
+from benchmarks.models.published_step import (
+    COMPILE,
+    Built,
+    Point,
+    Step,
+    empty,
+    foreach_adamw,
+    offloading_policy,
+)
 from sacplan.core.program import Program
 
 _LAYERS = "model.layers.*"
@@ -92,13 +102,32 @@ class _LogProbs(nn.Linear):
         )  # type: ignore[no-untyped-call]
 
 
-class _Qwen3(nn.Module):
-    """Qwen3-30B-A3B with a head that returns logits, or log-probabilities of targets."""
+class _Small(nn.Module):
+    """Qwen3-0.6B with a head that returns logits, or log-probabilities of targets."""
 
     def __init__(self, head: type[nn.Linear]) -> None:
         import transformers
 
         super().__init__()
+        config = transformers.Qwen3Config(
+            vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+            head_dim=128, intermediate_size=3072, tie_word_embeddings=True, use_cache=False,
+        )  # fmt: skip
+        self.model = transformers.Qwen3Model(config)
+        self.lm_head = head(1024, 151936, bias=False)
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.model(input_ids=tokens).last_hidden_state, *targets)
+
+
+class _Large(_Small):
+    """The same of Qwen3-30B-A3B."""
+
+    def __init__(self, head: type[nn.Linear]) -> None:
+        import transformers
+
+        nn.Module.__init__(self)
         config = transformers.Qwen3MoeConfig(
             vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
             head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
@@ -109,14 +138,11 @@ class _Qwen3(nn.Module):
             layer.mlp = _Experts(2048, 768, 128, 8)
         self.lm_head = head(2048, 151936, bias=False)
 
-    def forward(self, tokens: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.model(input_ids=tokens).last_hidden_state, *targets)
 
-
-def _build(head: type[nn.Linear], length: int) -> Built:
+def _build(made: type[_Small], head: type[nn.Linear], length: int, parts: int = 2) -> Built:
     with torch.device("meta"):
-        model = _Qwen3(head)
-    batch = tuple((empty(1, length), empty(1, length)) for _ in range(2))
+        model = made(head)
+    batch = tuple((empty(1, length), empty(1, length)) for _ in range(parts))
     loss_fn = _fine_tuning if head is nn.Linear else _reinforcement
     return Built(model=model, batch=batch, loss_fn=loss_fn, optimizer=_clipped)
 
@@ -132,9 +158,9 @@ def _fine_tuning(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _reinforcement(model: nn.Module, batch: Any) -> torch.Tensor:
-    for last, micro_batch in enumerate(batch):
+    for left, micro_batch in zip(reversed(range(len(batch))), batch, strict=True):
         loss = model(*micro_batch).mean()
-        if not last:
+        if left:
             loss.backward()
     return loss
 
@@ -160,23 +186,49 @@ def _fully_sharded(model: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.model.layers, model.model.embed_tokens):
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    for module in (*model.model.layers, *([] if tied else [model.model.embed_tokens])):
         fully_shard(module, mp_policy=policy)
-    fully_shard([model.lm_head, model.model.norm], mp_policy=policy, reshard_after_forward=False)
+    if not tied:
+        fully_shard([model.lm_head, model.model.norm], mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mp_policy=policy)
 
 
-def _step(head: type[nn.Linear], length: int, device: str) -> Step:
-    return Step(
-        build=functools.partial(_build, head, length),
-        points=(Point(unit=GIB, figure="reserved_expandable"),),
-        device=device,
-        plan=lambda profile: sacplan.policy("full", profile=profile, layers=_LAYERS),
-        loop=Loop(held=_last_logits) if head is nn.Linear else Loop(),
-        spread=_fully_sharded,
-        ranks=8,
-        missing=COMPILE,
+def _step(head: type[nn.Linear], length: int, device: str, **changes: Any) -> Step:
+    made: dict[str, Any] = {
+        "build": functools.partial(_build, _Large, head, length),
+        "points": (Point(unit=GIB, figure="reserved_expandable"),),
+        "device": device,
+        "plan": lambda profile: sacplan.policy("full", profile=profile, layers=_LAYERS),
+        "loop": Loop(held=_last_logits) if head is nn.Linear else Loop(),
+        "spread": _fully_sharded,
+        "ranks": 8,
+        "missing": COMPILE,
+    }
+    return Step(**made | changes)
+
+
+def _small(head: type[nn.Linear], length: int, device: str, **changes: Any) -> Step:
+    build = functools.partial(_build, _Small, head, length)
+    return _step(head, length, device, **{"build": build, "ranks": 1} | changes)
+
+
+def _micro_batch(**changes: Any) -> Step:
+    """Return one of two micro-batches of 65,536 tokens, beside the gradients of the other one."""
+    build = functools.partial(_build, _Small, _LogProbs, 65536, 1)
+    return _small(
+        _LogProbs, 65536, "h100", build=build, loop=Loop(gradients="never"), samples=65536, **changes
     )
+
+
+def prime_rl(row: Mapping[str, Any]) -> Step:
+    """Return the step of a row that is a time."""
+    setting = row["setting"]
+    head = nn.Linear if setting["trainer"] == "sft" else _LogProbs
+    return _small(
+        head, setting["seq"], row["device"],
+        points=(), compiled=[_LAYERS], missing="", samples=2 * setting["seq"], group="prime-rl, Qwen3-0.6B",
+    )  # fmt: skip
 
 
 PRIME_RL: dict[str, Step] = {
@@ -184,4 +236,14 @@ PRIME_RL: dict[str, Step] = {
     "prime-rl-rl-Qwen3-30B-A3B-16384-8xH100": _step(_LogProbs, 16384, "h100"),
     "prime-rl-rl-Qwen3-30B-A3B-16384-8xH200": _step(_LogProbs, 16384, "h200"),
     "prime-rl-rl-Qwen3-30B-A3B-65536-8xH200": _step(_LogProbs, 65536, "h200"),
+    "prime-rl-sft-Qwen3-0.6B-8192": _small(nn.Linear, 8192, "h100"),
+    "prime-rl-sft-Qwen3-0.6B-16384": _small(nn.Linear, 16384, "h100"),
+    "prime-rl-sft-Qwen3-0.6B-8192-a6000": _small(nn.Linear, 8192, "rtx-a6000"),
+    "prime-rl-rl-Qwen3-0.6B-16384": _small(_LogProbs, 16384, "h100"),
+    "prime-rl-rl-Qwen3-0.6B-16384-a6000": _small(_LogProbs, 16384, "rtx-a6000"),
+    "prime-rl-rl-Qwen3-0.6B-65536-a6000": _small(_LogProbs, 65536, "rtx-a6000"),
+    "prime-rl-rl-Qwen3-0.6B-65536": _micro_batch(),
+    "prime-rl-rl-Qwen3-0.6B-65536-offload": _micro_batch(
+        plan=functools.partial(offloading_policy, layers=_LAYERS, stash=0, ahead=0), one_stream=True
+    ),
 }

@@ -106,6 +106,7 @@ class Step:
         samples: tokens or images of one step on one GPU, of which the row gives the number per second.
         mode: as for ``sacplan.profile``.
         accumulation: passes over a part of the samples before the optimizer steps; the step is recorded with one.
+        one_stream: whether copies of offloading run on the stream of computation, which hides none of them.
         adds_gradients: whether the loop sets gradients to zero and adds to them, as ``zero_grad`` did before torch 2.0.
         group: the class of steps that its time belongs to, in the table of times; empty: none.
         assumed: whether what is not known decides the figure.
@@ -128,6 +129,7 @@ class Step:
     samples: int = 0
     mode: Literal["train", "inference"] = "train"
     accumulation: int = 1
+    one_stream: bool = False
     adds_gradients: bool = False
     group: str = ""
     assumed: bool = False
@@ -210,6 +212,8 @@ def step_in_backward(model: nn.Module, make: Callable[[Any], torch.optim.Optimiz
 
 COMPILE = "torch.compile"
 LAYERS = "layers.*"
+_STASH = 5
+"""torchtune's ``max_fwd_stash_size``."""
 
 
 def op_policy(profile: sacplan.Profile) -> sacplan.Plan:
@@ -222,43 +226,39 @@ def full_policy(profile: sacplan.Profile) -> sacplan.Plan:
     return sacplan.policy("full", profile=profile, layers=LAYERS)
 
 
-def offloading_policy(profile: sacplan.Profile) -> sacplan.Plan:
+def offloading_policy(
+    profile: sacplan.Profile, layers: str = LAYERS, stash: int = _STASH, ahead: int = 1
+) -> sacplan.Plan:
     """Return torchtune's activation offloading on top of it: the inputs of layers wait on the host.
 
     As torchtune does it with streams (``OffloadActivations``): the copy of an input begins when its layer does, up to
     five inputs stay on the device until theirs are over, and a layer's input is called back one layer ahead.
     """
-    plan, program = full_policy(profile), profile.program
-    layers = sorted((unit for unit in plan.units if unit.startswith("layers.")), key=_number)
+    plan, program = sacplan.policy("full", profile=profile, layers=layers), profile.program
+    units = sorted((unit for unit in plan.units if unit), key=_number)
     decisions = []
-    for i, unit in enumerate(layers):
+    for i, unit in enumerate(units):
         sites = sites_of(program, unit)
         first = next(iter(sites))
         # The layer's input is what its first op reads and no parameter.
         (storage,) = (
             s for s in program.ops[first].reads if program.storage_kinds[s] != StorageKind.PARAMETER
         )
-        later = layers[min(i + _STASH, len(layers) - 1)]
-        at = (
-            next(iter(sites_of(program, later).items()))
-            if i + _STASH < len(layers)
-            else _last(program, later)
-        )
-        ahead = layers[i + 1] if i + 1 < len(layers) else unit
-        asked = next(iter(weights_asked_for(program, ahead).values()))
+        # With a stash of none, a layer's input leaves when the layer is over.
+        is_last = not stash or i + stash >= len(units)
+        later = unit if not stash else units[min(i + stash, len(units) - 1)]
+        at = _last(program, later) if is_last else next(iter(sites_of(program, later).items()))
+        before = units[min(i + ahead, len(units) - 1)]
+        asked = next(iter(weights_asked_for(program, before).values()))
         place = place_of(program, first, storage)
         assert place is not None
         decisions.append(
             Offload(
                 unit, *sites[first], tensor=place, let_go=Site(later, *at[1]),
-                fetch=SeenTensor(ahead, *sites_of(program, ahead)[asked], weight_of(program, asked)),
+                fetch=SeenTensor(before, *sites_of(program, before)[asked], weight_of(program, asked)),
             )
         )  # fmt: skip
     return plan_with(profile, (*plan.decisions, *decisions))
-
-
-_STASH = 5
-"""torchtune's ``max_fwd_stash_size``."""
 
 
 def _number(unit: str) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,23 @@ _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)
 """Fewer bytes cost more and more time; below a tenth, what runs again is alive at once and takes what is not saved."""
 
 
+class SplitGraph(Protocol):
+    """A graph with a forward part, of which a split chooses what is saved."""
+
+    values: list[ForwardValue]
+
+    @property
+    def own(self) -> Split:
+        """What is done without a budget."""
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """The ways that are compared; ``own`` is the first."""
+
+    def lowered(self, saved: frozenset[str]) -> LoweredGraphs:
+        """Return what it takes to save these nodes."""
+
+
 class Split:
     """A way to split a joint graph. Lowering takes seconds, so each is lowered when its figures are needed.
 
@@ -38,7 +55,7 @@ class Split:
         saved: names of the nodes that are saved.
     """
 
-    def __init__(self, graph: JointGraph, saved: frozenset[str]) -> None:
+    def __init__(self, graph: SplitGraph, saved: frozenset[str]) -> None:
         self.saved = saved
         self.nbytes = bytes_of(graph.values, saved)
         self.price_ms = price_of(graph.values, saved)
@@ -90,7 +107,7 @@ class JointGraph:
         self.world: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._given = given
         self._n_held = given.arguments["num_fwd_outputs"] if outputs_stay else 0
-        self._prices = _prices(given.module, spec)
+        self._prices = prices_of(spec or spec_of(given.module))
 
     def _saved_by_pytorch(self, *settings: float) -> list[frozenset[str]]:
         """Return what PyTorch saves with each of these. The first call notes the values."""
@@ -124,11 +141,10 @@ class JointGraph:
     @cached_property
     def splits(self) -> tuple[Split, ...]:
         """The ways that are compared; PyTorch's own is the first."""
-        most = self.own.nbytes
         # PyTorch draws random numbers anew: pytorch#190758.
-        found = [without_forbidden(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
-        found += [cheapest_saved(self.values, share * most) for share in _SHARES]
-        return self.own, *(Split(self, saved) for saved in dict.fromkeys(found) if saved != self.own.saved)
+        return compared(
+            self, [without_forbidden(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
+        )
 
     def lowered(self, saved: frozenset[str]) -> LoweredGraphs:
         """Return what it takes to save these nodes."""
@@ -192,9 +208,21 @@ def lower(splits: Iterable[Split]) -> None:
         _ = split.lowered
 
 
-def _prices(module: Any, spec: DeviceSpec | None) -> Prices:
+def compared(graph: SplitGraph, others: Iterable[frozenset[str]]) -> tuple[Split, ...]:
+    """Return the ways to split a graph that are compared: its own, others, and the cheapest for shares of its bytes."""
+    found = [*others, *(cheapest_saved(graph.values, share * graph.own.nbytes) for share in _SHARES)]
+    return graph.own, *(Split(graph, saved) for saved in dict.fromkeys(found) if saved != graph.own.saved)
+
+
+def spec_of(module: Any) -> DeviceSpec:
+    """Return the device that a graph is compiled for."""
     device = next(v.device for n in module.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
-    model = CostModel(spec or active_device() or resolve_device(device))
+    return active_device() or resolve_device(device)
+
+
+def prices_of(spec: DeviceSpec) -> Prices:
+    """Return what ops cost on a device."""
+    model = CostModel(spec)
     byte_ms = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
     return Prices(lambda *call: model.cost(*call)[1], byte_ms)
 

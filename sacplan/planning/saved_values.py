@@ -27,7 +27,7 @@ def bytes_of(values: Sequence[ForwardValue], names: Collection[str]) -> int:
     return sum(value.nbytes for value in values if value.name in names)
 
 
-def _needed(values: Sequence[ForwardValue], saved: Collection[str]) -> Iterator[ForwardValue]:
+def needed(values: Sequence[ForwardValue], saved: Collection[str]) -> Iterator[ForwardValue]:
     """Yield what has to be there for the backward pass, each once; of what is saved when it was yielded, no inputs."""
     missing = [i for i, value in enumerate(values) if value.is_read]
     seen = set[int]()
@@ -43,14 +43,14 @@ def _needed(values: Sequence[ForwardValue], saved: Collection[str]) -> Iterator[
 
 def price_of(values: Sequence[ForwardValue], names: Collection[str]) -> float:
     """Return what the program minimises, if these are saved, in ms; without what it forbids."""
-    prices = (v.save_ms if v.name in names else v.rerun_ms for v in _needed(values, names))
+    prices = (v.save_ms if v.name in names else v.rerun_ms for v in needed(values, names))
     return sum(price for price in prices if price < math.inf)
 
 
 def without_forbidden(values: Sequence[ForwardValue], names: Collection[str]) -> frozenset[str]:
     """Return what to save so that nothing runs again that must not, and else what these names leave to run again."""
     saved = set(names)
-    for value in _needed(values, saved):
+    for value in needed(values, saved):
         inputs = [values[i] for i in value.inputs]
         # Of an op with several results, these are saved, and not the op.
         if any(v.rerun_ms == math.inf for v in (value, *(v for v in inputs if not v.is_savable))):

@@ -42,8 +42,8 @@ def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> 
     return msgspec.structs.replace(program, storage_kinds=kinds, ops=final_ops(program))
 
 
-_COPIES_OUT = ("fsdp.split_with_sizes_copy.default", "aten.cat.out")
-"""The ops by which ``fully_shard`` fills the parameters that it has gathered, see ``foreach_all_gather_copy_out``."""
+_COPIES_OUT = ("fsdp.split_with_sizes_copy.default", "aten.cat.out", "aten.copy_.default")
+"""The ops by which ``fully_shard`` fills the parameters that it has gathered; on one rank it copies them."""
 
 
 def final_ops(program: Program) -> tuple[Op, ...]:

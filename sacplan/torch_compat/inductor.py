@@ -117,6 +117,7 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
         gpu: what CUDA says of the device (``get_device_properties``); None for the CPU.
     """
     with torch_names():
+        from torch._dynamo import config as dynamo_config
         from torch._dynamo.backends import debugging
         from torch._inductor import async_compile, compile_fx, cpu_vec_isa
         from torch._inductor import config as inductor_config
@@ -176,6 +177,7 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
                 alignment_asserts=False,
                 **dict.fromkeys(MEASURES, False),
             ),
+            dynamo_config.patch(run_gc_after_compile=False),  # what is left is collected once, after the step
             without_a_log("torch.__trace"),  # its records would keep graphs alive
             without_a_log("torch._higher_order_ops.wrap"),  # on what checkpoints may not hold
             contextlib.nullcontext() if gpu is None else _gpu_world(gpu),

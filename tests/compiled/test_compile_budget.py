@@ -30,7 +30,7 @@ class Perceptron(nn.Module):
 class Perceptrons(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Perceptron() for _ in range(3))
+        self.layers = nn.ModuleList(Perceptron() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

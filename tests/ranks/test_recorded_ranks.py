@@ -170,6 +170,7 @@ TENSORS = {"mesh": {"tp": 2}, "around": in_parts, "same_batch": True}
 
 CASES = {
     "fully_shard": Case(fully_sharded),
+    "one rank": Case(fully_sharded, {"dp": 1}),
     "compiled": Case(compiled_layers),
     "bfloat16": Case(in_bfloat16),
     "DDP": Case(replicas, buckets=True),
@@ -243,6 +244,7 @@ def on_rank(rank: int, ranks: int, names: Sequence[str], directory: str) -> None
     ("ranks", "names"),
     [
         (2, ("fully_shard", "DDP", "tensors and loss", "unused", "compressed", "low rank", "experts")),
+        (1, ("one rank",)),
         (2, ("compiled",)),
         pytest.param(
             2, ("bfloat16", "replicate", "gradients in buckets", "tensors"), marks=pytest.mark.exhaustive
@@ -264,6 +266,17 @@ def test_recorded_and_planned_ranks_are_the_real_ones(
                 assert seen.peak_bytes == plan.peak_bytes
             plan.save(tmp_path / f"{name}.json")
     run_ranks(on_rank, (ranks, names, str(tmp_path)), ranks)
+
+
+def test_one_rank_runs_as_much_again_as_each_of_two() -> None:
+    """``fully_shard`` copies its parameters there, and gathers nothing."""
+    found = []
+    for ranks in (1, 2):
+        with sacplan.ranks(ranks, device="cpu"):
+            _, called = Case(fully_sharded, {"dp": ranks}).made()
+            found.append(sacplan.policy("full", profile=profiled(called), layers="layers.*").decisions)
+    assert found[0] == found[1]
+    assert any("mm" in site.op for decision in found[0] for site in decision.sites)
 
 
 # --- in one process: what the recording says -------------------------------------------------------------------------
