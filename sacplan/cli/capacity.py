@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.table import Column
-
 from sacplan.cli import options as o
 from sacplan.cli import show, sources
 from sacplan.cli.command import CommandEntry, command
 from sacplan.cli.files import check_output
 from sacplan.cli.origin import Origin, save
-from sacplan.cli.output import CommandResult, number, rows_table, stage
+from sacplan.cli.output import CommandResult, rows_table, stage
 from sacplan.cli.targets import users_code
 from sacplan.integrations.hf.target import ModelOptions
 
@@ -21,16 +19,6 @@ _FACTS = (
     "largest_batch_size", "bounded_by",
 )  # fmt: skip
 _OUTPUT = o.output("the plan for it (.json)")
-_POINTS: dict[str, Column | str] = {
-    "batch_size": number("batch"),
-    "unplanned_peak_bytes": number("unplanned"),
-    "peak_bytes": number("planned"),
-    "step_ms": number("step ms"),
-    "recompute_ms": number("recompute ms"),
-    "added_ms": number("added ms"),
-    "samples_per_s": number("samples/s"),
-    "says": "",
-}
 
 
 def _search_command(name: str, short: str, said: str, *examples: str) -> CommandEntry:
@@ -115,4 +103,4 @@ def _search(
         for point in found.points
     ]
     shown = show.sections_shown([found.in_words()], facts.get("hf"))
-    return CommandResult(facts, [*shown, "", rows_table(_POINTS, rows)], show.saved("plan", output))
+    return CommandResult(facts, [*shown, "", rows_table("points", rows)], show.saved("plan", output))

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 import typer
@@ -19,9 +20,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from sacplan.core.budget import format_bytes
+from sacplan.core.files import table_of
 from sacplan.core.progress import stages_go_to
 from sacplan.errors import SacplanWarning
 
+_COLUMNS = Path(__file__).with_name("columns.csv")
 _UNLIMITED = 10_000  # columns in a pipe, so that each row stays one line for grep
 
 
@@ -153,20 +156,26 @@ def table(columns: Sequence[Column | str], rows: Sequence[Sequence[str]]) -> Tab
     return made
 
 
-def rows_table(titles: Mapping[str, Column | str], rows: Sequence[Mapping[str, Any]]) -> Table:
+def columns_of(name: str) -> dict[str, Column | str]:
+    """Return the columns of a table of ``columns.csv``, by the figures that they show."""
+    rows = [row for row in table_of(_COLUMNS) if row["table"] == name]
+    return {row["figure"]: number(row["title"]) if row["is_number"] else row["title"] for row in rows}
+
+
+def rows_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of rows.
 
     Args:
-        titles: Name of each figure to its title, or to a column made by ``number``; in the order of the columns.
+        name: The table of ``columns.csv``.
         rows: Figures by name.
     """
     # A time or a share that is 0 in every row says nothing.
-    titles = {
-        name: title
-        for name, title in titles.items()
-        if not name.endswith(("_ms", "_share")) or any(row[name] for row in rows)
+    shown = {
+        figure: column
+        for figure, column in columns_of(name).items()
+        if not figure.endswith(("_ms", "_share")) or any(row[figure] for row in rows)
     }
-    return table(list(titles.values()), [[_cell(name, row[name]) for name in titles] for row in rows])
+    return table(list(shown.values()), [[_cell(figure, row[figure]) for figure in shown] for row in rows])
 
 
 def _cell(name: str, value: Any) -> str:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Column
 
 from sacplan.cli import options as o
 from sacplan.cli import show, sources
@@ -16,7 +15,7 @@ from sacplan.cli.command import command
 from sacplan.cli.exits import OutputError
 from sacplan.cli.files import check_output, is_ours
 from sacplan.cli.origin import Origin, save
-from sacplan.cli.output import CommandResult, note, number, rows_table, stage, table, warn
+from sacplan.cli.output import CommandResult, columns_of, note, rows_table, stage, table, warn
 from sacplan.cli.targets import is_json_file, load_target, users_code
 from sacplan.core.writing import replacing
 from sacplan.errors import InfeasibleBudget
@@ -24,17 +23,6 @@ from sacplan.integrations.hf.target import NAMED, TargetError
 
 if TYPE_CHECKING:
     from sacplan import Plan
-
-_FRONTIER: dict[str, Column | str] = {
-    "solver": "solver",
-    "budget_bytes": number("budget"),
-    "peak_bytes": number("peak"),
-    "recompute_ms": number("recompute ms"),
-    "recompute_share": number("of step"),
-    "added_ms": number("added ms"),
-    "recompute_flops_share": number("of FLOPs"),
-    "status": "status",
-}
 
 
 @command(
@@ -83,7 +71,7 @@ def frontier(
     notes = show.saved("frontier", output)
     if profile.ranks.devices > 1:
         notes.insert(0, f"all figures are those of {ranks_text(profile.ranks, profile.program)}")
-    return CommandResult(facts, [rows_table(_FRONTIER, rows)], notes)
+    return CommandResult(facts, [rows_table("frontier", rows)], notes)
 
 
 @command(
@@ -229,17 +217,6 @@ def _check_directory(directory: Path | None, *, force: bool) -> None:
             )
 
 
-_DEVICES: dict[str, Column | str] = {
-    "name": "name",
-    "memory_gib": number("GiB"),
-    "bandwidth_gb_per_s": number("GB/s"),
-    "float32_tflops": number("fp32 TFLOP/s"),
-    "bfloat16_tflops": number("bf16"),
-    "float16_tflops": number("fp16"),
-    "float8_tflops": number("fp8"),
-}
-
-
 @command(
     "layouts",
     "Which parallelism to use: all meshes of some devices.",
@@ -300,19 +277,7 @@ def layouts(
     }
     notes = [f"not looked at: {reason}" for reason in found.refused] + show.saved("plan", output)
     shown = show.sections_shown([found.in_words()], loaded.facts)
-    return CommandResult(facts, [*shown, "", rows_table(_LAYOUTS, [_shown(row) for row in rows])], notes)
-
-
-_LAYOUTS: dict[str, Column | str] = {
-    "mesh": "mesh",
-    "layout": "layout",
-    "unplanned_peak_bytes": number("unplanned"),
-    "peak_bytes": number("planned"),
-    "step_ms": number("step ms"),
-    "recompute_ms": number("recompute ms"),
-    "collective_ms": number("collectives ms"),
-    "samples_per_s": number("samples/s"),
-}
+    return CommandResult(facts, [*shown, "", rows_table("layouts", [_shown(row) for row in rows])], notes)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -332,8 +297,9 @@ def devices() -> CommandResult:
     frame = sacplan.devices()
     # A figure that a device does not have is NaN in the frame. JSON has no NaN, so it becomes null.
     rows = frame.astype(object).where(frame.notna(), None).reset_index().to_dict("records")
-    cells = [[_figure(row[column]) for column in _DEVICES] for row in rows]
-    return CommandResult({"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells)])
+    columns = columns_of("devices")
+    cells = [[_figure(row[column]) for column in columns] for row in rows]
+    return CommandResult({"command": "devices", "devices": rows}, [table(list(columns.values()), cells)])
 
 
 def _figure(value: Any) -> str:

@@ -49,21 +49,6 @@ class Fold:
         holders: by storage, how many hold it.
     """
 
-    __slots__ = (
-        "_between",
-        "_handles",
-        "_instances",
-        "_n_ops",
-        "_on_host",
-        "_patch",
-        "_program",
-        "_sizes",
-        "holders",
-        "host",
-        "live",
-        "noted",
-    )
-
     def __init__(
         self, program: Recording, patch: Patch = _NO_PATCH, initial: Collection[int] | None = None
     ) -> None:

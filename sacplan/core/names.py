@@ -5,33 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from sacplan.core.elements import pattern_of
+from sacplan.core.files import table_of
 from sacplan.core.program import ROOT_SCOPE, Phase, Program
 
 OUTSIDE = "(outside the model)"
 OPTIMIZER = "(optimizer)"
 
 # By the name without namespace, overload and ``_backward``, as ``short_op`` looks it up.
-_NAMES = {
-    "mm": "matmul",
-    "addmm": "matmul",
-    "bmm": "batched matmul",
-    "baddbmm": "batched matmul",
-    "convolution": "convolution",
-    "native_layer_norm": "layer norm",
-    "native_dropout": "dropout",
-    "_softmax": "softmax",
-    "_log_softmax": "log softmax",
-    "_to_copy": "cast",
-    "native_batch_norm": "batch norm",
-    "cudnn_batch_norm": "batch norm",
-    "_fused_rms_norm": "rms norm",
-    "native_group_norm": "group norm",
-    "nll_loss_forward": "nll loss",
-    "nll_loss": "nll loss",
-    "embedding_dense": "embedding",
-}
+_NAMES = {row["op"]: row["name"] for row in table_of(Path(__file__).with_name("op_names.csv"))}
 
 
 def pattern_over(fqns: Iterable[str]) -> str:

@@ -99,13 +99,8 @@ Trace = Literal["fake", "real"]
 _MOST_STEPS = 4
 """Most steps that are recorded until two in a row run the same ops."""
 
-# The longer names are those of torch's ``RuntimeEstimator``.
-_RUNTIMES = {
-    "cost-model": "cost-model",
-    "operator-level-cost-model": "cost-model",
-    "benchmark": "benchmark",
-    "operator-level-benchmark": "benchmark",
-}
+_LONG = "operator-level-"
+"""What names of runtimes may begin with, as those of torch's ``RuntimeEstimator`` do."""
 
 
 @checked(TraceError, "model", "batch", "optimizer", "ranks")
@@ -251,7 +246,7 @@ def trace_step(
             "compile=False."
         )
     for what, value, known in (
-        ("runtime", runtime, _RUNTIMES),
+        ("runtime", runtime, get_args(Runtime)),
         ("trace", trace, ("fake", "real")),
         ("mode", mode, ("train", "inference")),
         ("routing", routing, get_args(Routing)),
@@ -275,7 +270,8 @@ def trace_step(
         )
     # Contexts from the outside in: generators are put back last; the collector is off before the first fake tensor is
     # made; errors are explained where torch's own messages come through.
-    times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
+    runtime = runtime.removeprefix(_LONG)
+    times = MeasuredTimes(spec) if runtime == "benchmark" else CostModel(spec)
     autocast = current_autocast(spec.kind)  # inside a fake step it is another device's
     run = _trace_fake if trace == "fake" else _trace_real
     scripted = scripted_inside(model)
@@ -317,7 +313,7 @@ def trace_step(
         mode=mode, accumulation_steps=accumulation_steps, routing=routing, compiled=compiled,
     )  # fmt: skip
     source = Source(model, again, asked.joint_graphs)
-    return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules, ranks, source)
+    return Profile(recorded, fingerprint, spec, trace, runtime, mode, rules, ranks, source)
 
 
 @contextlib.contextmanager
@@ -389,6 +385,7 @@ def _with_hooks_or_without(run: Callable[[_RecordRequest], _Recorded], asked: _R
 
 
 def _trace_fake(asked: _RecordRequest) -> _Recorded:
+    # A function of its own for the step, whose fake tensors are gone when it returns.
     with no_fake_tensors_left(asked.model, asked.loss_fn) as note:
         return _run_fake(asked, note)
 

@@ -16,12 +16,14 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
+from sacplan.core.files import table_of
 from sacplan.core.setup import Routing
 from sacplan.errors import DataDependentError
 from sacplan.torch_compat.ops import tensors_in
@@ -39,19 +41,7 @@ PARAMETERS = "parameters"
 MAX_INTEGER_BYTES = 2**28
 MAX_FLOATS = 2**20
 
-DESCRIPTIONS = {
-    "zeros": "an array of floats that are not known is all zeros",
-    "balanced": "what is chosen by score (topk, argmax, multinomial) is spread evenly over the candidates",
-    "worst": "what is chosen by score (topk, argmax, multinomial) is the same candidates everywhere",
-    "in order": "what is sorted by a value that is not known is taken to be in order already",
-    "even spread": "random numbers are spread evenly over their range",
-    "not zero": "a float that is not known is not zero: there is no padding",
-    "finite": "floats are taken to be finite",
-    "all elements": "a mask that is not known is true everywhere: it selects every element, which is an upper bound, "
-    "and a branch on it is taken, which is none",
-    "checks pass": "a check (an assert, or an if that only raises) of values that are not known passes",
-    "unit value": "a float that is read as a Python number, or is alone in a buffer, is taken to be 1.0 or -1.0",
-}
+DESCRIPTIONS = {row["rule"]: row["assumed"] for row in table_of(Path(__file__).with_name("data_rules.csv"))}
 
 
 _OF_SIZES = ("balanced", "worst", "even spread", "all elements")

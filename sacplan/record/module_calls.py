@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def other_thread(what: str) -> TraceError:
     )
 
 
+@dataclass(eq=False)
 class ModuleCalls:
     """Hooks on all modules, and the calls that they see.
 
@@ -48,34 +50,28 @@ class ModuleCalls:
         checkpointed: modules whose forward ``torch.utils.checkpoint`` ran again in the backward pass.
     """
 
-    def __init__(
-        self,
-        *,
-        events: list[tuple[int, int]],
-        n_ops: Callable[[], int],
-        bytes_of: Callable[[Any], int],
-        fail: Callable[[Exception], None],
-        track_model: Callable[[torch.nn.Module], None],
-    ) -> None:
-        self.backward_order: dict[int, None] = {}
-        self.on_dtensors: set[str] = set()
-        self.checkpointed: dict[str, None] = {}
-        self._events = events
-        self._n_ops = n_ops
-        self._bytes_of = bytes_of
-        self._fail = fail
-        self._track_model = track_model
-        self._fqns: dict[int, str] = {}
-        self._modules: dict[int, torch.nn.Module] = {}
-        self._calls: list[Scope] = []  # the end and the output of one that runs are not known yet
-        self._stack: list[int] = []
-        self._marks: list[
-            tuple[int, int]
-        ] = []  # (autograd's next sequence number, call that runs from there on)
-        self._backward_call = ROOT_SCOPE
-        self._thread = threading.get_ident()
-        self._removers: list[Any] = []
-        self._have_hooks: set[int] = set()  # modules with hooks of their own that run before their forward
+    events: list[tuple[int, int]]
+    n_ops: Callable[[], int]
+    bytes_of: Callable[[Any], int]
+    fail: Callable[[Exception], None]
+    track_model: Callable[[torch.nn.Module], None]
+    backward_order: dict[int, None] = field(default_factory=dict)
+    on_dtensors: set[str] = field(default_factory=set)
+    checkpointed: dict[str, None] = field(default_factory=dict)
+    _fqns: dict[int, str] = field(default_factory=dict)
+    _modules: dict[int, torch.nn.Module] = field(default_factory=dict)
+    _calls: list[Scope] = field(
+        default_factory=list
+    )  # the end and the output of one that runs are not known yet
+    _stack: list[int] = field(default_factory=list)
+    # Autograd's next sequence number, and the call that runs from there on.
+    _marks: list[tuple[int, int]] = field(default_factory=list)
+    _backward_call: int = ROOT_SCOPE
+    _thread: int = field(default_factory=threading.get_ident)
+    _removers: list[Any] = field(default_factory=list)
+    _have_hooks: set[int] = field(
+        default_factory=set
+    )  # modules with hooks of their own that run before their forward
 
     def name(self, model: torch.nn.Module) -> None:
         """Name the modules after ``model``. One that two models share keeps its first name."""
@@ -137,20 +133,20 @@ class ModuleCalls:
         if threading.get_ident() != self._thread:
             if id(module) in self._fqns:
                 error = other_thread(f"module {self._fqns[id(module)]!r}")
-                self._fail(error)  # whoever started the thread may never ask what became of it
+                self.fail(error)  # whoever started the thread may never ask what became of it
                 raise error
             return  # of a model that is not recorded
         if id(module) not in self._fqns:
             if self._stack or self._fqns:
                 return  # a module that the model does not own, such as a loss: part of whoever calls it
-            self._track_model(module)  # nobody named a model: the first module that is called is it
+            self.track_model(module)  # nobody named a model: the first module that is called is it
         call = len(self._calls)
-        n_ops = self._n_ops()
+        n_ops = self.n_ops()
         fqn = self._fqns[id(module)]
-        self._calls.append(Scope(fqn, self.current, n_ops, n_ops, self._bytes_of(args), 0))
+        self._calls.append(Scope(fqn, self.current, n_ops, n_ops, self.bytes_of(args), 0))
         self._stack.append(call)
         self._marks.append((autograd_sequence_number(), call))
-        self._events.append((_ENTER, call))
+        self.events.append((_ENTER, call))
 
     def _exit(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         # The same calls that ``_begin`` took no note of.
@@ -159,10 +155,10 @@ class ModuleCalls:
         if threading.get_ident() != self._thread:
             return
         index = self._stack.pop()
-        end, nbytes = self._n_ops(), self._bytes_of(output)
+        end, nbytes = self.n_ops(), self.bytes_of(output)
         self._calls[index] = structs.replace(self._calls[index], end_op=end, output_bytes=nbytes)
         self._marks.append((autograd_sequence_number(), self.current))
-        self._events.append((_EXIT, index))
+        self.events.append((_EXIT, index))
 
     @property
     def current(self) -> int:
@@ -212,7 +208,7 @@ class ModuleCalls:
     def parameter_bytes(self) -> dict[str, int]:
         """By module, bytes of its parameters and those of the modules in it."""
         parameters = {id(p): p for m in self._modules.values() for p in m.parameters(recurse=False)}
-        sizes = {key: self._bytes_of(p) for key, p in parameters.items()}  # once each: modules are nested
+        sizes = {key: self.bytes_of(p) for key, p in parameters.items()}  # once each: modules are nested
         return {
             fqn: sum(sizes[id(p)] for p in self._modules[key].parameters()) for key, fqn in self._fqns.items()
         }

@@ -18,8 +18,9 @@ references that this module keeps. Their callbacks write the events.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -61,6 +62,7 @@ class _SavedLocalTensor(NamedTuple):
     wrapping: Wrapping
 
 
+@dataclass(eq=False)
 class SavedTensors:
     """The saved-tensor hooks of one recorder, and the handles and instances that they have seen.
 
@@ -77,37 +79,24 @@ class SavedTensors:
         handle_numbers: autograd's next sequence number when it saved the tensor: it tells the op that did.
     """
 
-    def __init__(
-        self,
-        how: SavedMode,
-        *,
-        storages: Storages,
-        tensors: TensorTable,
-        events: list[tuple[int, int]],
-        paused: Callable[[], AbstractContextManager[None]],
-        unpacks: Callable[[], object],
-        rules: DataRules | None,
-    ) -> None:
-        self.handle_storages: list[int] = []
-        self.handle_tensors: list[int] = []
-        self.handle_numbers: list[int] = []
-        self.instance_handles: list[int] = []
-        self._how = how
-        self._storages = storages
-        self._tensors = tensors
-        self._events = events
-        self._paused = paused
-        self._unpacks = unpacks
-        self._rules = rules
-        self._handle_refs: dict[int, weakref.ref[Any]] = {}
-        self._instance_refs: dict[int, weakref.ref[Any]] = {}
-        self._clones: weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor] = (
-            weakref.WeakValueDictionary()
-        )
-        self._hooks: Any = None
+    how: SavedMode
+    storages: Storages
+    tensors: TensorTable
+    events: list[tuple[int, int]]
+    paused: Callable[[], AbstractContextManager[None]]
+    unpacks: Callable[[], object]
+    rules: DataRules | None
+    handle_storages: list[int] = field(default_factory=list)
+    handle_tensors: list[int] = field(default_factory=list)
+    handle_numbers: list[int] = field(default_factory=list)
+    instance_handles: list[int] = field(default_factory=list)
+    _handle_refs: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _instance_refs: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _clones: MutableMapping[Any, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    _hooks: Any = None
 
     def __enter__(self) -> SavedTensors:
-        if self._how != "observe":
+        if self.how != "observe":
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
         return self
@@ -131,21 +120,21 @@ class SavedTensors:
             )
         # From here on the tensor gets a handle, unless there is nothing to tell apart. Without one autograd holds the
         # tensor itself, and its storage dies when both have let go.
-        storage = self._storages.ids.get(storage_key(tensor.untyped_storage()))
-        if storage is None or (storage in self._storages.initial and not self._may_leave(tensor)):
+        storage = self.storages.ids.get(storage_key(tensor.untyped_storage()))
+        if storage is None or (storage in self.storages.initial and not self._may_leave(tensor)):
             return tensor  # not of this step, or alive to its end in any case: nothing to tell apart
         index = len(self.handle_storages)
         # The handle must hold neither the tensor nor its storage, or ``FREE`` would wait for autograd.
-        handle = _SavedTensor(index, tensor, self._clone(tensor, storage) if self._how == "clone" else None)
-        if self._rules is not None and self._rules.knows(tensor):
-            handle.value, handle.rules = self._rules.value(tensor), self._rules.rules_of([tensor])
+        handle = _SavedTensor(index, tensor, self._clone(tensor, storage) if self.how == "clone" else None)
+        if self.rules is not None and self.rules.knows(tensor):
+            handle.value, handle.rules = self.rules.value(tensor), self.rules.rules_of([tensor])
         self.handle_storages.append(storage)
-        self.handle_tensors.append(self._tensors.index(tensor, storage))
+        self.handle_tensors.append(self.tensors.index(tensor, storage))
         self.handle_numbers.append(autograd_sequence_number())
-        self._events.append((_PACK, index))
+        self.events.append((_PACK, index))
 
         def released(_: Any) -> None:
-            self._events.append((_RELEASE, index))
+            self.events.append((_RELEASE, index))
             self._handle_refs.pop(index, None)
 
         self._handle_refs[index] = weakref.ref(handle, released)
@@ -153,7 +142,7 @@ class SavedTensors:
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         """Whether a plan may have the storage wait on the host: a parameter. No clones are taken of those."""
-        return self._how == "virtual" and self._storages.is_fixed(tensor.untyped_storage())
+        return self.how == "virtual" and self.storages.is_fixed(tensor.untyped_storage())
 
     def _clone(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
         """Return a copy of the part of the storage that the tensor spans; handles on the same part share one.
@@ -165,7 +154,7 @@ class SavedTensors:
         key = (storage, tensor._version, tensor.dtype, tensor.storage_offset(), span)
         copy = self._clones.get(key)
         if copy is None:
-            with torch.no_grad(), self._paused():
+            with torch.no_grad(), self.paused():
                 copy = torch.as_strided(tensor, (span,), (1,), tensor.storage_offset()).clone()
             self._clones[key] = copy
         return copy
@@ -178,25 +167,25 @@ class SavedTensors:
             tensor: torch.Tensor = packed  # ``_pack`` gave it back as it was
             return tensor
         # First: numbers that the node before has kept are freed before this tensor counts.
-        self._unpacks()
+        self.unpacks()
         out = self._twin_of(packed)
         instance = len(self.instance_handles)
         self.instance_handles.append(packed.index)
-        self._events.append((_UNPACK, instance))
+        self.events.append((_UNPACK, instance))
         storage = out.untyped_storage()
         key = storage_key(storage)
 
         def dropped(_: Any) -> None:
-            self._events.append((_DROP, instance))
+            self.events.append((_DROP, instance))
             self._instance_refs.pop(instance, None)
-            self._storages.ids.pop(key, None)
-            self._tensors.offsets.pop(key, None)
+            self.storages.ids.pop(key, None)
+            self.tensors.offsets.pop(key, None)
 
         # Ops that read the fresh tensor read the recorded storage.
         self._instance_refs[instance] = weakref.ref(storage, dropped)
-        self._storages.ids[key] = self.handle_storages[packed.index]
+        self.storages.ids[key] = self.handle_storages[packed.index]
         if packed.offset:
-            self._tensors.offsets[key] = packed.offset
+            self.tensors.offsets[key] = packed.offset
         return out
 
     def _twin_of(self, handle: _SavedTensor) -> torch.Tensor:
@@ -206,12 +195,12 @@ class SavedTensors:
             # The common case, and a short way: no dispatch mode takes note of this one.
             return fake_empty_strided(mode, handle.size, handle.stride, handle.dtype)
         # Paused, since the tensors made here are none of the step's.
-        with self._paused():
+        with self.paused():
             if handle.clone is not None:
                 # A copy for each unpacking: every instance has a storage of its own, whose end is its ``DROP``.
                 return torch.as_strided(handle.clone.clone(), handle.size, handle.stride, 0)
-            if handle.value is None or self._rules is None:
+            if handle.value is None or self.rules is None:
                 return torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype)
-            return self._rules.as_fake_like(
+            return self.rules.as_fake_like(
                 handle.size, handle.stride, handle.dtype, handle.value, handle.rules
             )

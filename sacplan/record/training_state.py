@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sacplan.torch_compat.local_tensors import local_part
 from sacplan.torch_compat.private import is_plain, without_torch_functions
 
 
+@dataclass(eq=False)
 class TrainingState:
     """The model's own tensors and its optimizers, and hooks around an optimizer's step.
 
@@ -33,25 +35,17 @@ class TrainingState:
         in_optimizer_step: how many steps of optimizers run, one inside of another: of a wrapper, and what it wraps.
     """
 
-    def __init__(
-        self,
-        storages: Storages,
-        tensors: TensorTable,
-        is_paused: Callable[[], bool],
-        *,
-        on_gpu: bool = False,
-    ) -> None:
-        self.gradients: dict[int, int] = {}
-        self.stepped_on_host: frozenset[int] = frozenset()
-        self.in_optimizer_step = 0
-        self.runs_closure = False
-        self._is_paused = is_paused
-        self._on_gpu = on_gpu
-        self._storages = storages
-        self._tensors = tensors
-        self._parameters: dict[int, torch.Tensor] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._removers: list[Any] = []
+    storages: Storages
+    tensors: TensorTable
+    is_paused: Callable[[], bool]
+    on_gpu: bool = False
+    gradients: dict[int, int] = field(default_factory=dict)
+    runs_closure: bool = False
+    stepped_on_host: frozenset[int] = frozenset()
+    in_optimizer_step: int = 0
+    _parameters: dict[int, torch.Tensor] = field(default_factory=dict)
+    _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    _removers: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> TrainingState:
         self._removers = [
@@ -66,7 +60,7 @@ class TrainingState:
         self._removers = []
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_paused():
+        if self.is_paused():
             return
         # A gradient that is gone when the recording ends would never be named as one.
         self._mark_gradients()
@@ -74,7 +68,7 @@ class TrainingState:
         self.runs_closure = any(map(callable, (*args, *kwargs.values())))
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_paused():
+        if self.is_paused():
             return
         self.in_optimizer_step -= 1
         # It may have made its state just now. Other optimizers, such as those inside of a wrapper, are not this step's.
@@ -84,21 +78,21 @@ class TrainingState:
     def track_model(self, model: torch.nn.Module) -> None:
         """Count parameters, buffers and gradients."""
         for name, p in model.named_parameters(remove_duplicate=False):
-            self._storages.name_fixed(p, name, alone=not p.requires_grad or id(p) in self.stepped_on_host)
+            self.storages.name_fixed(p, name, alone=not p.requires_grad or id(p) in self.stepped_on_host)
         for name, b in model.named_buffers(remove_duplicate=False):
-            self._storages.name_fixed(b, name, alone=False)
+            self.storages.name_fixed(b, name, alone=False)
         for p in model.parameters():
-            self._storages.track(p, StorageKind.PARAMETER)
+            self.storages.track(p, StorageKind.PARAMETER)
             # Kept, so that no other tensor gets its identity.
             self._parameters[id(p)] = p
             if p.grad is not None:
-                self._storages.track(p.grad, StorageKind.GRADIENT)
-        for part in (t for p in offloaded_parameters(model) if self._on_gpu for t in parts_on_host(p)):
-            self._storages.leave_on_host(part, shard=True)
+                self.storages.track(p.grad, StorageKind.GRADIENT)
+        for part in (t for p in offloaded_parameters(model) if self.on_gpu for t in parts_on_host(p)):
+            self.storages.leave_on_host(part, shard=True)
         for b in model.buffers():
-            self._storages.track(b, StorageKind.BUFFER)
+            self.storages.track(b, StorageKind.BUFFER)
         for t in gathered_parameters(model):
-            self._storages.track(t, StorageKind.PARAMETER)
+            self.storages.track(t, StorageKind.PARAMETER)
 
     def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool) -> None:
         """Count the optimizer's state, the one that is there and the one that it will make."""
@@ -108,14 +102,14 @@ class TrainingState:
     @without_torch_functions
     def _track_state(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
         for part in (part for value in kept_by(optimizer) for part in plain_parts(value)):
-            self._storages.track(part, StorageKind.OPTIMIZER_STATE, initial=initial)
-        if self._on_gpu:
+            self.storages.track(part, StorageKind.OPTIMIZER_STATE, initial=initial)
+        if self.on_gpu:
             for part in (*counters_on_host(optimizer), *paged_state(optimizer)):
-                self._storages.leave_on_host(part)
+                self.storages.leave_on_host(part)
             for p, state in states(optimizer):
-                if self._storages.is_on_host(p):
+                if self.storages.is_on_host(p):
                     for part in (part for value in state.values() for part in plain_parts(value)):
-                        self._storages.leave_on_host(part, shard=True)
+                        self.storages.leave_on_host(part, shard=True)
 
     def mark_late_kinds(self) -> None:
         """Say of storages that ops made which of them are gradients or the optimizer's state.
@@ -130,12 +124,12 @@ class TrainingState:
     def _mark_gradients(self) -> None:
         for p in self._parameters.values():
             if p.grad is not None:
-                self._storages.track(p.grad, StorageKind.GRADIENT)
+                self.storages.track(p.grad, StorageKind.GRADIENT)
                 # The table has no tensor for a sparse gradient.
                 own, grad = local_part(p), local_part(p.grad)
                 if is_plain(own) and is_plain(grad):
-                    gradient = self._tensors.index(grad, self._storages.known(grad))
-                    self.gradients[self._storages.known(own)] = gradient
+                    gradient = self.tensors.index(grad, self.storages.known(grad))
+                    self.gradients[self.storages.known(own)] = gradient
 
     def restart(self) -> None:
         """Begin a new record."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from sacplan.core.files import table_of
 from sacplan.device.devices import DeviceSpec
 from sacplan.distributed.sharding.costs import Collective, Costs
 from sacplan.distributed.sharding.mesh import Mesh
@@ -17,17 +19,8 @@ from sacplan.torch_compat.private import group_of
 Cost = Callable[..., tuple[int, float]]
 """``(func, args, kwargs, out) -> (flops, time_ms)``, as ``Recorder`` takes it."""
 
-_KINDS: Mapping[str, Collective] = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "_allgather_base": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "alltoall_base": "all_to_all",
-}
+_TABLE = table_of(Path(__file__).with_name("collectives.csv"))
+_KINDS: Mapping[str, Any] = {row["op"]: row["collective"] for row in _TABLE}
 
 
 @functools.cache

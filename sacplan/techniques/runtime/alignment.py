@@ -84,6 +84,7 @@ class RecordedOp:
     marks: tuple[Mark, ...] = ()
 
 
+@dataclass(eq=False)
 class RecordedUnit:
     """The calls of a unit in the recorded step, with what a plan discards in them.
 
@@ -94,29 +95,22 @@ class RecordedUnit:
         marks: by call site, what is done when an op has run; None: nothing that the unit saves is taken away.
     """
 
-    def __init__(
-        self,
-        fqn: str,
-        sequences: Sequence[OpSequence],
-        times: Mapping[CallSite, int],
-        marks: Mapping[CallSite, tuple[Mark, ...]] | None = None,
-    ) -> None:
-        self.fqn = fqn
-        self._sequences = sequences
-        self.has_marks = marks is not None
-        there = marks or {}
+    fqn: str
+    sequences: Sequence[OpSequence]
+    times: Mapping[CallSite, int]
+    marks: Mapping[CallSite, tuple[Mark, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        there = self.marks or {}
         self.calls = tuple(
             tuple(
-                RecordedOp(caller, site.place, description, site, times.get(site, 0), there.get(site, ()))
+                RecordedOp(
+                    caller, site.place, description, site, self.times.get(site, 0), there.get(site, ())
+                )
                 for caller, description, site in ops_of(sequence)
             )
-            for sequence in sequences
+            for sequence in self.sequences
         )
-        self._times = times
-
-    def with_marks(self, marks: Mapping[CallSite, tuple[Mark, ...]] | None) -> RecordedUnit:
-        """Return the same unit with other marks."""
-        return RecordedUnit(self.fqn, self._sequences, self._times, marks)
 
     def discarded_by_name(self) -> dict[tuple[str, int], int]:
         """Return how often ops are discarded, by name and occurrence in the whole call."""
@@ -132,7 +126,7 @@ class RecordedUnit:
 
     def not_recorded(self) -> set[CallSite]:
         """Return the call sites that the plan discards and that run in none of the recorded calls."""
-        return set(self._times) - {op.site for call in self.calls for op in call}
+        return set(self.times) - {op.site for call in self.calls for op in call}
 
 
 class Alignment:

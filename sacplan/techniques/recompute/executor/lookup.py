@@ -60,19 +60,6 @@ class Lookup:
         differs: whether the call is known by now not to run what was recorded.
     """
 
-    __slots__ = (
-        "_alignment",
-        "_frames",
-        "_in_backward",
-        "_likely",
-        "_n_described",
-        "_names",
-        "_names_of_modules",
-        "_outer_frame",
-        "_places",
-        "differs",
-    )
-
     def __init__(self, recorded: RecordedUnit, names: Callable[[], Mapping[int, str]]) -> None:
         self.differs = False
         self._names_of_modules = names

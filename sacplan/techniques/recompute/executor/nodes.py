@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,19 +47,6 @@ class Slot:
         lent: the custom ``autograd.Function`` that got the value itself in its backward, which may write to it, and
             the version that the value had; None if there is none.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "lent",
-        "node",
-        "readers",
-        "storage",
-        "tensor",
-        "value",
-        "version",
-        "view",
-        "written",
-    )
 
     def __init__(
         self,
@@ -122,6 +110,7 @@ class Slot:
         return torch.as_strided(base, size, stride, offset)
 
 
+@dataclass(eq=False)
 class HeldArg:
     """An argument that is a kept tensor.
 
@@ -132,37 +121,18 @@ class HeldArg:
         saved: the storage, where it may be taken away.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "before",
-        "digested",
-        "place",
-        "requires_grad",
-        "saved",
-        "tensor",
-        "version",
-        "view",
-    )
+    place: ArgumentPlace
+    tensor: torch.Tensor | None
+    version: int
+    before: int
+    digested: int | None
+    saved: SavedStorage | None
+    view: View | None = None
+    requires_grad: bool = False
 
-    def __init__(
-        self,
-        place: ArgumentPlace,
-        tensor: torch.Tensor,
-        version: int,
-        before: int,
-        digested: int | None,
-        saved: SavedStorage | None,
-    ) -> None:
-        self.place = place
-        self.tensor: torch.Tensor | None = tensor
-        self.version = version
-        self.before = before
-        self.digested = digested
-        self.saved = saved
-        self.view: View | None = None
-        self.requires_grad = False
-        if saved is not None:
-            saved.add(self)
+    def __post_init__(self) -> None:
+        if self.saved is not None:
+            self.saved.add(self)
 
     def let_go(self, version: int) -> bool:
         """Let go of the tensor, see ``Holder``."""
@@ -219,6 +189,7 @@ SlotArg = tuple[ArgumentPlace, Slot, View, bool]
 """An argument that is a view of a slot: its place, slot and view, and whether it requires a gradient."""
 
 
+@dataclass(eq=False)
 class RecipeNode:
     """A discarded op, ready to run again.
 
@@ -232,45 +203,21 @@ class RecipeNode:
         times: how many runs are left. It settles after the last one.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "args",
-        "grad_mode",
-        "held",
-        "kwargs",
-        "outputs",
-        "recorded",
-        "rng",
-        "settings",
-        "site",
-        "slot_args",
-        "times",
-        "traits",
-        "unit",
-    )
+    unit: str
+    traits: OpTraits
+    site: CallSite
+    times: int
+    rng: Draw | None
+    recorded: int
+    grad_mode: bool = field(default_factory=torch.is_grad_enabled)  # some kernels look at it
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    held: list[HeldArg] = field(default_factory=list)
+    slot_args: list[SlotArg] = field(default_factory=list)
+    outputs: list[weakref.ref[Slot] | None] = field(default_factory=list)
 
-    def __init__(
-        self,
-        unit: str,
-        traits: OpTraits,
-        site: CallSite,
-        times: int,
-        rng: Draw | None,
-        recorded: int,
-    ) -> None:
-        self.unit = unit
-        self.recorded = recorded
-        self.times = times
-        self.traits = traits
-        self.site = site
-        self.rng = rng
-        self.grad_mode = torch.is_grad_enabled()  # some kernels look at it, and at what requires a gradient
-        self.settings = kernel_settings() if traits.chooses_kernel else None
-        self.args: list[Any] = []
-        self.kwargs: dict[str, Any] = {}
-        self.held: list[HeldArg] = []
-        self.slot_args: list[SlotArg] = []
-        self.outputs: list[weakref.ref[Slot] | None] = []
+    def __post_init__(self) -> None:
+        self.settings = kernel_settings() if self.traits.chooses_kernel else None
 
     def __str__(self) -> str:
         name, occurrence, place = self.site

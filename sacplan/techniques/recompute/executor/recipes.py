@@ -24,6 +24,7 @@ holds is not offloaded by the saved-tensor hooks around the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class PlannedForward(RecordedStandIn):
 
     def mark(self, marks: Mapping[CallSite, tuple[Mark, ...]] | None) -> None:
         """Do something at ops of the unit from the next call on; None: as before."""
-        self.recorded = self.recorded.with_marks(marks)
+        self.recorded = replace(self.recorded, marks=marks)
         self._schedules = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class PlannedForward(RecordedStandIn):
         """Run the unit as planned; without gradients, as it is."""
         trains = torch.is_grad_enabled() and not is_exporting()
         if torch.compiler.is_compiling() and trains:
-            if self.recorded.has_marks:
+            if self.recorded.marks is not None:
                 stop_compiling(
                     PlanError,
                     f"unit {self.fqn!r} copies tensors to the host (technique offload), which torch.compile cannot do. "

@@ -122,7 +122,7 @@ class UnitRecorder(Watching):
         self._unit = recorded.fqn
         self._first_step = first_step or FirstStep(False, False)
         # By storage, what this call has saved; only where something may be taken away.
-        self._saved = SavedStorages() if recorded.has_marks else None
+        self._saved = SavedStorages() if recorded.marks is not None else None
         self._slots = SlotTable(
             self._unit, self._first_step.digests, None if self._saved is None else self._saved.of
         )
