@@ -23,6 +23,27 @@ if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
 
 
+@dataclass(frozen=True, slots=True)
+class FitOptions(o.CapacityOptions):
+    """What is asked of ``fit`` beside a limit and a device."""
+
+    devices: Annotated[
+        int | None,
+        o.option(
+            min=1,
+            metavar="N",
+            help="Several devices: rows for DDP, FSDP2 and meshes; --batch is that of each. Also --device 8xh100. "
+            "Default: 1.",
+        ),
+    ] = None
+    sizes: Annotated[
+        bool,
+        o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
+    ] = True
+    routing: o.Routed = None
+    host_budget: o.HostBudget = None
+
+
 @command(
     "fit",
     "Does it fit, and what to do.",
@@ -33,41 +54,19 @@ if TYPE_CHECKING:
     ],
     omit=["solver", "technique", "at_most"],
 )
-def fit(
-    target: o.Target,
-    *,
-    asked: o.CapacityOptions,
-    devices: Annotated[
-        int | None,
-        o.option(
-            min=1,
-            metavar="N",
-            help="Several devices: rows for DDP, FSDP2 and meshes; --batch is that of each. Also --device 8xh100. "
-            "Default: 1.",
-        ),
-    ] = None,
-    sizes: Annotated[
-        bool,
-        o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
-    ] = True,
-    routing: o.Routed = None,
-    host_budget: o.HostBudget = None,
-    hf: o.HfOptions,
-) -> CommandResult:
+def fit(target: o.Target, *, asked: FitOptions, hf: o.HfOptions) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
 
     The exit code is 3 if it does not fit as it is. Several devices, as in --device l40s,h100, get a line each. Other
     targets than hf: need make_batch.
     """
-    answers = [
-        _answer(target, device.strip(), asked, devices, sizes, routing, host_budget, hf)
-        for device in (asked.device or o.DEFAULT_DEVICE).split(",")
-    ]
+    devices = (asked.device or o.DEFAULT_DEVICE).split(",")
+    answers = [_answer(target, device.strip(), asked, hf) for device in devices]
     if len(answers) == 1:
-        return answers[0].result(sizes)
+        return answers[0].result(asked.sizes)
     facts = {"command": "fit", "answers": [answer.facts for answer in answers]}
     fits = any(answer.found.fits for answer in answers)
-    return CommandResult(facts, [_devices(answers, sizes)], exit_code=0 if fits else INFEASIBLE)
+    return CommandResult(facts, [_devices(answers, asked.sizes)], exit_code=0 if fits else INFEASIBLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +89,14 @@ class _Answer:
         return CommandResult(self.facts, shown, found.computed, 0 if found.fits else INFEASIBLE)
 
 
-def _answer(
-    target: str,
-    device: str,
-    asked: o.CapacityOptions,
-    devices: int | None,
-    sizes: bool,
-    routing: o.Routed,
-    host_budget: str | None,
-    hf: o.HfOptions,
-) -> _Answer:
+def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _Answer:
     import sacplan
     from sacplan.cli.answers import fit_answer
     from sacplan.core.progress import stages_go_to
     from sacplan.integrations.hf.models import positions
     from sacplan.questions.on_ranks import read_devices
 
-    one, number = read_devices(device, devices or 1)
+    one, number = read_devices(device, asked.devices or 1)
     spec = sources.device_of(one)
     loaded, make_batch = sources.sized_target("fit", target, spec, hf)
     seq = loaded.facts.get("seq")
@@ -138,17 +128,17 @@ def _answer(
             batch=int(hf.batch or 1),
             seq=seq,
             accumulation_steps=asked.grad_accum or 1,
-            routing=routing or "balanced",
-            host_budget=host_budget,
+            routing=asked.routing or "balanced",
+            host_budget=asked.host_budget,
             longest=most,
             name=_named(target, hf),
-            sizes=sizes,
+            sizes=asked.sizes,
             compile=asked.compile,
             on_verdict=lambda verdict: known.append(verdict.sentence),
         )
-    more = [] if routing is None else ["--routing", routing]
+    more = [] if asked.routing is None else ["--routing", asked.routing]
     more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
-    more += [] if host_budget is None else ["--host-budget", host_budget]
+    more += [] if asked.host_budget is None else ["--host-budget", asked.host_budget]
     line = _command(target, found, hf, more)
     return _Answer(found, fit_answer(found, loaded, line), line, most)
 

@@ -62,13 +62,9 @@ def _help(root: Any, name: str) -> str:
 
 def _tool(name: str) -> Any:
     def run(arguments: list[str]) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(_run(name, *arguments, "--json").stdout)
+        words = [sys.executable, "-m", "sacplan", name, *arguments, "--json"]
+        ran = subprocess.run(words, capture_output=True, text=True, check=False)
+        answer: dict[str, Any] = json.loads(ran.stdout)
         return answer
 
     return run
-
-
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sacplan", *words], capture_output=True, text=True, check=False
-    )

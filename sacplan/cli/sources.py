@@ -118,13 +118,9 @@ def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | 
             plan.fingerprint.check_model(target.model)
             plan.fingerprint.check_batch(target.batch() if callable(target.batch) else target.batch)
     train = step.mode != "inference"
-    computes = (
-        "running the step"
-        if step.trace == "real"
-        else "timing each op"
-        if step.runtime == "benchmark"
-        else ""
-    )
+    computes = "timing each op" if step.runtime == "benchmark" else ""
+    if step.trace == "real":
+        computes = "running the step"
     with (
         stage(f"tracing{computes and f', {computes}'}", long=bool(computes)),
         users_code(f"the step of {target.name}"),

@@ -209,12 +209,9 @@ def _check_directory(directory: Path | None, *, force: bool) -> None:
         raise OutputError(f"{directory} cannot be made: there is no directory {directory.parent}.")
     if directory.exists() and not directory.is_dir():
         raise OutputError(f"{directory} is a file; --png takes a directory.")
-    for path in (directory / f"{name}.{suffix}" for name in _FIGURES for suffix in _FORMATS):
-        # matplotlib writes its name into what it draws, so a file without it was made by someone else.
-        if not force and path.exists() and b"atplotlib" not in path.read_bytes()[:4096]:
-            raise OutputError(
-                f"{path} exists and is not a figure of ours; choose another directory, or overwrite it with --force."
-            )
+    for name in _FIGURES if directory.exists() else ():
+        for suffix in _FORMATS:
+            check_output(directory / f"{name}.{suffix}", "figure", force=force)
 
 
 @command(
@@ -282,11 +279,9 @@ def layouts(
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """Leave out the times of a step that does not fit, since it cannot run."""
-    return (
-        row
-        if row["fits"]
-        else {**row, "step_ms": None, "recompute_ms": None, "samples_per_s": "does not fit"}
-    )
+    if row["fits"]:
+        return row
+    return {**row, "step_ms": None, "recompute_ms": None, "samples_per_s": "does not fit"}
 
 
 @command("devices", "The devices that are known.", examples=["sacplan devices", "sacplan devices --json"])

@@ -53,12 +53,6 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         return cls(type(model).__name__, _parameters(model), batches, local_shapes=local_shapes_of(model))
 
     @property
-    def local_parameters(self) -> tuple[FingerprintEntry, ...]:
-        """``parameters`` with the shapes that they have on this rank."""
-        local = self.local_shapes or {}
-        return tuple((name, local.get(name, shape), dtype) for name, shape, dtype in self.parameters)
-
-    @property
     def rows(self) -> int:
         """The number of samples in the batch: dimension 0 of its first tensor that has dimensions.
 

@@ -289,8 +289,6 @@ class Moment:
 class _FoldByKind(Fold):
     """A fold that also counts bytes by kind of storage."""
 
-    __slots__ = ("by_kind",)
-
     def __init__(self, program: Recording) -> None:
         # Before the base class, whose ``__init__`` calls ``hold`` for what is alive at first.
         self.by_kind = [0] * len(StorageKind)

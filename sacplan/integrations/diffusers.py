@@ -16,8 +16,8 @@ import functools
 import json
 import math
 import re
-from dataclasses import replace
-from importlib import resources
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,9 +42,7 @@ _INTEGERS, _FLOATS = ("mask",), ("ids", "guidance")
 @functools.cache
 def known() -> dict[str, Any]:
     """Return the models by their names on the hub."""
-    found: dict[str, Any] = json.loads(
-        resources.files("sacplan.integrations").joinpath("diffusers.json").read_text(encoding="utf-8")
-    )
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_bytes())
     return found
 
 
@@ -103,11 +101,11 @@ def build(target: str, asked: ModelOptions, place: str) -> Target:
     return Target(target, model, batch, DenoisingLoss(dtype), optimizer, make_batch, facts)
 
 
+@dataclass(frozen=True)
 class DenoisingLoss:
     """The mean squared error of what a denoiser predicts, under autocast."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    dtype: torch.dtype
 
     def __call__(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """Return the loss, a scalar."""

@@ -115,8 +115,6 @@ class _Events:
         about: Storage to the indices of its events.
     """
 
-    __slots__ = ("about", "at", "events", "made")
-
     def __init__(self, program: Program, region: Region, events: Sequence[tuple[int, int, int]]) -> None:
         self.events = events
         self.made = {s for group in region.members for op in group for s in program.ops[op].writes}

@@ -341,11 +341,6 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         ) from error
 
 
-def _reserves(spec: DeviceSpec) -> Any:
-    # On a CPU, torch's fake kernels of an LSTM return tensors of the wrong size (``measured_reserves``).
-    return measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext()
-
-
 @dataclass(frozen=True, slots=True)
 class _RecordRequest:
     """The arguments of ``trace_step``, checked and resolved."""
@@ -399,7 +394,8 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         cleared_caches(model),
         branches_of_a_real_step(),
         fake_device(spec) as fake_mode,
-        _reserves(spec),
+        # On a CPU, torch's fake kernels of an LSTM return tensors of the wrong size.
+        measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext(),
         data_rules(asked.routing) as rules,
         fake_replicas(),
         without_neighbours(),

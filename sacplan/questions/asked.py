@@ -55,16 +55,6 @@ class Asked:
         """The room of a step on the device."""
         return self.limit.room(self.spec, int(self.devices > 1))
 
-    @property
-    def budget_bytes(self) -> int:
-        """The limit for the peak; without a budget, what the allocator of the GPU may reserve."""
-        return self.room.n_bytes
-
-    @property
-    def counts_segments(self) -> bool:
-        """Whether what the allocator reserves decides, and not the peak."""
-        return self.room.is_reserved
-
     @derived
     def at(self, batch: int, seq: int | None, name: str | None = None) -> Profile:
         """Return the step at a size, on one device: with the optimizer of a name, or without one."""

@@ -369,7 +369,7 @@ class Sweep(Asked):
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
         best, asked = recommended(rows), self.recordings.options
         # With a budget nothing is said about the rest of the device. On a GPU without one, ``outside`` says what it is.
-        left = self.given.budget is None and not self.counts_segments
+        left = self.given.budget is None and not self.room.is_reserved
         return Verdict(
             model=name,
             parameters=sum(p.numel() for p in self.recordings.model.parameters()),
@@ -378,10 +378,10 @@ class Sweep(Asked):
             optimizer=rows[0].optimizer,
             device=self.spec.name,
             memory_bytes=self.spec.memory_bytes,
-            budget_bytes=self.budget_bytes,
-            budget=None if self.given == OF_DEVICE else f"{self.budget_bytes}B",
-            headroom_bytes=self.spec.memory_bytes - self.budget_bytes if left else None,
-            outside=outside_allocator(self.spec, int(self.devices > 1)) if self.counts_segments else (),
+            budget_bytes=self.room.n_bytes,
+            budget=None if self.given == OF_DEVICE else f"{self.room.n_bytes}B",
+            headroom_bytes=self.spec.memory_bytes - self.room.n_bytes if left else None,
+            outside=outside_allocator(self.spec, int(self.devices > 1)) if self.room.is_reserved else (),
             rows=tuple(rows),
             recommended=best,
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),

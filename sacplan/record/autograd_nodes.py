@@ -29,8 +29,6 @@ _NODE_LIVES = "sacplan: the node lives"
 class _NodeLives:
     """An object in a node's dictionary, which dies with the node. C++ nodes take no weak references."""
 
-    __slots__ = ("__weakref__",)
-
 
 def keeps_a_number(func: Any, args: Any) -> bool:
     """Whether autograd keeps the tensor that a Python number became; it shows those to no saved-tensor hook."""
@@ -57,7 +55,7 @@ class KeptNumbers:
         self._kept: dict[int, list[int]] = {}  # autograd's next sequence number to storages
         self._ends: dict[int, weakref.ref[_NodeLives]] = {}  # such a storage to what its node holds
         # Of the latest: the op's output, the next sequence number, the storage.
-        self._latest: tuple[weakref.ref[torch.Tensor], int, int] | None = None
+        self.latest: tuple[weakref.ref[torch.Tensor], int, int] | None = None
 
     def keep(self, func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> None:
         """Enter the number that an op of the forward pass has autograd keep, if it does."""
@@ -70,7 +68,7 @@ class KeptNumbers:
         self._events.append((_ALLOC, storage))
         self._kept.setdefault(next_node, []).append(storage)
         if outputs:
-            self._latest = weakref.ref(outputs[0]), next_node, storage
+            self.latest = weakref.ref(outputs[0]), next_node, storage
 
     def given_bytes(self, node: int | None, func: Any, args: Any) -> int:
         """Return the bytes of the number that an op of the backward pass takes from the node that keeps it.
@@ -81,11 +79,6 @@ class KeptNumbers:
             return 0
         return self._nbytes if self._kept.get(node + 1) else 0
 
-    @property
-    def has_latest(self) -> bool:
-        """Whether ``follow_latest`` has something to do."""
-        return self._latest is not None
-
     @without_torch_functions
     def follow_latest(self) -> None:
         """Watch the node that keeps the latest number: the node of a branch that the loss does not need never runs.
@@ -93,9 +86,9 @@ class KeptNumbers:
         To be called at the op behind, because autograd gives an output its node (``grad_fn``) only when the dispatch
         mode has returned.
         """
-        assert self._latest is not None
-        latest = ref, next_node, storage = self._latest
-        self._latest = None
+        assert self.latest is not None
+        latest = ref, next_node, storage = self.latest
+        self.latest = None
         if storage not in self._kept.get(next_node, ()):
             return  # freed already
         output = ref()
@@ -110,7 +103,7 @@ class KeptNumbers:
             # Not the node of this op. A mode around this one, as an executor's, may run ops of its own before it
             # returns: they make no node. Otherwise the number stays until its node has run.
             if autograd_sequence_number() == next_node:
-                self._latest = latest
+                self.latest = latest
             return
         lives = node.metadata.setdefault(_NODE_LIVES, _NodeLives())
         self._ends[storage] = weakref.ref(lives, lambda _: self._free(next_node, storage))
@@ -130,7 +123,7 @@ class KeptNumbers:
     def stop(self) -> None:
         """Watch no node any more: a graph that outlives the step is none of it."""
         self._ends.clear()
-        self._latest = None
+        self.latest = None
 
     def restart(self) -> None:
         """Begin a new record."""

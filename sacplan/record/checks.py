@@ -17,14 +17,11 @@ from types import FrameType
 
 import torch
 
+_TORCH = os.path.dirname(torch.__file__)
+_FILES = ("_ops.py", "_compile.py", "_tensor.py", "overrides.py", "utils/_stats.py")
 _SKIPPED = (
-    os.path.join(os.path.dirname(torch.__file__), "_ops.py"),
-    os.path.join(os.path.dirname(torch.__file__), "_compile.py"),
-    os.path.join(os.path.dirname(torch.__file__), "_dynamo", ""),
-    os.path.join(os.path.dirname(torch.__file__), "_subclasses", ""),
-    os.path.join(os.path.dirname(torch.__file__), "_tensor.py"),
-    os.path.join(os.path.dirname(torch.__file__), "overrides.py"),
-    os.path.join(os.path.dirname(torch.__file__), "utils", "_stats.py"),
+    *(os.path.join(_TORCH, *name.split("/")) for name in _FILES),
+    *(os.path.join(_TORCH, name, "") for name in ("_dynamo", "_subclasses")),
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
 )
 

@@ -86,17 +86,13 @@ def is_float(t: torch.Tensor) -> bool:
     return t.dtype.is_floating_point or t.dtype.is_complex
 
 
+@dataclass(eq=False, slots=True)
 class _StorageValues:
     """The values of one fake storage."""
 
-    __slots__ = ("rules", "storage", "watch")
-
-    def __init__(
-        self, storage: torch.UntypedStorage | None, rules: dict[str, None], watch: weakref.ref[Any]
-    ) -> None:
-        self.storage = storage  # None: not known, and if a branch depends on it, that is an error
-        self.rules = rules  # that they rest on
-        self.watch = watch
+    storage: torch.UntypedStorage | None  # None: not known, and if a branch depends on it, that is an error
+    rules: dict[str, None]  # that they rest on
+    watch: weakref.ref[Any]
 
 
 class KnownValues:

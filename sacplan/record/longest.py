@@ -99,14 +99,10 @@ class LongestBatch:
         """Return the samples with the most elements, and first those with the longest of each tensor."""
         sizes = self._sizes
         by_size = sorted(sizes, key=lambda i: (-sum(sizes[i]), i))
-        first = [self._longest_of(part) for part in range(max(map(len, sizes.values())))]
+        first = [self._most_of(part, 1)[0] for part in range(max(map(len, sizes.values())))]
         # A few samples may have to fill a batch, as those of a set that is smaller than its batches.
         chosen = list(dict.fromkeys((by_size[0], *first, *by_size)))[:rows]
         return [chosen[k % len(chosen)] for k in range(rows)]
-
-    def _longest_of(self, part: int) -> int:
-        """Return the sample with the most elements in one of its tensors."""
-        return self._most_of(part, 1)[0]
 
     def _most_of(self, part: int, rows: int) -> tuple[int, ...]:
         """Return the samples with the most elements in one of their tensors."""

@@ -320,7 +320,7 @@ class Recorder(Watching):
         if is_composite(func):
             return run_in_parts(self, func, args, kwargs)
         # At the first op behind the one that kept a number: only now has its output got its node.
-        if self._numbers.has_latest:
+        if self._numbers.latest is not None:
             try:
                 self._numbers.follow_latest()
             except Exception as error:

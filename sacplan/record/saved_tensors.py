@@ -42,8 +42,6 @@ _PACK, _RELEASE, _UNPACK, _DROP = map(int, (Event.PACK, Event.RELEASE, Event.UNP
 class _SavedTensor:
     """The handle that autograd keeps instead of a tensor."""
 
-    __slots__ = ("__weakref__", "clone", "dtype", "index", "offset", "rules", "size", "stride", "value")
-
     def __init__(self, index: int, tensor: torch.Tensor, clone: torch.Tensor | None) -> None:
         self.index = index
         self.size = tensor.shape

@@ -20,6 +20,7 @@ So whatever a fake kernel reads, other than its arguments, has to be in ``_here`
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +84,7 @@ def _kept_here() -> dict[Any, SeenOutputs]:
     return _kept.setdefault(_here(), {})
 
 
+@dataclass(eq=False)
 class SeenOp:
     """The figures of an op on arguments of one layout, and how to make its outputs.
 
@@ -92,15 +94,12 @@ class SeenOp:
         outputs: None where they cannot be made from layouts.
     """
 
-    __slots__ = ("arguments", "flops", "layouts", "outputs", "time_ms", "workspace_bytes")
-
-    def __init__(self, flops: int, time_ms: float, workspace_bytes: int, arguments: str) -> None:
-        self.flops = flops
-        self.time_ms = time_ms
-        self.workspace_bytes = workspace_bytes
-        self.arguments = arguments
-        self.layouts: tuple[int, ...] | None = None
-        self.outputs: SeenOutputs | None = None
+    flops: int
+    time_ms: float
+    workspace_bytes: int
+    arguments: str
+    layouts: tuple[int, ...] | None = None
+    outputs: SeenOutputs | None = None
 
 
 class SeenOps:

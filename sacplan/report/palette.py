@@ -11,9 +11,7 @@ from pathlib import Path
 
 from sacplan.core.program import StorageKind
 
-COLOURS: dict[str, tuple[str, str]] = json.loads(
-    Path(__file__).with_name("palette.json").read_text(encoding="utf-8")
-)
+COLOURS: dict[str, tuple[str, str]] = json.loads(Path(__file__).with_name("palette.json").read_bytes())
 """By name, on a light page and on a dark one. Figures use the light ones. No two of those are equal, so that the page
 can find the name of each colour in a figure."""
 

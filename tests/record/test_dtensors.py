@@ -229,10 +229,12 @@ def test_a_plan_is_held_by_a_fake_step(mesh: Any, device: str, tmp_path: Path) -
 
 
 def test_a_fingerprint_has_global_shapes(mesh: Any) -> None:
-    """So that all ranks have the same one, whatever they hold; the rewrite for fully_shard takes the local ones."""
+    """So that all ranks have the same one, whatever they hold."""
     whole, parallel = (Fingerprint.of(m, _batch()) for m in (Sequences(layers=2), _sequences(mesh)))
-    assert parallel.parameters == whole.parameters == whole.local_parameters
-    shapes = {name: shape for name, shape, _ in parallel.local_parameters}
+    assert parallel.parameters == whole.parameters
+    assert whole.local_shapes is None
+    shapes = parallel.local_shapes
+    assert shapes is not None
     assert shapes["layers.0.up.weight"] == (64, 64)
     assert shapes["layers.0.down.weight"] == (64, 64)
     assert shapes["layers.0.norm.weight"] == (64,)

@@ -34,6 +34,7 @@ _BETWEEN = 8  # options between two vertices of a region's hull, at most
 _DISTINCT = 6000  # ops of one region of each kind together, from which on each has fewer options
 
 
+@dataclass(eq=False)
 class Regions:
     """Regions of one program under one objective; problems that repeat are solved once.
 
@@ -48,30 +49,26 @@ class Regions:
     are, the more options are offered that differ from these in one tensor.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        costs: Sequence[float],
-        early: frozenset[int] = frozenset(),
-        pins: Pins = NO_PINS,
-    ) -> None:
-        self.program = program
-        self._pins = pins
-        self.costs = costs
-        self._early = early
+    program: Program
+    costs: Sequence[float]
+    early: frozenset[int] = frozenset()
+    pins: Pins = NO_PINS
+
+    def __post_init__(self) -> None:
         self._kinds: dict[tuple[closure.ClosureProblem, closure.ClosureProblem | None], int] = {}
         self._solved: dict[tuple[int, _Effort], tuple[Option, ...]] = {}
         self._unit_of_group: dict[tuple[int, ...], str] = {}
         self._components: dict[Hashable, tuple[tuple[tuple[int, ...], ...], ...]] = {}
         self._savers: dict[int, set[int]] = defaultdict(set)  # storage to the ops that autograd keeps it for
+        program = self.program
         for storage, op in zip(program.handle_storages, program.handle_ops, strict=True):
             self._savers[storage].add(op)
         self._packed: dict[int, set[int]] = defaultdict(set)
         for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
             self._packed[storage].add(scope)
         # These ops are in no group that may be discarded, whatever part they are in.
-        self._kept = pins.kept_ops | self._across_widest_units()
-        self._parts, self._split = partition(program, pins)
+        self._kept = self.pins.kept_ops | self._across_widest_units()
+        self._parts, self._split = partition(program, self.pins)
 
     @property
     def longest_run(self) -> int:
@@ -146,7 +143,7 @@ class Regions:
             ops = [program.ops[op] for op in group]
             scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
             # What may be discarded is read and saved in its own region alone, so the group does not leave it.
-            widest_unit = self._pins.widest_unit(next(iter(scopes)))
+            widest_unit = self.pins.widest_unit(next(iter(scopes)))
             self._unit_of_group[group] = unit_around(program, scopes, widest_unit)
         return self._unit_of_group[group]
 
@@ -155,7 +152,7 @@ class Regions:
 
         They are kept: no unit could record the op and also see the tensor being saved.
         """
-        program, pins = self.program, self._pins
+        program, pins = self.program, self.pins
         found: set[int] = set()
         if pins.widest_units is not None:
             widest_unit: Callable[[int], object] = pins.widest_unit
@@ -175,7 +172,7 @@ class Regions:
 
     def _may_be_discarded(self, part: OpGroup, group: tuple[int, ...]) -> bool:
         """Whether the ops themselves and the pins allow ops of a part to be discarded together."""
-        program, pins = self.program, self._pins
+        program, pins = self.program, self.pins
         # A pin, a border between units, or the ops themselves (``discardable``).
         if not self._kept.isdisjoint(group) or not discardable(program, group):
             return False
@@ -207,7 +204,7 @@ class Regions:
         # A storage that autograd also keeps for an op of another part is there whatever this part does.
         elsewhere = {s for s in touched if not inside.issuperset(self._savers[s])}
         problem, place = closure_problem(program, part.members, self.costs, may_go, saved, elsewhere)
-        early = problem.free.union(place[s] for s in saved & self._early)
+        early = problem.free.union(place[s] for s in saved & self.early)
         # Where all that is saved is early, there is nothing to choose from: such layers go with those that have none.
         differs = early != problem.free and not problem.saved <= early
         return problem, replace(problem, free=early) if differs else None

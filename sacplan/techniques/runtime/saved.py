@@ -51,8 +51,6 @@ class SavedStorage:
         on_ask: what is called when autograd first asks for one of the tensors.
     """
 
-    __slots__ = ("__weakref__", "_awaited", "for_others", "holders", "is_away", "on_ask", "stand", "storage")
-
     def __init__(self, storage: Any, awaited: set[SavedStorage], for_others: bool = False) -> None:
         self.storage = weakref.ref(storage)
         self.for_others = for_others

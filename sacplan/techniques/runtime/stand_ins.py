@@ -15,6 +15,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -238,62 +239,58 @@ def _clear(attributes: dict[str, Any], stand_in: StandIn) -> None:
             attributes["forward"] = stand_in.replaced_by_others
 
 
-class _Replicate:
+@dataclass(eq=False)
+class _OfModule:
+    """An attribute that is put on a planned module, beside the stand-in for its forward."""
+
+    module: torch.nn.Module
+    stand_in: StandIn
+
+
+class _Replicate(_OfModule):
     """The ``_replicate_for_data_parallel`` of a module.
 
     PyTorch's own copies the module's ``__dict__`` (``torch/nn/modules/module.py``), the stand-in with it.
     """
 
-    def __init__(self, module: torch.nn.Module, stand_in: StandIn) -> None:
-        self._module = module
-        self._stand_in = stand_in
-
     def __call__(self) -> torch.nn.Module:
-        replica: torch.nn.Module = type(self._module)._replicate_for_data_parallel(self._module)
-        planned = replica.__dict__.get("forward") is self._stand_in
-        _clear(replica.__dict__, self._stand_in)
+        replica: torch.nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        planned = replica.__dict__.get("forward") is self.stand_in
+        _clear(replica.__dict__, self.stand_in)
         # A forward that others put on the module is bound to the original's weights. DataParallel without a
         # plan would run it as it is, and so does this.
-        if planned and self._stand_in.replaced_by_others is None:
-            put_on(replica, self._stand_in.for_replica(replica))
+        if planned and self.stand_in.replaced_by_others is None:
+            put_on(replica, self.stand_in.for_replica(replica))
         return replica
 
 
-class _State:
+class _State(_OfModule):
     """The ``__getstate__`` of a module."""
 
-    def __init__(self, module: torch.nn.Module, stand_in: StandIn) -> None:
-        self._module = module
-        self._stand_in = stand_in
-
     def __call__(self) -> Any:
-        own = getattr(type(self._module), "__getstate__", None)  # Python 3.10 has none for every object
-        state = self._module.__dict__ if own is None else own(self._module)
+        own = getattr(type(self.module), "__getstate__", None)  # Python 3.10 has none for every object
+        state = self.module.__dict__ if own is None else own(self.module)
         if not isinstance(state, dict):
             return state  # the class has a format of its own, in which there is no place for the plan
         state = dict(state)
-        planned = state.get("forward") is self._stand_in
-        _clear(state, self._stand_in)
+        planned = state.get("forward") is self.stand_in
+        _clear(state, self.stand_in)
         # ``copy.copy`` and ``copy.deepcopy`` ask for the state in the same way, so only the caller tells them
         # apart.
         if planned and sys._getframe(1).f_code is not copy.copy.__code__:
-            state["forward" if "forward" in state else _CARRIER] = _Carrier(self._module, self._stand_in)
+            state["forward" if "forward" in state else _CARRIER] = _Carrier(self.module, self.stand_in)
         return state
 
 
-class _Carrier:
+class _Carrier(_OfModule):
     """A placeholder in a module's state: a deep or pickled copy that is made from the state gets a plan."""
 
-    def __init__(self, module: torch.nn.Module, stand_in: StandIn) -> None:
-        self._module = module
-        self._stand_in = stand_in
-
     def __reduce__(self) -> Any:
-        return _carried, (self._module, self._stand_in)
+        return _carried, (self.module, self.stand_in)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward that was there before the plan: a class that copies its state shallowly ends up here."""
-        replaced = self._stand_in.replaced_by_others
+        replaced = self.stand_in.replaced_by_others
         assert replaced is not None
         return replaced(*args, **kwargs)
 

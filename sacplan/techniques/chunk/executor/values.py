@@ -252,8 +252,6 @@ class DeferredTensor:
 class Held:
     """A tensor among the arguments of a node, as it was when the op was deferred."""
 
-    __slots__ = ("tensor", "version")
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.version = version_of(tensor)
@@ -279,6 +277,7 @@ class Held:
         return t
 
 
+@dataclass(eq=False)
 class DeferredOp:
     """An op that was deferred.
 
@@ -294,27 +293,20 @@ class DeferredOp:
         outputs: weak references to the values that it makes.
     """
 
-    __slots__ = ("args", "cut", "func", "inputs", "kwargs", "move", "number", "outputs", "rule", "stage")
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    stage: Stage
+    rule: Rule | None = None
+    cut: FactorCut | None = None
+    move: bool = False
+    outputs: list[weakref.ref[DeferredTensor]] = field(default_factory=list)
+    number: int = field(default_factory=itertools.count().__next__)
 
-    _numbers = itertools.count()
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        stage: Stage,
-        *,
-        rule: Rule | None = None,
-        cut: FactorCut | None = None,
-        move: bool = False,
-    ) -> None:
-        self.number = next(DeferredOp._numbers)
-        self.func, self.args, self.kwargs = func, args, kwargs
+    def __post_init__(self) -> None:
         # Leaves, since lists among the arguments hold tensors as well, as those of ``cat`` do.
-        self.inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (DeferredTensor, Held))]
-        self.stage, self.rule, self.cut, self.move = stage, rule, cut, move
-        self.outputs: list[weakref.ref[DeferredTensor]] = []
+        leaves = tree_leaves((self.args, self.kwargs))
+        self.inputs = [x for x in leaves if isinstance(x, (DeferredTensor, Held))]
 
     def new_output(self, region: SlicedRegion, like: torch.Tensor, **how: Any) -> DeferredTensor:
         """Add the value of one more output; ``how``: see ``DeferredTensor``."""

@@ -68,8 +68,6 @@ NamedOp = tuple[str, int]
 class Tags:
     """The ops that a unit discards. Equal tags are one object, so that equal layers share compiled code."""
 
-    __slots__ = ("__weakref__", "again", "met", "sites", "units", "unknown")
-
     def __init__(self, sites: frozenset[NamedOp], unknown: frozenset[NamedOp], again: NamedOp | None) -> None:
         self.sites = sites
         self.unknown = unknown  # by their places; no recorded call runs them, so none is met

@@ -55,8 +55,6 @@ class Draw:
         generator: that the op draws from.
     """
 
-    __slots__ = ("_after", "_before", "_generator", "_kind", "_room")
-
     def __init__(self, generator: Any) -> None:
         self._generator = generator
         self._before = generator.get_state()

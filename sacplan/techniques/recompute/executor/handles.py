@@ -40,8 +40,6 @@ class FirstStep:
 class RecipeHandle:
     """The handle of a discarded tensor."""
 
-    __slots__ = ("checksum", "first_step", "original", "saved", "slot", "view")
-
     def __init__(
         self, slot: Slot, tensor: torch.Tensor, first_step: FirstStep, saved: SavedStorage | None = None
     ) -> None:
@@ -112,8 +110,6 @@ class Kept:
         base: what autograd without hooks holds with it.
         saved: its storage, where it may be taken away; ``tensor`` is then None.
     """
-
-    __slots__ = ("__weakref__", "base", "original", "saved", "tensor", "unit", "version", "view")
 
     def __init__(
         self, tensor: torch.Tensor, plain: bool, unit: str, saved: SavedStorage | None = None

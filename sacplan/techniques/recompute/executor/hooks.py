@@ -25,8 +25,6 @@ class UnitHooks:
         may_switch: whether the hooks may be off for a part of the call.
     """
 
-    __slots__ = ("_pack", "around", "may_switch")
-
     def __init__(self) -> None:
         self._pack: Any = None
         self.around: tuple[Any, Any] | None = None

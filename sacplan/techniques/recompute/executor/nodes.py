@@ -435,8 +435,6 @@ _lock = threading.RLock()  # autograd has a thread for each device, and recipes 
 class OutsideForward:
     """A context for ops that belong to no forward pass, even if the backward pass runs in one. One thread at a time."""
 
-    __slots__ = ("_autocast", "_grad_mode", "_paused", "_recorder")
-
     def __enter__(self) -> None:
         _lock.acquire()
         self._recorder = recorder = here.recorder

@@ -37,8 +37,6 @@ class SlotTable:
         saved_of: gives what the call has saved on a storage; None where nothing is taken away.
     """
 
-    __slots__ = ("_digests", "_saved_of", "_slots", "_unit")
-
     def __init__(self, unit: str, digests: bool, saved_of: SavedOf | None = None) -> None:
         self._unit = unit
         self._digests = digests
