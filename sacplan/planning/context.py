@@ -119,7 +119,9 @@ class PlanningContext:
         forward = sum(cost for cost, op in ops if op.phase == Phase.FORWARD)
         found = regions(self.step, size, self.techniques)
         found += [offer.region for offer in self.offers]
-        return effects_of(self.program, found, _WIDE * forward, self.step.host_bytes)
+        return effects_of(
+            self.program, found, _WIDE * forward, self.step.host_bytes, self.step.added_cost(1.0)
+        )
 
 
 def planning_context(

@@ -15,6 +15,14 @@ take the difference. Regions that look alike (the layers of a model) share the r
 technique the option belongs to. If two regions share a storage, the sum may be wrong; the search notices, because it
 measures the rewritten program (``search.py``).
 
+Copies of all options share links. The step is cut into windows of equal time, and in each of them
+
+    wait(link, window) = max(0, copies in the window - computation in the window)
+
+is a cost of the plan (priced rows, ``solvers/problem.py``). Ops that run again add to the computation. A copy counts
+evenly over the time from where it may begin to where it has to be over. Real queues also wait where copies begin late
+in a window, so the model is optimistic, and the clocks of the rewritten program decide.
+
 Options that cost more and save nothing are dropped, and so are those that differ too little to matter. The latter
 may cost the optimum a share of ``_ALIKE``.
 """
@@ -24,6 +32,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +40,24 @@ import numpy.typing as npt
 from sacplan.core.derived import derived
 from sacplan.core.liveness import Fold
 from sacplan.core.program import Event, Patch, Program
-from sacplan.solvers.problem import DEVICE_MEMORY, HOST_MEMORY, Choice, OnceCost, Picks, Problem, ResourceRow
+from sacplan.solvers.problem import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    Choice,
+    Costs,
+    OnceCost,
+    Picks,
+    Problem,
+    ResourceRow,
+)
 from sacplan.techniques.base.regions import Option, Region
 from sacplan.techniques.registry import TECHNIQUES
 
 Bytes = npt.NDArray[np.int64]
 
 _ALIKE = 2e-3  # share of the peak, and of the cost, that dropping near duplicates may lose over all regions together
+_WINDOWS = 64  # of the step, in each of which copies share a link
+_NS = 1e6  # in a millisecond
 _OP, _FREE, _CALLS = int(Event.OP), int(Event.FREE), (int(Event.ENTER), int(Event.EXIT))
 _HANDLES, _INSTANCES = (
     (int(Event.PACK), int(Event.RELEASE)),
@@ -55,13 +75,14 @@ class _LocalEffect:
         before: Additional bytes that are alive before the first of these events, from the beginning of the step.
         after: By event of the region, additional bytes that are alive from this event on; may be negative.
         during: By event of the region, additional bytes that are alive while the event's op runs.
-        again: Pairs (event, bytes): the most additional bytes that are alive while ops run again just before the event.
+        again: Triples (event, bytes, ms): the most additional bytes that are alive while ops run again just before the
+            event, and for how long they run.
     """
 
     before: int
     after: Bytes
     during: Bytes
-    again: tuple[tuple[int, int], ...]
+    again: tuple[tuple[int, int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +155,11 @@ class RegionProblem:
 
 
 def effects_of(
-    program: Program, regions: Sequence[Region], wide_cost: float = 0.0, host_bytes: int = 0
+    program: Program,
+    regions: Sequence[Region],
+    wide_cost: float = 0.0,
+    host_bytes: int = 0,
+    wait_cost: float = 1,
 ) -> RegionProblem:
     """Return the problem that the regions pose: the effects of their options, without the dominated ones.
 
@@ -143,9 +168,10 @@ def effects_of(
         regions: The regions with their options.
         wide_cost: Cost that is paid once if any option is taken that makes a module around several regions a unit.
         host_bytes: The memory of the host that all options together may take.
+        wait_cost: Cost of a millisecond in which computation waits for a link.
     """
     found = _Effects(program, regions)
-    kept, changes = found.without_dominated()
+    kept, changes, uses = found.without_dominated()
     # Choices are of one kind if their regions are, and if the same options are left after the dominated ones are gone.
     # Solvers that treat layers alike go by this number.
     kinds: dict[object, int] = {}
@@ -155,10 +181,10 @@ def effects_of(
             kinds.setdefault((region.kind, tuple(o.key for o in region.options)), len(kinds)),
             np.array([option.cost for option in region.options]),
             # What is away is all on the host when the forward pass ends, so one row is enough.
-            np.column_stack([change, [o.host_bytes for o in region.options]]) if on_host else change,
+            np.column_stack([change, [o.host_bytes for o in region.options], use]) if on_host else change,
             np.array([option.kept_bytes for option in region.options], dtype=np.int64),
         )
-        for region, change in zip(kept, changes, strict=True)
+        for region, change, use in zip(kept, changes, uses, strict=True)
     )
     # If a plan takes any of these options, the cost of a wide unit is due, and only once.
     wide = frozenset(
@@ -171,6 +197,11 @@ def effects_of(
     if on_host:
         rows.append(ResourceRow(HOST_MEMORY, 0, len(program.ops)))
         base, limits = np.append(base, 0), np.append(limits, host_bytes)
+        # Copies hide behind the computation of their window, and what is left of them is waited for.
+        windows = np.searchsorted(found.ends, found.edges).tolist()
+        rows += [ResourceRow(link, *at, wait_cost / _NS) for link in found.links for at in pairwise(windows)]
+        room = np.tile(np.diff(found.edges) * _NS, len(found.links)).astype(np.int64)
+        base, limits = np.append(base, np.zeros_like(room)), np.append(limits, room)
     return RegionProblem(
         kept,
         Problem(
@@ -189,6 +220,9 @@ class _Effects:
     Attributes:
         first_op: By interval, its first recorded op; -1 for the state before the step, which is interval 0.
         base: By interval, the peak without a plan.
+        links: The links that options send something over.
+        ends: By op, when it ends on the clock of the step without waits, in ms.
+        edges: Where on this clock the windows begin in which copies share a link, and where the last one ends.
     """
 
     def __init__(self, program: Program, regions: Sequence[Region]) -> None:
@@ -197,6 +231,9 @@ class _Effects:
         self.known = _known(program)
         self.regions = tuple(regions)
         self.first_op = self._intervals()
+        self.links = sorted({copies.link for r in regions for o in r.options for copies in o.copies})
+        self.ends = np.cumsum([op.time_ms for op in program.ops])
+        self.edges = np.linspace(0.0, self.ends[-1] if len(self.ends) else 0.0, _WINDOWS + 1)
         self._starts = np.array([int(op) for op in self.first_op if op >= 0])
         self.base = self._with_first(np.maximum.reduceat(self.liveness.at_op, self._starts))
         ends = np.append(self._starts[1:], len(program.ops))
@@ -238,14 +275,17 @@ class _Effects:
                 before = here
         return starts
 
-    def _changes(self) -> tuple[Bytes, ...]:
-        """Return for each region the effects of its options, options x intervals. The first option changes nothing."""
+    def _changes(self) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield for each region the effects of its options, options x intervals, and their uses of links in ns.
+
+        The first option changes nothing.
+        """
         patterns: dict[tuple[object, ...], list[_LocalEffect]] = {}
-        found = []
         # Regions with one pattern of events have the same effects at these events, so these are computed once. Where
         # the events lie in the step differs, and is worked out for each region.
         for region in self.regions:
             changes = np.zeros((len(region.options), len(self.base)), dtype=np.int64)
+            uses = np.zeros((len(region.options), len(self.links), _WINDOWS))
             if len(region.options) > 1:
                 events = self._events_for(region)
                 pattern = self._pattern(events)
@@ -257,36 +297,58 @@ class _Effects:
                         self._local_effect_of(key[1], region, option, own) for option in region.options[1:]
                     ]
                 # The first option stays at zero: it changes nothing.
-                self._spread(patterns[key], np.array([event[0] for event in events]), changes[1:])
-            found.append(changes)
-        return tuple(found)
+                where = np.array([event[0] for event in events])
+                self._spread(patterns[key], where, changes[1:])
+                for option, effect, use in zip(region.options[1:], patterns[key], uses[1:], strict=True):
+                    self._use_links(option, effect, where, use)
+            yield changes, np.rint(uses * _NS).astype(np.int64)
 
-    def without_dominated(self) -> tuple[tuple[Region, ...], tuple[Bytes, ...]]:
-        """Return the regions and effects without the options that another option beats.
+    def _use_links(self, option: Option, effect: _LocalEffect, where: Bytes, use: Costs) -> None:
+        """Add for how many ms an option uses each link (links x windows), evenly from the first copy to the last."""
+        for link, begin, end, ms in option.copies:
+            begun, over = (
+                np.maximum(self.edges[:-1], begin),
+                np.minimum(self.edges[1:], max(end, begin + 1 / _NS)),
+            )
+            share = np.maximum(over - begun, 0.0)
+            use[self.links.index(link)] += ms * share / (share.sum() or 1.0)
+        # Copies hide behind ops that run again as well.
+        for k, _, ms in effect.again if self.links else ():
+            at = self.ends[np.searchsorted(self.liveness.op_events, where[k]) - 1]
+            use[:, np.searchsorted(self.edges[1:-1], at)] -= ms
 
-        One option beats another if it costs no more and takes no more memory in any interval, or if it is so close to
-        the other that dropping the other hardly matters. Over all regions together, this loses at most a share of
-        ``_ALIKE`` of the peak and of the cost of discarding everything.
+    def without_dominated(self) -> tuple[tuple[Region, ...], tuple[Bytes, ...], tuple[Bytes, ...]]:
+        """Return the regions, effects and uses of links without the options that another option beats.
+
+        One option beats another if it costs no more, takes no more memory in any interval and no more time of any link,
+        or if it is so close to the other that dropping the other hardly matters. Over all regions together, this loses
+        at most a share of ``_ALIKE`` of the peak and of the cost of discarding everything.
         """
-        regions, left = [], []
+        regions, left, left_uses = [], [], []
         # Near duplicates are dropped region by region. Each region gets an equal part of what all of them together may
         # lose.
         share = _ALIKE / len(self.regions) if self.regions else 0.0
         nearly_bytes = int(share * self.base.max())
         nearly_cost = share * sum(self._member_costs())
-        undominated: dict[tuple[Hashable, bytes], list[int]] = {}
-        for region, change in zip(self.regions, self._changes(), strict=True):
+        undominated: dict[tuple[Hashable, ...], list[int]] = {}
+        for region, (change, use) in zip(self.regions, self._changes(), strict=True):
             # Dominance is the same on the distinct columns, which are far fewer and equal for regions that look alike.
             distinct = np.unique(change, axis=1)
-            key = (region.kind, distinct.tobytes())
+            # What an option uses of a link in all. Its windows differ for regions that look alike.
+            links = np.rint(use.sum(axis=2) / 100).astype(np.int64)
+            key = (region.kind, distinct.tobytes(), links.tobytes())
             if key not in undominated:
                 undominated[key] = _undominated(
-                    np.array([o.cost for o in region.options]), distinct, nearly_cost, nearly_bytes
+                    np.array([o.cost for o in region.options]),
+                    np.column_stack([distinct, links]),
+                    nearly_cost,
+                    np.repeat([nearly_bytes, nearly_cost * _NS / 100], [distinct.shape[1], links.shape[1]]),
                 )
             keep = undominated[key]
             regions.append(region.only(keep))
             left.append(change[keep])
-        return tuple(regions), tuple(left)
+            left_uses.append(use[keep].reshape(len(keep), -1))
+        return tuple(regions), tuple(left), tuple(left_uses)
 
     def _member_costs(self) -> list[float]:
         """Return by region the cost of its most expensive option."""
@@ -397,7 +459,7 @@ class _Effects:
         plain, planned = Fold(program, initial=outside), Fold(program, patch, outside)
         already = planned.live - plain.live if patch.changed_kinds else 0
         places, after, during = own.touched(patch, touched), [], []
-        again: list[tuple[int, int]] = []
+        again: list[tuple[int, int, float]] = []
         # ``noted`` is what the fold with the rewrite says of the op of this event, and ``most`` the largest of the ops
         # that run again before it.
         noted, n_ops = 0, len(program.ops)
@@ -406,19 +468,19 @@ class _Effects:
             before = plain.live
             plain.step(code, arg)
             # If the rewrite has removed the op, nothing runs here, and only what is alive counts.
-            noted, most = planned.live, 0
+            noted, most, ms = planned.live, 0, 0.0
             for new_code, new_arg in patch.events.get(position, ((code, arg),)):
                 planned.step(new_code, new_arg)
                 if new_code == _OP:
                     if new_arg < n_ops:
                         noted = planned.noted
                     else:  # an op that the rewrite adds: it runs again before the recorded one
-                        most = max(most, planned.noted)
+                        most, ms = max(most, planned.noted), ms + patch.ops[new_arg - n_ops].time_ms
             after.append(planned.live - plain.live)
             during.append(noted - plain.noted if code == _OP else after[-1])
             # Counted from what the plain step has alive before the event, to which ``_spread`` adds it.
             if most:
-                again.append((k, most - before))
+                again.append((k, most - before, ms))
         # Extend the result from the touched events to all events of the region: between two of them nothing changes.
         last = np.searchsorted(places, np.arange(len(events)), side="right") - 1
         all_after = np.where(last >= 0, np.array(after)[last], already)
@@ -472,15 +534,13 @@ class _Effects:
             # Ops that run again may set the peak of the interval that they run in: the first one that ends at their
             # event or behind it; one more, since interval 0 is before the step. What follows the last op counts in the
             # last interval.
-            at, n_bytes = np.array(effect.again, dtype=np.int64).T
+            at, n_bytes = np.array([pair[:2] for pair in effect.again], dtype=np.int64).T
             intervals = np.minimum(np.searchsorted(self._last_event, where[at]) + 1, len(row) - 1)
             alive = liveness.before_event[where[at]] + n_bytes - self.base[intervals]
             np.maximum.at(row, intervals, alive)
 
 
-def _undominated(
-    costs: npt.NDArray[np.float64], changes: Bytes, nearly_cost: float, nearly_bytes: int
-) -> list[int]:
+def _undominated(costs: Costs, changes: Bytes, nearly_cost: float, margins: Costs) -> list[int]:
     """Return the first option and the options that no other one beats, by rising cost.
 
     Options are taken by rising cost, so every option that is already kept costs no more than the one in question.
@@ -490,7 +550,7 @@ def _undominated(
     # the other one is looked at.
     for option in sorted(range(1, len(costs)), key=lambda o: (costs[o], changes[o].sum(), o)):
         better = (changes[keep] <= changes[option]).all(axis=1)
-        nearly = (changes[keep] <= changes[option] + nearly_bytes).all(axis=1)
+        nearly = (changes[keep] <= changes[option] + margins).all(axis=1)
         same = np.abs(costs[keep] - costs[option]) <= nearly_cost
         if not (better | (nearly & same)).any():
             keep.append(option)

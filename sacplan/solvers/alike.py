@@ -153,6 +153,9 @@ def _without_implied(problem: Problem) -> Problem:
     uses = np.concatenate([problem.base[None], *columns]).T
     keep: list[int] = []
     for rows in problem.resources.values():
+        if np.isin(rows, problem.priced).any():
+            keep += rows.tolist()
+            continue
         kept: list[int] = []
         limits = problem.limits[rows]
         # The larger a row's base, the fewer others can imply it.

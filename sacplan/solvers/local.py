@@ -8,10 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sacplan.errors import SolverError
-from sacplan.solvers.problem import DEVICE_MEMORY, Picks, Problem
-
-# Above any use, and with room below the largest 64-bit integer for differences.
-NO_LIMIT = 2**62
+from sacplan.solvers.problem import DEVICE_MEMORY, NO_LIMIT, Costs, Picks, Problem
 
 
 def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
@@ -21,14 +18,22 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
     whole units, and is never more expensive than ``picks``.
     """
     now = dict(picks)
-    room = -problem.excess(now)
+    room, priced = -problem.excess(now), problem.priced
+    totals = problem.total(now)[priced]
+
+    def changes(choice: int, option: int) -> Costs:
+        """Return by other option what moving there costs, once costs aside."""
+        costs, uses = problem.choices[choice].costs, problem.choices[choice].uses[:, priced]
+        over = problem.over_cost(totals + uses - uses[option]) - problem.over_cost(totals)
+        return np.asarray(costs - costs[option] + over)
+
     moves = sorted(
         (
-            (float(problem.choices[choice].costs[option] - cost), choice, other)
+            (float(-change), choice, other)
             # Choices on their first option have nothing to give back.
             for choice, option in now.items()
-            for other, cost in enumerate(problem.choices[choice].costs)
-            if cost < problem.choices[choice].costs[option]
+            for other, change in enumerate(changes(choice, option))
+            if change < 0
         ),
         key=lambda move: (-move[0], move[1]),
     )
@@ -36,8 +41,7 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
     taken = [sum(pair in once.pairs for pair in now.items()) for once in problem.once_costs]
     for _, choice, other in moves:
         option = now.get(choice, 0)
-        costs = problem.choices[choice].costs
-        change = float(costs[other] - costs[option])
+        change = float(changes(choice, option)[other])
         after = [
             count + ((choice, other) in once.pairs) - ((choice, option) in once.pairs)
             for count, once in zip(taken, problem.once_costs, strict=True)
@@ -50,7 +54,7 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
         more = problem.choices[choice].uses[other] - problem.choices[choice].uses[option]
         # Invariant: ``room`` is what each row has left, and never becomes negative if it was not.
         if np.all(more <= room):
-            room = room - more
+            room, totals = room - more, totals + more[priced]
             now[choice] = other
             taken = after
     return {choice: option for choice, option in now.items() if option}
@@ -95,6 +99,8 @@ def descend(
     taken = first + np.array([start.get(choice, 0) for choice in range(len(first))])
     scales = problem.scales
     excess = problem.excess(start)
+    priced = problem.priced
+    totals, priced_uses = problem.total(start)[priced], uses[:, priced]
     best, least = taken.copy(), np.inf
     # Most moves cost more, so a choice makes fewer moves than it has options. Moves that cost nothing could go round in
     # a circle; the bound ends that, too.
@@ -114,6 +120,8 @@ def descend(
         if not beyond:
             freed = np.minimum(freed, excess[at])
         more = costs - costs[now]
+        if len(priced):
+            more += problem.over_cost(totals + priced_uses - priced_uses[now]) - problem.over_cost(totals)
         worth = (freed > 0) & allowed
         dearer = more > 0
         price = np.full(len(costs), np.inf)
@@ -123,6 +131,7 @@ def descend(
             after = excess + uses[move] - uses[now[move]]
             # Prices are in order, so the first move that keeps the ceiling is the cheapest.
             if (after <= ceiling).all():
+                totals = totals + priced_uses[move] - priced_uses[now[move]]
                 excess = after
                 taken[owner[move]] = move
                 break

@@ -35,9 +35,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sacplan.solvers.local import NO_LIMIT, descend, give_back, starts
+from sacplan.solvers.local import descend, give_back, starts
 from sacplan.solvers.mip import WORK_LIMIT, LinearProgram, LinearSolution
-from sacplan.solvers.problem import DEVICE_MEMORY, Picks, Problem, Solution
+from sacplan.solvers.problem import DEVICE_MEMORY, NO_LIMIT, Picks, Problem, Solution
 
 _SCALE = 1000.0  # rows are scaled so that what is over the limit is this
 _SLACK = 1e-6  # by how much rows are relaxed: a solver must not call options infeasible that just fit
@@ -128,8 +128,8 @@ class Refinement:
         self.limited = False
         self._work = options.work_limit  # that is left
         self._cuts: list[list[_AtLeast]] = []
-        # Choices share variables only if every term treats them alike: same options, and the same costs paid once. A
-        # choice with one option has nothing to decide.
+        # Choices share variables only if every term of the costs treats them alike: same options, costs paid once and
+        # uses of priced rows. A choice with one option has nothing to decide.
         blocks: dict[Hashable, list[int]] = {}
         for i, choice in enumerate(problem.choices):
             if len(choice.costs) > 1:
@@ -137,7 +137,8 @@ class Refinement:
                     tuple((i, option) in once.pairs for option in range(len(choice.costs)))
                     for once in problem.once_costs
                 )
-                blocks.setdefault((choice.kind, once), []).append(i)
+                priced = choice.uses[:, problem.priced].tobytes()
+                blocks.setdefault((choice.kind, once, priced), []).append(i)
         self._blocks = list(blocks.values())
 
     def cheapest(self) -> Solution | None:
@@ -321,6 +322,7 @@ class _Encoding:
         # Where the peak is minimised costs are 0, so what only adds costs is left out.
         if not smallest:
             self._once_costs()
+            self._priced_rows()
         self._rows()
         for cut in cuts:
             self._cut(cut)
@@ -355,6 +357,17 @@ class _Encoding:
                         # One row for the block: any of its choices that takes the option makes ``paid``
                         # positive, so 1.
                         self.program.row([(paid, float(len(block))), (n, -1.0)], lower=0.0)
+
+    def _priced_rows(self) -> None:
+        """Let what is over the limit in a priced row cost its price."""
+        problem = self._problem
+        columns = [n for own in self._variables for n in own]
+        for row in problem.priced:
+            scale = float(max(1, problem.limits[row]))
+            uses = [use for b in self._blocks for use in problem.choices[b[0]].uses[1:, row] / scale]
+            over = self.program.variable(cost=self._cost(problem.rows[row].price * scale))
+            room = float(problem.limits[row] - problem.base[row]) / scale
+            self.program.row([(over, -1.0), *zip(columns, uses, strict=True)], upper=room)
 
     def _rows(self) -> None:
         """Require that what is freed in each row covers what the row is over its limit."""
@@ -398,6 +411,7 @@ class _Encoding:
             worst += len(block) * np.maximum(first.max(axis=0), 0)
         # Only a row that some choice of options puts over its limit says anything.
         wanted &= worst > problem.limits
+        wanted[problem.priced] = False
         return wanted
 
     def _cut(self, cut: Sequence[_AtLeast]) -> None:

@@ -1,7 +1,7 @@
 """Problems, in numbers only: choices, how much their options use of limited resources, and what these cost.
 
-    minimise    cost of the options taken + costs paid once
-    subject to  base_r + sum of uses_cor over the options o taken by the choices c <= limit_r    for every row r
+    minimise    cost of the options taken + costs paid once + sum over priced rows of price_r max(0, use_r - limit_r)
+    subject to  use_r = base_r + sum of uses_cor over the options o taken by the choices c <= limit_r   for other rows r
 
 A row is a resource over an interval of the step. Exactly one option is taken of each choice. The first option of a
 choice is its reference: uses and costs are counted from it, so both are zero there, and ``base`` is the use of all
@@ -10,6 +10,7 @@ first options together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,13 +34,22 @@ HOST_MEMORY = "host memory"
 """The memory of the host, in bytes, as one device's share."""
 
 
+NO_LIMIT = 2**62
+"""Above any use, and with room below the largest 64-bit integer for differences."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResourceRow:
-    """A resource over the ops ``start`` to ``end`` (not included) of the step."""
+    """A resource over the ops ``start`` to ``end`` (not included) of the step.
+
+    What is over the limit costs ``price`` for each unit, such as the time for which computation waits for a link.
+    """
 
     resource: str
     start: int
     end: int
+    price: float = math.inf
+    """Infinite: the limit has to be kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,8 +150,23 @@ class Problem:
         return total
 
     def excess(self, picks: Picks) -> Amounts:
-        """Return by how much each row is over its limit; negative where there is room."""
-        return self.total(picks) - self.limits
+        """Return by how much each row is over its limit; negative where there is room. Priced rows have all room."""
+        excess: Amounts = self.total(picks) - self.limits
+        excess[self.priced] = -NO_LIMIT
+        return excess
+
+    @cached_property
+    def priced(self) -> npt.NDArray[np.intp]:
+        """The rows whose limits need not be kept."""
+        return np.flatnonzero([row.price < math.inf for row in self.rows])
+
+    @cached_property
+    def _prices(self) -> Costs:
+        return np.array([self.rows[row].price for row in self.priced])
+
+    def over_cost(self, totals: Amounts) -> Costs:
+        """Return the price of uses (... x priced rows) that are over their limits."""
+        return np.asarray(np.maximum(totals - self.limits[self.priced], 0) @ self._prices)
 
     def tightest(self, picks: Picks) -> int:
         """Return the row with the largest excess relative to the scale of its resource."""
@@ -160,25 +185,26 @@ class Problem:
         own = sum(float(self.choices[choice].costs[option]) for choice, option in picks.items())
         # A choice that ``picks`` leaves out takes its first option, so no pair may name a first option.
         once = sum(once.cost for once in self.once_costs if not once.pairs.isdisjoint(picks.items()))
-        return own + once
+        return own + once + float(self.over_cost(self.total(picks)[self.priced]))
 
     def least_uses(self) -> Amounts:
         """Return a lower bound of the use of each row: every choice takes the option that uses least there."""
         total: Amounts = self.base.copy()
         for choice in self.choices:
             total += choice.uses.min(axis=0)
+        total[self.priced] = -NO_LIMIT
         return total
 
     def least_cost(self) -> float:
         """Return a lower bound of the cost: every choice at its cheapest."""
-        # Costs that are paid once are left out. They are not negative, so the bound holds without them.
+        # Costs that are paid once or for priced rows are left out. They are not negative, so the bound holds without.
         return sum(float(choice.costs.min()) for choice in self.choices)
 
     @cached_property
     def scales(self) -> Costs:
         """The scale of each row's resource: the largest excess of the first options, or else the most room."""
         scales = np.ones(len(self.rows))
-        excess = self.base - self.limits
+        excess = self.excess({})
         for rows in self.resources.values():
             largest = excess[rows].max()
             # Bytes and counts of other resources become comparable: 1 is the largest excess of the first

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -38,17 +40,22 @@ def all_picks(problem: Problem) -> list[dict[int, int]]:
 def cheapest(problem: Problem) -> float | None:
     """By brute force, and with arithmetic of its own."""
 
-    def fits(picks: dict[int, int]) -> bool:
+    def over(picks: dict[int, int], *, priced: bool) -> list[tuple[float, int]]:
+        """Return the prices of rows, and what is over their limits."""
         uses = [problem.choices[i].uses[o] for i, o in picks.items()]
-        return all(
-            base + sum(int(use[row]) for use in uses) <= limit
-            for row, (base, limit) in enumerate(zip(problem.base, problem.limits, strict=True))
-        )
+        return [
+            (row.price, max(0, int(problem.base[r] - problem.limits[r]) + sum(int(use[r]) for use in uses)))
+            for r, row in enumerate(problem.rows)
+            if (row.price < math.inf) == priced
+        ]
+
+    def fits(picks: dict[int, int]) -> bool:
+        return not any(amount for _, amount in over(picks, priced=False))
 
     def cost(picks: dict[int, int]) -> float:
         own = sum(problem.choices[i].costs[o] for i, o in picks.items())
         once = sum(c.cost for c in problem.once_costs if any(picks.get(i, 0) == o for i, o in c.pairs))
-        return float(own + once)
+        return float(own + once + sum(price * amount for price, amount in over(picks, priced=True)))
 
     return min((cost(picks) for picks in all_picks(problem) if fits(picks)), default=None)
 
@@ -85,7 +92,11 @@ def problems(draw: st.DrawFn) -> Problem:
             draw(st.lists(st.lists(st.sampled_from(taken), min_size=1), max_size=2)) if taken else []
         )
     ]
-    return Problem(rows_of(resources), base, np.array(limits, dtype=np.int64), choices, tuple(once))
+    rows = tuple(
+        replace(row, price=draw(st.integers(0, 8)) / 8 / s) if row.resource == "link time" else row
+        for row, s in zip(rows_of(resources), sizes, strict=True)
+    )
+    return Problem(rows, base, np.array(limits, dtype=np.int64), choices, tuple(once))
 
 
 @st.composite

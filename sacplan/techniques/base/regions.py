@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sacplan.core.decisions import Decision
 from sacplan.core.program import Patch, Program
@@ -23,6 +23,21 @@ class Reach:
     storages: tuple[int, ...] = ()
 
 
+class Copies(NamedTuple):
+    """Copies that share a link with those of other options, on the clock of the recorded step, in ms.
+
+    Attributes:
+        link: which one.
+        begin_ms, end_ms: when they may begin, and when they have to be over.
+        link_ms: how long they take the link. Copies that computation waits for in any case are left out.
+    """
+
+    link: str
+    begin_ms: float
+    end_ms: float
+    link_ms: float
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One choice for a region: one technique or several, applied to some of its members.
@@ -39,6 +54,7 @@ class Option:
         signature: equal for options that do the same in regions that look alike, where ``members`` do not tell.
         reach: what it touches beside the region.
         host_bytes: the most that it has in the memory of the host.
+        copies: what it sends over links.
     """
 
     cost: float
@@ -53,6 +69,7 @@ class Option:
     signature: Hashable = ()
     reach: Reach = Reach()
     host_bytes: int = 0
+    copies: tuple[Copies, ...] = ()
 
     @property
     def techniques(self) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ link one after the other, and the places are the first op by which they are out,
 for early enough. So a tensor is on the device no longer than the link needs, and the places are fixed: what an option
 does to memory adds up with that of the other regions.
 
-The price of an option is what computation has to wait where the link is slower than computation: in the region as a
-whole, or at its borders. The copies of other regions are not looked at. The clocks of the rewritten program
-(``timing.py``) say what a plan really waits.
+The price of an option is what computation has to wait at the region's borders, whatever other regions do. All other
+copies hide behind computation together: an option says when they take the link (``Copies``), and a solver adds them up
+(``planning/effects.py``). The clocks of the rewritten program (``timing.py``) say what a plan really waits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sacplan.core.derived import derived
 from sacplan.core.program import ROOT_SCOPE, Event, Patch, Phase, Program, StorageKind
 from sacplan.device.devices import DeviceSpec
 from sacplan.distributed.ranks.unit_limits import too_wide
-from sacplan.techniques.base.regions import Option, Reach, Region
+from sacplan.techniques.base.regions import Copies, Option, Reach, Region
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.offload.rewrite import Move, behind, last_writes
 from sacplan.techniques.offload.sites import first_seen, place_of, sites_of, weights_asked_for
@@ -306,11 +306,7 @@ class Offloads:
         unit_of = tuple(sorted((op, self.unit_of[op]) for op in ops))
         again = fsum(self.step.costs[op] for op in gone)
         total = sum(copies.values())
-        forward, backward = self._time_of(region)
-        # Each way computation waits for whichever is worse: a copy that is late at a border of the region, or
-        # copies that together take longer than its ops. Ops that run again give the copies back more time.
-        waits = max(late_out, total - forward, 0.0)
-        waits += max(late_back, total - backward - sum(program.ops[op].time_ms for op in gone), 0.0)
+        out = min(self._ends[op] for op in sent.values()), max(self._ends[op] for op in let_go.values())
         first = min(program.ops_in(self.units[unit]))
         scope = self.units[unit]
         # Copies begin and end behind the ops of the moves, which may be of other regions.
@@ -319,7 +315,7 @@ class Offloads:
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
         asked = tuple(needed[move.storage] for move in moves)
         return Option(
-            cost=again + self.step.added_cost(round(waits, ROUNDED) + TIE * total),
+            cost=again + self.step.added_cost(round(late_out + late_back, ROUNDED) + TIE * total),
             kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
             members=members,
             technique="offload",
@@ -339,7 +335,17 @@ class Offloads:
             ),
             reach=Reach(tuple(sorted(positions)), chosen),
             host_bytes=sum(self.spec.host_bytes(program.storage_bytes[s]) for s in chosen),
+            copies=(
+                Copies("out", float(out[0]), float(out[1]), max(0.0, total - late_out)),
+                self._back(needed, fetch, total - late_back),
+            ),
         )
+
+    def _back(self, needed: dict[int, int], fetch: dict[int, int | None], link_ms: float) -> Copies:
+        """Return copies back between the anchors at which they begin and the events at which they are needed."""
+        begins = (needed[s] if at is None else self._anchor_at[at] for s, at in fetch.items())
+        times = self._time_at(min(begins)), self._time_at(max(needed.values()))
+        return Copies("back", *times, max(0.0, link_ms))
 
     def _let_go(
         self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int], latest: int
@@ -425,19 +431,6 @@ class Offloads:
         before = int(np.searchsorted(self._op_events, position))
         return float(self._ends[before - 1]) if before else 0.0
 
-    def _time_of(self, region: Region) -> tuple[float, float]:
-        """Return the time of a region's ops, and of those of their gradients."""
-        ops = {op for group in region.members for op in group}
-        backward = self._backward_ms
-        return (
-            sum(self.program.ops[op].time_ms for op in ops),
-            sum(backward.get(op, 0.0) for op in ops),
-        )
-
-    @property
-    def _backward_ms(self) -> dict[int, float]:
-        return _backward_ms(self.program)
-
 
 def _along_hull(options: Sequence[Option], most: int) -> list[Option]:
     """Return the first option, the last one, and those between that keep least for what they cost, in their order.
@@ -475,16 +468,6 @@ def _heaviest(program: Program) -> dict[int, tuple[int, int]]:
             touched = sum(program.storage_bytes[s] for s in {*op.reads, *op.writes})
             found[op.forward_of] = max(found.get(op.forward_of, (0, -1)), (touched + op.workspace_bytes, i))
     return found
-
-
-@derived
-def _backward_ms(program: Program) -> dict[int, float]:
-    """Return by forward op the time of the ops of its gradient."""
-    found: dict[int, float] = defaultdict(float)
-    for op in program.ops:
-        if op.phase == Phase.BACKWARD and op.forward_of >= 0:
-            found[op.forward_of] += op.time_ms
-    return dict(found)
 
 
 @derived

@@ -4,8 +4,8 @@
 
 They are regions of their own, without ops, so that a solver chooses them beside what it does about activations. An
 option leaves the largest parameters of a unit on the host, or all. They come back early enough to be there in time, or
-as late as possible, which takes the least memory. As for activations, the price is what computation has to wait if the
-link is slower than the unit, and the copies of other units are not looked at.
+as late as possible, which takes the least memory. Then computation waits for them, and that is the price; the other
+copies share the link, as those of activations do.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from sacplan.core.decisions import OffloadWeight, SeenTensor, Site
 from sacplan.core.derived import derived
-from sacplan.core.program import Phase, Program
+from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.distributed.ranks.unit_limits import too_wide
-from sacplan.techniques.base.regions import Option, Reach, Region
+from sacplan.techniques.base.regions import Copies, Option, Reach, Region
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.offload.options import LARGEST, ROUNDED, SMALLEST, TIE, Offloads
 from sacplan.techniques.offload.rewrite import Visit, last_writes
@@ -128,16 +128,15 @@ class _Weights(Offloads):
             visits.append(Visit(s, begin[s], self.homes[s].call, -1 if at is None else self._anchor_at[at]))
             anchors.append(None if at is None else self._anchor_op[at])
         unit_of = {op: self.unit_of[op] for op in anchors if op is not None}
-        # As for activations, computation waits for a copy that is late at a border, or for all of them together. Only
-        # the first copies of a unit can begin before its own call.
-        (forward, backward), total = self._times(unit), sum(copies.values())
-        waits = max(total - forward, 0.0) if early else total
-        waits += max(late_back, sum(copies[s] for s in asked) - backward, 0.0)
+        total, again = sum(copies.values()), sum(copies[s] for s in asked)
+        late = 0.0 if early else total
+        begun = min(self._time_at(liveness.entered[v.begin]) for v in visits)
+        needed = max(self._time_at(liveness.entered[v.call]) for v in visits)
         positions = {liveness.entered[v.begin] for v in visits} | {v.fetch for v in visits if v.fetch >= 0}
         positions |= {at for v in visits for at in (liveness.entered[v.call], liveness.exited[v.call])}
         first = program.scopes[visits[0].call]
         return Option(
-            cost=self.step.added_cost(round(waits, ROUNDED) + TIE * (total + sum(copies[s] for s in asked))),
+            cost=self.step.added_cost(round(late + late_back, ROUNDED) + TIE * (total + again)),
             kept_bytes=0,
             members=(),
             technique="offload",
@@ -155,6 +154,10 @@ class _Weights(Offloads):
             ),
             reach=Reach(tuple(sorted(positions)), tuple(chosen)),
             host_bytes=sum(self.spec.host_bytes(program.storage_bytes[s]) for s in chosen),
+            copies=(
+                Copies("back", begun, needed, total - late),
+                *([self._back(asked, fetch, again - late_back)] if asked else []),
+            ),
         )
 
     def _begin(self, chosen: Sequence[int], copies: dict[int, float]) -> dict[int, int]:
@@ -170,13 +173,6 @@ class _Weights(Offloads):
                 at -= 1
             found[s] = self._enters[max(at, 0)]
         return found
-
-    def _times(self, unit: str) -> tuple[float, float]:
-        """Return the time of a unit's ops, and of those of their gradients."""
-        (scope,) = self.program.calls[unit]
-        ops = [op for op in self.program.ops_in(scope) if self.program.ops[op].phase == Phase.FORWARD]
-        backward = self._backward_ms
-        return sum(self.program.ops[op].time_ms for op in ops), sum(backward.get(op, 0.0) for op in ops)
 
 
 def weight_decisions(
