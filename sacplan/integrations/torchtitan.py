@@ -36,7 +36,7 @@ from sacplan.core.liveness import footprint_of
 from sacplan.device.cost import CostModel
 from sacplan.errors import PlanError
 from sacplan.planning.partitions import Split, compared, prices_of, spec_of
-from sacplan.planning.saved_values import needed, without_forbidden
+from sacplan.planning.saved_values import bytes_of, needed, price_of, without_forbidden
 from sacplan.record.device_recorder import device_recorder
 from sacplan.running.compile_budget import CompiledGraph, choose
 from sacplan.torch_compat import partitioning
@@ -83,10 +83,9 @@ class _StepGraph:
             for node, is_late in zip(nodes, late, strict=True)
             if is_late or ahead & node.users.keys() or torch.Tag.nondeterministic_seeded in _tags(node)
         }
-        distance: dict[Any, int] = {}
         for node in reversed(nodes):
-            after = (0 if user in backward else 1 + distance[user] for user in node.users)
-            node.dist_from_bw = distance[node] = min(after, default=len(nodes))
+            after = (0 if user in backward else 1 + user.dist_from_bw for user in node.users)
+            node.dist_from_bw = min(after, default=len(nodes))
         info = SimpleNamespace(
             tangents_closure=backward,
             required_bw_nodes=backward,
@@ -135,8 +134,7 @@ class _StepGraph:
         module = partitioning.copied(self._module)
         self.tag(module, saved)
         peak = self._peak(selective_activation_remat_pass(module))
-        split = Split(self, saved)
-        return LoweredGraphs(peak, peak, split.nbytes, split.price_ms)
+        return LoweredGraphs(peak, peak, bytes_of(self.values, saved), price_of(self.values, saved))
 
     def tag(self, module: Any, saved: frozenset[str]) -> None:
         """Tag what is saved in a graph of these nodes, and what runs again."""

@@ -52,7 +52,7 @@ def choose(graph: SplitGraph, budget: float | str, calls: int = 1) -> tuple[Spli
     if taken <= limit:
         return best, CompiledGraph(limit, taken, default, max(0.0, best.lowered.ms - graph.own.lowered.ms))
     raise InfeasibleBudget(
-        f"a compiled graph does not fit {format_bytes(limit)}: PyTorch's own partition takes "
+        f"a compiled graph does not fit {format_bytes(limit)}: without a budget it takes "
         f"{format_bytes(default)}, and the smallest of {len(options)} that were compared {format_bytes(taken)}. "
         f"Give at least {exact_bytes(taken)}, or make the batch smaller.",
         budget_bytes=limit,
