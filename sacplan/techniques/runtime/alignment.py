@@ -134,12 +134,10 @@ class Alignment:
 
     Attributes:
         difference: the first difference from the recorded step, if there is one.
-        departs: whether the last op was not the recorded one that follows on the one before in its module call.
     """
 
     def __init__(self, recorded: RecordedUnit) -> None:
         self.difference: StepDifference | None = None
-        self.departs = False
         self._recorded = recorded
         self._call: Sequence[RecordedOp] = recorded.calls[0] if recorded.calls else ()
         self._at = 0
@@ -157,10 +155,7 @@ class Alignment:
             self._differs(place, description)
         # None for a module call that the recorded step does not have: its ops were not recorded.
         aligned = self._by_caller.get(caller)
-        due = None if aligned is None else aligned.due
-        op = aligned.next(place, description) if aligned is not None else None
-        self.departs = op is None or op is not due
-        return op
+        return None if aligned is None else aligned.next(place, description)
 
     def expects(self, place: str, description: str) -> bool:
         """Whether this op would be the next one, of a call without differences so far."""
@@ -209,11 +204,6 @@ class _CallerAlignment:
         self._at = 0
         self._place = ""
         self._skipped: int | None = None  # where the last match jumped from, until the next one confirms it
-
-    @property
-    def due(self) -> RecordedOp | None:
-        """The recorded op that follows on the last match."""
-        return self._ops[self._at] if self._at < len(self._ops) else None
 
     def add(self, op: RecordedOp, *, done: bool) -> None:
         """Add an op of the recorded call; ``done`` says whether it has run already."""

@@ -83,11 +83,6 @@ class Lookup:
         self._frames, self._places = {}, CallSites()
 
     @property
-    def departs(self) -> bool:
-        """Whether the last op was not the one that follows in the recorded step, see ``Alignment``."""
-        return self._alignment.departs
-
-    @property
     def difference(self) -> StepDifference | None:
         """The first difference from the recorded step, if there is one."""
         return self._alignment.difference

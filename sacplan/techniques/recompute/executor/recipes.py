@@ -40,14 +40,9 @@ from sacplan.techniques.runtime.alignment import Differences, RecordedUnit
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import Mark
 from sacplan.techniques.runtime.stand_ins import RecordedStandIn
-from sacplan.torch_compat.autograd import current_saved_tensors_hooks
 from sacplan.torch_compat.compiling import is_exporting, keep_dynamo_out, stop_compiling
 
-_MAX_KINDS = 8
-_MAX_SCHEDULES = 4
-"""How many schedules are remembered for calls of one kind."""
-
-_EXECUTOR = ("draws", "handles", "hooks", "lookup", "nodes", "recorder", "schedule", "slots")
+_EXECUTOR = ("draws", "handles", "lookup", "nodes", "recorder", "schedule", "slots")
 _PRIVATE = ("autograd", "compiling", "fake_kernels", "fake_tensors", "kernel_settings", "ops", "private")
 keep_dynamo_out("sacplan.techniques.recompute.executor", *_EXECUTOR)
 keep_dynamo_out("sacplan.techniques.runtime", "alignment", "recording", "saved", "tensors")
@@ -78,8 +73,8 @@ class PlannedForward(RecordedStandIn):
         self.tags.units.add(self)
         self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
         self.first_step = FirstStep(check, check)
-        self._schedules: dict[Any, tuple[Schedule, ...]] = {}
-        self._parameters: list[tuple[dict[str, Any], str]] | None = None
+        # By whether the module is in training mode, in which it runs other ops.
+        self._schedules: dict[bool, Schedule] = {}
 
     def mark(self, marks: Mapping[CallSite, tuple[Mark, ...]] | None) -> None:
         """Do something at ops of the unit from the next call on; None: as before."""
@@ -88,14 +83,7 @@ class PlannedForward(RecordedStandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which learns from its own calls."""
-        return self.__dict__ | {"_schedules": {}, "_parameters": None}
-
-    def for_replica(self, replica: torch.nn.Module) -> PlannedForward:
-        """Return the stand-in of a replica. It shares what has been learned."""
-        other = super().for_replica(replica)
-        assert isinstance(other, PlannedForward)
-        other._parameters = None
-        return other
+        return self.__dict__ | {"_schedules": {}}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit as planned; without gradients, as it is."""
@@ -113,32 +101,15 @@ class PlannedForward(RecordedStandIn):
             return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
         if self._first_in_training is None:
             self.differences.note_compiled(self.fqn, compiled_inside(self.module))
-        kind = self._kind_of_call(args, kwargs)
-        known = self._schedules.get(kind, ())
-        recorder = UnitRecorder(self.recorded, self.names, self.first_step, known)
+        training = self.module.training
+        recorder = UnitRecorder(self.recorded, self.names, self.first_step, self._schedules.get(training))
         with recorder:
             out = self.call_original(*args, **kwargs)
-        if recorder.difference is not None and self._first_in_training in (None, self.module.training):
+        if recorder.difference is not None and self._first_in_training in (None, training):
             # What the first call alone does, such as filling a cache, is worth no warning.
             self.differences.note(recorder.difference, may_warn=self._first_in_training is not None)
         if self._first_in_training is None:
-            self._first_in_training = self.module.training
-        # The schedule of the latest call comes first, since the next call most likely does the same.
-        latest = recorder.learned or recorder.followed
-        if latest is not None and (not known or latest is not known[0]):
-            # Kinds that keep changing would fill memory; starting over costs one lookup each.
-            if len(self._schedules) == _MAX_KINDS and kind not in self._schedules:
-                self._schedules = {}
-            others = tuple(schedule for schedule in known if schedule is not latest)
-            self._schedules[kind] = (latest, *others[: _MAX_SCHEDULES - 1])
+            self._first_in_training = training
+        if recorder.learned is not None:
+            self._schedules[training] = recorder.learned
         return out
-
-    def _kind_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return a key for calls that are expected to run the same ops and to save the same tensors."""
-        if self._parameters is None:
-            self._parameters = [(m._parameters, n) for m in self.module.modules() for n in m._parameters]
-        flags = [p is not None and p.requires_grad for p in (d.get(n) for d, n in self._parameters)]
-        flags += [isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())]
-        # Training decides which ops run, gradients what autograd saves, and hooks around the unit whether ours
-        # may be switched.
-        return self.module.training, current_saved_tensors_hooks() is None, tuple(flags)

@@ -1,13 +1,8 @@
 """The recorder of one call of a unit: sees its ops, makes nodes for the discarded ones, and gives autograd handles.
 
 The first call of a unit looks up every op among those of the recorded step (``alignment.py``), and leaves a
-``Schedule``. Later calls compare each op with it, which is all that happens to a kept op. Saved-tensor hooks are on
-only where autograd is about to save a discarded tensor; what it saves in between is kept and checked by autograd as
-usual.
-
-A call that departs from the schedule is looked up from there on, and leaves a schedule of its own. A schedule decides
-what a lookup would decide. Only the gaps at which hooks are on are an assumption; a tensor saved
-at another gap is kept.
+``Schedule``. Later calls compare each op with it, which is all that happens to a kept op. A schedule decides what a
+lookup would decide. A call that departs from it is looked up from there on, and leaves a schedule of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +27,8 @@ from sacplan.techniques.recompute.executor.handles import (
     RecipeHandle,
     Wrapped,
     base_without_history,
+    unpack,
 )
-from sacplan.techniques.recompute.executor.hooks import UnitHooks
 from sacplan.techniques.recompute.executor.lookup import Lookup, func_facts
 from sacplan.techniques.recompute.executor.nodes import OutsideForward, Slot
 from sacplan.techniques.recompute.executor.schedule import (
@@ -42,20 +37,26 @@ from sacplan.techniques.recompute.executor.schedule import (
     Schedule,
     ScheduledOp,
     ScheduledOps,
-    ScheduleDraft,
 )
 from sacplan.techniques.recompute.executor.slots import SlotTable
 from sacplan.techniques.runtime.alignment import RecordedUnit
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import Mark, SavedStorage, SavedStorages
 from sacplan.techniques.runtime.tensors import TAKES_A_NUMBER, with_lent_number
-from sacplan.torch_compat.autograd import autograd_sequence_number, in_backward, why_no_hooks
+from sacplan.torch_compat.autograd import (
+    autograd_sequence_number,
+    current_saved_tensors_hooks,
+    why_no_hooks,
+)
 from sacplan.torch_compat.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan.torch_compat.ops import is_composite, run_in_parts, tensors_in
 from sacplan.torch_compat.private import is_plain
 
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
 _UNSCHEDULED = frozenset((torch.ops.aten.detach.default, torch.ops.prim.device.default))
-"""Autograd detaches outputs that it keeps itself, so where hooks are off; and asks fake tensors for their device."""
+"""Autograd detaches outputs that it keeps itself, and asks fake tensors for their device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +90,18 @@ class _LastOp:
 class UnitRecorder(Watching):
     """The dispatch mode that is on while one call of a unit's forward runs.
 
-    Its state is in parts: the ``SlotTable`` of what has been discarded, the saved-tensor ``UnitHooks``, the schedule
-    that is followed, and, from where the call leaves it, the ``Lookup`` and the ``ScheduleDraft``.
+    Its state is in parts: the ``SlotTable`` of what has been discarded, the schedule that is followed, and, from where
+    the call leaves it, the ``Lookup`` and a new schedule.
 
     Args:
         recorded: the unit's calls in the recorded step, with what is discarded.
         names: gives the names, relative to the unit, of the modules in it, by ``id``.
         first_step: whether checksums are wanted.
-        schedules: what earlier calls did, the likely one first.
+        schedule: what an earlier call did.
 
     Attributes:
         paused: ops that run now are no part of the unit's forward.
-        learned: after the call, its schedule; None if it did what one of the given says, or failed.
-        followed: that one.
+        learned: after the call, its schedule; None if it did what the given one says, or failed.
         difference: after the call, where it first differs from the recorded step, if it does.
     """
 
@@ -112,12 +112,11 @@ class UnitRecorder(Watching):
         recorded: RecordedUnit,
         names: Callable[[], Mapping[int, str]],
         first_step: FirstStep | None = None,
-        schedules: Sequence[Schedule] = (),
+        schedule: Schedule | None = None,
     ) -> None:
         super().__init__()
         self.paused = False
         self.learned: Schedule | None = None
-        self.followed: Schedule | None = None
         self.difference: StepDifference | None = None
         self._unit = recorded.fqn
         self._first_step = first_step or FirstStep(False, False)
@@ -126,15 +125,15 @@ class UnitRecorder(Watching):
         self._slots = SlotTable(
             self._unit, self._first_step.digests, None if self._saved is None else self._saved.of
         )
-        self._hooks = UnitHooks()
-        # While a schedule is followed: it, the others that the call may turn out to follow, and the next op.
-        self._schedule = schedules[0] if schedules else None
-        self._others = schedules[1:]
-        self._ops: ScheduledOps = NO_OPS
+        # The pack and the unpack hook that were there before; None if there were none.
+        self._hooks_around: tuple[Any, Any] | None = None
+        # While a schedule is followed: it, and the next op.
+        self._schedule = schedule
+        self._ops: ScheduledOps = NO_OPS if schedule is None else schedule.ops
         self._at = 0
-        # From where it is left; there is a draft only then.
+        # From where it is left; there is a new one only then.
         self._lookup = Lookup(recorded, names)
-        self._draft: ScheduleDraft | None = None
+        self._draft: Schedule | None = None
         # Whether this call does not run what was recorded, as far as is known; only then is the last op of interest.
         self._differs = False
         self._last: _LastOp | None = None
@@ -150,19 +149,11 @@ class UnitRecorder(Watching):
                 f"({why_no_hooks()}). Remove the plan for this call, handle.remove(), or plan with "
                 f"never=[{self._unit or '*'!r}]."
             )
-        schedule = self._schedule
-        if schedule is not None:
-            self._ops = schedule.ops
         self._lookup.enter(sys._getframe(1))
-        # A mark may be about any tensor that is saved, so with marks the hooks are always on.
-        may_switch = self._saved is None and (schedule is None or schedule.switches)
-        self._hooks.begin(self._pack, may_switch=may_switch)
+        self._hooks_around = current_saved_tensors_hooks()
         if self._saved is not None:
-            self._saved.for_others = self._hooks.around is not None
-        # Without a schedule nobody knows where autograd saves a discarded tensor, so the hooks are on
-        # throughout.
-        if schedule is None or not self._hooks.may_switch:
-            self._hooks.switch(True)
+            self._saved.for_others = self._hooks_around is not None
+        _push_hooks(self._pack, unpack)
         super().__enter__()
         here.recorder = self
         return self
@@ -172,8 +163,12 @@ class UnitRecorder(Watching):
         super().__exit__(exc_type, exc_value, traceback)
         if exc_type is None:
             self._learn()
-        # Also after an error: hooks left behind would pack what the rest of the program saves.
-        self._hooks.end()
+        # Also after an error: hooks left behind would pack what the rest of the program saves. Those that code in the
+        # unit has left on top are not ours.
+        top = current_saved_tensors_hooks()
+        if top is not None and top[0] == self._pack:
+            _pop_hooks()
+        self._hooks_around = None
         self._lookup.leave()
         self._slots.clear()
         if self._saved is not None:
@@ -197,11 +192,7 @@ class UnitRecorder(Watching):
         if expected is not func and is_composite(func):  # a schedule has none
             return run_in_parts(self, func, args, kwargs)
         given = with_lent_number(args) if func in TAKES_A_NUMBER else args
-        # From cheap to expensive: the schedule's next op, another schedule that began alike, a lookup.
         if expected is func:
-            self._at += 1
-        elif func not in _UNSCHEDULED and self._follows_another(func):
-            op = self._ops[self._at][1]
             self._at += 1
         else:
             op = self._look_up(func, args, kwargs)
@@ -221,8 +212,6 @@ class UnitRecorder(Watching):
             if action is not Action.KEEP:
                 self._slots.note_write(func, args, kwargs)
             out = func(*given, **kwargs)
-        if op.hooks is not None:
-            self._hooks.switch(op.hooks)
         if op.marks:
             self._tell(op.marks, args, kwargs, out)
         return out
@@ -265,68 +254,42 @@ class UnitRecorder(Watching):
             self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten, recorded)
         return out
 
-    # --- following a schedule, leaving it, and learning one ---
-
-    def _follows_another(self, func: Any) -> bool:
-        """Whether another schedule began with the same ops, and goes on with this one; it is followed from here on."""
-        if self._draft is not None or self._schedule is None:
-            return False  # ops are looked up already; or there never was a schedule
-        done = self._at
-        for other in self._others:
-            # Hooks that may have been off so far must be what the other one expects, or gaps would be wrong.
-            if other.switches == self._hooks.may_switch and other.goes_on(self._ops, done, func):
-                self._schedule, self._ops = other, other.ops
-                self._differs = other.differs_before(done)
-                if other.switches:
-                    self._hooks.switch(other.hooks_before(done))
-                return True
-        return False
+    # --- leaving a schedule, and learning one ---
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> ScheduledOp | None:
-        """Return what to do about an op that no schedule expects here, and remember it for the next call."""
+        """Return what to do about an op that the schedule does not expect here, and remember it for the next call."""
         if func in _UNSCHEDULED:
             return None  # they come and go without anything that the plan decides about
         draft = self._draft or self._leave_schedule()
         op, known = self._lookup.next(func, args, kwargs)
         if self._lookup.differs and not self._differs:
             op = replace(op or ScheduledOp(Action.KEEP), differs=True)
-        # The next call may run what was recorded here, as one whose caches are filled does. What autograd then saves,
-        # it saves before that op is seen.
-        if self._lookup.departs:
-            draft.note_saved(discarded=True)
         draft.add(func, op, known)
-        # Somebody else changes the hooks here, so at which gaps ours are on cannot be a part of the schedule.
-        if self._hooks.may_switch and (in_backward() or not self._hooks.on_top()):
-            self._hooks.may_switch = False  # other hooks come and go inside the unit
         return op
 
-    def _leave_schedule(self) -> ScheduleDraft:
+    def _leave_schedule(self) -> Schedule:
         """Continue as if every op so far had been looked up."""
-        # From here on hooks are on, and ``NO_OPS`` makes every op a lookup, as in the first call.
+        # From here on ``NO_OPS`` makes every op a lookup, as in the first call.
         done, schedule = self._at, self._schedule
-        draft = self._draft = ScheduleDraft() if schedule is None else schedule.beginning(done)
-        # Autograd may have saved something for the op that was not expected, with the hooks off.
-        if schedule is not None:
-            draft.note_saved(discarded=True)
+        draft = self._draft = Schedule() if schedule is None else schedule.beginning(done)
         likely = None if schedule is None else schedule.calls_around(done)
         self._lookup.begin(draft.known, likely, differs=self._differs)
         self._ops, self._at = NO_OPS, 0
-        self._hooks.switch(True)
         return draft
 
     def _learn(self) -> None:
-        """End a call that did not fail: say which schedule it followed, or make one of what it did."""
+        """End a call that did not fail: it did what its schedule says, or leaves another one."""
         draft = self._draft
         if draft is None:
-            # None marks the end of a schedule: the call ran all of its ops, or all of another one's.
-            if self._ops[self._at][0] is None or self._follows_another(None):  # it did what the schedule says
-                self.followed = self._schedule
-                self.difference = self.followed.difference if self.followed is not None else None
+            # None marks the end of a schedule: the call ran all of its ops.
+            if self._schedule is not None and self._ops[self._at][0] is None:
+                self.difference = self._schedule.difference
                 return
             draft = self._leave_schedule()  # it did less
         self._lookup.end()
         self.difference = self._lookup.difference
-        self.learned = draft.schedule(switches=self._hooks.may_switch, difference=self.difference)
+        draft.end(self.difference)
+        self.learned = draft
 
     # --- what autograd saves ---
 
@@ -343,8 +306,6 @@ class UnitRecorder(Watching):
         ):
             slot = None  # its backward pass was not recorded, and may overwrite what it saved
         saved = self._saved.of(local) if self._saved is not None and is_plain(local) else None
-        if self._draft is not None:
-            self._draft.note_saved(discarded=slot is not None)
         if slot is not None:
             handle = RecipeHandle(slot, local, self._first_step, saved)
             if local is t:
@@ -355,8 +316,8 @@ class UnitRecorder(Watching):
                 return Wrapped(handle, wrapping_of(t), base_without_history(t, local))
             # Hooks around the unit get a kept tensor as they would without ours. Else it carries the version
             # that autograd, with hooks on, does not check.
-            if self._hooks.around is not None:
-                pack_hook, unpack_hook = self._hooks.around
+            if self._hooks_around is not None:
+                pack_hook, unpack_hook = self._hooks_around
                 return PassedOn(pack_hook(t), unpack_hook)
             return Kept(t, plain, self._unit, saved if plain and not t.is_inference() else None)
         finally:
