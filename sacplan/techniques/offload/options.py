@@ -32,7 +32,7 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.distributed.ranks.unit_limits import too_wide
 from sacplan.techniques.base.regions import Copies, Option, Reach, Region
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.offload.rewrite import Move, behind, last_writes
+from sacplan.techniques.offload.rewrite import Move, Visit, behind, last_writes
 from sacplan.techniques.offload.sites import first_seen, place_of, sites_of, weights_asked_for
 from sacplan.techniques.offload.timing import copy_ms
 from sacplan.techniques.recompute.rewrite import recompute_ops
@@ -57,23 +57,25 @@ _STAY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """The moves of an option to offload.
+    """What an option has away, and when.
 
     Attributes:
-        moves: the storages, and when they are away, in the order in which they are needed again.
+        moves: the storages; those of activations in the order in which they are needed again.
         anchors: by move, the op whose weight's being asked for begins the copy back.
-        needed: by move, the event at which it is needed again.
+        needed: by move, the event at which it is needed again; -1 if it is not.
         unit_of: the unit in which each op of the moves is seen.
+        unit: the unit of the option.
         spec: the device.
-        base: the patch that discards the option's ops.
+        base: the patch that discards the option's ops, if it has any.
     """
 
-    moves: tuple[Move, ...]
+    moves: tuple[Move | Visit, ...]
     anchors: tuple[int | None, ...]
     needed: tuple[int, ...]
     unit_of: tuple[tuple[int, str], ...]
+    unit: str
     spec: DeviceSpec
-    base: Patch
+    base: Patch | None = None
 
 
 class Offloads:
@@ -321,7 +323,7 @@ class Offloads:
             technique="offload",
             also=(Recomputation.name,),
             units=tuple(dict.fromkeys((unit, *(found for _, found in unit_of)))),
-            remembered=Away(tuple(moves), tuple(anchors), asked, unit_of, self.spec, patch),
+            remembered=Away(tuple(moves), tuple(anchors), asked, unit_of, unit, self.spec, patch),
             # Ops are numbered from the unit's first one, so that equal layers have equal signatures.
             signature=tuple(
                 (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from sacplan.core.decisions import Offload, SeenTensor, Site
 from sacplan.core.derived import derived
@@ -147,7 +147,8 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move] | str
         if let_go <= sent or (made.replaces >= 0 and storage in made.writes):
             let_go = -1
         (call,) = program.calls[one.unit]
-        found.append(Move(storage, sent, let_go, _fetch(program, one.fetch, op_at, sent), call))
+        # A tensor that is seen before the other one is sent cannot know of it.
+        found.append(Move(storage, sent, let_go, fetch_event(program, one.fetch, sent), call))
     return found
 
 
@@ -179,16 +180,38 @@ def _dropped_between(program: Program, storage: int, first: int, last: int) -> b
     return False
 
 
-def _fetch(program: Program, seen: SeenTensor | None, op_at: Callable[[Site], int], sent: int) -> int:
-    """Return the event before which a copy back begins; -1 if only the need of it does."""
+def fetch_event(program: Program, seen: SeenTensor | None, first: int) -> int:
+    """Return the event before which a copy back begins: autograd asks for a tensor of an op from ``first`` on.
+
+    -1 if only the need of the copy begins it.
+    """
     if seen is None:
         return -1
-    op = op_at(seen.site)
-    # A tensor that is seen before the other one is sent cannot know of it.
-    if op < sent:
-        return -1
-    at = (position for position, asked in weights_asked_for(program, seen.unit).items() if asked == op)
-    return next(at, -1)
+    sites, site = sites_of(program, seen.unit), CallSite(*seen.site[1:])
+    asked = weights_asked_for(program, seen.unit).items()
+    return next((at for at, op in asked if op >= first and sites[op] == site), -1)
+
+
+def seen_weight(program: Program, anchor: int | None, unit_of: Mapping[int, str]) -> SeenTensor | None:
+    """Return the weight whose being asked for begins a copy back, by its call site; None if nothing but need does.
+
+    Args:
+        program: the step.
+        anchor: the op whose weight it is.
+        unit_of: by op, the unit that is to see it.
+    """
+    site = None if anchor is None else _site_of(program, anchor, unit_of)
+    # In the unit of a plan, which may be around the one that the option was made for, the weight may have other uses:
+    # then this op is not the one for which it is asked first.
+    if anchor is None or site is None or anchor not in weights_asked_for(program, site.unit).values():
+        return None
+    return SeenTensor(*site, weight_of(program, anchor))
+
+
+def _site_of(program: Program, op: int, unit_of: Mapping[int, str]) -> Site | None:
+    unit = unit_of.get(op)
+    site = None if unit is None else sites_of(program, unit).get(op)
+    return None if unit is None or site is None else Site(unit, *site)
 
 
 def decision_of(
@@ -196,29 +219,12 @@ def decision_of(
 ) -> Offload | None:
     """Return the decision for a move; None if the program has no call sites for it, as where a chunk has taken an op.
 
-    Args:
-        program: the step.
-        move: the move.
-        anchor: the op whose weight's being asked for begins the copy back.
-        unit_of: by op, the unit that is to see it.
+    ``anchor`` and ``unit_of`` are those of ``seen_weight``.
     """
-
-    def site_of(op: int) -> Site | None:
-        unit = unit_of.get(op)
-        site = sites_of(program, unit).get(op) if unit is not None else None
-        return None if unit is None or site is None else Site(unit, *site)
-
-    sent, let_go = site_of(move.sent), site_of(move.let_go)
+    sent, let_go = (_site_of(program, op, unit_of) for op in (move.sent, move.let_go))
     tensor = place_of(program, move.sent, move.storage)
     if sent is None or let_go is None or tensor is None:
         return None
-    fetch: SeenTensor | None = None
-    if anchor is not None:
-        site = site_of(anchor)
-        # In the unit of a plan, which may be around the one that the option was made for, the weight may have other
-        # uses: then this op is not the one for which it is asked first.
-        if site is not None and anchor in weights_asked_for(program, site.unit).values():
-            fetch = SeenTensor(*site, weight_of(program, anchor))
     return Offload(
         unit=sent.unit,
         op=sent.op,
@@ -226,5 +232,5 @@ def decision_of(
         place=sent.place,
         tensor=tensor,
         let_go=let_go,
-        fetch=fetch,
+        fetch=seen_weight(program, anchor, unit_of),
     )

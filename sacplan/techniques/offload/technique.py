@@ -20,8 +20,8 @@ from sacplan.techniques.offload.options import Away, offloads
 from sacplan.techniques.offload.rewrite import Move, Visit, moved
 from sacplan.techniques.offload.sites import decision_of, moves_of
 from sacplan.techniques.offload.timing import clocked
-from sacplan.techniques.offload.weight_options import Left, leaving_bytes, weight_decisions, weight_regions
-from sacplan.techniques.offload.weights import visits_of
+from sacplan.techniques.offload.weight_options import leaving_bytes, weight_regions
+from sacplan.techniques.offload.weights import visits_of, weight_decision
 
 
 class Offloading(Technique):
@@ -52,9 +52,7 @@ class Offloading(Technique):
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """Return the patch that discards the option's ops, and moves tensors."""
-        away: Away | Left = option.remembered
-        if isinstance(away, Left):
-            return moved(program, away.visits, away.spec.host_bytes)
+        away: Away = option.remembered
         return moved(program, away.moves, away.spec.host_bytes, away.base)
 
     def decisions(
@@ -71,14 +69,14 @@ class Offloading(Technique):
         found: list[tuple[int, Decision | None]] = []
         # A region may name ops by a module inside of another unit of the plan, and units do not nest.
         for _, option in taken:
-            away: Away | Left = option.remembered
-            if isinstance(away, Left):
-                units_around = {unit: outer_unit(unit) for unit in (away.unit, *dict(away.unit_of).values())}
-                found += weight_decisions(program, away, units_around)
-                continue
+            away: Away = option.remembered
             unit_of = {op: outer_unit(unit) for op, unit in away.unit_of}
             for move, anchor, needed in zip(away.moves, away.anchors, away.needed, strict=True):
-                found.append((needed, decision_of(program, move, anchor, unit_of)))
+                if isinstance(move, Visit):
+                    unit = outer_unit(away.unit)
+                    found.append((needed, weight_decision(program, move, anchor, unit_of, unit)))
+                else:
+                    found.append((needed, decision_of(program, move, anchor, unit_of)))
         # Copies back that begin at the same place go in this order, and computation waits for the first one it needs.
         found.sort(key=itemgetter(0))
         return tuple(one for _, one in found if one is not None)

@@ -13,39 +13,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from sacplan.core.decisions import OffloadWeight, SeenTensor, Site
 from sacplan.core.derived import derived
-from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.distributed.ranks.unit_limits import too_wide
 from sacplan.techniques.base.regions import Copies, Option, Reach, Region
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.offload.options import LARGEST, ROUNDED, SMALLEST, TIE, Offloads
-from sacplan.techniques.offload.rewrite import Visit, last_writes
-from sacplan.techniques.offload.sites import sites_of, weight_of, weights_asked_for
+from sacplan.techniques.offload.options import LARGEST, ROUNDED, SMALLEST, TIE, Away, Offloads
+from sacplan.techniques.offload.rewrite import Visit
 from sacplan.techniques.offload.timing import copy_ms
 from sacplan.techniques.offload.weights import homes_of
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """The parameters that an option leaves on the host.
-
-    Attributes:
-        visits: the parameters, in the order in which the forward pass uses them.
-        anchors: by visit, the op whose weight's being asked for begins the copy for the backward pass.
-        unit_of: the unit in which each of these ops is seen.
-        unit: that of the parameters.
-        spec: the device.
-    """
-
-    visits: tuple[Visit, ...]
-    anchors: tuple[int | None, ...]
-    unit_of: tuple[tuple[int, str], ...]
-    unit: str
-    spec: DeviceSpec
 
 
 @derived
@@ -127,6 +104,7 @@ class _Weights(Offloads):
             at = fetch.get(s)
             visits.append(Visit(s, begin[s], self.homes[s].call, -1 if at is None else self._anchor_at[at]))
             anchors.append(None if at is None else self._anchor_op[at])
+        needed_at = tuple(self.homes[s].asked for s in chosen)
         unit_of = {op: self.unit_of[op] for op in anchors if op is not None}
         total, again = sum(copies.values()), sum(copies[s] for s in asked)
         late = 0.0 if early else total
@@ -141,7 +119,9 @@ class _Weights(Offloads):
             members=(),
             technique="offload",
             units=tuple(dict.fromkeys((unit, *unit_of.values()))),
-            remembered=Left(tuple(visits), tuple(anchors), tuple(unit_of.items()), unit, self.spec),
+            remembered=Away(
+                tuple(visits), tuple(anchors), needed_at, tuple(unit_of.items()), unit, self.spec
+            ),
             # Relative to the first call, so that equal layers have equal signatures.
             signature=tuple(
                 (
@@ -173,38 +153,3 @@ class _Weights(Offloads):
                 at -= 1
             found[s] = self._enters[max(at, 0)]
         return found
-
-
-def weight_decisions(
-    program: Program, left: Left, outer: dict[str, str]
-) -> Iterator[tuple[int, OffloadWeight]]:
-    """Yield decisions for the parameters that an option leaves, each with the event at which it is asked for.
-
-    Args:
-        program: the step, with what other techniques did to it. Where a use of a parameter is gone, it stays.
-        left: what the option leaves.
-        outer: by unit, the unit of the plan that is around it.
-    """
-    unit_of, homes = dict(left.unit_of), homes_of(program)
-    for visit, anchor in zip(left.visits, left.anchors, strict=True):
-        home = homes.get(visit.storage)
-        if home is None or home.call != visit.call or program.liveness.entered[visit.begin] < 0:
-            continue
-        fetch = None
-        if anchor is not None:
-            unit = outer[unit_of[anchor]]
-            site = sites_of(program, unit).get(anchor)
-            # In a unit around it the weight may have other uses, so that another op asks for it first.
-            if site is not None and anchor in weights_asked_for(program, unit).values():
-                fetch = SeenTensor(*Site(unit, *site), weight_of(program, anchor))
-        yield (
-            home.asked,
-            OffloadWeight(
-                unit=outer[left.unit],
-                parameter=program.fixed[visit.storage],
-                module=program.scopes[visit.call].fqn,
-                trained=visit.storage in last_writes(program),
-                begin=program.scopes[visit.begin].fqn,
-                fetch=fetch,
-            ),
-        )

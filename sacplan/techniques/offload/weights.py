@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from sacplan.core.decisions import OffloadWeight
 from sacplan.core.derived import derived
-from sacplan.core.program import ROOT_SCOPE, CallSite, Event, Phase, Program, StorageKind
+from sacplan.core.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
 from sacplan.techniques.offload.rewrite import FROM_HOST, Visit, last_writes
-from sacplan.techniques.offload.sites import sites_of, weights_asked_for
+from sacplan.techniques.offload.sites import fetch_event, seen_weight
 
 
 class Home(NamedTuple):
@@ -124,20 +124,31 @@ def visits_of(program: Program, decisions: Sequence[OffloadWeight]) -> list[Visi
                 f"the copy of parameter {one.parameter!r} begins with the call of module {one.begin!r}, which does not "
                 f"run once before {one.module!r}. Have sacplan.plan make the plan."
             )
-        found.append(Visit(storage, calls[0], home.call, _fetch(program, one, home)))
+        # What is seen before the call has ended cannot know of the parameter.
+        fetch = fetch_event(program, one.fetch, program.scopes[home.call].end_op)
+        found.append(Visit(storage, calls[0], home.call, fetch))
     return found
 
 
-def _fetch(program: Program, one: OffloadWeight, home: Home) -> int:
-    """Return the event before which the copy for the backward pass begins; -1 if only the need of it does."""
-    if one.fetch is None or len(program.calls.get(one.fetch.unit, ())) != 1:
-        return -1
-    site = CallSite(*one.fetch.site[1:])
-    sites = sites_of(program, one.fetch.unit)
-    # What is seen before the call has ended cannot know of the parameter.
-    at = (
-        position
-        for position, op in weights_asked_for(program, one.fetch.unit).items()
-        if sites[op] == site and op >= program.scopes[home.call].end_op
+def weight_decision(
+    program: Program, visit: Visit, anchor: int | None, unit_of: Mapping[int, str], unit: str
+) -> OffloadWeight | None:
+    """Return the decision for a visit; None if other techniques have changed the uses of the parameter: it stays.
+
+    Args:
+        program: the step, with what other techniques did to it.
+        visit: of the parameter.
+        anchor, unit_of: as for ``seen_weight``.
+        unit: the one in which what autograd saves of the parameter is seen.
+    """
+    home = homes_of(program).get(visit.storage)
+    if home is None or home.call != visit.call or program.liveness.entered[visit.begin] < 0:
+        return None
+    return OffloadWeight(
+        unit=unit,
+        parameter=program.fixed[visit.storage],
+        module=program.scopes[visit.call].fqn,
+        trained=visit.storage in last_writes(program),
+        begin=program.scopes[visit.begin].fqn,
+        fetch=seen_weight(program, anchor, unit_of),
     )
-    return next(at, -1)
