@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from sacplan.core.decisions import Accumulate
+from sacplan.core.derived import derived
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Phase, Program
 from sacplan.device.devices import DeviceSpec
@@ -102,3 +104,13 @@ def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
     # The share of the time decides between ops of equal FLOPs. Without it, all ops that have none would be
     # free.
     return tuple(op.flops * rate + _TIE * ms for op, ms in zip(program.ops, times, strict=True))
+
+
+@derived
+def backward_ops(program: Program) -> Mapping[int, Sequence[int]]:
+    """Return by forward op the ops of its gradient, in the order in which they run; worked out once."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(program.ops):
+        if op.phase is Phase.BACKWARD and op.forward_of >= 0:
+            found[op.forward_of].append(i)
+    return dict(found)

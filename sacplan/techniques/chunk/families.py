@@ -11,17 +11,16 @@ rehearsed by itself.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from sacplan.core.derived import derived
 from sacplan.core.program import Patch, Phase, Program, StorageKind
 from sacplan.core.rewriting import Indices, PatchBuilder, Table
+from sacplan.techniques.base.step import backward_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +116,6 @@ def _forward_ops(program: Program, scope: int, *, to_end: bool) -> Sequence[int]
     """Return the ops of a module call, or all forward ops from its first one on."""
     ops = range(program.scopes[scope].first_op, len(program.ops))
     return [i for i in ops if program.ops[i].phase is Phase.FORWARD] if to_end else program.ops_in(scope)
-
-
-@derived
-def backward_ops(program: Program) -> Mapping[int, Sequence[int]]:
-    """Return by forward op the backward ops that belong to it; worked out once."""
-    found: dict[int, list[int]] = defaultdict(list)
-    for i, op in enumerate(program.ops):
-        if op.phase is Phase.BACKWARD and op.forward_of >= 0:
-            found[op.forward_of].append(i)
-    return dict(found)
 
 
 def transferred(known: Iterable[tuple[Kinship | None, Rewrite]], scope: int) -> Rewrite | None:

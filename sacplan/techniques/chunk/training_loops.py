@@ -15,12 +15,12 @@ import torch
 
 from sacplan.core.program import Event, Phase
 from sacplan.record.rehearsal import RehearsedOps
+from sacplan.techniques.base.step import backward_ops
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.deferral import DeferredRun
 from sacplan.techniques.chunk.executor.lazy import Lazy
 from sacplan.techniques.chunk.executor.loop import compute, compute_whole, compute_with_memory, needed_nodes
 from sacplan.techniques.chunk.executor.values import Held
-from sacplan.techniques.chunk.families import backward_ops
 from sacplan.torch_compat.ops import is_computation
 
 _FREE = int(Event.FREE)

@@ -20,10 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, takewhile
 
 from sacplan.core.program import Op, Phase, StorageKind, Tensor
+from sacplan.techniques.base.step import backward_ops
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.deferral import DeferredRun
 from sacplan.techniques.chunk.executor.lazy import Lazy
-from sacplan.techniques.chunk.families import backward_ops
 from sacplan.torch_compat.ops import is_computation
 
 _ADDITIONS = ("aten.add.Tensor", "aten.add_.Tensor")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sacplan.core.decisions import Offload, SeenTensor, Site
 from sacplan.core.derived import derived
 from sacplan.core.program import CallSite, Event, Phase, Program, StorageKind
+from sacplan.techniques.base.step import backward_ops
 from sacplan.techniques.offload.rewrite import Move, last_writes
 from sacplan.torch_compat.ops import is_computation
 
@@ -80,7 +81,7 @@ def weights_asked_for(program: Program, unit: str) -> Mapping[int, int]:
     Only a weight that the unit uses once tells for which of its uses it is asked for.
     """
     uses: Counter[int] = Counter(s for op in sites_of(program, unit) for s in set(tensors_of(program, op)))
-    backward = _backward_ops(program)
+    backward = backward_ops(program)
     found = {}
     for op in sites_of(program, unit):
         if program.ops[op].name in _WEIGHTS and op in backward:
@@ -92,16 +93,6 @@ def weights_asked_for(program: Program, unit: str) -> Mapping[int, int]:
             if is_parameter and asked and uses[weight] == 1:
                 found[int(program.liveness.op_events[backward[op][0]])] = op
     return dict(sorted(found.items()))
-
-
-@derived
-def _backward_ops(program: Program) -> dict[int, list[int]]:
-    """Return by forward op the ops of its gradient, in the order in which they run."""
-    found: dict[int, list[int]] = defaultdict(list)
-    for code, arg in program.events:
-        if code == Event.OP and program.ops[arg].phase == Phase.BACKWARD and program.ops[arg].forward_of >= 0:
-            found[program.ops[arg].forward_of].append(arg)
-    return found
 
 
 def weight_of(program: Program, op: int) -> int:

@@ -79,7 +79,7 @@ class Draw:
         expected = _moves.get(self._kind)
         if moved == expected and self._generator.device not in _mixed_up:
             return True  # exactly as far as a call of this kind moves it
-        run_with = _runner(func, self._generator.device.type)
+        run_with = _runner(func)
         if run_with is None:
             # It takes no generator, so running it to find out would draw from the program's. A distance that is not
             # known yet is given the benefit of the doubt: ``again`` compares the digest, and raises.
@@ -105,7 +105,7 @@ class Draw:
             del room
             generator.get_state()
             return True, out
-        run_with = _runner(func, generator.device.type)
+        run_with = _runner(func)
         if run_with is not None:
             return self._leads_to_end(run_with, args, kwargs)
         out = None
@@ -214,11 +214,8 @@ def _kind_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: 
 
 
 @functools.cache
-def _runner(func: Any, device_type: str) -> RunWith | None:
+def _runner(func: Any) -> RunWith | None:
     """Return how to run the op on a generator of one's own; None if it cannot take one."""
-    aten = torch.ops.aten
-    if func is aten.native_dropout.default and device_type == "cpu":
-        return _native_dropout
     for i, argument in enumerate(func._schema.arguments):
         if "Generator" in str(argument.type):
             return functools.partial(_run, func, i, argument.name)
@@ -242,13 +239,3 @@ def _run(
     if 0 <= position < len(args):
         return func(*args[:position], own, *args[position + 1 :], **kwargs)
     return func(*args, **{**kwargs, name: own})
-
-
-def _native_dropout(args: Sequence[Any], kwargs: Mapping[str, Any], own: torch.Generator) -> Any:
-    """Run ``native_dropout`` on a given generator, with the ops that its CPU kernel runs."""
-    names = ("input", "p", "train")
-    x, p, train = (*args, *(kwargs[name] for name in names[len(args) :]))
-    if not x.numel() or train is False:
-        return torch.ops.aten.native_dropout.default(x, p, train)
-    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=own)
-    return x.mul(mask).mul_(1 / (1 - p) if p != 1 else 0.0), mask

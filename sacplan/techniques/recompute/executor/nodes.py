@@ -247,11 +247,7 @@ class RecipeNode:
         # Copies: a node may run several times, and must not keep the tensors that one run puts in.
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
         for held in self.held:
-            place, tensor = held.place, held.take(self)
-            if type(place) is int:
-                args[place] = tensor
-            else:
-                _put(args, kwargs, place, tensor)
+            _put(args, kwargs, held.place, held.take(self))
         made: torch.Tensor | None = None  # the output of an op that writes in place: the whole value
         taken: Slot | None = None
         for place, slot, view, requires_grad in self.slot_args:
@@ -267,10 +263,7 @@ class RecipeNode:
                     tensor = slot.view_on(made, view)
             if tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)
-            if type(place) is int:
-                args[place] = tensor
-            else:
-                _put(args, kwargs, place, tensor)
+            _put(args, kwargs, place, tensor)
         # Only now, since the op may read the slot in another argument as well.
         if taken is not None:
             taken.value = None
@@ -338,6 +331,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _put(args: list[Any], kwargs: dict[str, Any], place: Any, tensor: torch.Tensor) -> None:
     """Put an argument in its place; the node's own lists are tuples, and stay unchanged."""
+    if type(place) is int:
+        args[place] = tensor
+        return
     where, index = place
     holder: Any = kwargs if isinstance(where, str) else args
     if index < 0:
@@ -362,10 +358,6 @@ def compute(wanted: Slot, view: View) -> torch.Tensor:
     order = _needed(wanted.node)
     # A node runs in the gradient mode of the forward pass. Below autograd's dispatch keys it records nothing even so.
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        if all(node.times == 1 for node in order):
-            for node in order:
-                node.settle(node.compute())
-            return wanted.take(view)
         passing = _passing(order, wanted)
         order.reverse()
         try:
