@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 from sacplan.core.decisions import Chunk
@@ -36,23 +35,18 @@ _RUNS_IN_SLICES = {
 }
 
 
-class _ModelSite(NamedTuple):
-    """A call site as seen from the model, so that it is the same whatever the unit of the plan."""
+class _SiteValue(NamedTuple):
+    """The value made at one call site, whatever the unit of the plan.
 
-    module: str
-    place: str
-    op: str
-    occurrence: int
-
-
-@dataclass(frozen=True, slots=True)
-class _SiteValue:
-    """The value made at one call site.
-
-    ``order`` is the order of execution. Bytes and ms are None if the plan has no such figures, as in older files.
+    Attributes:
+        module: the module that runs the op, as seen from the model.
+        op: its name.
+        order: in which order it runs.
+        n_bytes, ms: None if the plan has no such figures, as one that was put together by hand.
     """
 
-    at: _ModelSite
+    module: str
+    op: str
     order: tuple[int, int]
     n_bytes: int | None
     ms: float | None
@@ -111,17 +105,21 @@ def together(layers: Sequence[str]) -> str:
 
 def read_layers(plan: PlanValue) -> list[LayerReading]:
     """Return what a plan does layer by layer, in order of execution. Outside of its units it does nothing."""
-    kept, recomputed = values_of(plan)
+    discarded, places = plan.discarded, _places(plan.units, plan.sequences)
+    recomputed: list[_SiteValue] = []
+    for fqn, unit in plan.units.items():
+        sites = discarded.get(fqn, {})
+        recomputed += places[fqn].values(sites, unit.discarded_bytes, unit.discarded_ms)
     sliced: dict[str, list[str]] = defaultdict(list)
     for chunk in plan.chunks:
         layer, inner = _layer_of(chunk.unit)
         sliced[layer].append(f"{f'{inner}: ' if inner else ''}{what_runs(chunk)}, in {chunk.slices} slices")
-    return folded(kept, recomputed, sliced, _away(plan))
+    return _folded(_kept_values(plan.units, places), recomputed, sliced, _away(plan, places))
 
 
 def kept_layers(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> list[LayerReading]:
     """Return what a step keeps without a plan. The arguments are from ``unit_plans`` with nothing discarded."""
-    return folded(list(_kept_values(units, sequences)), [], {})
+    return _folded(_kept_values(units, _places(units, sequences)), [], {}, {})
 
 
 def what_runs(chunk: Chunk) -> str:
@@ -131,34 +129,13 @@ def what_runs(chunk: Chunk) -> str:
     return _RUNS_IN_SLICES[chunk.span]
 
 
-def values_of(plan: PlanValue) -> tuple[list[_SiteValue], list[_SiteValue]]:
-    """Return the values that are kept, and those that are recomputed, in the units of a plan."""
-    discarded = plan.discarded
-    recomputed = []
-    # The place of a unit in the plan comes first in the order of its values, and their place in the unit second.
-    for index, (fqn, unit) in enumerate(plan.units.items()):
-        sites = discarded.get(fqn, {})
-        places = _ModelSites(index, fqn, unit, plan.sequences)
-        # Plans from older files have no figures for single call sites.
-        n_bytes = unit.discarded_bytes or (None,) * len(sites)
-        times = unit.discarded_ms or (None,) * len(sites)
-        recomputed += [
-            _SiteValue(*places.of(site), n, ms) for site, n, ms in zip(sites, n_bytes, times, strict=True)
-        ]
-    return list(_kept_values(plan.units, plan.sequences)), recomputed
-
-
-def _away(plan: PlanValue) -> dict[str, tuple[str, ...]]:
+def _away(plan: PlanValue, places: Mapping[str, _Places]) -> dict[str, tuple[str, ...]]:
     """Return by layer, in words, what waits on the host: tensors, by the ops that make or read them, and parameters."""
-    places = {
-        fqn: _ModelSites(index, fqn, unit, plan.sequences)
-        for index, (fqn, unit) in enumerate(plan.units.items())
-    }
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for one in plan.offloaded:
         # A plan that was written by hand may name a unit of which it holds no calls.
         known = places.get(one.unit)
-        layer, inner = _layer_of(known.of(one.sites[0])[0].module if known is not None else one.unit)
+        layer, inner = _layer_of(known.of(one.sites[0])[0] if known is not None else one.unit)
         found[layer][f"{short_op(one.op)}{f' of {inner}' if inner else ''}"] += 1
     texts: dict[str, tuple[str, ...]] = {
         layer: ("of what it keeps: " + ", ".join(f"{op} x{n}" if n > 1 else op for op, n in ops.items()),)
@@ -174,15 +151,21 @@ def _away(plan: PlanValue) -> dict[str, tuple[str, ...]]:
     return texts
 
 
-def _kept_values(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> Iterable[_SiteValue]:
-    for index, (fqn, unit) in enumerate(units.items()):
-        places = _ModelSites(index, fqn, unit, sequences)
-        n_bytes = unit.kept_bytes or (None,) * len(unit.kept)
-        yield from (_SiteValue(*places.of(site), n, 0.0) for site, n in zip(unit.kept, n_bytes, strict=True))
+def _kept_values(units: Mapping[str, UnitPlan], places: Mapping[str, _Places]) -> list[_SiteValue]:
+    return [
+        value
+        for fqn, unit in units.items()
+        for value in places[fqn].values(unit.kept, unit.kept_bytes, (0.0,) * len(unit.kept))
+    ]
 
 
-class _ModelSites:
-    """Names the call sites of a unit as seen from the model."""
+def _places(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> dict[str, _Places]:
+    # The place of a unit in the plan comes first in the order of its values, and their place in the unit second.
+    return {fqn: _Places(index, fqn, unit, sequences) for index, (fqn, unit) in enumerate(units.items())}
+
+
+class _Places:
+    """Names the modules in which a unit's call sites are, as seen from the model."""
 
     def __init__(self, index: int, fqn: str, unit: UnitPlan, sequences: Sequence[OpSequence]) -> None:
         self.index, self.fqn = index, fqn
@@ -192,19 +175,24 @@ class _ModelSites:
             for caller, place, _ in sequences[i]:
                 self.known.setdefault(place, (len(self.known), caller))
 
-    def of(self, site: CallSite) -> tuple[_ModelSite, tuple[int, int]]:
-        """Return the call site as seen from the model, and its place in the order of execution."""
+    def of(self, site: CallSite) -> tuple[str, tuple[int, int]]:
+        """Return the module that runs a call site, and its place in the order of execution."""
         # "after X" is in the module that calls X. If the recorded sequence does not have the place, its name tells.
         after, inner = site.place.startswith("after "), site.place.removeprefix("after ")
         around = inner.rpartition(".")[0] if after else inner
         order, caller = self.known.get(site.place, (len(self.known), around))
-        place = f"after {self._named(inner)}" if after else self._named(inner)
         # A second call of a module has " (2)" behind its name, but it is the same module.
-        module = self._named(re.sub(r" \(\d+\)$", "", caller))
-        return _ModelSite(module, place, site.op, site.occurrence), (self.index, order)
+        module = re.sub(r" \(\d+\)$", "", caller)
+        return f"{self.fqn}.{module}".strip("."), (self.index, order)
 
-    def _named(self, inner: str) -> str:
-        return f"{self.fqn}.{inner}".strip(".")
+    def values(
+        self, sites: Collection[CallSite], n_bytes: Sequence[int], times: Sequence[float]
+    ) -> Iterator[_SiteValue]:
+        """Yield the values made at some sites, whose figures may not be known."""
+        unknown = (None,) * len(sites)
+        for site, n, ms in zip(sites, n_bytes or unknown, times or unknown, strict=True):
+            module, order = self.of(site)
+            yield _SiteValue(module, site.op, order, n, ms)
 
 
 def _layer_of(module: str) -> tuple[str, str]:
@@ -218,11 +206,11 @@ def _layer_of(module: str) -> tuple[str, str]:
     return ".".join(parts[: number + 1]), ".".join(parts[number + 1 :])
 
 
-def folded(
+def _folded(
     kept: Sequence[_SiteValue],
     recomputed: Sequence[_SiteValue],
     sliced: Mapping[str, Sequence[str]],
-    away: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    away: Mapping[str, tuple[str, ...]],
 ) -> list[LayerReading]:
     """Group values by layer, and fold layers that read the same into one.
 
@@ -232,39 +220,37 @@ def folded(
     by_layer: dict[str, tuple[list[_SiteValue], list[_SiteValue]]] = {}
     for which, values in enumerate((recomputed, kept)):
         for value in values:
-            by_layer.setdefault(_layer_of(value.at.module)[0], ([], []))[which].append(value)
+            by_layer.setdefault(_layer_of(value.module)[0], ([], []))[which].append(value)
     for layer in (*sliced, *away):
         by_layer.setdefault(layer, ([], []))
 
     def order(layer: str) -> tuple[int, ...]:
         return min((value.order for values in by_layer[layer] for value in values), default=_LAST)
 
-    alike: dict[object, list[tuple[str, tuple[LayerOps, ...], tuple[LayerOps, ...]]]] = defaultdict(list)
-    for layer in sorted(by_layer, key=order):
-        again, held = map(_parts, by_layer[layer])
+    read = {layer: tuple(map(_parts, by_layer[layer])) for layer in sorted(by_layer, key=order)}
+    alike: dict[object, list[str]] = defaultdict(list)
+    for layer, (again, held) in read.items():
         # The words that a reader would see decide whether two layers are alike, and the bytes beside them.
         words = tuple((str(part), part.n_bytes) for part in (*again, *held))
         others = (tuple(sliced.get(layer, ())), away.get(layer, ()))
         # The number of recomputed parts is in the key, since ``words`` alone does not tell where they end and the kept
         # ones begin.
-        alike[pattern_of(layer), len(again), words, others].append((layer, held, again))
-    return [
-        LayerReading(
-            tuple(one[0] for one in same),
-            same[0][1],
-            same[0][2],
-            tuple(sliced.get(same[0][0], ())),
-            away.get(same[0][0], ()),
+        alike[pattern_of(layer), len(again), words, others].append(layer)
+    found = []
+    for layers in alike.values():
+        first = layers[0]
+        again, held = read[first]
+        found.append(
+            LayerReading(tuple(layers), held, again, tuple(sliced.get(first, ())), away.get(first, ()))
         )
-        for same in alike.values()
-    ]
+    return found
 
 
 def _parts(values: Iterable[_SiteValue]) -> tuple[LayerOps, ...]:
     """Group the values of a layer by module, and fold modules with the same ops into one part."""
     by_module: dict[str, list[_SiteValue]] = defaultdict(list)
     for value in values:
-        by_module[_layer_of(value.at.module)[1]].append(value)
+        by_module[_layer_of(value.module)[1]].append(value)
     alike: dict[tuple[str, bool], list[tuple[str, list[_SiteValue]]]] = defaultdict(list)
     for module, own in by_module.items():
         # Ops of the layer itself stay apart: the folded name of several modules has no word for it.
@@ -283,7 +269,7 @@ def _parts(values: Iterable[_SiteValue]) -> tuple[LayerOps, ...]:
 
 
 def _ops_in_words(values: Iterable[_SiteValue]) -> str:
-    counts = Counter(short_op(value.at.op) for value in values)
+    counts = Counter(short_op(value.op) for value in values)
     return ", ".join(op if n == 1 else f"{op} x{n}" for op, n in counts.items())
 
 
