@@ -58,6 +58,16 @@ class Candidate:
         """Peak and recomputation of the step with the decisions."""
         return self.program.footprint
 
+    @property
+    def recompute_ms(self) -> float:
+        """Time of what runs again."""
+        return self.footprint.recompute_ms
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that the decisions have in the memory of the host."""
+        return self.footprint.host_peak_bytes
+
     @cached_property
     def added_ms(self) -> float:
         """Additional time of the step that no op running again explains: slices, and waits for copies."""

@@ -61,10 +61,8 @@ _ALIKE = 2e-3  # share of the peak, and of the cost, that dropping near duplicat
 _WINDOWS = 64
 _NS = 1e6  # in a millisecond
 _OP, _FREE, _CALLS = int(Event.OP), int(Event.FREE), (int(Event.ENTER), int(Event.EXIT))
-_HANDLES, _INSTANCES = (
-    (int(Event.PACK), int(Event.RELEASE)),
-    (int(Event.UNPACK), int(Event.DROP)),
-)
+_HANDLES = int(Event.PACK), int(Event.RELEASE)
+_INSTANCES = int(Event.UNPACK), int(Event.DROP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,10 +306,8 @@ class _Effects:
     def _use_links(self, option: Option, effect: _LocalEffect, where: Bytes, use: Costs) -> None:
         """Add for how many ms an option uses each link (links x windows), evenly from the first copy to the last."""
         for link, begin, end, ms in option.copies:
-            begun, over = (
-                np.maximum(self.edges[:-1], begin),
-                np.minimum(self.edges[1:], max(end, begin + 1 / _NS)),
-            )
+            begun = np.maximum(self.edges[:-1], begin)
+            over = np.minimum(self.edges[1:], max(end, begin + 1 / _NS))
             share = np.maximum(over - begun, 0.0)
             use[self.links.index(link)] += ms * share / (share.sum() or 1.0)
         # Copies hide behind ops that run again as well.

@@ -115,9 +115,8 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
             PlanError: A field has a value that a plan file cannot hold.
         """
         try:
-            data = _plain(
-                msgspec.convert(_plain(self), Plan)
-            )  # numbers in the types that they will be read as
+            # Numbers in the types that they will be read as.
+            data = _plain(msgspec.convert(_plain(self), Plan))
             digest = _digest(data)
             msgspec.json.encode(data)  # what it cannot encode, such as half of a character, no reader takes
         except (TypeError, ValueError) as error:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from msgspec import structs
@@ -34,7 +34,8 @@ from sacplan.planning.make import plan_by_hand
 from sacplan.planning.meshes import POLICIES, way
 from sacplan.planning.plan import Plan
 from sacplan.profiling.profile import Profile, ProfileOrPath
-from sacplan.techniques.chunk.entries import ChunkOptions, entry_size, loss_chunks
+from sacplan.techniques.chunk.entries import entry_size, loss_chunks
+from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES
 
 MODES = ("none", "full", "selective", "chunked-loss")
@@ -204,25 +205,27 @@ def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
         )
     # Either what can run in slices, or the reasons why nothing can, module by module.
     found = loss_chunks(profile.program, profile.spec)
-    if not isinstance(found, ChunkOptions):
-        why = [f"from {refused.unit!r} on: {refused.why}" for refused in found[:_MOST_REASONS]]
+    if not found.chunks:
+        why = [f"from {unit!r} on: {why}" for unit, why in islice(found.refused.items(), _MOST_REASONS)]
         raise PlanError(
             "there is no module from which on the loss could be computed in slices. "
             + ("; ".join(why) + "." if why else "No module with a name is called once in the step.")
         )
     # Within a chunk no op makes its whole output, so nothing in it can be kept.
-    if not pins.named_ops.isdisjoint(found.ops):
-        op = profile.program.ops[min(pins.named_ops & found.ops)]
+    first = found.chunks[0]
+    deferred = training_chunk(profile.program, first, profile.spec).deferred
+    if not pins.named_ops.isdisjoint(deferred):
+        op = profile.program.ops[min(pins.named_ops & deferred)]
         given = (("keep", pins.keep), ("never", pins.never))
         said = " and ".join(f"{name}={list(patterns)!r}" for name, patterns in given if patterns)
         raise PlanError(
-            f"the loss would run in slices from {found.unit!r} on, where {said} pins what {op.name} makes. "
+            f"the loss would run in slices from {first.unit!r} on, where {said} pins what {op.name} makes. "
             "Leave that pattern out."
         )
-    rows = entry_size(profile.program, found.chunks[0])
+    rows = entry_size(profile.program, first)
     if slices > rows:
-        raise PlanError(f"slices={slices}, but what enters {found.unit!r} has only {rows} rows.")
-    return structs.replace(found.chunks[0], slices=slices)
+        raise PlanError(f"slices={slices}, but what enters {first.unit!r} has only {rows} rows.")
+    return structs.replace(first, slices=slices)
 
 
 # --- options ----------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from sacplan.questions.sweep import Row
 from sacplan.record.longest import LongestBatch, is_loader
 from sacplan.record.step import resolve_batch
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
+from sacplan.techniques.chunk.entries import loss_chunks
 from sacplan.techniques.registry import TECHNIQUES
 
 _SECOND = 8  # the size tried after 1: far enough for a slope, small enough to be quick
@@ -298,9 +298,9 @@ def _floor_bytes(traced: Profile, techniques: Collection[str]) -> int:
     if traced.runs_compiled:  # with a plan, its ops are others
         return traced.baseline.end_bytes
     programs = [traced.program]
-    chunks = loss_chunks(traced.program, traced.spec) if "chunk" in techniques else ()
-    if isinstance(chunks, ChunkOptions):
-        # The last option has the most slices, which hold the least at once.
-        programs += [traced.with_plan((chunk,)) for chunk in chunks.chunks[-1:]]
+    if "chunk" in techniques:
+        # The last one has the most slices, which hold the least at once.
+        chunks = loss_chunks(traced.program, traced.spec).chunks
+        programs += [traced.with_plan((chunk,)) for chunk in chunks[-1:]]
     leaving = leaving_bytes(traced, tuple(techniques))
     return max(1, min(program.liveness.floor_bytes for program in programs) - leaving)

@@ -36,7 +36,7 @@ from sacplan.report.modules import NOTHING, RowGroup, grouped, module_rows
 from sacplan.report.palette import STACK, css_name, css_variables
 from sacplan.report.svg import inline_svg, page_style
 from sacplan.report.timeline import Panel, buckets_of, panels_of
-from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks
+from sacplan.techniques.chunk.entries import loss_chunks
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES
 
 if TYPE_CHECKING:
@@ -141,10 +141,8 @@ def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
 
 
 def _loss_refusals(profile: Profile) -> list[str]:
-    found = loss_chunks(profile.program, profile.spec) if profile.mode == "train" else ()
-    if isinstance(found, ChunkOptions):
-        return []
-    return [f"from {refused.unit} on: {refused.why}" for refused in found]
+    refused = loss_chunks(profile.program, profile.spec).refused if profile.mode == "train" else {}
+    return [f"from {unit} on: {why}" for unit, why in refused.items()]
 
 
 def _made(group: AliveGroup) -> str:

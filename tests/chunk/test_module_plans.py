@@ -22,7 +22,7 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.planning import search
 from sacplan.planning.request import Request
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
-from sacplan.techniques.chunk.entries import ChunkOptions, loss_chunks, module_chunks
+from sacplan.techniques.chunk.entries import loss_chunks, module_chunks, offer_of
 from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.registry import rewritten
 from tests.chunk.test_memory import fake
@@ -101,10 +101,9 @@ def test_effects_add_up_with_those_of_recomputation() -> None:
     asked = Request(techniques=BOTH).planner(profile)
     scope = profile.program.calls["layers.1.mlp"][0]
     chunks = module_chunks(profile.program, scope, profile.spec)
-    assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(2)]
-    loss = loss_chunks(profile.program, profile.spec)
-    assert isinstance(loss, ChunkOptions)
-    offers = tuple(each.offer(asked.basis.recorded) for each in (loss, *chunks))
+    assert [each[0].unit for each in chunks] == [f"layers.{i}.mlp" for i in range(2)]
+    loss = loss_chunks(profile.program, profile.spec).chunks
+    offers = tuple(offer_of(asked.basis.recorded, each) for each in (loss, *chunks))
     effects = replace(asked.basis, offers=offers).context.effects(1)
     tried = 0
     for i, region in enumerate(effects.regions):
@@ -261,7 +260,7 @@ def test_a_layer_in_slices_that_discards_casts_takes_what_is_predicted(slices: i
 def test_layers_of_a_list_are_alike() -> None:
     profile = sacplan.profile(residual_net(), torch.randint(0, VOCAB, (4, 96)), under_autocast, device="cpu")
     found = module_chunks(profile.program, profile.program.calls["layers.1"][0], profile.spec)
-    assert [each.unit for each in found] == ["layers.0", "layers.1"]
+    assert [each[0].unit for each in found] == ["layers.0", "layers.1"]
 
 
 def test_a_handle_on_a_module_with_both_is_removed() -> None:
@@ -321,4 +320,4 @@ def recorded(model: nn.Module, batch: torch.Tensor) -> tuple[Program, DeviceSpec
 def test_modules_of_one_name_need_not_be_alike() -> None:
     program, spec = recorded(Pooled(), torch.randn(64, 8))
     (found,) = module_chunks(program, program.calls["block.norm"][0], spec)
-    assert found.unit == "block.norm"
+    assert found[0].unit == "block.norm"

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -49,60 +48,41 @@ _SAME = 1.02  # times the bytes of another entry: no better
 _TrainingSpan: TypeAlias = Literal["module", "backward", "rest"]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ChunkOptions:
-    """One place where a chunk may begin, with the numbers of slices that are offered.
+Slices = tuple[Chunk, ...]
+"""One place where a chunk may begin, in each number of slices that is offered, by rising number."""
 
-    Each number of slices is rehearsed when its rewrite is asked for.
+
+class LossChunks(NamedTuple):
+    """Where slices up to the loss may begin.
 
     Attributes:
-        program: the recorded step.
-        device: what it runs on.
-        chunks: the decisions, by rising number of slices.
+        chunks: the entry with which they save most; () if there is none.
+        refused: by the fqn of a module, why no chunk begins there.
     """
 
-    program: Program
-    device: DeviceSpec
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def unit(self) -> str:
-        """The fqn of the module at which it begins."""
-        return self.chunks[0].unit
-
-    @property
-    def ops(self) -> frozenset[int]:
-        """The ops that no longer run where they ran, forward and backward, however many slices there are."""
-        return self.rewrite(self.chunks[0]).deferred
-
-    def rewrite(self, chunk: Chunk) -> Rewrite:
-        """Return the rewrite of one of the decisions. It is rehearsed once for a program."""
-        return training_chunk(self.program, chunk, self.device)
-
-    def offer(self, step: PlanStep) -> Offer:
-        """Return the choice of slices, beside the regions that other techniques have options for.
-
-        A chunk of the loss ends with the forward pass, so no unit may be around its module.
-        """
-
-        def option_of(chunk: Decision) -> Option:
-            assert isinstance(chunk, Chunk)
-            rewrite = self.rewrite(chunk)
-            return Option(step.added_cost(rewrite.added_ms), 0, (), "chunk", chunk, rewrite.patch)
-
-        first, writer = self.rewrite(self.chunks[0]), self.program.writer
-        # What a loop holds others cannot free. Any number of slices holds the same.
-        kept = first.deferred.union(writer[s] for s in first.held if s in writer)
-        alone = (self.unit,) if self.chunks[0].span == "rest" else ()
-        return Offer(self.unit, self.chunks, option_of, first.deferred, kept, alone)
+    chunks: Slices
+    refused: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A reason why no chunk begins at a module."""
+def offer_of(step: PlanStep, chunks: Slices) -> Offer:
+    """Return the choice of slices, beside the regions that other techniques have options for.
 
-    unit: str
-    why: str
+    Each number of slices is rehearsed when its option is asked for. A chunk of the loss ends with the forward pass, so
+    no unit may be around its module.
+    """
+    program, device = step.program, step.device
+    assert device is not None
+
+    def option_of(chunk: Decision) -> Option:
+        assert isinstance(chunk, Chunk)
+        rewrite = training_chunk(program, chunk, device)
+        return Option(step.added_cost(rewrite.added_ms), 0, (), "chunk", chunk, rewrite.patch)
+
+    # What a loop holds others cannot free. Any number of slices holds the same.
+    first = training_chunk(program, chunks[0], device)
+    kept = first.deferred.union(program.writer[s] for s in first.held if s in program.writer)
+    alone = (chunks[0].unit,) if chunks[0].span == "rest" else ()
+    return Offer(chunks[0].unit, chunks, option_of, first.deferred, kept, alone)
 
 
 # --- the loss
@@ -111,7 +91,7 @@ class Refusal:
 @derived
 def loss_chunks(
     program: Program, device: DeviceSpec, accumulate: Accumulate = "float32", after: int = -1
-) -> ChunkOptions | tuple[Refusal, ...]:
+) -> LossChunks:
     """Return the entry from which on slices save most up to the loss; or why none of the last modules is one.
 
     Args:
@@ -121,7 +101,7 @@ def loss_chunks(
     Worked out once for a program.
     """
     best: tuple[int, Chunk] | None = None
-    refused: list[Refusal] = []
+    refused: dict[str, str] = {}
     with registered(device):  # once for all rehearsals
         for unit in _last_modules(program, after):
             try:
@@ -129,7 +109,7 @@ def loss_chunks(
             except CannotChunk as error:
                 if best is not None:
                     break  # what begins before it reads the same and more
-                refused.append(Refusal(unit, str(error)))
+                refused[unit] = str(error)
                 continue
             most = _most_bytes(program, training_chunk(program, chunk, device))
             # Entries are tried from the loss backwards, and a longer chunk has to save clearly more than a shorter
@@ -137,9 +117,9 @@ def loss_chunks(
             if best is None or most * _SAME < best[0]:
                 best = most, chunk
     if best is None:
-        return tuple(refused or _called_often(program))
+        return LossChunks((), refused or _called_often(program))
     powers = [2**i for i in range(1, _MOST_SLICES.bit_length())]
-    return _offered(program, best[1], powers, device)
+    return LossChunks(_offered(program, best[1], powers), {})
 
 
 def _last_modules(program: Program, after: int) -> Iterator[str]:
@@ -156,14 +136,16 @@ def _last_modules(program: Program, after: int) -> Iterator[str]:
         yield fqn
 
 
-def _called_often(program: Program) -> Iterator[Refusal]:
+def _called_often(program: Program) -> dict[str, str]:
     """Refuse the last modules of a step in which all are called several times, such as one of several micro-batches."""
+    refused: dict[str, str] = {}
     often = {fqn: calls for fqn, calls in program.calls.items() if fqn and len(calls) > 1}
     for unit in sorted(often, key=lambda fqn: program.scopes[often[fqn][-1]].first_op, reverse=True)[:_TRIED]:
         try:
             entry_of(program, unit)
         except CannotChunk as error:
-            yield Refusal(unit, str(error))
+            refused[unit] = str(error)
+    return refused
 
 
 # --- modules
@@ -176,7 +158,7 @@ def module_chunks(
     device: DeviceSpec,
     accumulate: Accumulate = "float32",
     pins: Pins = NO_PINS,
-) -> tuple[ChunkOptions, ...]:
+) -> tuple[Slices, ...]:
     """Return the largest module around a module call that can run in slices, and all that are alike; () if none can.
 
     ``pins``: modules that must not be units are left out. Worked out once for a program.
@@ -269,7 +251,7 @@ def backward_chunks(
         if _alike(other, unit) and pins.named_ops.isdisjoint(program.ops_in(calls[0]))
     )
     alike = _offered_where_alike(program, found, units, (found.slices,), device)
-    chunks = tuple(chunk for offered in alike for chunk in offered.chunks)
+    chunks = tuple(chunk for offered in alike for chunk in offered)
     return chunks if any(chunk.unit == unit for chunk in chunks) else ()
 
 
@@ -317,25 +299,23 @@ def entry_size(program: Program, chunk: Chunk) -> int:
     return ChunkSpan.of(program, chunk).axis.size
 
 
-def _offered(program: Program, found: Chunk, numbers: Sequence[int], device: DeviceSpec) -> ChunkOptions:
+def _offered(program: Program, found: Chunk, numbers: Sequence[int]) -> Slices:
     """Return a chunk in each number of slices that its axis has elements for; in the first one in any case."""
     most = max(numbers[0], entry_size(program, found))
-    chunks = (msgspec.structs.replace(found, slices=slices) for slices in numbers if slices <= most)
-    return ChunkOptions(program, device, tuple(chunks))
+    return tuple(msgspec.structs.replace(found, slices=slices) for slices in numbers if slices <= most)
 
 
 def _offered_where_alike(
     program: Program, found: Chunk, units: Iterable[str], numbers: Sequence[int], device: DeviceSpec
-) -> Iterator[ChunkOptions]:
-    """Yield the options of a chunk at each of some modules where all of them work."""
+) -> Iterator[Slices]:
+    """Yield the slices of a chunk at each of some modules where all of them work."""
     for unit in units:
-        try:
-            offered = _offered(program, msgspec.structs.replace(found, unit=unit), numbers, device)
-            for chunk in offered.chunks:
-                offered.rewrite(chunk)
-        except CannotChunk:
-            continue  # of that name, but not alike
-        yield offered
+        # One may be of that name, but not alike.
+        with contextlib.suppress(CannotChunk):
+            offered = _offered(program, msgspec.structs.replace(found, unit=unit), numbers)
+            for chunk in offered:
+                training_chunk(program, chunk, device)
+            yield offered
 
 
 def _most_bytes(program: Program, rewrite: Rewrite) -> int:

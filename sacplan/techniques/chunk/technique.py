@@ -14,7 +14,7 @@ from sacplan.techniques.base.offers import Offer
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.base.technique import Installed, StepSolver, Technique, ToInstall
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
-from sacplan.techniques.chunk.entries import ChunkOptions, backward_chunks, loss_chunks, module_chunks
+from sacplan.techniques.chunk.entries import backward_chunks, loss_chunks, module_chunks, offer_of
 from sacplan.techniques.chunk.families import merged
 from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.chunk.search import StretchSolver
@@ -46,10 +46,10 @@ class Chunking(Technique):
         program, device, accumulate, pins = step.program, step.device, step.accumulate, step.pins.outside
         if peak is not None:
             found = module_chunks(program, peak.peak_scope, device, accumulate, pins)
-            return [each.offer(step) for each in found]
+            return [offer_of(step, chunks) for chunks in found]
         forward = (i for i in pins.compiled_ops if program.ops[i].phase == Phase.FORWARD)
-        loss = loss_chunks(program, device, accumulate, max(forward, default=-1))
-        return [loss.offer(step)] if isinstance(loss, ChunkOptions) else []
+        loss = loss_chunks(program, device, accumulate, max(forward, default=-1)).chunks
+        return [offer_of(step, loss)] if loss else []
 
     def settled(self, step: PlanStep, peak: Footprint, decisions: Sequence[Decision]) -> Sequence[Decision]:
         """Run the backward pass of the module at the peak, and of all that are alike, in slices."""

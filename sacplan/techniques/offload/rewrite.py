@@ -168,12 +168,10 @@ class _Journey:
         self.held: dict[int, None] = {}  # handles on the storage, until it is let go of
         self.gone: dict[int, None] = {}  # those that have let go of it, until they are released
         self.instances: dict[int, int] = {}  # unpacked tensors, and those on the copy that take their place
-        self.again: dict[
-            int, int
-        ] = {}  # handles of formulas that save what they unpacked, and those on the copy
-        self.host = self.copy = (
-            self.handle
-        ) = -1  # storages of the copies, and a handle on the one that is back
+        # Handles of formulas that save what they unpacked, and those on the copy.
+        self.again: dict[int, int] = {}
+        # Storages of the copies, and a handle on the one that is back.
+        self.host = self.copy = self.handle = -1
         self.waited = self.needed = False
         self.out: list[tuple[int, int]] = []
 
@@ -320,11 +318,8 @@ class _Journey:
     def _fetch(self, position: int) -> None:
         if self.copy >= 0:
             return  # it was needed before
-        n_bytes, kind = (
-            self.program.storage_bytes[self.move.storage],
-            self.program.storage_kinds[self.move.storage],
-        )
-        self.copy = self.draft.new_storage(n_bytes, kind)
+        program, storage = self.program, self.move.storage
+        self.copy = self.draft.new_storage(program.storage_bytes[storage], program.storage_kinds[storage])
         self.handle = self.draft.new_handle(self.copy)
         self._run(position, TO_DEVICE, (self.host,), (self.copy,))
 
@@ -377,11 +372,8 @@ class _Visits(_Journey):
         draft.storage_bytes[move.storage] = self.host_bytes(n_bytes)
         self.host = move.storage
         first = draft.new_storage(n_bytes, kind)
-        begin, enter, leave = (
-            liveness.entered[move.begin],
-            liveness.entered[move.call],
-            liveness.exited[move.call],
-        )
+        begin, enter = liveness.entered[move.begin], liveness.entered[move.call]
+        leave = liveness.exited[move.call]
         positions = {begin, enter, leave, *liveness.events_of[move.storage], *concerned}
         positions.update((move.fetch,) if move.fetch >= 0 else ())
         for position in sorted(positions):
